@@ -1,4 +1,4 @@
-"""One step of the fake engine's rollouts, written out with transformers' model: loss, gradient and tokens."""
+"""Loss, gradient norm and tokens of one step on the fake engine's rollouts, by a plain loop over a transformers model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.types import Prompt
 
-Group = tuple[Prompt, list[list[int]], list[float]]  # with its responses and their rewards
+Group = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses and their rewards
 
 
 def responses(seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[tuple[str, int]] = ()) -> list[list[int]]:
-    """What the fake engine draws in the first step, each with the stop token that ended it."""
+    """Return the responses that the fake engine samples in the first step, including the stop tokens."""
     drawn = enumerate(fakes.draws(stream_key(seed, 0, prompt.id), range(n), tokens))
     gone = set(lost)
     return [
@@ -29,9 +29,9 @@ def responses(seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[tup
 def update(
     model: Any, groups: Sequence[Group], cap: float, left_out: Collection[tuple[str, int]] = ()
 ) -> tuple[float, float, int]:
-    """Loss, norm of its gradient and tokens of one optimizer step over these groups (BroRL, section 3.1).
+    """Return the loss, the gradient norm and the number of tokens of one optimizer step (BroRL, section 3.1).
 
-    left_out: (prompt id, sibling) of rows whose reward counts and which are not trained on.
+    left_out: (prompt id, sibling) of rollouts that are not trained on, although their rewards count.
     """
     raw = [r - sum(rewards) / len(rewards) for _, _, rewards in groups for r in rewards]
     mean = math.fsum(raw) / len(raw)

@@ -1,10 +1,10 @@
-"""What every test process needs before torch is imported, and which tests `make test-fast` leaves out."""
+"""Settings that must precede the import of torch, and the selection of slow tests."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; several processes share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # Tensors are tiny, and several processes share the cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -22,14 +22,14 @@ cpu_bridge.leave_out_compiler()
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "tools")]
 
 
-_ALONE: list[Any] = []  # the grid of this process, where there is one
+_ALONE: list[Any] = []  # the grid of this process, if it has one
 
 
 @pytest.fixture(scope="module")
 def processes() -> Any:
-    """The grid of a single process, one for many files.
+    """The grid of a single process, which test files share.
 
-    Some tests leave it, with what they try (`convert --verify`); the next file has a new one.
+    Some tests destroy it (`convert --verify`); the next file then builds a new one.
     """
     import torch.distributed as dist
 
@@ -41,18 +41,18 @@ def processes() -> Any:
 
 
 def pytest_unconfigure() -> None:
-    """Leave it, so that no group complains at the end."""
+    """Destroy the process groups, which otherwise print warnings at exit."""
     if _ALONE:
         from megatron_brorl.parallel import grid
 
         grid.leave()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses among them
+@pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Worlds of more than two processes and whole runs are slow, but for the one that is marked `fast`.
+    """Mark slow tests: worlds of more than two processes, whole runs that are not marked `fast`, and slow.txt.
 
-    So are the cases of slow.txt, which took a second or more (a list, because most are some cases of many).
+    slow.txt lists test ids that take a second or more, since often only some cases of a test do.
     """
     slow = set((TESTS / "slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:

@@ -1,4 +1,4 @@
-"""Conversions for tests, a published configuration, and the memory that a conversion allocates."""
+"""Conversions between checkpoint formats, a published configuration, and the peak memory of a conversion."""
 
 from __future__ import annotations
 

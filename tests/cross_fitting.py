@@ -1,4 +1,4 @@
-"""The cross-fitted changes of one position, by matrices over pairs of siblings and loops over tokens."""
+"""Cross-fitted estimates of theory.token_level at one position, by matrices over pairs and loops over tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def changes(token: np.ndarray, reward: np.ndarray, p: np.ndarray) -> tuple[float, float]:
-    """policy_gradient and sampled of theory.token_level, for draws [n] from p [V].
+    """Return `policy_gradient` and `sampled` of theory.token_level for tokens [n] drawn from p [V].
 
-    The first by eq. 5 of Song et al. 2012, "Feature selection via dependence maximization", term by term.
+    policy_gradient follows eq. 5 of Song et al. 2012, "Feature selection via dependence maximization".
     """
     n = len(token)
     ones = np.ones(len(token))
@@ -19,7 +19,7 @@ def changes(token: np.ndarray, reward: np.ndarray, p: np.ndarray) -> tuple[float
     criterion -= 2 / (n - 2) * (ones @ same @ product @ ones)
     gradient = (n - 1) / n * criterion / (n * (n - 3))
 
-    # The other half values what every second sibling's step changes.
+    # One half of the siblings takes a step, and the other half estimates its value.
     sampled = 0.0
     for step, value in ((0, 1), (1, 0)):
         mine = slice(step, None, 2)

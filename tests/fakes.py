@@ -1,4 +1,4 @@
-"""Doubles of what a step needs beside the model: an engine that keeps the contract, or breaks it on demand."""
+"""Fakes of the parts of a step other than the model: prompts, tokenizer, reward pool, and an engine with faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOP = 2
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:
-    """Prompts of one to nine tokens."""
+    """Return prompts of one to nine tokens."""
     made = []
     for i in range(first, first + count):
         ids = torch.randint(3, tiny.VOCAB, (1 + (5 * i + 3) % 9,), generator=torch.Generator().manual_seed(i))
@@ -30,7 +30,7 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
 
 
 class Source:
-    """An endless row of prompts."""
+    """A source with an endless sequence of prompts."""
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
         return prompts(count, start)
@@ -42,7 +42,7 @@ class Tokenizer:
 
 
 class Pool:
-    """Rewards responses whose tokens add up to an even number, at once."""
+    """Give a reward to responses whose tokens have an even sum. The scores are ready at once."""
 
     def judge(self, answer: str) -> float:
         return float(reward(answer))
@@ -73,7 +73,10 @@ def reward(text: str) -> bool:
 
 
 def draws(key: int, siblings: Sequence[int], tokens: int, stop_below: float = 0.08) -> list[list[int]]:
-    """The first tokens that the fake engine draws for each sibling: uniform over the vocabulary, or the stop token."""
+    """Return the first tokens that the fake engine draws for each sibling.
+
+    A token is the stop token with probability `stop_below`, and otherwise uniform over the vocabulary.
+    """
     index = torch.tensor(siblings).repeat_interleave(tokens)
     us = uniforms(torch.full_like(index, key), index, torch.arange(tokens).repeat(len(siblings)))
     normal = 3 + ((us - stop_below) / (1 - stop_below) * (tiny.VOCAB - 3)).long()
@@ -81,23 +84,23 @@ def draws(key: int, siblings: Sequence[int], tokens: int, stop_below: float = 0.
 
 
 def log_prob(drawn: int, version: int) -> float:
-    """A log-probability that tells which weights it came from."""
+    """Return a log-probability that differs for each token and for each version of the weights."""
     return -math.log(tiny.VOCAB) - drawn / 1000 - version / 8
 
 
 @dataclass
 class Engine:
-    """Draws tokens from the keyed stream alone; siblings named by (prompt id, index) misbehave."""
+    """An engine whose tokens depend only on the keyed random numbers. Faults are set by (prompt id, sibling index)."""
 
-    lose: set[tuple[str, int]] = field(default_factory=set)  # die with what would have delivered them
-    stall: set[tuple[str, int]] = field(default_factory=set)  # make no progress until the call is cancelled
-    nonfinite: dict[tuple[str, int], float] = field(default_factory=dict)  # what the log-prob of their last token is
-    deaf: threading.Event | None = None  # a call that stalls ends when this is set, whatever it is told
-    room: int = 4  # rows that it takes of a supply at a time
-    takes: int = 10**6  # times that it takes at most
+    lose: set[tuple[str, int]] = field(default_factory=set)  # rollouts that are never delivered
+    stall: set[tuple[str, int]] = field(default_factory=set)  # rollouts that keep the call busy
+    nonfinite: dict[tuple[str, int], float] = field(default_factory=dict)  # log-prob of the last token of these rollouts
+    deaf: threading.Event | None = None  # A stalled call ends at this event. None: it ends when it is cancelled.
+    room: int = 4  # rows that the engine requests from a supply at a time
+    takes: int = 10**6  # most requests to a supply in a call
     version: int = -1
     calls: list[list[Request]] = field(default_factory=list)
-    verbs: list[str] = field(default_factory=list)  # in the order in which they were called
+    verbs: list[str] = field(default_factory=list)  # names of the methods that were called, in order
     duplicate_advice: str = "the fake engine"
 
     def kv_usage(self) -> None:
@@ -160,12 +163,12 @@ class Engine:
         return groups
 
     def _all(self, supply: Supply | None) -> Iterator[Request]:
-        """The requests of a call, and what it takes once the rows before have ended."""
+        """Yield the requests of a call, then those of the supply, each time after the earlier rows have ended."""
         asked = self.calls[-1]
         yield from list(asked)
         for time_asked in range(self.takes if supply else 0):
             new = supply.next_requests(self.room)
-            if not new and time_asked:  # the first time there may be nothing of its own
+            if not new and time_asked:  # At first this rank's own share may be empty.
                 return
             asked.extend(new)
             yield from new

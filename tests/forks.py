@@ -1,7 +1,7 @@
-"""Processes that are forked from one that has imported torch and Megatron: the seconds of CPU that this takes are paid
-once, not by every rank of every run.
+"""Run the command line in processes that are forked from one that has imported torch and Megatron.
 
-Tests of how a run begins and ends as processes (launchers, signals, kills) start the command line itself.
+The imports take seconds of CPU time, which each rank of each run would otherwise spend. Tests of launchers, signals and
+kills start the command line itself (e2e/runs.py: start).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ IMPORTED = [
     *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "gemma3")),
     "megatron.core.dist_checkpointing.strategies.torch",
 ]
-# CUDA does not survive a fork: where there is a GPU every process begins by itself.
+# CUDA does not survive a fork, so on a GPU each process is spawned.
 CONTEXT: Any = get_context("spawn" if cpu_bridge.on_gpu() else "forkserver")
 if not cpu_bridge.on_gpu():
     CONTEXT.set_forkserver_preload(IMPORTED)
-GRACE_S = 20.0  # for the other ranks, once one has failed
+GRACE_S = 20.0  # time for the other ranks to end after one has failed
 
 
 def command_line(
@@ -44,10 +44,9 @@ def command_line(
     plots: bool = True,
     main: Callable[[list[str]], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`brorl` with these arguments; with --processes N as so many ranks that meet as those of torchrun do.
+    """Run `brorl` with these arguments; --processes N starts N ranks, which connect as those of torchrun do.
 
-    plots: whether they are drawn, or their files left empty. main: a test's own way into the command line, in every
-    rank.
+    plots: draw plots instead of writing empty files. main: the function that each rank calls with the arguments.
     """
     words = list(arguments)
     size = 0
@@ -59,7 +58,7 @@ def command_line(
     if not size:
         return _complete([(main, words, environment, cwd)])
 
-    # Rank 0 gets the socket where the ranks meet: no one else can take the port in between.
+    # Rank 0 inherits the listening socket, so that no other process can use the port before it does.
     with listen_on_free_port() as listener:
         told = rank_environments(listener, size)
         return _complete(
@@ -68,12 +67,12 @@ def command_line(
 
 
 def script(path: Path, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A Python file run as a script."""
+    """Run a Python file as a script."""
     return _complete([(_script, [str(path), *map(str, arguments)], dict(os.environ), cwd)])
 
 
 def engines() -> SimpleNamespace:
-    """What rollout.remote.process needs of `subprocess`: of our own interpreter its processes are forks."""
+    """Return a stand-in for `subprocess` in rollout.remote.process that forks processes of this interpreter."""
 
     def popen(command: Sequence[str], **options: Any) -> Any:
         return Module(command, **options) if command[0] == sys.executable else subprocess.Popen(command, **options)
@@ -82,7 +81,7 @@ def engines() -> SimpleNamespace:
 
 
 class Module:
-    """As subprocess.Popen for `python -m MODULE ARGUMENTS`, in a fork; its input ends with us."""
+    """Like subprocess.Popen for `python -m MODULE ARGUMENTS`, in a fork. Its stdin closes when this process ends."""
 
     def __init__(self, command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **_: Any) -> None:
         theirs, self.stdin = CONTEXT.Pipe(duplex=False)
@@ -97,37 +96,37 @@ class Module:
         ready.poll(None)
 
     def poll(self) -> int | None:
-        """Its exit code, a signal's as a negative number, or None while it runs."""
+        """Return the exit code (a signal as a negative number), or None while the process runs."""
         code: int | None = self._process.exitcode
         return code
 
     def wait(self) -> int:
-        """The same, once it has ended."""
+        """Wait for the end of the process, and return its exit code."""
         self._process.join()
         code: int = self._process.exitcode
         return code
 
 
 def listen_on_free_port() -> socket.socket:
-    """Listens on a free port."""
+    """Return a socket that listens on a free port of the loopback interface."""
     return socket.create_server(("127.0.0.1", 0))
 
 
 def rank_environments(listener: socket.socket, size: int) -> list[dict[str, str]]:
-    """The environment of each of `size` ranks that meet there; `take` is for rank 0."""
+    """Return the environment of each of `size` ranks that connect to the listener; rank 0 calls `adopt_listener`."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     return [{**place, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def adopt_listener(listener: socket.socket | None) -> None:
-    """In the process of rank 0: its store will listen on this socket, as on one of our launcher."""
+    """Make the store of this process, rank 0, listen on this socket, as the launcher of `brorl` does."""
     if listener is not None:
         os.environ[LISTENER] = str(listener.detach())
 
 
 def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[str]:
-    """Processes of _forked to their end, with what they wrote."""
+    """Run `_forked` in one process per job, and return the exit code and the output of all."""
     with TemporaryDirectory() as folder:
         if not cpu_bridge.on_gpu():
             server.ensure_running()
@@ -141,7 +140,7 @@ def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[st
 
 
 def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
-    """The exit code of the first that failed, or 0; a signal's number is negative."""
+    """Return the exit code of the first process that fails, or 0; a signal is a negative number."""
     code = 0
     deadline = time.monotonic() + seconds
     left = list(processes)
@@ -151,7 +150,7 @@ def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
             if not ended and code:
                 break
             if not ended:
-                raise TimeoutError(f"{len(left)} of {len(processes)} processes go on")
+                raise TimeoutError(f"{len(left)} of {len(processes)} processes still run")
             for process in [p for p in left if p.sentinel in ended]:
                 process.join()
                 left.remove(process)
@@ -174,7 +173,7 @@ def _forked(
     cwd: Path | None = None,
     listener: socket.socket | None = None,
 ) -> None:
-    """In the new process: its environment, its output to files, and then what it is for."""
+    """Set environment and working directory, write the output to files, and call `what`."""
     if cwd:
         os.chdir(cwd)
     os.environ.clear()
@@ -190,7 +189,7 @@ def _forked(
 
 
 def _have_forks(place: str) -> None:
-    """In a fork: engines that it starts are forks of the same process, which is not its own child."""
+    """Let this process fork its engines from the fork server of the test process, which is not its child."""
     server._forkserver._forkserver_address = place
     server._forkserver.ensure_running = lambda: None
     remote_process.subprocess = engines()
@@ -229,7 +228,7 @@ def _module(
 
 
 def _script(arguments: list[str]) -> None:
-    # As Python does where it runs a file, whose neighbours it may import.
+    # Python does the same for a script, which may import modules of its folder.
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))
     runpy.run_path(arguments[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""Tiny random models of each family as Hugging Face directories, made by transformers itself."""
+"""Tiny random models of each family, written as Hugging Face directories by transformers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from transformers import (
 
 @dataclass(frozen=True)
 class Family:
-    """A family as transformers has it, and what of its config.json this project refuses."""
+    """The classes of a family in transformers, and values of its config.json that this project refuses."""
 
     config: Any
     model: Any
-    overrides: dict[str, Any] = field(default_factory=dict)  # beside or instead of the sizes that all have
-    refused: tuple[tuple[dict[str, Any], str], ...] = ()  # changes to config.json, and what the message says
+    overrides: dict[str, Any] = field(default_factory=dict)  # keys of the configuration that differ from other families
+    refused: tuple[tuple[dict[str, Any], str], ...] = ()  # changes of config.json, and parts of the error message
 
 
 ATTENTION_BIAS = ({"attention_bias": True}, "attention_bias = True is not supported")
@@ -42,7 +42,7 @@ FAMILIES = {
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
             "max_position_embeddings": 512,
-            "sliding_window": 256,  # which the context ends with
+            "sliding_window": 256,  # models with local attention have this context
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5},
@@ -61,11 +61,11 @@ FAMILIES = {
     ),
 }
 CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
-VOCAB = 103  # not a multiple of any tensor-parallel size
+VOCAB = 103  # no tensor-parallel size divides it
 
 
 def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: float = 0.2, **overrides: Any) -> Any:
-    """Write a random model whose every parameter (norms and biases too) is away from its default; return it."""
+    """Write and return a random model. All parameters differ from their defaults, also norms and biases."""
     kind = FAMILIES[family]
     config = kind.config(
         **{
@@ -91,11 +91,11 @@ def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: flo
     model = kind.model(config).eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.normal_(float(p.mean().round()), std)  # norms around the one, or Gemma's zero, that they begin with
+            p.normal_(float(p.mean().round()), std)  # Norms stay near their default, 1 (0 for Gemma).
     model.save_pretrained(directory)
     return model
 
 
 def weights(directory: str | Path) -> dict[str, torch.Tensor]:
-    """What make_model wrote, by name."""
+    """Return the tensors that make_model wrote, by name."""
     return load_file(Path(directory) / "model.safetensors")

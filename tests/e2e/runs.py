@@ -1,4 +1,4 @@
-"""Running the command line as a user does, on a model small enough for a test."""
+"""Run the command line on a model that is small enough for tests."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ examples_per_step = 64
 lr = 3e-3
 """
 
-# Words to turn around and greatest common divisors. Runs on tasks of Reasoning Gym, whose import takes every scoring
-# process more than a second, are in test_examples.py.
+# Words to reverse, and greatest common divisors. Only test_examples.py uses tasks of Reasoning Gym, because each scoring
+# process needs more than a second to import it.
 WORDS = [a + b + c + d for a in "bdgkmt" for b in "aeiou" for c in "lnrs" for d in ("", "y")]
 ROWS = [
     *({"prompt": word, "answer": word[::-1]} for word in WORDS),
     *({"prompt": f"{a}, {b}", "answer": str(math.gcd(a, b))} for a in range(1, 10) for b in range(1, 10)),
 ]
-HELD_OUT = ROWS[10::13]  # 24 of them
+HELD_OUT = ROWS[10::13]  # 24 rows
 
 
 def write_config(folder: Path) -> Path:
-    """TOML with its rows beside it."""
+    """Write TOML and its data files to a folder; return the path of the configuration."""
     parts = {"HELD_OUT": HELD_OUT, "TRAIN": [row for row in ROWS if row not in HELD_OUT]}
     text = TOML
     for name, chosen in parts.items():
@@ -98,7 +98,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
 def brorl(
     *arguments: Any, cwd: Path | None = None, plots: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """One command to its end, in forked ranks; plots: drawn, which takes a short run half of its time."""
+    """Run a command in forked ranks until it ends. plots: draw them, which takes half of the time of a short run."""
     return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment}, cwd, plots)
 
 
@@ -145,7 +145,7 @@ def wait_for(run: subprocess.Popen[str], text: str) -> None:
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without their wall-clock values; all metrics are documented."""
+    """Return the lines of metrics.jsonl without times; check that all metrics are documented."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [fault for line in lines for fault in metric_faults.of_row(line)] == []
     return [{k: v for k, v in line.items() if k != "time"} for line in lines]

@@ -1,4 +1,4 @@
-"""From published rows to a run on a mixture of them: `brorl data prepare`, then `brorl train`."""
+"""Tests of `brorl data prepare` on rows of published data sets, followed by `brorl train` on a mixture of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ tokens_per_micro_batch = 600
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(configuration, model) of a run on three prepared files."""
+    """Return configuration and model of a run on three prepared files."""
     folder = tmp_path_factory.mktemp("data")
     files = {}
     for name, raw, options in (
@@ -81,14 +81,14 @@ def test_a_mixture_of_prepared_files(run: tuple[Path, Path], tmp_path: Path) -> 
     assert [row["rollouts"] for row in rows(whole)] == [40, 40]
     assert (whole / "model" / "model.safetensors").is_file()
 
-    # Five, three and two of ten prompts in every step, none twice in one epoch.
+    # Each step has 5, 3 and 2 prompts of the sources, and no prompt occurs twice in an epoch.
     seen = prompts_of(whole)
     for step in (0, 1):
         sources = Counter(name.split(":")[0] for s, name in seen if s == step)
         assert sources == {"gsm8k": 5, "deepscaler": 3, "custom": 2}
     assert len({name for _, name in seen}) == len(seen) == 20
 
-    # Stopped after a step and gone on with, on two processes: the same prompts.
+    # A run that stops after one step and continues, on two processes, has the same prompts.
     command = ("train", "--processes", "2", config, f"model.path={model}", f"run.dir={parts}")
     for steps in (1, 2):
         done = brorl(*command, f"train.steps={steps}")

@@ -1,4 +1,4 @@
-"""The examples as a user starts them: by torchrun, by bash, and as Slurm jobs under a stand-in (tests/slurm)."""
+"""Tests of the examples, started by torchrun, by bash, and as Slurm jobs with fake Slurm commands (tests/slurm)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_shell_scripts_pass_shellcheck():
     assert done.returncode == 0, done.stdout
 
 
-def test_one_file_is_bash_and_python():
+def test_the_script_is_valid_bash_and_python():
     text = SCRIPT.read_text(encoding="utf-8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -53,7 +53,7 @@ def test_one_file_is_bash_and_python():
     assert run("bash", "-n", SCRIPT).stderr == ""
 
 
-def test_the_smoke_run_differs_in_sizes_and_in_what_a_cpu_lacks():
+def test_the_smoke_run_changes_only_sizes_and_the_engine():
     example = example_script()
     real, smoke = (
         {f"{name}.{key}": value for name, section in asdict(config).items() for key, value in section.items()}
@@ -72,7 +72,7 @@ def smoke_model(tmp_path_factory):
 
 
 FEWER = ["rollout.n=16", "rollout.prompts=6", "reward.workers=1", "data.held_out_prompts=4"]
-# With pull, time decides which rollouts are decoded together, and with it the last bits of the engine's floats.
+# With rollout.pull, timing decides which rollouts share a batch, and so the last bits of the engine's log-probs.
 REPEATABLE = [*FEWER, "rollout.pull=false", "train.steps=3", "train.checkpoint_async=false"]
 
 
@@ -158,8 +158,8 @@ def _is_rank(process: psutil.Process, directory: Path) -> bool:
 STEP = {"kill_on_bad_exit": 0, "wait": 900, "cpus_per_task": 12, "mem": 0, "exclusive": True}  # options of srun
 
 
-def test_every_job_asks_for_what_it_starts(tmp_path):
-    """The steps of the other scripts, written down instead of started."""
+def test_every_job_requests_the_resources_of_its_ranks(tmp_path):
+    """The fake srun logs the steps of each script instead of starting them."""
     expected = {
         SCRIPT.name: (64, [["optim.lr=1e-6"]]),
         "single_node": (8, [["rollout.prompts=16", "optim.lr=1e-6"]]),
@@ -189,7 +189,7 @@ def test_every_job_asks_for_what_it_starts(tmp_path):
 
 @pytest.mark.parametrize("told", [{"STANDIN_END": "2000000000"}, {"SLURM_JOB_END_TIME": "2000000000"}])
 def test_the_ranks_know_when_the_job_ends(told, tmp_path):
-    """Where Slurm does not say it in the environment, run.sh asks."""
+    """If the environment lacks SLURM_JOB_END_TIME, run.sh asks scontrol for it."""
     job = SLURM / "single_node.sbatch"
     log = tmp_path / "log"
     assert run("sbatch", job, STANDIN_DRY="1", STANDIN_LOG=str(log), **told).returncode == 0
@@ -198,7 +198,7 @@ def test_the_ranks_know_when_the_job_ends(told, tmp_path):
 
 @pytest.mark.parametrize("mounts", ["", "/data:/data,/models:/m:ro"])
 def test_a_job_in_a_container(mounts, tmp_path):
-    """The command lines of pyxis and of apptainer: the repository is where it was, beside what else is mounted."""
+    """pyxis and apptainer mount the repository under its own path, and the additional folders."""
     rank = ["bash", str(SLURM / "rank.sh")]
     every = f"{REPOSITORY}:{REPOSITORY},{mounts}".rstrip(",")
     pyxis = {"container_image": "nvcr.io#a/b:1", "container_mounts": every, "container_workdir": str(REPOSITORY)}
@@ -217,10 +217,10 @@ def test_a_job_in_a_container(mounts, tmp_path):
 
 
 @pytest.mark.parametrize("told", [("podman", "x"), ("pyxis", ""), ("", "x.sif")])
-def test_half_a_container_is_refused(told, tmp_path):
+def test_an_incomplete_container_setting_is_refused(told, tmp_path):
     log = tmp_path / "log"
     environment = {"CONTAINER": told[0], "CONTAINER_IMAGE": told[1], "STANDIN_LOG": str(log)}
     done = run("sbatch", SLURM / "single_node.sbatch", **environment)
     assert done.returncode == 2
     assert f"run.sh: CONTAINER={told[0]} CONTAINER_IMAGE={told[1]}: give both" in done.stderr
-    assert len(log_of(log)) == 1  # the job; no step began
+    assert len(log_of(log)) == 1  # the job without a step

@@ -1,4 +1,4 @@
-"""A run of two ranks with all that belongs to it: what listens, and what is left when its launcher dies."""
+"""Tests of the processes of a run: their listening sockets, and their end if the launcher is killed."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def processes(launcher: Any) -> list[psutil.Process]:
 
 
 def listening(launcher: Any) -> Iterator[str]:
-    """Addresses that any process of the run takes anybody's connections or datagrams on."""
+    """Yield the addresses on which any process of the run accepts connections or datagrams."""
     for process in processes(launcher):
         with contextlib.suppress(psutil.Error):
             for c in process.net_connections("inet"):
-                # A datagram socket with a peer hears that alone: a question to a name server.
+                # A datagram socket with a peer, such as a name server, receives only from that peer.
                 if c.status == psutil.CONN_LISTEN or (c.type == socket.SOCK_DGRAM and c.laddr and not c.raddr):
                     yield c.laddr.ip
 
 
 @pytest.fixture
 def begin(tmp_path) -> Iterator[Callable[..., Any]]:
-    """start, with an end to what a failed test leaves."""
+    """Return runs.start, and kill the processes that a failed test leaves."""
     runs = []
 
     def begin_(*arguments: Any, **environment: str) -> Any:
@@ -58,7 +58,7 @@ def begin(tmp_path) -> Iterator[Callable[..., Any]]:
         run.communicate()
 
 
-def test_a_run_listens_on_loopback_dies_as_one_and_goes_on(config, init, tmp_path, begin):
+def test_a_run_listens_on_loopback_and_ends_with_its_launcher(config, init, tmp_path, begin):
     other = [name for name, found in psutil.net_if_addrs().items() if not _is_loopback(found)]
     environment = {"PYTHONPATH": str(DOUBLE), **({"GLOO_SOCKET_IFNAME": other[0]} if other else {})}
     command = ("train", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", *OPTIONS)
@@ -80,7 +80,7 @@ def test_a_run_listens_on_loopback_dies_as_one_and_goes_on(config, init, tmp_pat
     with open(tmp_path / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    # What was saved is gone on with.
+    # The same command continues from the checkpoint.
     saved = int((tmp_path / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
     done = brorl(*command, f"train.steps={saved + 1}", **environment)
     assert done.returncode == 0, done.stderr
@@ -88,8 +88,8 @@ def test_a_run_listens_on_loopback_dies_as_one_and_goes_on(config, init, tmp_pat
     assert [row["step"] for row in rows(tmp_path)] == list(range(saved + 1))
 
 
-def test_a_warm_start_that_is_stopped_leaves_no_half_trained_model(config, init, tmp_path, begin):
-    """It has nothing to go on from: a signal ends it, and examples/brorl_tiny.sh begins it anew."""
+def test_interrupted_supervised_training_exports_no_model(config, init, tmp_path, begin):
+    """`brorl sft` has no checkpoints, and examples/brorl_tiny.sh starts it again if there is no model."""
     run = begin("sft", "--processes", "1", config, f"model.path={init}", f"run.dir={tmp_path}", "sft.steps=100000")
     wait_for(run, "sft 1/100000")
     run.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Every mistake of a user's ends in one line that says what and where, with exit code 2, and leaves nothing behind."""
+"""User errors end with exit code 2 and one line that names the cause and the place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
 
 @pytest.fixture
 def model(init, tmp_path):
-    """A copy of the random model to break."""
+    """A copy of the random model that a test may change."""
     return shutil.copytree(init, tmp_path / "model")
 
 
@@ -48,7 +48,7 @@ def test_malformed_row(config, model, tmp_path):
 
 
 def test_supervised_training_that_diverges_exports_nothing(config, model, tmp_path):
-    """No rate at all is told before anything is built; a far too high one where the loss shows it."""
+    """An infinite learning rate is refused at the start; one that is far too high ends the run by its loss."""
     command = ("sft", config, f"model.path={model}", f"run.dir={tmp_path / 'run'}", "sft.steps=3")
     assert_refused(brorl(*command, "sft.lr=inf"), "sft.lr = inf: must be finite")
     done = brorl(*command, "sft.lr=1e29")
@@ -67,5 +67,5 @@ def test_a_second_run_in_the_same_directory(config, model, tmp_path):
         assert_refused(done, "another run is writing there")
 
 
-def test_report_of_nothing(tmp_path):
+def test_report_of_an_empty_folder(tmp_path):
     assert_refused(brorl("report", tmp_path), "contains no metrics.jsonl")

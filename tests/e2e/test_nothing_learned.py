@@ -1,4 +1,4 @@
-"""Runs that learn nothing end with the reason and what to do."""
+"""Runs that learn nothing end with a warning that names the cause and a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TINY = [
     *("rollout.n=8", "rollout.prompts=4", "train.steps=2", "train.checkpoint_every=0", "data.held_out_prompts=8"),
     *("evaluate.every=0", "evaluate.samples=4", "theory.every=0"),
 ]
-RUNS = {  # name of the finding: what makes the run fail, and what its last line says
+RUNS = {  # name of the finding: (changes of the configuration, part of the last line)
     "none right": (["never.jsonl"], "no response of 64 was right: check that the verifier calls a reference answer"),
     "no answer": (
         ["reward.extract=boxed"],
@@ -29,7 +29,7 @@ RUNS = {  # name of the finding: what makes the run fail, and what its last line
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Rows that the warm model never gets right, and the same with others that it does get right."""
+    """Return a folder of rows: some that the warm model never answers correctly, some that it does, and both."""
     folder = tmp_path_factory.mktemp("rows")
     pairs = [(a, b) for a in range(1, 10) for b in range(a, 10)]
     solvable, unsolvable = (
@@ -46,7 +46,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_learns_nothing_says_why(config, warm, files, tmp_path, name):
+def test_a_run_that_learns_nothing_names_the_cause(config, warm, files, tmp_path, name):
     changes, sentence = RUNS[name]
     overrides = []
     for change in changes:
@@ -56,7 +56,7 @@ def test_a_run_that_learns_nothing_says_why(config, warm, files, tmp_path, name)
     done = brorl("train", config, f"model.path={warm}", f"run.dir={tmp_path}", *TINY, *overrides)
     assert done.returncode == 0, done.stderr
 
-    # On the console, where it ends, and in the summary, which is JSON to everyone.
+    # The warning is the last line of the console, and a finding of the summary, which has no NaN.
     last = done.stdout.splitlines()[-1]
     assert last.startswith("warning: ")
     assert sentence in last

@@ -1,4 +1,4 @@
-"""A reward of one's own trains a model from outside the package, as examples/own_reward has it."""
+"""Tests of training with a user's reward function, on the configuration of examples/own_reward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A working directory with the example and a model whose tokenizer knows its rows."""
+    """A working directory with the example and a model with a tokenizer for its rows."""
     folder = tmp_path_factory.mktemp("own")
     shutil.copytree(REPOSITORY / "examples" / "own_reward", folder / "examples" / "own_reward")
     make_model("examples/own_reward/own_reward.toml", "init", cwd=folder)
@@ -36,8 +36,8 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return brorl("train", "examples/own_reward/own_reward.toml", *options, cwd=folder)
 
 
-def test_two_steps_and_the_file_that_they_are_held_to(folder):
-    # A reward by the length of the response: one that a random model gets some of.
+def test_checkpoints_belong_to_one_version_of_the_reward_file(folder):
+    # A random model gets some reward for the length of its responses.
     file = folder / "lengths.py"
     file.write_text("def score(response, row):\n    return min(1.0, len(response) / 32)\n")
     done = train(folder, "data.verifier=lengths.py:score")
@@ -46,7 +46,7 @@ def test_two_steps_and_the_file_that_they_are_held_to(folder):
     assert [line["step"] for line in lines] == [0, 1]
     assert all(0 < line["reward"] < 1 for line in lines)
 
-    # Its checkpoints belong to this very file.
+    # The checkpoints record the hash of the file.
     file.write_text(file.read_text() + "# a comment\n")
     again = train(folder, "data.verifier=lengths.py:score", "train.steps=3")
     assert again.returncode == 2
@@ -54,10 +54,10 @@ def test_two_steps_and_the_file_that_they_are_held_to(folder):
     assert "was written with another file of verifier lengths.py:score (sha256 " in line
 
 
-def test_rewards_of_any_size_are_trained_on_and_told_beside_pass_at_1(folder):
-    """Minus the length of the response: no reward is above 0, and none reaches reward.correct_at.
+def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
+    """The reward is minus the length of the response, so no response reaches reward.correct_at.
 
-    Most responses are cut off, which does not bring them to 0.
+    Most responses are cut off, and keep their negative reward.
     """
     (folder / "minus.py").write_text("def score(response, row):\n    return -len(response) / 4\n")
     done = train(folder, "data.verifier=minus.py:score", "run.dir=minus", "reward.cut_off_factor=0")
@@ -67,7 +67,7 @@ def test_rewards_of_any_size_are_trained_on_and_told_beside_pass_at_1(folder):
     assert [(line["kept_share"], line["all_right_share"], line["all_wrong_share"]) for line in lines] == [(1, 0, 1)] * 2
     assert all(line["grad_norm"] > 0 and line["updates"] == 1 for line in lines)
 
-    # 20 prompts, none of them right, is no proof that none ever is.
+    # No success in 20 prompts gives the Clopper-Pearson interval from 0 to 1 - 0.025^(1/20).
     summary = json.loads((folder / "minus" / "summary.json").read_text())
     for when in ("before", "after"):
         p, r = summary[f"pass_at_1_{when}"], summary[f"mean_reward_{when}"]
@@ -78,7 +78,7 @@ def test_rewards_of_any_size_are_trained_on_and_told_beside_pass_at_1(folder):
         assert f"mean reward {r['mean']:.4g} (95% interval {r['low']:.4g} to {r['high']:.4g})" in done.stderr
     assert "warning: verifier 'minus.py:score' gives -0.75 to the reference answer of row sum-3" in done.stderr
 
-    # What people read of the rollouts has the same rewards.
+    # The rollout log has the same rewards.
     run = load_run(folder / "minus")
     table = run.rollouts(1).to_pylist()
     assert {r["right"] for r in table} == {False}

@@ -156,7 +156,7 @@ def never_ends() -> None:
 
 
 def hanging(arguments: list[str]) -> None:
-    """The command line, in which rank 1 never leaves the second step's experience."""
+    """Run the command line; rank 1 hangs in make_experience of the second step."""
     from megatron_brorl.cli.main import main
     from megatron_brorl.train import trainer
 
@@ -173,8 +173,8 @@ def hanging(arguments: list[str]) -> None:
     main(arguments)
 
 
-def test_a_rank_that_does_not_arrive_is_named_and_the_run_continues(config, init, tmp_path, monkeypatch):
-    monkeypatch.setattr(forks, "GRACE_S", 1.0)  # Rank 1 would never end.
+def test_a_hanging_rank_is_named_and_the_run_can_be_resumed(config, init, tmp_path, monkeypatch):
+    monkeypatch.setattr(forks, "GRACE_S", 1.0)  # Rank 1 never ends.
     options = ["train.steps=2", "train.checkpoint_every=1", "train.checkpoint_async=false"]
     options += ["evaluate.every=0", "data.held_out=[]", "rollout.n=8"]
     command = ["train", "--processes", "2", str(config), f"model.path={init}", f"run.dir={tmp_path}", *options]

@@ -1,4 +1,4 @@
-"""Whole runs on two processes: repeatable bit for bit, resumable bit for bit, with everything a user is promised."""
+"""Tests of whole runs on two processes: their outputs, evaluation, and exported models."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert trained.generation_config.eos_token_id == library.eos_id()
 
 
-def test_verify_reshard_changes_nothing_and_tells_the_gap(finished, config, warm, tmp_path):
-    """On two pipeline stages: the run goes as ever, and every step says how far the engines are from the actor."""
+def test_verify_reshard_reports_the_gap_and_ends_a_run_above_the_tolerance(finished, config, warm, tmp_path):
+    """On two pipeline stages; the gap is the difference of log-probs between the engines and the actor."""
     command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}", "parallel.pipeline=2"]
     done = brorl(*command, "train.steps=2", "train.verify_reshard=always")
     assert done.returncode == 0, done.stderr
@@ -109,8 +109,8 @@ def test_patience_and_the_time_limit_end_a_run(config, warm, tmp_path):
     assert len(rows(tmp_path / "time")) == 1
 
 
-def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
-    """Another process, another number of ranks: the same held-out prompts, random streams and figures."""
+def test_evaluate_gives_the_result_of_the_run(finished, config, tmp_path):
+    """One process instead of two evaluates the same prompts with the same random numbers and results."""
     done = brorl("evaluate", config, f"model.path={finished[0] / 'model'}", f"run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("held_out sample") == 3
@@ -124,8 +124,8 @@ def test_evaluate_repeats_the_run_s_own_evaluation(finished, config, tmp_path):
 
 
 @pytest.mark.fast
-def test_a_step_that_spans_two_epochs(config, init, tmp_path):
-    """Ten rows in steps of four: with this seed the third step holds one row as the last of an epoch and a first."""
+def test_a_step_can_span_two_epochs(config, init, tmp_path):
+    """Steps of four from ten rows. With this seed a row ends the first epoch and begins the second one."""
     data = tmp_path / "rows.jsonl"
     lines = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "verifier": "exact"} for i in range(10)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -140,8 +140,8 @@ def test_a_step_that_spans_two_epochs(config, init, tmp_path):
 
 
 @pytest.mark.parametrize("implementation", ["fused", "reference"])
-def test_a_vocabulary_padded_beyond_the_tokenizers(config, tmp_path, implementation):
-    """512 pieces padded to 576, as many published models are: engine and trainer agree on every token, and go on."""
+def test_a_vocabulary_larger_than_the_tokenizer(config, tmp_path, implementation):
+    """512 pieces in a vocabulary of 576, as in many published models: engine and trainer agree on all tokens."""
     model = tmp_path / "model"
     run = tmp_path / "run"
     words = [f"{i * i} {i:x} {'abcdefgh'[i % 8 :]}{'hgfedcba'[i // 8 % 8 :]} naïve" for i in range(2000)]
@@ -158,7 +158,7 @@ def test_a_vocabulary_padded_beyond_the_tokenizers(config, tmp_path, implementat
 
 
 def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
-    """Two files; the same answers by another number of processes, and so a comparison without a difference."""
+    """Two files. Another number of processes gives the same answers, so the comparison finds no difference."""
     sums = tmp_path / "sums.jsonl"
     words = tmp_path / "words.jsonl"
     lines = [{"prompt": f"gcd {i},4", "answer": str(math.gcd(i, 4)), "verifier": "exact"} for i in range(1, 7)]
@@ -209,7 +209,7 @@ def card(run_dir) -> tuple[dict, str]:
     return yaml.safe_load(front), body
 
 
-def test_model_card_has_the_metrics_of_the_summary_and_the_date_is_that_of_the_first_start(config, warm, tmp_path):
+def test_model_card_has_the_metrics_of_the_summary_and_the_date_of_the_first_start(config, warm, tmp_path):
     base = shutil.copytree(warm, tmp_path / "small")
     (base / "README.md").write_text("---\nlicense: llama3\nbase_model: them/large\n---\n# Small\nIts own words.\n")
     run = tmp_path / "run"
@@ -228,11 +228,11 @@ def test_model_card_has_the_metrics_of_the_summary_and_the_date_is_that_of_the_f
     assert f"| pass@1 (95% interval) | {shown} |" in body
     assert f"| pass@2 | {summary['pass_at_2_before']:.4f} | {summary['pass_at_2_after']:.4f} |" in body
 
-    # Written again by another process, today: the day that the run began is in its checkpoint.
+    # Another start writes the same card, because the date of the first start is in the checkpoint.
     days = {time.strftime("%Y-%m-%d", at) for at in (begun, time.gmtime())}
     assert any(f"| began | {day} (UTC) |" in body for day in days)
     written = (run / "model" / "README.md").read_bytes()
-    shutil.rmtree(run / "model")  # with the model there, the run says that it has finished
+    shutil.rmtree(run / "model")  # A run with a model counts as finished.
     assert brorl(*command).returncode == 0
     assert (run / "model" / "README.md").read_bytes() == written
 

@@ -1,4 +1,4 @@
-"""The jobs of examples/slurm under a real Slurm of one node, where Debian's packages are installed."""
+"""Tests of the jobs of examples/slurm with a real Slurm on one node, if Debian's packages are installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def slurm() -> Iterator[OneNode]:
 
 @pytest.fixture
 def repository(tmp_path) -> Path:
-    """What a user submits from: runs go to its runs/."""
+    """A copy of the examples and tools, from which jobs are submitted. Runs are written to its folder runs."""
     for name in ("examples", "tools"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
     return tmp_path
@@ -42,7 +42,7 @@ def repository(tmp_path) -> Path:
 
 @pytest.fixture
 def sbatch(slurm, repository) -> Callable[..., str]:
-    """Submits a job of two ranks; returns its number. The first arguments may be options of sbatch."""
+    """A function that submits a job of two ranks and returns its number. It also takes options of sbatch."""
     paths = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
@@ -77,8 +77,8 @@ echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE here, $OMP_NUM_THRE
 """
 
 
-def test_the_scripts_alone(slurm, sbatch, repository):
-    """What a rank is told, by one that is a line of bash; the end of its job is the one that scontrol names."""
+def test_run_sh_sets_the_environment_of_ranks_and_requeues(slurm, sbatch, repository):
+    """The ranks are lines of bash that print their environment. The job's end equals the one of scontrol."""
     (repository / "rank").write_text(RANK)
     run = repository / "job"
     run.write_text('#!/usr/bin/env bash\nexec bash "$SLURM_SUBMIT_DIR/examples/slurm/run.sh" bash rank\n')
@@ -88,7 +88,7 @@ def test_the_scripts_alone(slurm, sbatch, repository):
         shown = slurm.command("env", "SLURM_TIME_FORMAT=%s", "scontrol", "show", "job", job).stdout
         return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
 
-    # Both left with 75, so that the job waits; Slurm would wait two minutes.
+    # Both ranks exit with 75, and the job is requeued. Slurm starts it after two minutes, or when told to.
     until(lambda: state("Restarts") == "1", repository)
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
     until(lambda: state("JobState") == "COMPLETED", repository)
@@ -121,8 +121,8 @@ def test_an_array_runs_every_seed_and_a_model_is_evaluated(sbatch, repository):
     assert found["prompts"] == 16
 
 
-def test_a_preempted_job_saves_waits_and_goes_on(slurm, sbatch, repository):
-    """Preempted by a job of a higher partition; the ranks save in the time that Slurm gives them."""
+def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, repository):
+    """A job of a higher partition preempts it. The ranks save within the grace time of the partition."""
     run = repository / "runs" / "preempted"
     job = sbatch("examples/slurm/preemptible.sbatch", "--smoke", "run.dir=runs/preempted", "train.steps=5000")
     until(lambda: (run / "metrics.jsonl").exists() and rows(run), repository)
@@ -130,10 +130,10 @@ def test_a_preempted_job_saves_waits_and_goes_on(slurm, sbatch, repository):
     state = slurm.command("scontrol", "show", "job", job).stdout
     assert "JobState=PENDING" in state
     assert "Restarts=1" in state
-    assert "the state is saved; job" in output(repository)
+    assert "the state is saved; requeueing job" in output(repository)
     saved = len(rows(run))
     assert (run / "checkpoints" / "latest").read_text().strip() == f"step_{saved:08d}"
-    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait two minutes
+    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm's delay is two minutes
     until(lambda: len(rows(run)) > saved, repository)
     assert "resumed from" in output(repository)
     slurm.command("scancel", job)

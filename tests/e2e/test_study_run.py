@@ -1,4 +1,4 @@
-"""A study from its design to its page: an arm that starts from another arm's model, a tuned rate, and a restart."""
+"""A study from its design to its page, with an arm that starts from another arm's model, tuning, and a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs whose rollouts come from engine processes on the contract double of TensorRT-LLM."""
+"""Whole runs with engine processes that use the fake TensorRT-LLM of tests/contract/double."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def pids(run_dir: Path) -> list[str]:
 
 
 def assert_same_runs(a: Path, b: Path) -> None:
-    """The same rollouts and updates; log-probs may differ in their last bits, with the rows that share a batch."""
+    """Check for the same rollouts and updates. Log-probs may differ in the last bits, as batches are different."""
     for x, y in zip(rows(a), rows(b), strict=True):
-        # What nobody knows is null in the file and listed beside, neither of which approx takes.
+        # Unknown values are null in the file and listed under "nonfinite"; pytest.approx accepts neither.
         assert x.pop("nonfinite", []) == y.pop("nonfinite", [])
         x, y = ({k: math.nan if v is None else v for k, v in row.items()} for row in (x, y))
         assert x == pytest.approx(y, rel=1e-3, abs=1e-4, nan_ok=True)
@@ -43,7 +43,7 @@ def assert_same_runs(a: Path, b: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_engines(config, warm, tmp_path_factory):
-    """The run that nobody disturbs: two ranks, an engine process each."""
+    """An undisturbed run of two ranks with an engine process each."""
     directory = tmp_path_factory.mktemp("trtllm") / "two"
     train(config, warm, directory)
     return directory
@@ -66,9 +66,9 @@ def test_one_engine_for_two_ranks(two_engines, config, warm, tmp_path):
     assert_same_runs(tmp_path, two_engines)
 
 
-# test_trtllm_engine.py has an engine die at each of them.
+# test_trtllm_engine.py kills an engine at each point.
 @pytest.mark.parametrize("point", ["load:2", "row:150", "finish:3"])
-def test_an_engine_killed_on_the_way_changes_nothing(point, two_engines, config, warm, tmp_path):
+def test_a_killed_engine_changes_no_result(point, two_engines, config, warm, tmp_path):
     flag = tmp_path / "died"
     done = train(config, warm, tmp_path / "run", BRORL_DOUBLE_DIE=f"{point}:{flag}")
     assert flag.exists()
@@ -78,11 +78,11 @@ def test_an_engine_killed_on_the_way_changes_nothing(point, two_engines, config,
     assert all(line["lost_share"] == 0 for line in rows(tmp_path / "run"))
 
 
-def test_refit_under_tensor_and_pipeline_parallelism(config, tmp_path):
-    """TP2 x PP2, two engines of two workers: after each refit the engines compute what the actor computes."""
+def test_weight_sync_under_tensor_and_pipeline_parallelism(config, tmp_path):
+    """TP2 x PP2, two engines of two workers: after each weight sync, engines and actor agree on log-probs."""
     make_model(config, tmp_path / "init", "--heads", "4", "--kv-heads", "2")
     layout = ["parallel.tensor=2", "parallel.pipeline=2", "engine.tensor=2", "train.verify_reshard=always"]
-    # The model has learnt nothing, not even to end; what moves it is the entropy.
+    # The random model gets no reward and never ends a response, so only the entropy term changes its weights.
     layout += ["reward.cut_off_factor=1.0", "algo.dynamic_sampling=false", "algo.entropy_coef=0.1"]
     train(config, tmp_path / "init", tmp_path / "run", *layout, processes=4)
     lines = rows(tmp_path / "run")
@@ -91,7 +91,7 @@ def test_refit_under_tensor_and_pipeline_parallelism(config, tmp_path):
     assert sum(line["updates"] for line in lines) >= 1
 
 
-def test_what_an_engine_cannot_do_ends_in_one_line(config, warm, tmp_path):
+def test_unsupported_settings_of_an_engine_end_in_one_line(config, warm, tmp_path):
     command = ["train", config, f"model.path={warm}", f"run.dir={tmp_path}", *OPTIONS]
     for option, message in [
         ("rollout.stop_strings=['x']", "rollout.stop_strings"),

@@ -1,7 +1,7 @@
-"""A real Slurm of one node for tests: munged, slurmctld and slurmd of the user who runs them, in one folder.
+"""A real Slurm on one node for tests: munged, slurmctld and slurmd run in one folder as the current user.
 
-Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge. No cgroups, no accounting, no GPUs.
-Jobs of partition "high" preempt those of "low", which then have two minutes to end and go back to the queue.
+Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge. It has no cgroups, accounting or
+GPUs. Jobs of partition "high" preempt jobs of "low", which have two minutes to end and are then requeued.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class OneNode:
             if time.monotonic() > deadline or any(d.poll() is not None for d in self._daemons):
                 logs = [f"{p.name}: {p.read_text(errors='replace')[-500:]}" for p in self.folder.glob("*.log")]
                 self.close()
-                raise RuntimeError("Slurm does not come up:\n" + "\n".join(logs))
+                raise RuntimeError("Slurm does not start:\n" + "\n".join(logs))
             time.sleep(0.5)
 
     def command(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
-"""One rank of a run that is killed, or refused by the disk, at one of its file operations.
+"""Kill one rank of a run, or let the disk refuse, at one of its file operations.
 
-Operations on files under run.dir are counted by place and kind: opening, every write, renaming, removing, syncing. An
-operation that is hit is half done where it can be.
+Operations on files under run.dir are counted by place and kind: open, each write, rename, remove, sync. A write with a
+fault writes half of its data.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any
 import forks
 import pyarrow.parquet
 
-# Environment of a run: {"folder", "rank", "log"} to count, or {"folder", "rank", "where", "at", "fault", "lasting"}.
+# Environment variable with JSON: {"folder", "rank", "log"} counts operations, and
+# {"folder", "rank", "where", "at", "fault", "lasting"} injects a fault.
 KEY = "TORTURE"
 KILL = "SIGKILL"
 _CREATE = ("open to write", "mkdir", "rename", "replace", "write_table")
-DISK = {  # operations that a disk refuses with each error
+DISK = {  # operations that can fail with each error
     "ENOSPC": (*_CREATE, "write", "fsync"),
     "EACCES": (*_CREATE, "open", "remove", "unlink", "rmdir", "rmtree"),
     "EIO": (*_CREATE, "write", "fsync", "open", "unlink", "ftruncate"),
@@ -36,7 +37,7 @@ _CALLS = [(os, name) for name in ("rename", "replace", "mkdir", "remove", "unlin
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line in a rank, with the fault that the environment asks for."""
+    """Run the command line in a rank, with the fault that the environment variable describes."""
     asked = json.loads(os.environ[KEY])
     faults = Faults(asked) if asked and int(os.environ["RANK"]) == asked["rank"] else None
     try:
@@ -61,7 +62,7 @@ class Faults:
         pyarrow.parquet.write_table = self._wrapped_table_writer(pyarrow.parquet.write_table)
 
     def operation(self, kind: str, place: str, file: object = None, half: Callable[[], object] = lambda: None) -> None:
-        """Count an operation that is about to happen, and do the fault if it is due. half: does half of it."""
+        """Count an operation before it happens, and inject the fault if it is due. half: does half of the operation."""
         fault = self.asked.get("fault")
         where = f"{place}: {kind}"
         with self.lock:
@@ -116,7 +117,7 @@ class Faults:
             if not place or not writes:
                 return call(file, mode, buffering, *args, **kwargs)
 
-            # As io.open builds it, on a raw file whose writes are counted.
+            # Build the layers of io.open on a raw file whose writes are counted.
             raw = _CountedFile(self, place, file, mode.replace("b", "").replace("t", ""))
             if not buffering:
                 return raw

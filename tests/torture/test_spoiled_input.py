@@ -31,7 +31,7 @@ VALUES = st.one_of(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     st.sampled_from([2**63, -(10**400), "../x", "\x00", "x" * 10_000, [], {}, [[]], {"a": [None]}, ["x"] * 1000]),
 )
-# Cut a piece of the bytes out and put others there.
+# (relative position, number of bytes to remove, bytes to insert)
 SPOIL = st.tuples(
     st.floats(0, 1), st.sampled_from([0, 1, 8, 1000]), st.sampled_from([b"", b"\xff\x00", b"[" * 5000, b'"'])
 )
@@ -50,7 +50,7 @@ def spoiled(data: bytes, spoil: tuple[float, int, bytes]) -> bytes:
 
 
 def with_value(raw: Any, place: int, value: Any) -> Any:
-    """A copy of a JSON object with the value of one of its keys replaced, at any depth."""
+    """Return a copy of a JSON object with one value replaced, at any depth."""
     keys = sorted(raw)
     key = keys[place % len(keys)]
     inner = raw[key]
@@ -72,7 +72,7 @@ def accepted(function: Any, *arguments: Any) -> bool:
 
 @QUICK
 @given(st.sampled_from(EXAMPLES), st.sampled_from(KEYS), VALUES, st.none() | SPOIL)
-def test_configurations(tmp_path, example, key, value, spoil):
+def test_spoiled_configurations(tmp_path, example, key, value, spoil):
     file = tmp_path / "run.toml"
     file.write_bytes(spoiled(example.read_bytes(), spoil) if spoil else example.read_bytes())
     accepted(load, file, [f"{key}={json.dumps(value, default=str)}"])
@@ -97,13 +97,13 @@ def read_model(folder: Path) -> None:
 
 @QUICK
 @given(st.integers(0, 500), VALUES, st.none() | SPOIL, st.booleans())
-def test_models(model, tmp_path, place, value, spoil, header):
+def test_spoiled_models(model, tmp_path, place, value, spoil, header):
     assert accepted(read_model, model)
     config = (model / CONFIG).read_bytes()
     weights = (model / WEIGHTS).read_bytes()
     size = int.from_bytes(weights[:8], "little")
     table = weights[8 : 8 + size]
-    if header:  # the table of tensors in front of the weights, or the file's bytes
+    if header:  # change the header of the weights, not config.json
         table = json.dumps(with_value(json.loads(table), place, value)).encode()
         made = struct.pack("<Q", len(table)) + table + weights[8 + size :]
         weights = made if spoil is None else spoiled(weights, spoil)
@@ -120,7 +120,7 @@ ROWS = [{"prompt": "1+1=", "answer": "2", "id": "a", "verifier": "exact", "metad
 
 @QUICK
 @given(st.integers(0, 50), VALUES, st.none() | SPOIL)
-def test_rows(tmp_path, place, value, spoil):
+def test_spoiled_rows(tmp_path, place, value, spoil):
     lines = [json.dumps(row).encode() + b"\n" for row in (ROWS[0], with_value(ROWS[1], place, value))]
     file = tmp_path / "rows.jsonl"
     file.write_bytes(spoiled(b"".join(lines), spoil) if spoil else b"".join(lines))
@@ -129,8 +129,8 @@ def test_rows(tmp_path, place, value, spoil):
 
 @QUICK
 @given(st.integers(0, 500), VALUES, st.none() | SPOIL)
-def test_checkpoints(model, tmp_path, place, value, spoil):
-    """run.json under a manifest that agrees with it."""
+def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
+    """run.json is spoiled, and the manifest has the hash of the spoiled file."""
     now = fingerprint(Config(), read_shape(model), {})
     run = {
         "step": 3,

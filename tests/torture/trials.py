@@ -1,10 +1,10 @@
-"""Runs that are killed or refused by the disk at any file operation, and started again: they end with the same bits.
+"""Kill runs, or let the disk refuse, at any file operation; the restarted runs must end with the same bits.
 
     python tests/torture/trials.py --kills 60 --faults 60 --seed 1
 
-Each trial is a run of two ranks, from its beginning or resumed, with one fault in one rank (faults.py). The same
-command is then started until it ends. Metrics, weights, summary and recorded rollouts must equal those of the
-undisturbed run; a fault ends a start with one line that names the file, never with a traceback.
+Each trial is a run of two ranks, new or resumed, with one fault in one rank (faults.py). Then the same command is
+started until it succeeds. Metrics, weights, summary and recorded rollouts must equal those of the undisturbed run. A
+disk error must end in one line that names the file, and never in a traceback.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from megatron_brorl import rollout_log
 
 RANKS = 2
 FRESH, RESUMED = STAGES = ("from the beginning", "resumed")
-STARTS = 4  # of a run after its fault
+STARTS = 4  # most starts of a run after its fault
 OPTIONS = [
     *("rollout.n=8", "rollout.prompts=4", "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=2"),
     *("evaluate.every=2", "evaluate.samples=1", "run.log=[]", "parallel.timeout_s=60", "theory.every=3"),
     *("reward.strict=false", "reward.cut_off_factor=1.0"),
 ]
-# A random model earns this now and then.
+# A random model sometimes gets this reward.
 VERIFIER = "def letters(response, row):\n    return sum(c.isalpha() for c in response) / 6\n"
 
 
@@ -91,11 +91,11 @@ class Outcome:
 
 @dataclass
 class Torture:
-    """A run that is started again and again in `root`, and the undisturbed one that it is compared with."""
+    """An undisturbed run in `root`, and trials that are compared with it."""
 
     root: Path
-    words: list[str] = field(default_factory=list)  # of the command line
-    operations: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)  # by stage and rank
+    words: list[str] = field(default_factory=list)  # arguments of `brorl train`
+    operations: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)  # counts of file operations by stage and rank
     expected: Outcome | None = None
 
     def prepare(self) -> None:
@@ -122,7 +122,7 @@ class Torture:
             self.operations[stage, rank] = json.loads(log.read_text())
 
     def start(self, directory: Path, fault: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
-        """Start the run once; one that does not end counts as exit code 124."""
+        """Start the run once. A run that does not end in time has exit code 124."""
         words = ["train", "--processes", str(RANKS), *self.words, f"run.dir={directory}"]
         asked = {**fault, "folder": str(directory)} if fault else {}
         try:
@@ -131,7 +131,7 @@ class Torture:
             return subprocess.CompletedProcess(words, 124, "", "does not end")
 
     def begin(self, stage: str) -> Path:
-        """Return a run's folder as a stage finds it."""
+        """Return the run folder of a trial: empty, or the one of the killed run."""
         directory = self.root / "run"
         shutil.rmtree(directory, ignore_errors=True)
         if stage == RESUMED:
@@ -139,7 +139,7 @@ class Torture:
         return directory
 
     def choose(self, rng: random.Random, fault: str) -> tuple[str, dict[str, Any]]:
-        """Return a stage and a fault, each place of a run as likely as any other."""
+        """Return a stage and a fault. All places of a run have the same probability."""
         stage = rng.choice(STAGES)
         rank = rng.randrange(RANKS)
         by_place = collections.defaultdict(list)
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--faults", type=int, default=60, help="disk faults")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--again", type=json.loads, help="a trial, as it was printed")
+    parser.add_argument("--again", type=json.loads, help="repeat a trial, given as it was printed")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     began = time.monotonic()
