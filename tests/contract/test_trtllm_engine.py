@@ -127,7 +127,7 @@ def test_killed_in_its_sleep(when, model, start, monkeypatch, tmp_path, capfd):
     assert engine.supervisor.pid != pid
     engine.update_weights(model.stream(), 1)
     assert same(draw(engine), expected)
-    assert "starting it again without weights" in capfd.readouterr().err
+    assert "restarting it without weights" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("point", ["row:9", "load:1", "finish:1"])
@@ -159,7 +159,7 @@ def test_a_process_that_keeps_dying_ends_the_run(model, start, tmp_path):
         pid = supervisor.pid
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda pid=pid: supervisor.pid != pid or supervisor.failure)
-    with pytest.raises(UserError, match=r"given up after engine\.max_restarts = 2"):
+    with pytest.raises(UserError, match=r"gave up after engine\.max_restarts = 2"):
         draw(engine)
 
 

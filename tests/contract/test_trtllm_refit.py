@@ -56,9 +56,9 @@ def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, capfd):
         return weights
 
     engine._stage = spoiled
-    with pytest.raises(UpdateRefused, match=r"is not what was sent \(checksum\)"):
+    with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
         engine.update_weights(model.stream(0.5), 1)
-    with pytest.raises(UserError, match="given up"):
+    with pytest.raises(UserError, match="gave up"):
         draw(engine)
 
 

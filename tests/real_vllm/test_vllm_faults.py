@@ -83,7 +83,7 @@ def test_hurt_while_it_generates(which, number, hurt, capfd):
         assert engine.supervisor.pid != first
     assert tokens(found) == expected
     said = capfd.readouterr().err
-    assert f"starting it again with the weights of version {engine.version}" in said
+    assert f"restarting it with the weights of version {engine.version}" in said
     assert "silent for" in said if number == signal.SIGSTOP else "ended (" in said
 
 

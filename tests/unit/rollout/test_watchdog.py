@@ -69,7 +69,7 @@ def test_a_stuck_engine_is_given_up(capfd):
     assert time.monotonic() - begun < 30  # not for ever
     assert indices(result) == [[i for i in range(40) if i != 3], list(range(32, 40))]
     assert dog.stuck
-    assert "the engine did not stop and is given up: 1 of prompt p/0" in capfd.readouterr().err
+    assert "the engine did not stop and is abandoned: 1 of prompt p/0" in capfd.readouterr().err
     sent = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
     dog.update_weights(sent, 2)
     assert list(sent) == []

@@ -70,17 +70,17 @@ def killed(pairs):
     raise RuntimeError("Connection closed by peer")
 
 
-SWAPPED = r"2 tensors are not what was sent \(checksum\), for example model.layers.1.self_attn.k_proj.weight"
+SWAPPED = r"2 tensors do not match their checksums, for example model.layers.1.self_attn.k_proj.weight"
 FAULTS = [
     (dropped, "3 tensors missing, for example model.layers.0.self_attn"),
     (partial(swapped, with_checksums=False), SWAPPED),
     (partial(swapped, with_checksums=True), SWAPPED),
-    (flipped, r"1 tensors are not what was sent \(checksum\)"),
+    (flipped, r"1 tensors do not match their checksums"),
     (renamed, "model.other is unknown"),
     (cut, r"model.embed_tokens.weight has shape \[102, 48\]"),
     (unsealed, "comes without a checksum"),
     (lambda pairs: [*pairs, pairs[2]], "is sent twice"),
-    (killed, r"broke off after 6 of 50 tensors: RuntimeError: Connection closed by peer"),
+    (killed, r"failed after 6 of 50 tensors: RuntimeError: Connection closed by peer"),
 ]
 
 

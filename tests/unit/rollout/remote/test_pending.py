@@ -67,12 +67,12 @@ def test_seeds_of_siblings_differ_in_the_half_that_cpu_generators_read():
 @pytest.mark.parametrize(
     ("ids", "log_probs", "finish", "fault"),
     [
-        ([5, 50], [-1.0, -1.0], "stop", "token 50 of a vocabulary of 50"),
-        ([5, -1], [-1.0, -1.0], "stop", "token -1 of a vocabulary of 50"),
+        ([5, 50], [-1.0, -1.0], "stop", "token 50 outside the vocabulary of 50"),
+        ([5, -1], [-1.0, -1.0], "stop", "token -1 outside the vocabulary of 50"),
         ([5, 2], [-1.0], "stop", "1 log-probabilities for 2 tokens"),
-        ([5, 2], [-1.0, float("nan")], "stop", "or one that is not a number"),
-        ([5] * 13, [-1.0] * 13, "length", "13 tokens where 12 were asked for"),
-        ([5, 2], [-1.0, -1.0], "tired", "the end 'tired'"),
+        ([5, 2], [-1.0, float("nan")], "stop", "or NaN among them"),
+        ([5] * 13, [-1.0] * 13, "length", "13 tokens where 12 were requested"),
+        ([5, 2], [-1.0, -1.0], "tired", "unknown finish reason 'tired'"),
     ],
 )
 def test_an_answer_that_is_none_costs_its_rollout(ids, log_probs, finish, fault):
@@ -111,7 +111,7 @@ def test_stop_strings_end_a_rollout_where_the_built_in_engine_ends_it():
         ([], [], "cut", ()),
         ([0, 1, 2, 3], [-0.5, -1.5, -1.0, -2.0], "stop", ((3, 2), (4, 2))),
     ]
-    assert pending.faults == ["it ended at a stop string that the text of its tokens does not contain"]
+    assert pending.faults == ["it ended at a stop string, but its text contains none"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_messages_arrive_as_they_were():
         (lambda f: [f[0].replace(b'"protocol": 6', b'"protocol": 7'), f[1]], "different protocols (7 and 6)"),
         (lambda f: [b"\x00\x01"], "not a message"),
         (lambda f: [json.dumps([1]).encode()], "not a message"),
-        (lambda f: f[:1], "0 tensors came, the header lists 1"),
+        (lambda f: f[:1], "0 tensors arrived, the header lists 1"),
         (lambda f: [f[0], f[1][:-1]], "ids has 15 bytes, not 2 of int64"),
     ],
 )
@@ -67,12 +67,12 @@ class Backend:
 
 @pytest.mark.parametrize("kind", ["shared", "deaf"])
 def test_an_engine_without_seeds_per_request_is_refused(kind):
-    with pytest.raises(ValueError, match="Other 1 takes no seed per request: siblings on different engines would"):
+    with pytest.raises(ValueError, match="Other 1 ignores the seed of a request: siblings on different engines would"):
         asyncio.run(check_sampling(Backend(kind), "Other 1"))
 
 
 def test_an_engine_without_log_probs_is_refused():
-    with pytest.raises(ValueError, match="Other 1 reports no log-probs of sampled tokens"):
+    with pytest.raises(ValueError, match="Other 1 returns no log-probabilities of sampled tokens"):
         asyncio.run(check_sampling(Backend("request", reports=False), "Other 1"))
 
 

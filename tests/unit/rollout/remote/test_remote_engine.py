@@ -118,7 +118,7 @@ def test_an_engine_is_its_backend(backend, tmp_path):
     """All of generate, with weights, through a backend that no engine but this test has."""
     settings = EngineConfig(start_timeout_s=30.0)
     engine = RemoteEngine(settings, OPTIONS, {}, tmp_path, None, tmp_path / "log")
-    assert engine.duplicate_advice == 'Other 1.0; start anew with rollout.engine = "torch"'
+    assert engine.duplicate_advice == 'Other 1.0; start a new run with rollout.engine = "torch"'
     leader = Connection(address(tmp_path))
     ask(leader, Message("begin"))
     ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
