@@ -23,7 +23,7 @@ from megatron_brorl.rollout.engine import KvUsage, Request, RolloutEngine, Sampl
 from megatron_brorl.types import Rollout
 
 # Called with the index of a request and a finished rollout in the generating thread, so it must be quick.
-Finished = Callable[[int, Rollout], None]
+OnFinished = Callable[[int, Rollout], None]
 
 GRACE_S = 30.0  # seconds that an engine has to stop; one decoding step takes far less
 _NAMED = 8  # maximum number of prompts in a log message
@@ -58,7 +58,7 @@ class Watchdog:
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        finished: Finished | None = None,
+        finished: OnFinished | None = None,
         supply: Supply | None = None,
     ) -> GenerationResult:
         """Return the rollouts of the requests and of those that the engine got from `supply`.
@@ -135,11 +135,11 @@ class _Call:
     """One call of generate and its results so far. It is the engine's GenerateCallbacks and its Supply."""
 
     def __init__(
-        self, requests: Sequence[Request], sampling: Sampling, tell: Finished | None, supply: Supply | None
+        self, requests: Sequence[Request], sampling: Sampling, on_finished: OnFinished | None, supply: Supply | None
     ) -> None:
         self.requests = list(requests)
         self.sampling = sampling
-        self._tell = tell
+        self._on_finished = on_finished
         self._supply = supply
         self.rows, self.prompt_tokens = (supply.rows, supply.prompt_tokens) if supply else (0, 0)
         self.done = threading.Event()
@@ -160,9 +160,9 @@ class _Call:
             if self._taken or rollout.index in self._found[request]:
                 return
             self._found[request][rollout.index] = rollout
-            if self._tell and rollout.finish != "cut" and self._error is None:
+            if self._on_finished and rollout.finish != "cut" and self._error is None:
                 try:
-                    self._tell(request, rollout)
+                    self._on_finished(request, rollout)
                 except BaseException as e:
                     self._error = e
                     self.cancel()
@@ -214,8 +214,8 @@ class _Call:
             return GenerationResult(list(self.requests), rollouts, late)
 
 
-def _serve(engine: RolloutEngine, calls: SimpleQueue[_Call], where: torch.device) -> None:
-    if where.type == "cuda":
-        torch.cuda.set_device(where)  # new threads start with device 0
+def _serve(engine: RolloutEngine, calls: SimpleQueue[_Call], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # new threads start with device 0
     while True:
         calls.get().run(engine)

@@ -79,7 +79,7 @@ class RemoteEngine:
         self.version = -1
         self.leads = devices is not None
         self.supervisor: Supervisor | None = None
-        self.node = node or (NodeRanks.alone(folder) if self.leads else None)
+        self.node = node or (NodeRanks.single(folder) if self.leads else None)
         self._barrier = barrier
         self._calls = self._updates = 0
         self._open: set[int] = set()  # calls of the current generate that have not ended
@@ -228,8 +228,8 @@ class RemoteEngine:
             self.supervisor.restarts = 0  # only consecutive restarts count
 
         if pending.faults:
-            told = f"{len(pending.faults)} rollouts with invalid answers are lost, for example: {pending.faults[0]}"
-            print(f"warning: {self.options.key}: {told}", file=sys.stderr, flush=True)
+            warning = f"{len(pending.faults)} rollouts with invalid answers are lost, for example: {pending.faults[0]}"
+            print(f"warning: {self.options.key}: {warning}", file=sys.stderr, flush=True)
         return pending.result()
 
     def _ask(self, rows: Mapping[int, PendingRollout], sampling: Sampling) -> int:

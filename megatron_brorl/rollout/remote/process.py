@@ -46,14 +46,14 @@ def make_folder(parent: str) -> Path:
 
     Raises UserError if `parent` (engine.shared_memory) is not writable.
     """
-    where = Path(parent)
+    root = Path(parent)
     with contextlib.suppress(OSError):
-        for old in where.glob(f"{PREFIX}*"):
+        for old in root.glob(f"{PREFIX}*"):
             if not Path("/proc", old.name.removeprefix(PREFIX).partition("-")[0]).exists():
                 shutil.rmtree(old, ignore_errors=True)
 
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
         # The engine's import path gets a folder with only this package, so that the engine uses its own torch.
         (folder / "code").mkdir()
         (folder / "code" / "megatron_brorl").symlink_to(Path(megatron_brorl.__file__).parent.resolve())
@@ -280,7 +280,7 @@ class Supervisor:
             try:
                 self._ask(Message("sleep"))
             except EngineError as e:
-                _say(f"{e}; killed, and started again when it is needed")
+                _log(f"{e}; killed, and started again when it is needed")
                 self._process.kill()  # This also frees its memory.
             self._asleep = True
             if self.weights:
@@ -350,7 +350,7 @@ class Supervisor:
                 self.failure = f"{why}; gave up after engine.max_restarts = {self.settings.max_restarts}"
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
-            _say(f"{why}; restarting it {holding}")
+            _log(f"{why}; restarting it {holding}")
             self._process.kill()
             self._process = self._start()
             try:
@@ -397,6 +397,6 @@ class Supervisor:
                 raise EngineError(why)
 
 
-def _say(what: str) -> None:
+def _log(what: str) -> None:
     with contextlib.suppress(OSError):  # The reader of a piped stderr may be gone.
         print(f"brorl: {what}", file=sys.stderr, flush=True)

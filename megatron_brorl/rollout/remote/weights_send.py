@@ -95,7 +95,7 @@ class NodeRanks:
     exchange: Callable[[Any], list[Any]]  # all-gather of objects among the ranks
 
     @staticmethod
-    def alone(folder: Path) -> NodeRanks:
+    def single(folder: Path) -> NodeRanks:
         """Return a node that consists of this rank only."""
         return NodeRanks(0, 1, folder, lambda own: [own])
 

@@ -100,25 +100,25 @@ def test_exceptions_of_the_engine_are_raised_here():
 def test_finished_is_called_once_per_rollout_as_it_finishes():
     """The fake engine delivers every rollout twice. "cut" rollouts are not finished."""
     engine = fakes.Engine(stall={("p/0", 3)}, lose={("p/1", 39)})
-    told, threads = [], set()
+    reported, threads = [], set()
 
     def finished(request, rollout):
-        told.append((request, rollout.index, rollout))
+        reported.append((request, rollout.index, rollout))
         threads.add(threading.current_thread())
 
     result = Watchdog(engine, 0.4).generate(REQUESTS, SAMPLING, finished)
-    assert [place[:2] for place in told] == [
+    assert [place[:2] for place in reported] == [
         *((0, i) for i in range(40) if i != 3),
         *((1, i) for i in range(32, 39)),
     ]
     found = {(i, r.index): r for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"}
-    assert all(found.pop((request, index)) is rollout for request, index, rollout in told)
+    assert all(found.pop((request, index)) is rollout for request, index, rollout in reported)
     assert not found
     assert threading.current_thread() not in threads  # the caller's thread waits
 
 
 def test_rollouts_of_an_abandoned_engine_are_ignored():
-    late, release, delivered, told = ("p/0", 3), threading.Event(), threading.Event(), []
+    late, release, delivered, reported = ("p/0", 3), threading.Event(), threading.Event(), []
 
     class Late(fakes.Engine):
         def generate(self, requests, sampling, callbacks=None, supply=None):
@@ -128,27 +128,27 @@ def test_rollouts_of_an_abandoned_engine_are_ignored():
             return groups
 
     dog = Watchdog(Late(stall={late}, deaf=release), 0.2, grace_s=0.2)
-    result = dog.generate(REQUESTS, SAMPLING, lambda request, rollout: told.append((request, rollout.index)))
+    result = dog.generate(REQUESTS, SAMPLING, lambda request, rollout: reported.append((request, rollout.index)))
     assert dog.stuck
     release.set()
     assert delivered.wait(60)
-    assert (0, 3) not in told
-    assert len(told) == sum(map(len, result.rollouts)) == 47
+    assert (0, 3) not in reported
+    assert len(reported) == sum(map(len, result.rollouts)) == 47
 
 
 def test_exception_in_finished_cancels_the_call():
     """The engine stops normally and can be used again."""
-    engine, told = fakes.Engine(stall={("p/0", 3)}), []
+    engine, reported = fakes.Engine(stall={("p/0", 3)}), []
 
     def finished(request, rollout):
-        told.append(rollout.index)
-        if len(told) == 5:
+        reported.append(rollout.index)
+        if len(reported) == 5:
             raise UserError("no scoring process can be started")
 
     dog = Watchdog(engine, 600.0)
     with pytest.raises(UserError, match="no scoring process can be started"):
         dog.generate(REQUESTS, SAMPLING, finished)
-    assert told == [0, 1, 2, 4, 5]  # no call after the exception
+    assert reported == [0, 1, 2, 4, 5]  # no call after the exception
     assert not dog.stuck
     engine.stall = set()
     assert indices(dog.generate(REQUESTS, SAMPLING)) == [list(range(40)), list(range(32, 40))]

@@ -31,8 +31,8 @@ def test_rollouts_are_admitted_as_others_finish():
             self.rooms.append(room)
             return [later.pop(0)] if later else []
 
-    told = []
-    callbacks = SimpleNamespace(finished=lambda request, rollout: told.append((request, rollout.index)))
+    reported = []
+    callbacks = SimpleNamespace(finished=lambda request, rollout: reported.append((request, rollout.index)))
     sampling = Sampling(1.0, 1.0, 0, 12, (2,))
     pending = PendingRollouts(sampling, callbacks, Queue(), 5, vocab=50)
     assert list(pending.add([Request(a, 5, 4)])) == [0, 1, 2, 3]
@@ -45,11 +45,11 @@ def test_rollouts_are_admitted_as_others_finish():
     assert list(new) == [7, 8, 9]
     assert [row.seed for row in new.values()] == [sibling_seed(7, i, 0) for i in (3, 4, 5)]
     assert Queue.rooms == [1, 1]
-    assert told == [(0, 1), (1, 1), (0, 0)]
+    assert reported == [(0, 1), (1, 1), (0, 0)]
     result = pending.result()
     assert [[r.index for r in rollouts] for rollouts in result] == [[0, 1, 2, 3], [0, 1, 2], [3, 4, 5]]
     assert [(r.token_ids.tolist(), r.finish) for r in result[1]] == [([], "cut"), ([5, 2], "stop"), ([], "cut")]
-    assert told == [(0, 1), (1, 1), (0, 0)]
+    assert reported == [(0, 1), (1, 1), (0, 0)]
 
 
 def test_seeds_of_siblings_differ_in_the_half_that_cpu_generators_read():
