@@ -46,7 +46,7 @@ def test_exact(answer: str, reference: str | None, reward: float) -> None:
 
 
 def test_exact_needs_a_reference() -> None:
-    with pytest.raises(UserError, match=r'^f:1: verifier "exact" compares with the answer.*add "answer"$'):
+    with pytest.raises(UserError, match=r'^f:1: verifier "exact" needs a reference; add "answer"$'):
         registry.entry("exact", "x").check_row(VerifierRow(id="r", prompt="?", answer=None, metadata={}), "f:1")
 
 

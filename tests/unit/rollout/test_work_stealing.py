@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from itertools import product
 
 import fakes
@@ -109,8 +108,7 @@ def test_cancelled_engine_gets_no_more_requests():
 
     class Slow(fakes.Engine):
         def generate(self, requests, sampling, callbacks=None, supply=None):
-            while not callbacks.cancelled():
-                time.sleep(0.01)
+            callbacks._cancelled.wait()
             assert supply.next_requests(4) == []
             assert not supply.has_more()
             return []

@@ -114,7 +114,7 @@ def test_refused_and_unknown_tasks_are_named_with_a_reason() -> None:
         ({"source_dataset": "puzzle24", "entry": ITEM}, "'puzzle24' is refused"),
         ({"source_dataset": "chain_sum"}, "needs metadata.entry"),
         ({"source_dataset": "chain_sum", "entry": {"answer": "1"}}, "needs metadata.entry"),
-        ({"source_dataset": "gcd", "entry": ITEM}, "is 'gcd' but the entry is of 'chain_sum'"),
+        ({"source_dataset": "gcd", "entry": ITEM}, "is 'gcd', but the entry is of 'chain_sum'"),
         ({"source_dataset": "chain_sum", "entry": ITEM, "config": []}, "metadata.config must be an object"),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_row_cannot_bring_code_that_its_scorer_executes() -> None:
         data = row({"source_dataset": "bitwise_arithmetic", "entry": entry})
         gym.check_row(data, "f.jsonl:1")
     entry["metadata"]["problem"] = "__import__('os').getcwd()"
-    with pytest.raises(UserError, match=r"^f\.jsonl:1: metadata\.entry\.metadata\.problem = .*is no expression"):
+    with pytest.raises(UserError, match=r"^f\.jsonl:1: metadata\.entry\.metadata\.problem = .*is not an expression"):
         gym.check_row(data, "f.jsonl:1")
 
 
