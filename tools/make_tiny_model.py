@@ -55,7 +55,7 @@ def make(
     """
     from random_model import qwen2_config, write_random_model
 
-    from megatron_brorl.checkpoints.hugging_face import complete
+    from megatron_brorl.checkpoints.hugging_face import add_generation_files
 
     # Add all printable ASCII characters, so that the tokenizer has a piece for each of them.
     corpus_texts = chain(_corpus(config, texts), string.printable[:95])
@@ -74,7 +74,7 @@ def make(
     )
     model["tie_word_embeddings"] = not untied
     parameters = write_random_model(model, directory, config.run.seed)
-    complete(directory, directory)
+    add_generation_files(directory, directory)
     return f"{directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}"
 
 

@@ -19,7 +19,7 @@ from megatron_brorl.errors import UserError
 
 
 @dataclass(frozen=True)
-class Shift:
+class DistributionShift:
     """Change of next-token distributions over all positions of the prompts, in nats."""
 
     tokens: int
@@ -29,7 +29,9 @@ class Shift:
     top_agrees: float  # share of positions whose most likely token is the same
 
 
-def shift(original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequence[Tensor]) -> Shift:
+def distribution_shift(
+    original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequence[Tensor]
+) -> DistributionShift:
     """Compare the logits [T, V] of each text under two models. targets: the next token [T] of each position."""
     kl = []
     gap = []
@@ -41,10 +43,10 @@ def shift(original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequ
         agrees.append((a.argmax(-1) == b.argmax(-1)).double())
     every = torch.cat(kl)
     mean, gap_mean, top = (float(torch.cat(x).mean()) for x in (kl, gap, agrees))
-    return Shift(len(every), mean, float(every.max()), gap_mean, top)
+    return DistributionShift(len(every), mean, float(every.max()), gap_mean, top)
 
 
-def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> Shift:
+def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> DistributionShift:
     """Compare a model with itself under fake-quantised weights and activations, on every row of `prompts`.
 
     preset: a configuration of modelopt.torch.quantization. The first `calibrate` rows set the scales. Raises UserError.
@@ -54,7 +56,7 @@ def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> Shift:
         original = [loaded(ids[None]).logits[0, :-1] for ids in texts]
         _quantise(loaded, preset, texts[:calibrate])
         quantised = [loaded(ids[None]).logits[0, :-1] for ids in texts]
-    return shift(original, quantised, [ids[1:] for ids in texts])
+    return distribution_shift(original, quantised, [ids[1:] for ids in texts])
 
 
 def export(model: Path, prompts: Path, preset: str, calibrate: int, out: Path) -> int:

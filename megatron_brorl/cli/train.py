@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_brorl import signals
 from megatron_brorl.algo.pass_at_k import widest
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.checkpoints.model_card import Training
+from megatron_brorl.checkpoints.model_card import TrainingFacts
 from megatron_brorl.cli import preflight, run_folder
 from megatron_brorl.cli.run_folder import Changes, change_line, check_fingerprint
 from megatron_brorl.cli.session import Program, Session
@@ -151,7 +151,7 @@ def _batch_sizes(config: Config) -> str:
     return f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {steps} optimizer steps"
 
 
-def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> Training:
+def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> TrainingFacts:
     """Return the model card's content. after: the evaluation at the end."""
     rollout = session.config.rollout
     sizes = {"steps": state.step, "rollouts per prompt (N)": rollout.n, "prompts per step": rollout.prompts}

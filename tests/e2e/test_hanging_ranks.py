@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_arrive_is_named_and_the_run_continues(config, init
     assert "in make_experience" in done.stderr
 
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
-    assert folders.damage(saved) == ""
+    assert folders.find_damage(saved) == ""
     again = brorl(*command)
     assert again.returncode == 0, again.stderr
     assert "resumed from" in again.stderr

@@ -39,7 +39,11 @@ def trainer_of(model, processes, tmp_path, planted, **train):
 
 def there(tmp_path):
     root = tmp_path / "checkpoints"
-    return {p.name for p in root.iterdir() if p.is_dir()}, folders.pointed(root / "latest"), folders.read_best(root)
+    return (
+        {p.name for p in root.iterdir() if p.is_dir()},
+        folders.read_pointer(root / "latest"),
+        folders.read_best(root),
+    )
 
 
 def run_to(trainer, step):
@@ -101,13 +105,15 @@ def test_killed_between_the_files(processes, model, tmp_path, monkeypatch, died)
     def dies(*_):
         raise Killed
 
-    point = folders.point
+    point = folders.write_pointer
     with monkeypatch.context() as patch:
         if died == "before rotation":
             patch.setattr(folders, "rotate", dies)
         else:
             name = died.removeprefix("before ")
-            patch.setattr(folders, "point", lambda path, text: dies() if path.name == name else point(path, text))
+            patch.setattr(
+                folders, "write_pointer", lambda path, text: dies() if path.name == name else point(path, text)
+            )
         with pytest.raises(Killed):
             run_to(trainer, 3)
     assert {"step_00000001", "step_00000002", "step_00000003"} == there(tmp_path)[0]
