@@ -26,7 +26,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, ModelShape, read_shape, refuse_gguf
 from megatron_brorl.models.gpt import build_actor, check_layout
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.layouts import Entry
+from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import cpu_bridge, grid
 from megatron_brorl.parallel.packing import pack
@@ -175,7 +175,7 @@ def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
     return torch.cat([found[row] for row in range(len(ids))])
 
 
-def _bytes(source: Source, entries: list[Entry]) -> int:
+def _bytes(source: Source, entries: list[WeightEntry]) -> int:
     """Return the size of all tensors of a checkpoint."""
     return sum(source.dtype(e).itemsize * sum(math.prod(s) for s in e.hf_shapes) for e in entries)
 

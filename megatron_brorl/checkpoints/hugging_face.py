@@ -25,7 +25,7 @@ from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.files import read_object
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.layouts import Entry, to_local
+from megatron_brorl.models.weights.layouts import WeightEntry, to_local
 from megatron_brorl.parallel.grid import Grid
 
 HEAD = "lm_head.weight"
@@ -98,7 +98,7 @@ class Checkpoint:
                 f"true: set that to false to use both, or remove {HEAD} from the files"
             )
 
-    def dtype(self, entry: Entry) -> torch.dtype:
+    def dtype(self, entry: WeightEntry) -> torch.dtype:
         """Return the type of an entry's tensors. Raises UserError if they differ, or if it is none of TYPES."""
         found = {self.types[name] for name in entry.hf}
         kinds = ", ".join(sorted(found))
@@ -110,7 +110,7 @@ class Checkpoint:
             raise UserError(f"{self.directory}: {entry.hf[0]} is of type {kinds}: only unquantised checkpoints")
         return TYPES[kinds]
 
-    def read(self, entry: Entry) -> list[Tensor]:
+    def read(self, entry: WeightEntry) -> list[Tensor]:
         """Return the full tensors of an entry. Raises UserError if a shape differs from config.json's."""
         self.dtype(entry)
         for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
