@@ -25,8 +25,7 @@ from bench_common import DTYPES, alone, options, peak_flops, write_rows
 from measure import timed
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import PolicyTokens
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused.linear import CHUNK_ROWS, linear_log_probs, linear_ppo_loss
 
 SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936)]  # (T, H, V)

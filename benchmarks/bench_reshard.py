@@ -60,7 +60,7 @@ def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pi
     from megatron_brorl.ops.reference.sampling import sample_tokens
     from megatron_brorl.parallel import cpu_bridge, grid
     from megatron_brorl.rollout.native.engine import TorchEngine
-    from megatron_brorl.train.weight_sync import refit
+    from megatron_brorl.train.weight_sync import sync_weights
     from megatron_brorl.train.worker import StageOptions, Worker
 
     shape = read_shape(directory)
@@ -70,7 +70,7 @@ def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pi
     engine = TorchEngine(shape, hf_shapes(shape), cpu_bridge.default_device(), torch.float32, 64, sample_tokens)
     rows = []
     for version in range(1 + repeat):
-        rows.append(measured(lambda version=version: refit(worker, engine, version)))  # type: ignore[misc]
+        rows.append(measured(lambda version=version: sync_weights(worker, engine, version)))  # type: ignore[misc]
     size = 4 * sum(torch.Size(s).numel() for s in hf_shapes(shape).values())
     grid.leave()
     return [rows[1:], size]

@@ -15,9 +15,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from megatron_brorl.data.files import parse_row, raw_rows
 from megatron_brorl.data.prepare.sets import SETS
-from megatron_brorl.data.prompts import Row, Verifiers, check_row
+from megatron_brorl.data.prompts import Row, check_row
+from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.rewards.verifiers.ifeval import score
@@ -33,7 +33,7 @@ def read(path: Path) -> list[Row]:
     rows = []
     for number, raw in raw_rows(path):
         where = f"{path}:{number}"
-        rows.append(check_row(SETS["ifeval"].row(parse_row(raw, where), where), where, where, Verifiers()))
+        rows.append(check_row(SETS["ifeval"].row(parse_row(raw, where), where), where, where))
     if not rows:
         raise UserError(f"{path}: the file has no prompts; name the file that has them")
     return rows

@@ -1,7 +1,7 @@
 """Reinforcement learning with verifiable rewards and hundreds of rollouts per prompt (BroRL) on Megatron-Core.
 
-From Python (docs/python.md): Engine, score, train, Callback, StopTraining and load_run, with UserError for what their
-caller can mend. Each is imported when it is first asked for; everything else is internal.
+The public names are Engine, score, train, Callback, StopTraining, load_run and UserError (docs/python.md). Each is
+imported on first use. Everything else is internal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_brorl.errors import UserError as UserError
 
 __version__ = "0.1.0"
 
-_PLACES = {
+_PUBLIC = {
     "Callback": "megatron_brorl.train.callbacks",
     "Engine": "megatron_brorl.api.engine",
     "StopTraining": "megatron_brorl.train.callbacks",
@@ -26,34 +26,33 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
-    if name not in _PLACES:
+    if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES, "train"})
+    return sorted({*globals(), *_PUBLIC, "train"})
 
 
 class _Train(ModuleType):
-    """megatron_brorl.train is a function, and the folder of that name, which any import of it puts in its place."""
+    """The package megatron_brorl.train as a function. Importing the package would replace a function of that name."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Train in this process: megatron_brorl.api.training.train, told in docs/python.md."""
+        """Train in this process; see megatron_brorl.api.training.train."""
         return importlib.import_module("megatron_brorl.api.training").train(*arguments, **named)
 
 
-# Warnings about Megatron-Core's own code, which a user of this package cannot act on. All others are shown. Most are
-# given when Megatron-Core is imported, so the filters are set before any module of the package is.
-_NO_USE_TO_A_USER: list[tuple[type[Warning], str]] = [
+# Warnings about Megatron-Core's own code, which users cannot act on. Most are raised when it is imported, so the
+# filters are set before any other module of the package is imported.
+for _category, _message in (
     (UserWarning, r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "),
     (UserWarning, "full scope is deprecated. Use empty cuda_graph_(scope|modules)"),
     (UserWarning, "MimoModelConfig is experimental and still under active development"),
     (FutureWarning, "Please use DTensor instead and we are deprecating ShardedTensor"),
     (FutureWarning, "`load_state_dict` is deprecated and will be removed"),
-]
-for _category, _message in _NO_USE_TO_A_USER:
+):
     warnings.filterwarnings("ignore", message=_message, category=_category)
 
-# The folder is empty in itself: nothing else is imported here.
+# The package's own __init__ is empty, so this import is cheap.
 importlib.import_module(f"{__name__}.train").__class__ = _Train

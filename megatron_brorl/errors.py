@@ -8,20 +8,20 @@ _LONGEST = 1_500  # characters of a message
 
 
 class UserError(Exception):
-    """Something the user can mend.
+    """A mistake that the user can fix.
 
-    The message is one line that says what is wrong, where (file, key or row) and what to do about it.
-    Anything else that escapes is a bug of this project and keeps its traceback.
+    The message is one line that says what is wrong, where (file, key or row) and what to do about it. Any other
+    exception is a bug of this project and keeps its traceback.
     """
 
     def __init__(self, message: str) -> None:
-        """Line breaks and what else does not print, of a file's content or of a library's words, become spaces."""
+        """Replace line breaks and control characters, which file contents and messages of libraries may have."""
         line = "".join(c if c.isprintable() else " " for c in message)
         super().__init__(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...")
 
 
 def shown(value: object, most: int = 200) -> str:
-    """A value in one line of a message, whatever it is: its repr, or an error's text, cut where it is long."""
+    """Return the text of an exception or the repr of another value on one line, cut after `most` characters."""
     try:
         text = " ".join(str(value).split()) if isinstance(value, BaseException) else repr(value)
     except ValueError:  # an integer of more digits than Python prints

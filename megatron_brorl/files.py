@@ -86,7 +86,7 @@ def check_outputs(config: Config, command: str, where: str) -> None:
     for name in WRITTEN[command].split():
         output = Path(config.run.dir) / name
         for what, path in inputs.items():
-            if holds(output, path):
+            if contains(output, path):
                 raise UserError(
                     f"{where}: run.dir = {config.run.dir!r}: `brorl {command}` writes {output}, which would replace "
                     f"{what}; choose another run.dir"
@@ -96,11 +96,11 @@ def check_outputs(config: Config, command: str, where: str) -> None:
 def check_output(output: Path, inputs: Iterable[tuple[str, Path]]) -> None:
     """Raise UserError if writing `output`, a file or a folder, would replace an input (name, path)."""
     for name, path in inputs:
-        if holds(output, path):
+        if contains(output, path):
             raise UserError(f"{output}: would replace {name}, {path}; name another place to write to")
 
 
-def holds(output: Path, path: Path) -> bool:
+def contains(output: Path, path: Path) -> bool:
     """Return whether `output` is `path` or a folder that contains it, after following links and mounts."""
     real, target = Path(os.path.realpath(path)), Path(os.path.realpath(output))
     return any(part == target or _same(part, target) for part in (real, *real.parents))

@@ -1,6 +1,6 @@
-"""Between a launcher and its ranks: what they tell each other, which signals save, and who ends with whom.
+"""Signals and process lifetime of a launcher and its ranks.
 
-Imports nothing that takes time: the launcher needs it, and a rank before all else.
+Imports only fast modules, because the launcher needs it, and because a rank uses it before anything else.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 
-SAVED = 75  # EX_TEMPFAIL: the state was saved; start the same command again to go on
-LAUNCHER = "BRORL_LAUNCHER"  # environment of a rank: the process number of `brorl --processes N`
-LISTENER = "BRORL_LISTENER"  # environment of rank 0: the file descriptor of the socket where ranks meet
+SAVED = 75  # exit code EX_TEMPFAIL: the state was saved; the same command continues the run
+LAUNCHER = "BRORL_LAUNCHER"  # environment of a rank: the process id of `brorl --processes N`
+LISTENER = "BRORL_LISTENER"  # environment of rank 0: the file descriptor of the rendezvous socket
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SECOND_SIGNAL_S = 1.0  # a scheduler may send one signal to the launcher and to its ranks
@@ -22,38 +22,45 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up here, not in a fork
 
 
-class Signals:
-    """The signals of STOPPING, which first ask for a stop; a second one, meant, demands it."""
+class StopSignals:
+    """A handler of the STOPPING signals with one reaction to the first signal and another to the second.
 
-    def __init__(self, ask: Callable[[int], object], demand: Callable[[int], object]) -> None:
-        """ask(number), demand(number): called at the first and at the second one."""
-        self.first = self.second = 0  # their numbers; 0 = none yet
-        self._at = 0.0
-        self._ask, self._demand = ask, demand
+    A second signal within a second of the first is taken for a copy of it and ignored.
+    """
+
+    def __init__(self, on_first: Callable[[int], object], on_second: Callable[[int], object]) -> None:
+        """Both reactions are called with the number of the signal."""
+        self.first = 0  # number of the first signal; 0 = none yet
+        self.second = 0
+        self._first_time = 0.0
+        self._on_first = on_first
+        self._on_second = on_second
 
     def catch(self) -> None:
-        """From here on; signals that were held back come now."""
-        for number in _heeded():
+        """Handle signals from now on, including those that were blocked until now."""
+        for number in _not_ignored():
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if not self.first:
-            self.first, self._at = number, now
-            self._ask(number)
-        elif now - self._at > _SECOND_SIGNAL_S:
+            self.first = number
+            self._first_time = now
+            self._on_first(number)
+        elif now - self._first_time > _SECOND_SIGNAL_S:
             self.second = number
-            self._demand(number)
+            self._on_second(number)
 
 
-_asked = Signals(lambda _: None, lambda number: os._exit(128 + number))
+_stop = StopSignals(lambda _: None, lambda number: os._exit(128 + number))
 
 
-def begin(saves: bool) -> None:
-    """The first thing that a rank does: it ends with its launcher, its forks end with it, and it heeds signals.
+def install(saves: bool) -> None:
+    """Install the signal handlers of a rank, and let it end with its launcher, and its forks with it.
 
-    saves: a signal is noted for `stop_requested`, and only a second one ends the process. Else the first one does.
+    saves: the first signal makes `stop_requested` return True, and the second ends the process. Otherwise the first
+    signal ends the process.
     """
     if LAUNCHER in os.environ:
         end_with(int(os.environ[LAUNCHER]))
@@ -61,22 +68,22 @@ def begin(saves: bool) -> None:
         end_with(os.getppid())
     _end_forks_with_this()
     if saves:
-        _asked.catch()
+        _stop.catch()
         return
-    for number in _heeded():
+    for number in _not_ignored():
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def stop_requested() -> bool:
-    """Whether a signal has asked this process to save and stop."""
-    return bool(_asked.first)
+    """Return whether a signal has asked this process to save and stop."""
+    return bool(_stop.first)
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread of `parent` that started it ends; at once if it has.
+    """Let the kernel kill this process when the thread of `parent` that started it ends, or now if it has ended.
 
-    Nothing of this process is asked, which may be deep in a library or stopped. Linux alone can do that.
+    This works even if this process is stopped or deep in a library. Only Linux supports it.
     """
     if _prctl:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -85,7 +92,7 @@ def end_with(parent: int) -> None:
 
 
 def _end_forks_with_this() -> None:
-    """Megatron's checkpoint writers are forks; one that is left behind would hold the lock of run.dir."""
+    """Megatron's checkpoint writers are forks. One that survived this process would hold the lock of run.dir."""
     parent = os.getpid()
 
     def in_child() -> None:
@@ -96,6 +103,6 @@ def _end_forks_with_this() -> None:
     os.register_at_fork(after_in_child=in_child)
 
 
-def _heeded() -> list[signal.Signals]:
-    """STOPPING, without what was ignored already when this process began: by nohup, or a shell's `&` in a script."""
+def _not_ignored() -> list[signal.Signals]:
+    """Return the STOPPING signals without those that nohup or a shell's `&` made this process ignore at its start."""
     return [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]

@@ -1,4 +1,4 @@
-"""What flows through a training step: one frozen type per arrow.
+"""The data types of a training step, from prompts to experience.
 
 Shape legend, used in every docstring:
     P  prompts of a step              N  rollouts per prompt
@@ -16,25 +16,23 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-# By a stop token or string; by rollout.max_tokens; not finished: by the call's token budget or a cancellation.
+# "stop": a stop token or string. "length": rollout.max_tokens. "cut": unfinished, by a token budget or a cancellation.
 FinishReason = Literal["stop", "length", "cut"]
-
-
-# What the pool of verifiers says of a request; see Verdict.
+# The outcome of a score request; see ScoreResult.
 Status = Literal["ok", "timeout", "error", "broken", "invalid", "crash", "no_answer"]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A verifiable task, as the data layer hands it out."""
+    """A prompt with its reference answer and its verifier."""
 
     id: str  # unique in its source; part of the key of the random stream
     text: str  # exactly what was tokenized
     token_ids: tuple[int, ...]
-    answer: str | None  # the reference answer, if the task has one
+    answer: str | None  # the reference answer, if there is one
     verifier: str  # name in megatron_brorl.rewards.registry
     metadata: Mapping[str, Any] = field(default_factory=dict)  # what the verifier needs besides the answer
-    target: str | None = None  # what supervised training imitates; None: the answer
+    target: str | None = None  # the response for supervised training; None: the answer
 
 
 @dataclass(frozen=True)
@@ -42,71 +40,71 @@ class Rollout:
     """One sampled response."""
 
     index: int  # 0 <= index < N among the siblings of its prompt
-    token_ids: Tensor  # [G] int64, the end-of-sequence token included when finish == "stop"
+    token_ids: Tensor  # [G] int64, with the end-of-sequence token if finish == "stop"
     log_probs: Tensor  # [G] float32 under the sampling distribution (temperature, top-p, top-k)
     finish: FinishReason
-    # (version of the weights, tokens), in order; they sum to G. A row that came by train.exchange has none.
+    # (version of the weights, number of tokens) in order; the numbers sum to G. Empty after train.redistribute.
     spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """A prompt whose N siblings are being sampled, over one step or several; the same on every rank."""
+    """A prompt whose N rollouts are being sampled in one or more steps. The same on all ranks."""
 
     prompt: Prompt
-    step: int | str  # that it was taken up in, which names its random stream
-    place: int  # among the prompts of that step
-    occurrence: int = 0  # earlier places of that step that have the same prompt; names the stream as well
-    start: int = 0  # where the prompts of that step begin in the source's stream
+    step: int | str  # the step that began it; part of the key of its random stream
+    index: int  # among the prompts of that step
+    occurrence: int = 0  # how often the prompt occurs before in that step; part of the key of the stream as well
+    start: int = 0  # index in the source's stream of the first prompt of that step
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ScoreResult:
     """The reward of one request; 0 unless the status is ok.
 
-    timeout: took longer than the deadline. error: the verifier raised on the answer. broken: it raises on the prompt's
-    reference answer too. invalid: it returned something other than a finite number. crash: its process died, twice.
-    no_answer: there was nothing to score.
+    timeout: scoring took longer than the deadline. error: the verifier raised an exception. broken: it also raises one
+    for the reference answer. invalid: it did not return a finite number. crash: its process died twice. no_answer: the
+    response has no answer.
     """
 
     reward: float
     status: Status
-    reason: str = field(default="", compare=False)  # of error and broken: the exception's type and first line
-    parts: Mapping[str, float] = field(default_factory=dict, compare=False)  # what the reward is made of
+    reason: str = field(default="", compare=False)  # for error and broken: the exception's type and first line
+    parts: Mapping[str, float] = field(default_factory=dict, compare=False)  # the terms of the reward by name
 
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """One rollout, its group and its verdict: what is trained on, and what is carried over steps."""
+    """A rollout with its group and its reward."""
 
     group: int  # index among the step's open groups
     rollout: Rollout
     reward: float  # nan while the rollout is "cut"
-    right: bool  # whether the response counts as correct (rewards.scoring.worth); false while it is "cut"
+    right: bool  # whether the response counts as correct (rewards.scoring.final_reward); false while it is "cut"
     answer: int = 0  # rewards.extract.code of the final answer: equal answers have equal codes
-    # What the reward was made of, for people; None while "cut", and of a row that came by train.exchange
-    verdict: Verdict | None = field(default=None, compare=False)
+    # For the rollout log; None while the rollout is "cut" and after train.redistribute.
+    score: ScoreResult | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class Experience:
-    """B rollouts ready to train on, of any number of prompts. Every tuple has length B."""
+    """B rollouts ready to train on, from any number of prompts. Every tuple has length B."""
 
     prompts: tuple[Tensor, ...]  # [prompt tokens] int64 each; siblings share one tensor
     responses: tuple[Tensor, ...]  # [G] int64 each
     rollout_log_probs: tuple[Tensor, ...]  # [G] float32 each, from the engine
-    old_log_probs: tuple[Tensor, ...] | None  # [G] float32 each, of the actor; None: the actor has not moved since
+    old_log_probs: tuple[Tensor, ...] | None  # [G] float32 each, of the actor; None: the actor is unchanged
     advantages: tuple[Tensor, ...]  # [G] float32 each
     values: tuple[Tensor, ...] | None = None  # [G] float32 each, of the critic before its update
-    returns: tuple[Tensor, ...] | None = None  # [G] float32 each, which it learns to predict
+    returns: tuple[Tensor, ...] | None = None  # [G] float32 each, the targets of the critic
     reference_log_probs: tuple[Tensor, ...] | None = None  # [G] float32 each, of the reference policy
     mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
-    ids: tuple[str, ...] = ()  # prompt id and sibling of each, for messages
+    ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
 
     def __len__(self) -> int:
         return len(self.responses)
 
     def select(self, rows: list[int]) -> Experience:
-        """The given rows, in the given order."""
+        """Return the given rows in the given order."""
         fields = {k: v and tuple(v[i] for i in rows) for k, v in vars(self).items()}
         return Experience(**fields)

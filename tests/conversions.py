@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_brorl.checkpoints import convert
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.checkpoints.model_state import ModelState
 
 
-def quiet(_done: int, _total: int, _name: str) -> None:
+def quiet(_done: int, _name: str) -> None:
     pass
 
 
@@ -22,6 +24,14 @@ def to_megatron(source: Path, target: Path, tensor: int, pipeline: int, config: 
 
 def to_hf(source: Path, target: Path, config: Path | None = None) -> int:
     return convert.to_hf(*convert.open_megatron(source, config), target, quiet)
+
+
+def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1) -> Path:
+    """Write a checkpoint of one model at once, and return its folder."""
+    save = checkpoint.begin(root, step, [model], {}, keep, {})
+    save.write()
+    save.agree()
+    return save.target
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

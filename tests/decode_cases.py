@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_brorl.ops.interface import PAGE, DecodeBatch, HeadNorms
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-EPS, THETA = 1e-5, 100.0
+EPS = 1e-5
+THETA = 100.0
 # (heads, kv heads, head size, own tokens of each row, its prompt, prompt tokens)
 CASES: list[tuple[int, int, int, list[int], list[int], list[int]]] = [
     (4, 2, 64, [1, 16, 17, 40, 200], [0, 0, 0, 0, 0], [64]),
@@ -72,7 +73,8 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
     shared = [fill(p, n) for p, n in zip(order[len(own) :], prompt_lengths, strict=True)]
     qkv = rand(len(own), (heads + 2 * kv) * dim)
     weights = (rand(dim).float(), rand(dim).float())
-    expected, new_keys = [], []
+    expected = []
+    new_keys = []
     for b, row in enumerate(qkv):
         q, k, v = row.view(-1, dim).split([heads, kv, kv])
         if with_norms:
@@ -110,6 +112,7 @@ def check(case: Case, got: Tensor) -> None:
     limit = TOLERANCE[got.dtype]
     assert (got.cpu().double() - case.expected).norm() <= limit * case.expected.norm()
     for b, n in enumerate(case.rows.lengths.tolist()):
-        page, slot = int(case.rows.tables[b, (n - 1) // PAGE]), (n - 1) % PAGE
+        page = int(case.rows.tables[b, (n - 1) // PAGE])
+        slot = (n - 1) % PAGE
         stored = case.keys[page, :, :, slot].cpu().double()
         assert (stored - case.new_keys[b]).norm() <= limit * case.new_keys[b].norm()

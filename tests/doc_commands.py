@@ -56,9 +56,13 @@ def commands(page: str, text: str) -> list[Command]:
 
 def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str]]:
     """(line, words, text that it is given) of the commands of a block."""
-    found, lines, i = [], block.splitlines(), 0
+    found = []
+    lines = block.splitlines()
+    i = 0
     while i < len(lines):
-        start, line, text = i, lines[i], ""
+        start = i
+        line = lines[i]
+        text = ""
         while line.endswith("\\") and i + 1 < len(lines):
             i += 1
             line = line[:-1] + " " + lines[i]
@@ -173,7 +177,8 @@ def _script(words: tuple[str, ...], toml: Path) -> str | None:
     place = next((i for i, word in enumerate(words) if re.search(r"\.(sh|py|sbatch)$", word)), None)
     if place is None:
         return f"{words[0]} without a script"
-    path, rest = ROOT / words[place], words[place + 1 :]
+    path = ROOT / words[place]
+    rest = words[place + 1 :]
     if words[place].startswith("runs/"):
         return None  # a file that the page has told to write
     if not path.is_file():

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_brorl.ops.philox import uniforms
 from megatron_brorl.rewards.worker_pool import PoolStats, ScoreRequest
 from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
-from megatron_brorl.types import Prompt, Rollout, Verdict
+from megatron_brorl.types import Prompt, Rollout, ScoreResult
 
 STOP = 2
 
@@ -48,15 +48,15 @@ class Pool:
     def judge(self, answer: str) -> float:
         return float(reward(answer))
 
-    def submit(self, request: ScoreRequest) -> Future[Verdict]:
-        verdict: Future[Verdict] = Future()
+    def submit(self, request: ScoreRequest) -> Future[ScoreResult]:
+        verdict: Future[ScoreResult] = Future()
         nothing = request.answer is None
-        verdict.set_result(Verdict(0.0, "no_answer", request.why) if nothing else self._verdict(request.answer))
+        verdict.set_result(ScoreResult(0.0, "no_answer", request.why) if nothing else self._verdict(request.answer))
         return verdict
 
-    def _verdict(self, answer: str) -> Verdict:
+    def _verdict(self, answer: str) -> ScoreResult:
         got = self.judge(answer)
-        return Verdict(got, "ok", f"judged {answer!r}", {"even": got, "words": 1 / (1 + len(answer.split()))})
+        return ScoreResult(got, "ok", f"judged {answer!r}", {"even": got, "words": 1 / (1 + len(answer.split()))})
 
     def forget(self) -> None:
         pass

@@ -74,7 +74,8 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 
 def run_stages(stages: Sequence[str], job: dict[str, Any], out: Path, limit: float, command: str) -> list[Row]:
     """Run the stages, write the rows of each as it ends, and return all rows. job: fields of gpu_stages.Job."""
-    date, about = datetime.date.today().isoformat(), machine()
+    date = datetime.date.today().isoformat()
+    about = machine()
     head = "; ".join(f"{key}: {value}" for key, value in about.items())
     _write(
         out, [{"stage": "machine", "date": date, "command": command, **about}], f"## GPU check, {date}\n\n{head}\n\n"

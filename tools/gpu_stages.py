@@ -119,8 +119,7 @@ def _loss(what: str, dtype: str, job: Job) -> Row:
     import torch
     from bench_ops import LIMITS, fused, make_inputs
 
-    from megatron_brorl.algo.policy_loss import PolicyTokens
-    from megatron_brorl.algo.policy_losses import PolicyLossSettings
+    from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
     from megatron_brorl.ops.reference.linear import linear_ppo_loss
 
     tokens, width, vocab = LOSS[job.device]
@@ -149,7 +148,8 @@ def _loss(what: str, dtype: str, job: Job) -> Row:
         large[0].grad = large[1].grad = None
         fused(*large)
 
-    base, taken = seconds(products, job), seconds(loss, job)
+    base = seconds(products, job)
+    taken = seconds(loss, job)
     wrong = f"the error is {error:.2g}" if not error < LOSS_ERROR[dtype] else ""
     return judged(what, wrong, error=error, ms=1e3 * taken, **{"over three products": taken / base})
 

@@ -16,7 +16,7 @@ from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.chat import spoken
 from megatron_brorl.data.generate import corpus
-from megatron_brorl.data.prompts import Verifiers, read_rows
+from megatron_brorl.data.prompts import RowFormat, read_rows
 from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.errors import UserError
 
@@ -27,9 +27,9 @@ def _corpus(config: Config, count: int) -> Iterator[str]:
     files = [*data.train, *(name for part in data.mixture for name in part.files)]
     if not files:
         yield from corpus(data, config.run.seed, count)
-    verifiers = Verifiers(data.verifier, config.reward)
+    row_format = RowFormat(data.verifier, config.reward, data.columns)
     for name in files:
-        for row in read_rows(Path(name), verifiers, data.columns):
+        for row in read_rows(Path(name), row_format):
             yield data.template.replace("{prompt}", spoken(row.prompt), 1)
             yield from [text for text in dict.fromkeys((row.answer, row.target)) if text]
 

@@ -60,11 +60,13 @@ def write_random_model(
     around 1 and 0, so that a test sees where each of them goes.
     """
     shape = parse_shape(config, str(directory / CONFIG))
-    sizes, inits = hf_shapes(shape), hf_inits(shape)
+    sizes = hf_shapes(shape)
+    inits = hf_inits(shape)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, size: tuple[int, ...]) -> Tensor:
-        mean, std = (1.0 if inits[name] == "ones" else 0.0), shape.init_std
+        mean = 1.0 if inits[name] == "ones" else 0.0
+        std = shape.init_std
         if inits[name] in ("ones", "zeros") and defaults:
             return torch.full(size, mean)
         if inits[name] == "residual":

@@ -150,7 +150,8 @@ class Study:
     """The runs of a design in a directory."""
 
     def __init__(self, design: Design, directory: Path) -> None:
-        self.design, self.directory = design, directory
+        self.design = design
+        self.directory = directory
         # Load all configurations here, so that an invalid setting fails before the first run. The hash covers them too.
         configs = {arm.name: load(design.config, self._settings(arm)) for arm in design.arms}
         declared = {"design": design.model_dump(), "configs": {k: dataclasses.asdict(c) for k, c in configs.items()}}
@@ -243,7 +244,8 @@ class Study:
         """Run `brorl train`, which continues from its own checkpoint after a stop."""
         if self._done(run):
             return
-        arm, folder = self.design.arm(run.arm), self._folder(run)
+        arm = self.design.arm(run.arm)
+        folder = self._folder(run)
         own = [f"run.seed={run.seed}", f"run.dir={folder}"]
         if run.rate is not None:
             own.append(f"optim.lr={run.rate!r}")
@@ -321,7 +323,8 @@ def infer(design: Design, table: pd.DataFrame) -> pd.DataFrame:
 
 def write_page(study: Study) -> Path:
     """Write results.parquet, curves.png and page.md; return the page's path."""
-    design, table = study.design, study.table()
+    design = study.design
+    table = study.table()
     table.to_parquet(study.directory / "results.parquet")
     draw(design, table).savefig(study.directory / "curves.png", dpi=110)
     start = read_run(study.directory / "runs" / table.run.iloc[0]).starts[-1]
@@ -419,7 +422,8 @@ def main() -> None:
 
 def plan(study: Study) -> str:
     """Return what would be run, and for how many seconds of training at most."""
-    lines, seconds = [f"design sha256 {study.sha256}"], 0.0
+    lines = [f"design sha256 {study.sha256}"]
+    seconds = 0.0
     for arm in study.design.arms:
         runs = len(study.design.seeds) + len(study._tuning_runs(arm))
         lines.append(f"{arm.name}: {runs} runs, at most {arm.seconds:g} s or {arm.rollouts:,} rollouts (0: no limit)")

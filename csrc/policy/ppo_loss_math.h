@@ -8,7 +8,7 @@
 
 namespace brorl {
 
-// Every policy loss: its name in algo.policy_losses.POLICY_LOSSES and how many constants its function below takes.
+// Every policy loss: its name in algo.policy_loss.POLICY_LOSSES and how many constants its function below takes.
 #define BRORL_POLICY_LOSSES(ENTRY) \
   ENTRY(clip, 3)                    \
   ENTRY(cispo, 2)                   \
@@ -22,7 +22,7 @@ constexpr int kMostConstants = 4;  // of one policy loss
 
 enum class KlEstimator : int { k1 = 1, k2 = 2, k3 = 3 };  // Schulman 2020, "Approximating KL divergence"
 
-// What does not change from token to token. Same meaning as algo.policy_losses.PolicyLossSettings.
+// What does not change from token to token. Same meaning as algo.policy_loss.PolicyLossSettings.
 template <typename S>
 struct PpoSettings {
   PolicyLoss loss;

@@ -1,4 +1,4 @@
-// The policy loss token by token, given log-probabilities. megatron_brorl/algo/policy_loss.py and policy_losses.py define it.
+// The policy loss token by token, given log-probabilities. megatron_brorl/algo/policy_loss.py defines it.
 #pragma once
 
 #include <optional>

@@ -1,22 +1,32 @@
-"""Advantages of REINFORCE++-baseline: group-mean baseline, then whitening over the global batch.
+"""Advantages of rollouts against their group, and the moments that whiten them over the global batch.
 
-Hu et al. 2025 (REINFORCE++), section 3.2; written per trajectory as in BroRL, section 3.1.
+A new estimator is one function of a group's rewards and one entry in ADVANTAGES.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.selection import has_signal
+from megatron_brorl.algo.pass_at_k import pass_at_k_advantages
+from megatron_brorl.config.schema import AlgoConfig
+
+
+def has_signal(rewards: Tensor) -> bool:
+    """Return whether the rewards [N] of a group differ (DAPO, Yu et al. 2025, section 3.2; BroRL, section 3.1).
+
+    The comparison is exact, because the standard deviation of 512 equal rewards of 0.95 is not 0 in float32.
+    """
+    return bool(rewards.max() != rewards.min())
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared deviations (M2): what merges exactly over ranks."""
+    """Count, mean and sum of squared deviations (M2), which merge exactly over ranks."""
 
     count: float
     mean: float
@@ -24,12 +34,12 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Population standard deviation; 0 of an empty sample."""
+        """Population standard deviation; 0 for an empty sample."""
         return (self.m2 / self.count) ** 0.5 if self.count else 0.0
 
 
 def moments(values: Tensor) -> Moments:
-    """Moments of a tensor [...] of any shape, in float64."""
+    """Return the moments of a tensor of any shape, in float64."""
     x = values.double()
     if not x.numel():
         return Moments(0.0, 0.0, 0.0)
@@ -38,7 +48,7 @@ def moments(values: Tensor) -> Moments:
 
 
 def merge(parts: Sequence[Moments]) -> Moments:
-    """Moments of the union (Chan et al. 1983, eq. 2.1), in the order given: the same on every rank."""
+    """Return the moments of the union (Chan et al. 1983, eq. 2.1), merged in the given order."""
     total = Moments(0.0, 0.0, 0.0)
     for part in parts:
         count = total.count + part.count
@@ -51,17 +61,29 @@ def merge(parts: Sequence[Moments]) -> Moments:
     return total
 
 
+def whiten(values: Tensor, batch: Moments) -> Tensor:
+    """Return (values - mean) / std of the global batch, in the shape of values; 0 if the batch has no spread."""
+    if batch.std == 0.0:
+        return torch.zeros_like(values)
+    return ((values.double() - batch.mean) / batch.std).to(values.dtype)
+
+
+def explained_variance(returns: Moments, residuals: Moments) -> float:
+    """Return 1 - Var(R - v) / Var(R): 1 for a perfect critic, 0 for a constant one, nan if the returns do not vary."""
+    return 1 - residuals.m2 / returns.m2 if returns.m2 else float("nan")
+
+
 def group_baseline(rewards: Tensor) -> Tensor:
-    """Rewards [N] minus their mean, [N] (BroRL, section 3.1); exactly zero where all are equal."""
+    """Return rewards [N] minus their mean (BroRL, section 3.1); exactly 0 if all are equal."""
     if not has_signal(rewards):
         return torch.zeros_like(rewards)
     return (rewards.double() - rewards.double().mean()).to(rewards.dtype)
 
 
 def group_normalised(rewards: Tensor) -> Tensor:
-    """[N]: rewards [N] minus their mean, over their sample standard deviation (n - 1, as torch.std) plus 1e-6.
+    """Return rewards [N] minus their mean, over their sample standard deviation (n - 1) plus 1e-6; 0 if all are equal.
 
-    GRPO (Shao et al. 2024, section 4.1.2). Exactly zero where all are equal, which a single reward always is.
+    GRPO (Shao et al. 2024, section 4.1.2).
     """
     if not has_signal(rewards):
         return torch.zeros_like(rewards)
@@ -69,13 +91,34 @@ def group_normalised(rewards: Tensor) -> Tensor:
     return ((x - x.mean()) / (x.std() + 1e-6)).to(rewards.dtype)
 
 
-def explained_variance(returns: Moments, residuals: Moments) -> float:
-    """1 - Var(R - v) / Var(R): 1 of a perfect critic, 0 of a constant one; nan where the returns do not vary."""
-    return 1 - residuals.m2 / returns.m2 if returns.m2 else float("nan")
+def over_group_mean(rewards: Tensor) -> Tensor:
+    """Return rewards [N], none negative, minus their mean, over their mean; exactly 0 if all are equal.
+
+    MaxRL (Tajwar et al. 2026, arXiv 2602.02710): for rewards of 0 and 1 the mean over the rollouts of advantage times
+    grad log p is an unbiased estimate of the gradient of sum_{k=1}^{N-1} -(1 - p)^k / k, the logarithm of the success
+    rate p up to order N - 1.
+    """
+    if not has_signal(rewards):
+        return torch.zeros_like(rewards)
+    x = rewards.double()
+    return (x / x.mean() - 1).to(rewards.dtype)
 
 
-def whiten(values: Tensor, batch: Moments) -> Tensor:
-    """(values - mean) / std of the global batch, of the shape of values; zero where that has no spread."""
-    if batch.std == 0.0:
-        return torch.zeros_like(values)
-    return ((values.double() - batch.mean) / batch.std).to(values.dtype)
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """One value of the config key algo.advantage."""
+
+    of_group: Callable[[Tensor, AlgoConfig], Tensor]  # (rewards [N] of a group, settings) -> advantages [N]
+    whitened: bool  # over the global batch; false for advantages that are in units of their own group
+    fused: Literal["mean", "mean_std"] | None = None  # the kind of ops.group_advantages with the same formula
+
+
+ADVANTAGES = {
+    # REINFORCE++-baseline (Hu et al. 2025, section 3.2), per trajectory as in BroRL, section 3.1.
+    "reinforce_pp_baseline": AdvantageEstimator(lambda rewards, _: group_baseline(rewards), True, "mean"),
+    "grpo": AdvantageEstimator(lambda rewards, _: group_normalised(rewards), False, "mean_std"),
+    "maxrl": AdvantageEstimator(lambda rewards, _: over_group_mean(rewards), False),
+    "pass_at_k": AdvantageEstimator(lambda rewards, algo: pass_at_k_advantages(rewards, algo.pass_k), True),
+    # The critic's values take the place of a group baseline.
+    "gae": AdvantageEstimator(lambda rewards, _: rewards, True),
+}

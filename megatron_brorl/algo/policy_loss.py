@@ -1,15 +1,103 @@
-"""The losses of the actor from log-probabilities on. Pure functions on tensors of R response tokens."""
+"""Losses of the actor, as pure functions of tensors of R response tokens.
+
+A new policy loss is one function of ratio and advantage with an entry in POLICY_LOSSES, and one of the same name in
+csrc/policy/ppo_loss_math.h, where dual numbers give the derivative. `policy_loss` adds what all of them share:
+importance weight, KL and entropy.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.kl import MAX_LOG_RATIO, kl_estimate
-from megatron_brorl.algo.policy_losses import PolicyLossSettings, policy_loss_entry
+from megatron_brorl.algo.kl import MAX_LOG_RATIO, KlEstimator, kl_estimate
+
+
+@dataclass(frozen=True)
+class PolicyLossSettings:
+    """Settings of the loss; every field is the key of [algo] with the same name."""
+
+    eps_low: float = 0.2
+    eps_high: float = 0.28
+    dual_clip: float = 0.0  # bound c > 1 on the ratio of tokens with a negative advantage; 0 = none
+    is_cap: float = 0.0  # largest importance weight against the rollout policy; 0 = every weight is 1
+    kl_coef: float = 0.0  # of the KL to the reference policy in the loss; 0 = no reference
+    kl_estimator: KlEstimator = "k2"
+    entropy_coef: float = 0.0
+    ratio: Literal["token", "sequence"] = "token"
+    policy_loss: str = "clip"  # a name in POLICY_LOSSES
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The objective of R tokens before weights and penalties."""
+
+    value: Tensor  # [R], to be maximised, differentiable in the ratio
+    clipped_low: Tensor  # [R] bool: tokens that the lower bound changes
+    clipped_high: Tensor  # [R] bool: tokens that the upper bound changes
+    clipped_dual: Tensor  # [R] bool: tokens that the bound for negative advantages changes
+
+
+def clip(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Objective:
+    """Return min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), all [R] (BroRL, section 3.1; DAPO, eq. 8).
+
+    dual_clip A is a lower bound for tokens with A < 0 (Ye et al. 2020, eq. 5). An active bound removes the token's
+    gradient.
+    """
+    low, high = 1 - settings.eps_low, 1 + settings.eps_high
+    value = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    dual = torch.zeros_like(ratio, dtype=torch.bool)
+    if settings.dual_clip:
+        dual = (advantages < 0) & (ratio > settings.dual_clip)
+        value = torch.where(dual, settings.dual_clip * advantages, value)
+    return Objective(value, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0), dual)
+
+
+def cispo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Objective:
+    """Return sg(clip(r, 1 - eps_low, 1 + eps_high)) A log r, all [R] (MiniMax-M1, Chen et al. 2025, eq. 4 and 5).
+
+    Only the importance weight is clipped, and it has no gradient, so every token keeps its gradient. log r differs from
+    the paper's log pi by a constant.
+    """
+    low, high = 1 - settings.eps_low, 1 + settings.eps_high
+    value = ratio.detach().clamp(low, high) * advantages * ratio.log()
+    return Objective(value, ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
+
+
+# SAPO's temperatures, those of the paper.
+TAU_POSITIVE = 1.0
+TAU_NEGATIVE = 1.05
+
+
+def sapo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Objective:
+    """Return 4 / tau sigmoid(tau (r - 1)) A, all [R] (SAPO, Gao et al. 2025).
+
+    tau is TAU_POSITIVE where A > 0, else TAU_NEGATIVE. The slope in r is 1 at r = 1 and decreases on both sides.
+    """
+    tau = torch.where(advantages > 0, ratio.new_tensor(TAU_POSITIVE), ratio.new_tensor(TAU_NEGATIVE))
+    none = torch.zeros_like(ratio, dtype=torch.bool)
+    return Objective((tau * (ratio - 1)).sigmoid() * (4 / tau) * advantages, none, none, none)
+
+
+@dataclass(frozen=True)
+class PolicyLossEntry:
+    """One value of the config key algo.policy_loss."""
+
+    # (ratio [R] = pi / pi_old, advantages [R], settings) -> the objective of each token
+    formula: Callable[[Tensor, Tensor, PolicyLossSettings], Objective]
+    # The constants of the function in csrc, in its order.
+    constants: Callable[[PolicyLossSettings], tuple[float, ...]]
+
+
+POLICY_LOSSES = {
+    "clip": PolicyLossEntry(clip, lambda s: (1 - s.eps_low, 1 + s.eps_high, s.dual_clip)),
+    "cispo": PolicyLossEntry(cispo, lambda s: (1 - s.eps_low, 1 + s.eps_high)),
+    "sapo": PolicyLossEntry(sapo, lambda _: (TAU_POSITIVE, TAU_NEGATIVE)),
+}
 
 SUMS = (
     "loss",
@@ -28,88 +116,85 @@ MAXIMA = ("ratio_max", "rollout_gap_max")
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What the loss knows of each of R response tokens, beside the policy; log-probabilities in nats."""
+    """Inputs of the loss for R response tokens; log-probabilities in nats."""
 
-    rollout_log_probs: Tensor  # [R] when sampled
+    rollout_log_probs: Tensor  # [R], from the rollout engine
     advantages: Tensor  # [R]
-    weights: Tensor  # [R] of the token in the loss (aggregation.token_weights); 0 masks it, whatever else it holds
-    old_log_probs: Tensor | None = None  # [R]; None: the actor is still its own old policy
-    reference_log_probs: Tensor | None = None  # [R]; needed where kl_coef is not 0
-    sequences: Tensor | None = None  # [R] int64, which sequence of the batch; needed where ratio is "sequence"
+    weights: Tensor  # [R], see token_weights; a token of weight 0 is masked, and its other values may be NaN
+    old_log_probs: Tensor | None = None  # [R]; None: the actor has not moved since, so that the ratio is 1
+    reference_log_probs: Tensor | None = None  # [R]; required if kl_coef is not 0
+    sequences: Tensor | None = None  # [R] int64, the index of the sequence; required if ratio is "sequence"
 
     def where(self, live: Tensor | slice) -> PolicyTokens:
-        """The tokens that `live` selects: a mask [R] bool or a slice."""
+        """Return the tokens selected by a mask [R] bool or a slice."""
         selected: dict[str, Any] = {k: None if v is None else v[live] for k, v in vars(self).items()}
         return PolicyTokens(**selected)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss, and what people watch beside it."""
+    """The loss and its metrics."""
 
     loss: Tensor  # scalar, the only differentiable field
-    log_probs: Tensor  # [R] of the tokens, nats
-    entropy: Tensor  # [R] of the distributions they were drawn from, nats
-    sums: dict[str, float]  # keys SUMS; over live tokens, so that they add up over micro-batches and ranks
+    log_probs: Tensor  # [R], nats
+    entropy: Tensor  # [R], nats
+    sums: dict[str, float]  # keys SUMS; sums over tokens that are not masked, which add up over micro-batches and ranks
     maxima: dict[str, float]  # keys MAXIMA; 0 without tokens
 
 
 def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss:
-    """The policy loss from log-probabilities and entropies [R], both in nats.
+    """Return the policy loss from log-probabilities and entropies [R], both in nats.
 
     loss = sum_t weight_t (-u_t f(r_t, A_t) + kl_coef KL_t - entropy_coef H_t), where f is the entry of
-    settings.policy_loss in algo.policy_losses; u_t = min(pi_old / pi_rollout, is_cap) without gradient (Yao et al.
-    2025); KL_t by kl_estimate. r_t = pi(t) / pi_old(t), or with ratio = "sequence" the geometric mean of these over
-    the sequence (GSPO, Zheng et al. 2025, eq. 7). Without old_log_probs r_t = 1 with the gradient of pi.
+    settings.policy_loss in POLICY_LOSSES; u_t = min(pi_old / pi_rollout, is_cap) without gradient (Yao et al. 2025);
+    KL_t by kl_estimate. r_t = pi(t) / pi_old(t), or with ratio = "sequence" the geometric mean of these over the
+    sequence (GSPO, Zheng et al. 2025, eq. 7). Without old_log_probs r_t = 1 with the gradient of pi.
 
     The entropy bonus has a gradient only if `entropy` has one. clipped_* count the tokens that each bound of f
     changes; approx_kl is the k3 estimate of KL(pi_old || pi), reference_kl the chosen one of KL(pi || pi_ref);
-    rollout_gap is |log pi - log pi_rollout|. Raises ValueError for settings that need what tokens lack.
+    rollout_gap is |log pi - log pi_rollout|. Raises ValueError if a setting needs a field that tokens lack.
     """
     given = log_probs.detach(), entropy.detach()
-    # Masked tokens are taken out, not multiplied by 0: what they hold may be NaN.
+    # Masked tokens are removed, not multiplied by 0, because their values may be NaN.
     live = tokens.weights != 0
-    log_probs, entropy, tokens = log_probs[live], entropy[live], tokens.where(live)
-    current, advantages = log_probs.detach(), tokens.advantages
+    log_probs = log_probs[live]
+    entropy = entropy[live]
+    tokens = tokens.where(live)
+    current = log_probs.detach()
 
-    # The importance ratio to the policy that the optimizer steps of this batch began with.
+    # Without an old policy the log-ratio is 0 and still has the gradient of log pi.
     old = current if tokens.old_log_probs is None else tokens.old_log_probs
-    # Without an old policy this is 0 and still has the gradient of log pi.
     log_ratio = log_probs - old
     if settings.ratio == "sequence":
         if tokens.sequences is None:
             raise ValueError('policy_loss: ratio = "sequence" needs tokens.sequences')
         log_ratio = _mean_of_sequences(log_ratio, tokens.sequences)
-    # Kept finite, far outside any clip range.
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
 
-    # What the chosen loss makes of it, weighted for what engine and trainer disagree on.
-    objective = policy_loss_entry(settings.policy_loss).formula(ratio, advantages, settings)
+    # The importance weight corrects for the difference between engine and trainer. Neither policy is trained here.
+    objective = POLICY_LOSSES[settings.policy_loss].formula(ratio, tokens.advantages, settings)
     value = objective.value
     if settings.is_cap:
-        # Equal first: the difference of two infinities is NaN. A constant, since neither policy is trained here.
+        # The difference of two infinities would be NaN.
         gap = torch.where(old == tokens.rollout_log_probs, 0.0, old - tokens.rollout_log_probs)
         value = value * gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=settings.is_cap)
 
-    # The penalties, and the sum.
     kl = torch.zeros_like(log_probs)
-    # What pulls the policy back to its reference.
     if settings.kl_coef:
         if tokens.reference_log_probs is None:
             raise ValueError(f"policy_loss: kl_coef = {settings.kl_coef} needs reference_log_probs")
         kl = kl_estimate(log_probs - tokens.reference_log_probs, settings.kl_estimator)
-    # To be minimised: the objective counts negatively.
     terms = settings.kl_coef * kl - value
     if settings.entropy_coef:
         terms = terms - settings.entropy_coef * entropy
-    # Weights carry the divisor of the global batch, so that micro-batches and ranks only add up.
+    # The weights contain the divisor of the global batch, so that the losses of micro-batches and ranks add up.
     loss = (tokens.weights * terms).sum()
 
-    # Figures, in the order of SUMS and MAXIMA.
+    # The metrics, in the order of SUMS and MAXIMA.
     with torch.no_grad():
         distance = (current - tokens.rollout_log_probs).abs()
-        found = (
+        per_token = (
             loss,
             objective.clipped_low,
             objective.clipped_high,
@@ -119,25 +204,56 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
             distance,
             ratio,
             entropy,
-            # As many ones as there are live tokens.
             live[live],
         )
         maxima = (float(x.detach().max()) if len(x) else 0.0 for x in (ratio, distance))
-        # In float64, as they go on adding up over micro-batches and ranks.
-        sums = (float(x.detach().double().sum()) for x in found)
+        sums = (float(x.detach().double().sum()) for x in per_token)
     return PolicyLoss(loss, *given, dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
 
 
 def _mean_of_sequences(values: Tensor, sequences: Tensor) -> Tensor:
-    """The mean [R] of each element's sequence, from values [R] and sequences [R] int64."""
+    """Replace each of values [R] by the mean over its sequence; sequences [R] int64."""
     _, index, count = sequences.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, index, values)
     return (sums / count)[index]
 
 
 def token_cross_entropy(log_probs: Tensor, divisor: float) -> Tensor:
-    """Next-token loss of supervised training from log-probabilities [R] in nats: -sum log p / divisor, a scalar.
+    """Return -sum log p / divisor, the loss of supervised training, from log-probabilities [R] in nats.
 
     divisor: tokens of the global batch.
     """
     return -log_probs.sum() / divisor
+
+
+def mismatch_mask(old: Tensor, rollout: Tensor, by: Literal["token", "sequence"], low: float, high: float) -> Tensor:
+    """Return where low <= pi_old / pi_rollout <= high, bool [G], from log-probabilities [G] of one response in nats.
+
+    by: the ratio of each token (IcePop, Ling team 2025), or the geometric mean over the sequence for all of its tokens.
+    """
+    gap = (old - rollout).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if by == "sequence":
+        gap = gap.mean().expand(len(gap))
+    ratio = gap.exp()
+    return torch.logical_and(ratio >= low, ratio <= high)
+
+
+def token_weights(
+    lengths: Sequence[int],
+    aggregation: Literal["token_mean", "sequence_mean", "fixed"],
+    tokens: float,
+    sequences: float,
+    fixed: float = 0.0,
+) -> list[float]:
+    """Return the weight of a token in the loss of the global batch, one per sequence.
+
+    lengths: tokens of each of this rank's sequences. tokens, sequences: their numbers in the global batch. token_mean:
+    mean over tokens (DAPO, section 3.3). sequence_mean: mean over sequences of their token means (GRPO). fixed: sum
+    over tokens divided by `fixed` tokens per sequence, so that no sequence's length changes the weight of another one
+    (Dr. GRPO, Liu et al. 2025).
+    """
+    if aggregation == "token_mean":
+        return [1 / tokens if tokens else 0.0] * len(lengths)
+    if aggregation == "sequence_mean":
+        return [1 / (n * sequences) if n else 0.0 for n in lengths]
+    return [1 / (fixed * sequences)] * len(lengths)

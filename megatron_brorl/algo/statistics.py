@@ -1,21 +1,26 @@
-"""Estimates from samples: pass@k of one prompt, and the mean over prompts with its bootstrap interval."""
+"""Means over prompts with bootstrap intervals, and paired tests of two policies on the same prompts.
+
+Prompts count as independent draws. One training run per policy does not show how runs differ.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import mpmath
 import numpy as np
 
 Bounds = tuple[float, float]
 SHARE: Bounds = (0.0, 1.0)
+SHARES: Bounds = (-1.0, 1.0)  # of the difference of two shares
 RESAMPLES = 2000  # of the prompts, for a bootstrap interval
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the ends of its 95% interval."""
+    """A mean with its 95% interval."""
 
     mean: float
     low: float
@@ -26,38 +31,16 @@ class Interval:
         return {"mean": self.mean, "low": self.low, "high": self.high}
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is right), given c right ones among n samples.
-
-    1 - C(n - c, k) / C(n, k), eq. 1 of Chen et al., "Evaluating Large Language Models Trained on Code" (2021).
-    In integers until the one division, which Python rounds correctly: the result is exact to the last bit.
-    """
-    if not 0 <= c <= n:
-        raise ValueError(f"right samples c = {c}: must be in [0, n = {n}]")
-    if not 1 <= k <= n:
-        raise ValueError(f"k = {k}: must be in [1, n = {n}]")
-    subsets = math.comb(n, k)
-    return (subsets - math.comb(n - c, k)) / subsets
-
-
-def widest(passes: Mapping[str, float]) -> tuple[int, float] | None:
-    """The largest k above 1 and its pass@k, of {str(k): pass@k}; None where there is none.
-
-    It stands beside pass@1 everywhere: training that sharpens a policy raises pass@1 and may lower pass@k.
-    """
-    k = max((int(k) for k in passes), default=1)
-    return (k, passes[str(k)]) if k > 1 else None
-
-
 def bootstrap_mean(values: Sequence[float], resamples: int, seed: int, bounds: Bounds | None = None) -> Interval:
-    """Mean of one value per prompt, with the 95% percentile bootstrap interval over prompts.
+    """Return the mean of one value per prompt, with the 95% percentile bootstrap interval over prompts.
 
-    Resampling equal values gives an interval of no width. With bounds, which no prompt's value can leave, it is widened
-    to what else the prompts may hold: n draws show one value v alone with a probability below 0.025 where other values
-    have more than u = 1 - 0.025^(1/n) together, so that the mean lies in [v - u (v - low), v + u (high - v)]. For v = 0
-    or 1 and bounds (0, 1) that is the interval of Clopper and Pearson (1934).
+    Equal values have an interval of no width. Given the bounds of a value, the interval is widened by the other values
+    that the prompts may have: n draws show only one value v with a probability below 0.025 if other values have a
+    share of more than u = 1 - 0.025^(1/n), so the mean lies in [v - u (v - low), v + u (high - v)]. For v = 0 or 1 and
+    bounds (0, 1) this is the interval of Clopper and Pearson (1934).
 
-    A function of its arguments only: the generator is counter-based (Philox) and keyed by the seed.
+    The result depends only on the arguments: the generator is counter-based (Philox) and keyed by the seed. Raises
+    ValueError without values, for values that are not finite, and for resamples below 1.
     """
     return bootstrap_mean_of_means([values], resamples, seed, bounds)
 
@@ -65,31 +48,74 @@ def bootstrap_mean(values: Sequence[float], resamples: int, seed: int, bounds: B
 def bootstrap_mean_of_means(
     groups: Sequence[Sequence[float]], resamples: int, seed: int, bounds: Bounds | None = None
 ) -> Interval:
-    """The groups' means averaged, each group alike whatever its size; the prompts of each are resampled on their own.
-
-    bounds: as of bootstrap_mean, for each group of equal values. A function of its arguments only.
-    """
-    # Values that an interval can be of.
-    xs = [np.asarray(values, dtype=np.float64) for values in groups]
-    for x in xs:
+    """Return the mean of the groups' means as `bootstrap_mean` does; the prompts of each group are resampled."""
+    arrays = [np.asarray(values, dtype=np.float64) for values in groups]
+    for x in arrays:
         if x.ndim != 1 or x.size == 0:
             raise ValueError(f"values of shape {x.shape}: need one value per prompt, and at least one prompt")
         if not np.isfinite(x).all():
             raise ValueError("values must be finite")
-    if not xs:
+    if not arrays:
         raise ValueError("no values: need at least one group")
     if resamples < 1:
         raise ValueError(f"resamples = {resamples}: must be at least 1")
 
     generator = np.random.Generator(np.random.Philox(key=seed % 2**64))
-    # One resample at a time: memory does not grow with resamples * prompts.
-    means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in xs]) for _ in range(resamples)]
-    # The percentile method: the ends are quantiles of the resampled means themselves.
+    # One resample at a time, so that memory does not grow with resamples * prompts.
+    means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in arrays]) for _ in range(resamples)]
     low, high = np.percentile(means, [2.5, 97.5])
 
-    # A group of equal values adds its share of what resampling cannot show.
-    for x in xs:
+    for x in arrays:
         if bounds and x.min() == x.max():
-            unseen = (1 - 0.025 ** (1 / x.size)) / len(xs)
-            low, high = low - unseen * (x[0] - bounds[0]), high + unseen * (bounds[1] - x[0])
-    return Interval(float(np.mean([x.mean() for x in xs])), float(low), float(high))
+            unseen = (1 - 0.025 ** (1 / x.size)) / len(arrays)
+            low = low - unseen * (x[0] - bounds[0])
+            high = high + unseen * (bounds[1] - x[0])
+    return Interval(float(np.mean([x.mean() for x in arrays])), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Result of the paired test on the differences per prompt."""
+
+    difference: Interval  # mean and 95% bootstrap interval over prompts
+    t: float
+    degrees: int
+    one_tailed: float  # probability of a larger t if there is no difference
+    two_tailed: float
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**vars(self), "difference": self.difference.as_dict()}
+
+
+def paired(
+    before: Sequence[float], after: Sequence[float], resamples: int, seed: int, bounds: Bounds | None = None
+) -> Paired:
+    """Return Student's paired t-test (1908) and the bootstrap of the mean of after - before, one value per prompt each.
+
+    bounds: of a difference, as in bootstrap_mean. If all differences are equal, t is 0 (all are 0) or infinite. Raises
+    ValueError for fewer than two prompts or different lengths.
+    """
+    if len(before) != len(after) or len(before) < 2:
+        raise ValueError(f"{len(before)} and {len(after)} values: need as many of both, and at least two")
+    d = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    n = len(d)
+    mean = float(d.mean())
+    error = float(d.std(ddof=1)) / math.sqrt(n)
+    t = mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
+    return Paired(
+        difference=bootstrap_mean(d.tolist(), resamples, seed, bounds),
+        t=t,
+        degrees=n - 1,
+        one_tailed=student_tail(t, n - 1),
+        two_tailed=2 * student_tail(abs(t), n - 1),
+    )
+
+
+def student_tail(t: float, degrees: int) -> float:
+    """Return P(T > t) of Student's distribution: I_x(n / 2, 1 / 2) / 2 at x = n / (n + t^2) for t >= 0 (DLMF 8.17)."""
+    if math.isinf(t):
+        return 0.0 if t > 0 else 1.0
+    x = degrees / (degrees + t * t)
+    tail = float(mpmath.betainc(degrees / 2, 0.5, 0, x, regularized=True)) / 2
+    return tail if t >= 0 else 1 - tail

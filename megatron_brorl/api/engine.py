@@ -1,4 +1,4 @@
-"""Sampling without a run: a model of a Hugging Face directory in the built-in engine, in this process."""
+"""Sample from a Hugging Face model with the built-in engine, in this process and without a run."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ from megatron_brorl.types import Prompt, Rollout
 class Sample:
     """One response."""
 
-    text: str  # without the token that ended it; with a stop string, if one did
-    token_ids: tuple[int, ...]  # with the token that ended it
-    log_probs: tuple[float, ...]  # of each token under the distribution that was sampled from, in nats
-    finish: Literal["stop", "length"]  # by a stop token or string; by max_tokens
+    text: str  # without the stop token, but with the stop string if one ended it
+    token_ids: tuple[int, ...]  # with the stop token
+    log_probs: tuple[float, ...]  # of each token under the sampling distribution, in nats
+    finish: Literal["stop", "length"]  # "stop": a stop token or string ended it; "length": max_tokens did
 
 
 class Engine:
     """A model to sample from: `with Engine.from_pretrained(directory) as engine: engine.sample(...)`."""
 
-    def __init__(self, engine: TorchEngine, tokenizer: Tokenizer, ends: tuple[int, ...]) -> None:
-        """Use from_pretrained. ends: ids of the tokens that end a response."""
+    def __init__(self, engine: TorchEngine, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> None:
+        """Use from_pretrained instead. stop_ids: the tokens that end a response."""
         self._engine: TorchEngine | None = engine
-        self._tokenizer, self._ends, self._shape = tokenizer, ends, engine.shape
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._context = engine.shape.context
 
     @classmethod
     def from_pretrained(
@@ -56,37 +58,34 @@ class Engine:
         kv_cache_mib: int = 0,
         implementation: Literal["fused", "reference"] = "fused",
     ) -> Engine:
-        """The model of a Hugging Face directory, or of the hub by its name (as model.path of a run).
+        """Load a Hugging Face directory, or a model of the hub by its name, as model.path of a run.
 
-        max_num_seqs: responses decoded at a time. kv_cache_mib: for keys and values; 0 = half of what is free.
-        implementation: as ops.implementation. Raises UserError for what is no model that this package knows.
+        max_num_seqs: responses decoded at a time. kv_cache_mib: memory for keys and values; 0 = half of the free
+        memory. implementation: see ops.implementation. Raises UserError if the model is incomplete or unknown.
         """
         if dtype not in DTYPES:
             raise UserError(f"Engine.from_pretrained: dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
-        _at_least("Engine.from_pretrained", "max_num_seqs", max_num_seqs, 1)
-        # The files that a run reads of model.path.
+        _check_minimum("Engine.from_pretrained", 1, max_num_seqs=max_num_seqs)
         path = model_directory(str(directory))
-        shape, tokenizer = read_shape(path), load_tokenizer(path)
-
-        # Every tensor is looked for before one is read.
-        names, checkpoint = hf_shapes(shape), Checkpoint(path)
+        shape = read_shape(path)
+        tokenizer = load_tokenizer(path)
+        names = hf_shapes(shape)
+        checkpoint = Checkpoint(path)
         checkpoint.check(names)
         checkpoint.check_tied(shape)
 
-        # The engine as a run has it, without a trainer to hand it weights.
-        where = cpu_bridge.default_device()
-        ops = backend(implementation, where)
+        device = cpu_bridge.default_device()
+        ops = backend(implementation, device)
         engine = TorchEngine(
             shape=shape,
             names=names,
-            device=where,
+            device=device,
             dtype=DTYPES[dtype],
             max_rows=max_num_seqs,
             sample=ops.sample_tokens,
             ops=ops.decode,
             memory=kv_cache_mib * 2**20,
-            # For stop strings, which may be the text of any special token.
-            decode=tokenizer.decode_all,
+            decode=tokenizer.decode_all,  # stop strings may contain special tokens
         )
         engine.update_weights(((name, checkpoint.tensor(name)) for name in names), 0)
         return cls(engine, tokenizer, stop_ids(path, tokenizer))
@@ -104,14 +103,14 @@ class Engine:
         seed: int = 0,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[list[Sample]]:
-        """n responses to each prompt: [prompts][n]. A string is taken as it is, messages by the chat template.
+        """Sample n responses to each prompt: [prompts][n]. The chat template is applied to lists of messages only.
 
-        chat_template_kwargs: variables of the chat template, as data.chat_template_kwargs of a run. A template that
-        writes today's date writes the date on which the engine was made.
+        stop: strings that end a response. chat_template_kwargs: see data.chat_template_kwargs of a run. A template
+        that writes today's date writes the date on which the engine was created.
 
-        A response's random numbers are a function of the seed, its prompt's tokens (and how often the prompt came
-        before in this list), its place among the n and the token's position: other prompts, their order and n do not
-        change them. temperature = 0 is greedy, top_k = 0 is off. Raises UserError for what cannot be sampled.
+        The random numbers of a response depend only on the seed, the tokens of its prompt (and how often that prompt
+        occurred before in the list), its index among the n, and the position of the token. Other prompts, their order
+        and n do not matter. temperature = 0 is greedy, and top_k = 0 is off. Raises UserError for invalid arguments.
         """
         engine = self._engine
         if engine is None:
@@ -120,29 +119,28 @@ class Engine:
             raise UserError("Engine.sample: prompts is one string; give a list, [prompt]")
         if chat_template_kwargs and all(isinstance(prompt, str) for prompt in prompts):
             raise UserError("Engine.sample: chat_template_kwargs: no prompt is a list of messages; leave it out")
-        _check(n, max_tokens, temperature, top_p, top_k)
+        _check_minimum("Engine.sample", 1, n=n, max_tokens=max_tokens)
+        _check_minimum("Engine.sample", 0, top_k=top_k, temperature=temperature)
+        if not 0 < top_p <= 1:
+            raise UserError(f"Engine.sample: top_p = {top_p!r}: must be in (0, 1]")
 
-        # What each prompt is to the model, and its random stream.
-        limit = self._shape.context - max_tokens
-        # Only prompts that are messages go through the chat template.
         chat = DataConfig(chat=True, chat_template_kwargs=dict(chat_template_kwargs))
-        ids = [_tokens(prompt, f"prompts[{i}]", self._tokenizer, limit, chat) for i, prompt in enumerate(prompts)]
-        # A prompt that is there twice has two streams, in the order of the list.
-        seen: Counter[tuple[int, ...]] = Counter()
+        max_prompt_tokens = self._context - max_tokens
+        seen: Counter[tuple[int, ...]] = Counter()  # a repeated prompt gets another random stream
         requests = []
-        for i, tokens in enumerate(ids):
-            key = stream_key(seed, "sample", " ".join(map(str, tokens)), seen[tokens])
-            seen[tokens] += 1
-            requests.append(Request(Prompt(str(i), "", tokens, None, "exact"), key, n))
+        for i, prompt in enumerate(prompts):
+            ids = _token_ids(prompt, f"prompts[{i}]", self._tokenizer, max_prompt_tokens, chat)
+            key = stream_key(seed, "sample", " ".join(map(str, ids)), seen[ids])
+            seen[ids] += 1
+            requests.append(Request(Prompt(str(i), "", ids, None, "exact"), key, n))
 
-        # Generate all requests in one call, so that rows of one prompt enter as rows of another end.
-        # A single string is one stop string, and not a list of its letters.
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        sampling = Sampling(temperature, top_p, top_k, max_tokens, self._ends, stops)
-        return [[self._sample(row) for row in rows] for rows in engine.generate(requests, sampling)]
+        # One call for all prompts, so that responses of one prompt start as others end.
+        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        sampling = Sampling(temperature, top_p, top_k, max_tokens, self._stop_ids, stop_strings)
+        return [[self._sample(rollout) for rollout in group] for group in engine.generate(requests, sampling)]
 
     def close(self) -> None:
-        """Give the memory of weights and caches back; the engine cannot be used afterwards."""
+        """Free the memory of weights and caches. The engine cannot be used afterwards."""
         if self._engine:
             self._engine.sleep()
         self._engine = None
@@ -154,12 +152,12 @@ class Engine:
         self.close()
 
     def _sample(self, rollout: Rollout) -> Sample:
-        text = self._tokenizer.decode(without_stop(rollout.token_ids, self._ends).tolist())
-        assert rollout.finish != "cut"  # nothing cancels, and there is no budget
+        text = self._tokenizer.decode(without_stop(rollout.token_ids, self._stop_ids).tolist())
+        assert rollout.finish != "cut"  # there is no cancellation and no token budget
         return Sample(text, tuple(rollout.token_ids.tolist()), tuple(rollout.log_probs.tolist()), rollout.finish)
 
 
-def _tokens(prompt: object, where: str, tokenizer: Tokenizer, limit: int, chat: DataConfig) -> tuple[int, ...]:
+def _token_ids(prompt: object, where: str, tokenizer: Tokenizer, limit: int, chat: DataConfig) -> tuple[int, ...]:
     """Return the ids of a prompt, at most `limit`. chat: how messages become a prompt."""
     if isinstance(prompt, str):
         return render(prompt, tokenizer, DataConfig(), limit, where)[1]
@@ -168,15 +166,7 @@ def _tokens(prompt: object, where: str, tokenizer: Tokenizer, limit: int, chat: 
     return render(check_messages(prompt, where), tokenizer, chat, limit, where)[1]
 
 
-def _check(n: int, max_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
-    _at_least("Engine.sample", "n", n, 1)
-    _at_least("Engine.sample", "max_tokens", max_tokens, 1)
-    _at_least("Engine.sample", "top_k", top_k, 0)
-    _at_least("Engine.sample", "temperature", temperature, 0)
-    if not 0 < top_p <= 1:
-        raise UserError(f"Engine.sample: top_p = {top_p!r}: must be in (0, 1]")
-
-
-def _at_least(where: str, name: str, value: float, least: int) -> None:
-    if not value >= least:
-        raise UserError(f"{where}: {name} = {value!r}: must be at least {least}")
+def _check_minimum(where: str, minimum: int, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= minimum:
+            raise UserError(f"{where}: {name} = {value!r}: must be at least {minimum}")

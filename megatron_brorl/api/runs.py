@@ -1,8 +1,7 @@
-"""What a run has left in its directory, as Python has it."""
+"""The files of a run, for Python programs."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import read_object
 from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups, read_rollouts
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
@@ -18,51 +18,47 @@ _SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run, finished or not."""
+    """A run. It may not have finished."""
 
     directory: Path
-    metrics: list[dict[str, Any]]  # a row per step, as metrics.jsonl has them
-    summary: dict[str, Any] | None  # summary.json; None before the run's end
+    metrics: list[dict[str, Any]]  # one row per step, as in metrics.jsonl
+    summary: dict[str, Any] | None  # summary.json; None before the end of the run
+    finished: bool  # False: the run was stopped and saved, or is still running
 
     @property
     def model(self) -> Path:
-        """The trained model, a Hugging Face directory; there at the run's end."""
+        """The Hugging Face directory of the trained model, which is written at the end of the run."""
         return self.directory / "model"
 
     def moments(self) -> list[Moment]:
-        """The steps and evaluations of which something is recorded, in the order of their files."""
+        """Return the recorded steps and evaluations in order."""
         return moments(self.directory / FOLDER)
 
     def rollouts(self, number: int, kind: Literal["step", "evaluation"] = "step") -> pa.Table:
-        """The recorded rollouts of a step (counted as in metrics) or evaluation; columns: docs/rollouts.md.
+        """Return the stored rollouts of a step (counted as in metrics) or evaluation; columns: docs/rollouts.md.
 
-        Raises UserError where nothing is recorded of it.
+        Raises UserError if nothing was recorded.
         """
         return read_rollouts(self.directory / FOLDER, self._moment(kind, number))
 
     def groups(self, number: int, kind: Literal["step", "evaluation"] = "step") -> pa.Table:
-        """A row per prompt of a step or evaluation. Raises UserError where nothing is recorded of it."""
+        """Return one row per prompt of a step or evaluation. Raises UserError if nothing was recorded."""
         return read_groups(self.directory / FOLDER, self._moment(kind, number))
 
     def _moment(self, kind: Literal["step", "evaluation"], number: int) -> Moment:
         moment = Moment(kind, number)
         if moment not in self.moments():
-            there = ", ".join(map(str, self.moments())) or "none"
-            raise UserError(f"{self.directory / FOLDER}: nothing is recorded of {moment}; there are: {there}")
+            known = ", ".join(map(str, self.moments()))
+            raise UserError(f"{self.directory / FOLDER}: nothing is recorded of {moment}; there are: {known}")
         return moment
 
 
 def load_run(directory: str | Path) -> RunRecord:
-    """The record of a run by its run.dir. Raises UserError where no step was done there, or a file is damaged."""
+    """Return the record of the run in `directory`, its run.dir.
+
+    Raises UserError if no step was done there, or if a file is damaged.
+    """
     directory = Path(directory)
-    return RunRecord(directory, read_metrics(directory / METRICS_FILE), _summary(directory / _SUMMARY))
-
-
-def _summary(path: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot be read: {' '.join(str(e).split())}; delete it") from None
-    return found
+    path = directory / _SUMMARY
+    summary = read_object(path, "delete it") if path.is_file() else None
+    return RunRecord(directory, read_metrics(directory / METRICS_FILE), summary, summary is not None)

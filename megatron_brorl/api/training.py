@@ -1,106 +1,89 @@
-"""`brorl train` from a Python program: the same run, told what happens, with a function as its reward."""
+"""`brorl train` from a Python program, with a function as its reward and with callbacks."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_brorl import signals
 from megatron_brorl.api.runs import RunRecord, load_run
 from megatron_brorl.cli import train as command
-from megatron_brorl.cli.finished import finished
+from megatron_brorl.cli.main import finished
 from megatron_brorl.cli.session import Program
 from megatron_brorl.config.load import load, load_table
-from megatron_brorl.config.schema import Config
 from megatron_brorl.files import check_outputs
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rewards import custom
-from megatron_brorl.rewards.custom import OwnReward
+from megatron_brorl.rewards.custom import RewardFunction
 from megatron_brorl.tracking.metrics import METRICS_FILE
 from megatron_brorl.train.callbacks import Callback, Callbacks
-
-_BY_A_TABLE = "the tables"  # what messages call a configuration without a file
-
-
-@dataclass(frozen=True)
-class Trained(RunRecord):
-    """What a call of train came to."""
-
-    finished: bool  # False: stopped and saved; the same call goes on
 
 
 def train(
     config: str | Path | Mapping[str, Mapping[str, Any]],
     *,
     overrides: Sequence[str] = (),
-    reward: OwnReward | None = None,
+    reward: RewardFunction | None = None,
     callbacks: Sequence[Callback | Any] = (),
-) -> Trained:
-    """Train in this process, from the newest checkpoint in run.dir where there is one, as `brorl train` does.
+) -> RunRecord:
+    """Train in this process like `brorl train`, from the newest checkpoint in run.dir if there is one.
 
-    config: a TOML file, or its tables as dicts ({"run": {"dir": ...}, ...}); overrides: "section.key=value", as on the
-    command line. Alone the process is one rank; under torchrun every rank makes this call. Callbacks (Callback) are
-    called on the main rank.
+    config: a TOML file, or its tables as dicts ({"run": {"dir": ...}, ...}). overrides: "section.key=value", as on the
+    command line. Without a launcher the process is the only rank. Under torchrun, every rank must make this call.
+    Callbacks (Callback) are called on the main rank.
 
-    reward: a function (response, row) -> finite number, or dict of reward, reason and parts, that judges every row
-    which names no verifier. It runs in this process, one answer at a time: it may close over anything, but nothing
-    limits its time or memory, and a fault that ends it ends the run; reward.timeout_s does not hold. A function in a
-    file, data.verifier = "file.py:function", has processes of its own and limits, which suits long runs better. Its
-    source's sha256 (else its compiled code's) is kept: a run is not resumed with another function. What it closes over
-    is not seen.
+    reward: a function (response, row) that scores every row which names no verifier. It returns a finite number, or a
+    dict with reward, reason and parts. It runs in this process, one answer at a time, so it may use any variable of
+    the program. But nothing limits its time or memory, a crash ends the run, and reward.timeout_s does not apply. For
+    long runs, use a function in a file, data.verifier = "file.py:function", which runs in separate processes with
+    limits. A hash of the function's source (or compiled code) is kept, and a run cannot be resumed with another
+    function. Changes of the variables that it uses are not detected.
 
-    A run that has finished with this configuration and without a function as reward is returned as it is.
+    A finished run of the same configuration without a reward function is returned without training.
 
-    Under torchrun the main rank writes the files: what other ranks return may lack their end.
-    Raises UserError with the command line's line for mistakes, and where a callback has failed; the run is saved then.
+    Only the main rank writes the files, so the record of another rank may lack the last of them. Raises UserError for
+    the mistakes that the command reports, and if a callback fails. In the latter case the run is saved first.
     """
-    loaded = _loaded(config, overrides)
+    is_table = isinstance(config, Mapping)
+    where = "the tables" if is_table else str(config)
+    loaded = load_table(_as_toml(config), where, overrides) if isinstance(config, Mapping) else load(config, overrides)
+    check_outputs(loaded, "train", where)
+    directory = Path(loaded.run.dir)
     if reward is not None:
         custom.check_parameters(reward, "reward")
-        # Rows that name no verifier name the function, and so does the fingerprint.
+        # Rows that name no verifier, and the fingerprint of the run, name the function.
         loaded = replace(loaded, data=replace(loaded.data, verifier=custom.IN_PROCESS))
-
-    # The function's source is not in the configuration: with one, the checkpoint decides whether it is the same run.
-    elif told := finished(loaded):
+    # With a function, the checkpoint decides whether it is the same run, because run.json does not have its source.
+    elif message := finished(loaded):
         if os.environ.get("RANK", "0") == "0":
-            print(told, file=sys.stderr)
-        return _came_to(Path(loaded.run.dir), finished=True)
+            print(message, file=sys.stderr)
+        return _record(directory, has_finished=True)
 
-    # A rank of a launcher ends with it and heeds its signals; a notebook keeps its own.
+    # A rank of a launcher ends with it and handles its signals. A notebook keeps its own signal handlers.
     launched = "RANK" in os.environ
     if launched:
-        signals.begin(saves=True)
+        signals.install(saves=True)
     cpu_bridge.leave_out_compiler()
-    again = f"megatron_brorl.train({'{...}' if isinstance(config, Mapping) else repr(str(config))}, ...)"
+    again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     status = command.execute(loaded, lambda _: again, Program(reward, Callbacks(callbacks), continues=not launched))
-    return _came_to(Path(loaded.run.dir), finished=status == 0)
+    return _record(directory, has_finished=status == 0)
 
 
-def _loaded(config: str | Path | Mapping[str, Mapping[str, Any]], overrides: Sequence[str]) -> Config:
-    """The configuration, which writes over nothing that it reads."""
-    if isinstance(config, Mapping):
-        where, loaded = _BY_A_TABLE, load_table(_plain(config), _BY_A_TABLE, overrides)
-    else:
-        where, loaded = str(config), load(config, overrides)
-    check_outputs(loaded, "train", where)
-    return loaded
-
-
-def _came_to(directory: Path, finished: bool) -> Trained:
-    if not (directory / METRICS_FILE).is_file():  # stopped before its first step
-        return Trained(directory, [], None, finished)
+def _record(directory: Path, has_finished: bool) -> RunRecord:
+    if not (directory / METRICS_FILE).is_file():  # stopped before the first step
+        return RunRecord(directory, [], None, has_finished)
     found = load_run(directory)
-    return Trained(directory, found.metrics, found.summary if finished else None, finished)
+    return replace(found, summary=found.summary if has_finished else None, finished=has_finished)
 
 
-def _plain(value: Any) -> Any:
-    """A copy with tuples as lists and paths as strings, as TOML has them."""
+def _as_toml(value: Any) -> Any:
+    """Return a copy with tuples as lists and paths as strings, as in a TOML file."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _as_toml(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [_as_toml(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value

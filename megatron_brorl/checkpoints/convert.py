@@ -13,7 +13,6 @@ import gc
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,7 +36,7 @@ TOLERANCE = 1e-4  # of logits, relative to the largest one or absolute below 1
 FLAGS = ("--tensor", "--pipeline")
 Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint
 Check = Callable[[Path], None]
-Report = Callable[[int, int, str], None]  # (entries done, number of entries, name of the last)
+Report = Callable[[int, str], None]  # called with the number of tensors done and the name of the last
 
 
 def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
@@ -89,10 +88,10 @@ def to_megatron(
     check_layout(shape, tensor, pipeline, FLAGS)
     entries = megatron_format.table(shape, pipeline)
     size = _bytes(source, entries)
-    with _output(target, size) as aside:
+    with _output(target) as aside:
         written = megatron_format.write(aside, entries, shape, tensor, source.dtype, source.read)
         for number, entry in enumerate(written):
-            report(number + 1, len(entries), entry.megatron)
+            report(number + 1, entry.megatron)
         (aside / COMPANIONS).mkdir()
         hugging_face.copy_companions(companions, aside / COMPANIONS)
         folders.write_manifest(aside)
@@ -113,9 +112,9 @@ def to_hf(
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for number, entry in enumerate(entries):
             yield from zip(entry.hf, source.read(entry), strict=True)
-            report(number + 1, len(entries), entry.megatron)
+            report(number + 1, entry.megatron)
 
-    with _output(target, size) as aside:
+    with _output(target) as aside:
         hugging_face.copy_companions(companions, aside)
         hugging_face.complete(companions, aside)
         _set_dtype(aside / CONFIG, set(types.values()))
@@ -132,7 +131,8 @@ def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = N
     TOLERANCE. target: the place of `second` when it is complete, which the user knows.
     """
     a, b = logits(first, shape), logits(second, shape)
-    gap, limit = float((a - b).abs().max()), TOLERANCE * max(1.0, float(a.abs().max()))
+    gap = float((a - b).abs().max())
+    limit = TOLERANCE * max(1.0, float(a.abs().max()))
     if not gap <= limit:
         where = target or second
         raise UserError(f"{where}: its logits differ from those of {first} by {gap:.2e}, more than {limit:.2e}")
@@ -192,13 +192,10 @@ def _set_dtype(path: Path, types: set[torch.dtype]) -> None:
 
 
 @contextlib.contextmanager
-def _output(target: Path, size: int) -> Iterator[Path]:
+def _output(target: Path) -> Iterator[Path]:
     """Yield the directory to write, see hugging_face.written_aside. Raises UserError if the disk refuses something."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target.parent).free
-        if free < size:
-            raise UserError(f"{target}: the weights take {size:,} bytes, the disk has {free:,} left")
         with hugging_face.written_aside(target) as aside:
             yield aside
     except (OSError, RuntimeError) as e:

@@ -17,7 +17,6 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ from typing import Any
 
 from megatron_brorl.checkpoints.writer import sha256, write_verified
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.files import read_object, rename_aside
+from megatron_brorl.files import read_object
 
-LATEST, BEST = "latest", "best"
+LATEST = "latest"
+BEST = "best"
 MANIFEST = "manifest.json"
 RUN = "run.json"
 # Keys of run.json. `best` has [step, metric, value] or null.
@@ -41,7 +41,7 @@ class Best:
     """The best checkpoint by a held-out metric."""
 
     step: int
-    figure: str  # the metric, as in train.keep_best
+    metric: str  # as in train.keep_best
     value: float
 
     def beats(self, other: Best | None) -> bool:
@@ -50,7 +50,7 @@ class Best:
 
     def as_json(self) -> list[Any]:
         """Return the value of `best` in run.json."""
-        return [self.step, self.figure, self.value]
+        return [self.step, self.metric, self.value]
 
 
 def name_of(step: int) -> str:
@@ -66,23 +66,8 @@ def step_of(name: str) -> int | None:
 
 def by_step(root: Path) -> dict[int, Path]:
     """Return the folders that are named like checkpoints, by step."""
-    named = ((step_of(path.name), path) for path in root.glob("step_*"))
-    return {step: path for step, path in named if step is not None and path.is_dir()}
-
-
-def stored_step(directory: Path) -> int | None:
-    """Return the step in a folder's run.json, or None if it cannot be read."""
-    try:
-        step = read_run(directory)[STEP]
-    except (UserError, KeyError):
-        return None
-    return step if type(step) is int else None
-
-
-def is_own(root: Path, step: int) -> bool:
-    """Return whether the folder named after a step is a checkpoint of it: no link, copy or leftover."""
-    directory = root / name_of(step)
-    return directory.is_dir() and not directory.is_symlink() and stored_step(directory) == step
+    named = ((step_of(path.name), path) for path in root.glob("step_*") if path.is_dir() and not path.is_symlink())
+    return {step: path for step, path in named if step is not None}
 
 
 def read_run(directory: Path) -> dict[str, Any]:
@@ -112,22 +97,13 @@ def remove_unfinished(root: Path) -> None:
             path.unlink()
 
 
-def make_way(target: Path, step: int) -> None:
-    """Rename the file or folder at `target`, if there is one, unless it is the checkpoint of this step."""
-    ours = target.is_dir() and not target.is_symlink() and stored_step(target) == step
-    if ours or not (target.exists() or target.is_symlink()):
-        return
-    aside = rename_aside(target)
-    print(f"warning: {target}: not a checkpoint of step {step}; renamed to {aside.name}", file=sys.stderr, flush=True)
-
-
 def rotate(root: Path, step: int, keep: int) -> None:
     """Delete all checkpoints up to `step` but the newest `keep` and the best one."""
-    own = [s for s in by_step(root) if s <= step and is_own(root, s)]
+    checkpoints = by_step(root)
     best = pointed(root / BEST)
-    for old in sorted(own)[:-keep]:
+    for old in sorted(s for s in checkpoints if s <= step)[:-keep]:
         if old != best:
-            shutil.rmtree(root / name_of(old))
+            shutil.rmtree(checkpoints[old])
 
 
 def pointed(path: Path) -> int | None:
@@ -161,28 +137,29 @@ def point(path: Path, name: str) -> None:
 
 def write_best(root: Path, best: Best) -> None:
     """Let `best` name this checkpoint. Raises OSError."""
-    point(root / BEST, f"{name_of(best.step)}\n{best.figure} {best.value!r}")
+    point(root / BEST, f"{name_of(best.step)}\n{best.metric} {best.value!r}")
 
 
 def read_best(root: Path) -> Best | None:
     """Return the content of `best`, or None if there is no such file or it is malformed."""
     with contextlib.suppress(OSError, ValueError):
-        name, metric = (root / BEST).read_text(encoding="utf-8").splitlines()
-        step, (figure, value) = step_of(name), metric.split()
-        if step is not None:
-            return Best(step, figure, float(value))
+        name, score = (root / BEST).read_text(encoding="utf-8").splitlines()
+        metric, value = score.split()
+        if (step := step_of(name)) is not None:
+            return Best(step, metric, float(value))
     return None
 
 
-def best_so_far(root: Path, run: dict[str, Any], step: int, figure: str) -> Best | None:
+def best_so_far(root: Path, run: dict[str, Any], step: int, metric: str) -> Best | None:
     """Return the best checkpoint on the disk up to `step`, for a run that continues from there.
 
-    run: the run.json of the checkpoint of that step. figure: the metric; checkpoints kept for another do not count.
+    run: the run.json of the checkpoint of that step. metric: checkpoints kept for another metric do not count.
     """
     stored = run.get(BEST)
     found = [read_best(root), Best(*stored) if stored else None]
-    ours = [b for b in found if b and b.figure == figure and b.step <= step and is_own(root, b.step)]
-    return max(ours, key=lambda b: (b.value, -b.step), default=None)
+    on_disk = by_step(root)
+    valid = [b for b in found if b and b.metric == metric and b.step <= step and b.step in on_disk]
+    return max(valid, key=lambda b: (b.value, -b.step), default=None)
 
 
 def write_manifest(directory: Path, digests: Mapping[str, str] | None = None) -> None:

@@ -56,7 +56,8 @@ class Checkpoint:
                                 "download the checkpoint again"
                             )
                         part = file.get_slice(tensor)
-                        self.files[tensor], self.types[tensor] = path, part.get_dtype()
+                        self.files[tensor] = path
+                        self.types[tensor] = part.get_dtype()
                         self.shapes[tensor] = tuple(part.get_shape())
             except (OSError, SafetensorError) as e:
                 raise UserError(f"{path}: not a readable safetensors file: {shown(e)}") from None
@@ -195,9 +196,11 @@ def save(
     torch's name of their type ("float32"), in which they are also compared with those of `source`. card: the text of
     README.md, which is not copied from `source`. Raises ValueError if a tensor is missing or unknown.
     """
-    source, target = Path(source), Path(target)
+    source = Path(source)
+    target = Path(target)
     shapes = names.hf_shapes(read_shape(source))
-    before, differs = Checkpoint(source), False
+    before = Checkpoint(source)
+    differs = False
 
     def compared() -> Iterator[tuple[str, Tensor]]:
         nonlocal differs

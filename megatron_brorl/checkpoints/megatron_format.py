@@ -162,7 +162,8 @@ class MegatronCheckpoint:
 
     def __init__(self, directory: Path, shape: ModelShape) -> None:
         """Raise UserError if the directory is not a checkpoint of a model of this shape."""
-        self.directory, self.shape = directory, shape
+        self.directory = directory
+        self.shape = shape
         self._reader = FileSystemReader(directory)
         if not (directory / METADATA).is_file():
             raise UserError(f"{directory}: not a Megatron distributed checkpoint: {METADATA} is missing")
@@ -188,7 +189,8 @@ class MegatronCheckpoint:
         key, _ = _key(entry.megatron)
         if key not in self._tensors:
             raise UserError(f"{self.directory}: {key} of config.json's model is missing")
-        found, wanted = tuple(self._tensors[key].size), _global_shape(entry, self.shape, 1)
+        found = tuple(self._tensors[key].size)
+        wanted = _global_shape(entry, self.shape, 1)
         padded = entry.layout == "vocab" and found[0] >= wanted[0] and found[1:] == wanted[1:]
         if found != wanted and not padded:
             raise UserError(
@@ -207,7 +209,8 @@ class MegatronCheckpoint:
         size = list(meta.size)
         offsets = [0] * len(size)
         if layer is not None:
-            offsets[0], size[0] = layer, 1
+            offsets[0] = layer
+            size[0] = 1
         if entry.layout == "vocab":
             size[0] = self.shape.vocab  # without the padding
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ class Shift:
 
 def shift(original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequence[Tensor]) -> Shift:
     """Compare the logits [T, V] of each text under two models. targets: the next token [T] of each position."""
-    kl, gap, agrees = [], [], []
+    kl = []
+    gap = []
+    agrees = []
     for a, b, ids in zip(original, quantised, targets, strict=True):
         p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
         kl.append((p.exp() * (p - q)).sum(-1))
@@ -75,13 +78,9 @@ def export(model: Path, prompts: Path, preset: str, calibrate: int, out: Path) -
 def _modelopt(part: str) -> Any:
     """Return modelopt.torch.quantization or modelopt.torch.export."""
     try:
-        if part == "export":
-            import modelopt.torch.export as found
-        else:
-            import modelopt.torch.quantization as found
+        return importlib.import_module(f"modelopt.torch.{part}")
     except ImportError as e:
         raise UserError(f"ModelOpt cannot be imported ({e}): pip install 'megatron-brorl[quantize]'") from e
-    return found
 
 
 def _quantise(model: Any, preset: str, calibration: Sequence[Tensor]) -> None:

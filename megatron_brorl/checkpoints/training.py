@@ -24,74 +24,21 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_brorl.checkpoints import distributed_optimizer, folders
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints.folders import LATEST, LAYOUT, RUN, STEP, STEPPED, Best, read_run
 from megatron_brorl.checkpoints.hugging_face import replace_directory
+from megatron_brorl.checkpoints.model_state import ModelState, initialise, is_distributed
 from megatron_brorl.checkpoints.writer import Shards, plan, write_verified
 from megatron_brorl.errors import UserError
-from megatron_brorl.models.nonfinite import require_finite
-from megatron_brorl.models.weights.names import global_parameters
 from megatron_brorl.parallel import collectives, cpu_bridge
 
 
-@dataclass(frozen=True)
-class Part:
-    """A model of a run with its optimizer. The actor's name is "", so that its tensors have Megatron's names."""
-
-    name: str
-    module: Any
-    optimizer: Any = None
-    weights: dict[str, Tensor] | None = None  # by the module's names, instead of the module's own weights
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of its tensors' names in the checkpoint."""
-        return f"{self.name}." if self.name else ""
-
-    def require_finite(self, what: str, then: str) -> None:
-        """Raise UserError if a weight is NaN or infinite; a collective. what, then: around its name in the message."""
-        named = global_parameters(self.module) if self.weights is None else self.weights
-        require_finite(named, f"{what}, {self.name or 'actor'}", then)
-
-    def state(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
-        """Return Megatron's sharded state. An optimizer that has not stepped has none."""
-        model = self.module.sharded_state_dict(prefix=self.prefix)
-        for name, weight in (self.weights or {}).items():
-            model[self.prefix + name].data = weight
-        if not with_optimizer:
-            return {"model": model}
-        if distributed_optimizer.is_distributed(self.optimizer):
-            optimizer = distributed_optimizer.sharded_state(self.optimizer, model, self.prefix, loading)
-        else:
-            optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading)
-        return {"model": model, "optimizer": optimizer}
-
-    def restore(self, state: dict[str, Any], directory: Path) -> None:
-        """Load what `state` returned and Megatron filled. Without a saved state, the optimizer takes the weights.
-
-        directory: named in errors.
-        """
-        model = {k.removeprefix(self.prefix): v for k, v in state["model"].items()}
-        if self.weights is not None:
-            for name, weight in self.weights.items():
-                weight.copy_(model[name])
-            return
-        self.module.load_state_dict(model)
-        if "optimizer" in state and distributed_optimizer.is_distributed(self.optimizer):
-            distributed_optimizer.restore(self.optimizer, state["optimizer"], directory)
-        elif "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            self.optimizer.reload_model_params()
-
-
-def check(parts: Sequence[Part], step: int) -> None:
+def check(models: Sequence[ModelState], step: int) -> None:
     """Raise UserError if the state after `step` steps is not finite and must not be written; a collective."""
-    for part in parts:
-        part.require_finite(
+    for model in models:
+        model.require_finite(
             f"the state after {step} step{'' if step == 1 else 's'}",
             "no checkpoint is written, and older ones stay; start a new run from the weights of the last one "
             "(brorl convert to-hf) with a lower learning rate",
@@ -107,6 +54,7 @@ class Save:
     """A checkpoint whose state is taken: `write` brings it to the disk, then `agree` raises if that failed."""
 
     target: Path
+    step: int
     keep: int  # number of newest checkpoints that stay
     files: dict[str, bytes]  # this rank's additional files, by name
     shards: Shards = field(init=False)
@@ -138,10 +86,10 @@ class Save:
             digests, results = self.shards.write(self.aside)
             digests |= {name: self._write_file(name, data) for name, data in self.files.items()}
 
-        parts = _gather((self.error, digests, results), group)
-        if parts is None:
+        gathered = _gather((self.error, digests, results), group)
+        if gathered is None:
             return
-        errors, digests_of, results_of = zip(*parts, strict=True)
+        errors, digests_of, results_of = zip(*gathered, strict=True)
         complete = not any(errors)
         if complete:
             with self.catch():
@@ -151,7 +99,7 @@ class Save:
 
     def agree(self) -> None:
         """Raise NotWritten on all ranks if the disk refused something on one; a collective, after `write`."""
-        errors = [text for text in collectives.all_gather_text(self.error) if text]
+        errors = [text for text in collectives.all_gather(self.error) if text]
         if errors:
             raise NotWritten(
                 f"{self.target}: cannot be written: {errors[0]}; free some space or make the folder writable"
@@ -165,23 +113,21 @@ class Save:
         digests |= {name: self._write_file(name, data) for name, data in self.shards.index(results).items()}
         folders.write_manifest(self.aside, digests)
 
-        root, step = self.target.parent, folders.step_of(self.target.name)
-        assert step is not None
-        folders.make_way(self.target, step)
+        root = self.target.parent
         replace_directory(self.aside, self.target)
         folders.point(root / LATEST, self.target.name)
         if self.best:
             folders.write_best(root, self.best)
-        folders.rotate(root, step, self.keep)
+        folders.rotate(root, self.step, self.keep)
 
 
 def begin(
     root: Path,
     step: int,
-    parts: Sequence[Part],
+    models: Sequence[ModelState],
     run: dict[str, Any],
     keep: int,
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes],
     copy: bool = False,
 ) -> Save:
     """Take the state after `step` steps, to be written; a collective. Keeps the newest `keep` up to this step.
@@ -190,19 +136,19 @@ def begin(
     copy: copy the state, because it may change before it is written.
     Raises UserError if a weight is not finite, and NotWritten, on all ranks, if the folder cannot be made.
     """
-    check(parts, step)
+    check(models, step)
 
     # Without the distributed optimizer, Megatron cannot save the state of an optimizer that has not stepped.
-    for part in parts:
-        if part.optimizer and distributed_optimizer.is_distributed(part.optimizer):
-            distributed_optimizer.initialise(part.optimizer)
-    stepped = [part.name for part in parts if part.optimizer and part.optimizer.optimizer.state]
-    states = _states(parts, stepped)
+    for model in models:
+        if model.optimizer and is_distributed(model.optimizer):
+            initialise(model.optimizer)
+    stepped = [model.name for model in models if model.optimizer and model.optimizer.optimizer.state]
+    states = _states(models, stepped)
 
     # The folder is made before any rank takes memory for a copy.
-    save = Save(root / folders.name_of(step), keep, dict(files or {}))
+    save = Save(root / folders.name_of(step), step, keep, dict(files))
     if dist.get_rank() == 0:
-        known = {**run, STEP: step, STEPPED: stepped, LAYOUT: _optimizer_layout(parts)}
+        known = {**run, STEP: step, STEPPED: stepped, LAYOUT: _optimizer_layout(models)}
         save.files[RUN] = json.dumps(known, indent=1).encode()
         with save.catch():
             root.mkdir(parents=True, exist_ok=True)
@@ -213,21 +159,6 @@ def begin(
     with cpu_bridge.bridge():
         save.shards = plan(states, save.target.name, copy)
     return save
-
-
-def save(
-    root: Path,
-    step: int,
-    parts: Sequence[Part],
-    run: dict[str, Any],
-    keep: int,
-    files: Mapping[str, bytes] | None = None,
-) -> Path:
-    """Write a checkpoint at once, and return its folder; a collective. Arguments and errors: see `begin`."""
-    begun = begin(root, step, parts, run, keep, files)
-    begun.write()
-    begun.agree()
-    return begun.target
 
 
 def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
@@ -287,13 +218,13 @@ class BackgroundSaver:
         save.agree()
         return save
 
-    def finish(self, tell: Callable[[str], None]) -> None:
-        """Wait when the run ends by an error, without collectives and exceptions. Failures go to `tell`."""
+    def finish(self, warn: Callable[[str], None]) -> None:
+        """Wait when the run ends by an error, without collectives and exceptions. Failures go to `warn`."""
         if self._save is None:
             return
         self._thread.join()
         if error := self._save.error or " ".join(str(self._error or "").split()):
-            tell(f"warning: {self._save.target}: cannot be written: {error}")
+            warn(f"warning: {self._save.target}: cannot be written: {error}")
         self._save = None
 
     def seconds_to_come(self) -> float:
@@ -312,12 +243,11 @@ class BackgroundSaver:
 def find(root: Path) -> Path | None:
     """Return the newest complete checkpoint under root, or None.
 
-    Folders of another name, and copies whose run.json has another step than their name, do not count. Raises UserError
-    if the newest checkpoint is damaged, or missing although `latest` names it: continuing from an older one is the
-    user's choice.
+    Folders of another name do not count. Raises UserError if the newest checkpoint is damaged, or missing although
+    `latest` names it: continuing from an older one is the user's choice.
     """
     pointer = root / LATEST
-    steps = [step for step, folder in folders.by_step(root).items() if folders.stored_step(folder) in (step, None)]
+    steps = list(folders.by_step(root))
     if pointer.is_file():
         named = pointer.read_text(encoding="utf-8", errors="replace").strip()
         pointed = folders.step_of(named)
@@ -330,18 +260,12 @@ def find(root: Path) -> Path | None:
     # A crash after the folder was renamed leaves a complete checkpoint that is newer than the pointer.
     newest = max(steps)
     directory = root / folders.name_of(newest)
-    if directory.is_dir():
-        stored = folders.stored_step(directory)
-        copied = f"is a copy of step {stored}" if stored not in (newest, None) else ""
-        problem = copied or folders.damage(directory)
-    else:
-        problem = "is missing"
-    if problem:
+    if problem := folders.damage(directory) if directory.is_dir() else "is missing":
         raise UserError(f"{directory}: {problem}; delete it and {pointer} to continue from an older checkpoint")
     return directory
 
 
-def load(directory: Path, parts: Sequence[Part]) -> None:
+def load(directory: Path, models: Sequence[ModelState]) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one.
 
     With the distributed optimizer, only the data-parallel size may differ. Raises UserError if the layout is another
@@ -349,7 +273,8 @@ def load(directory: Path, parts: Sequence[Part]) -> None:
     """
     run = read_run(directory)
     stepped = run[STEPPED]
-    saved, now = run.get(LAYOUT), _optimizer_layout(parts)
+    saved = run.get(LAYOUT)
+    now = _optimizer_layout(models)
     if stepped and saved != now:
         raise UserError(
             f"{directory}: its optimizer state was saved with {_describe(saved)} and this run has {_describe(now)}; "
@@ -358,7 +283,7 @@ def load(directory: Path, parts: Sequence[Part]) -> None:
     with cpu_bridge.bridge():
         try:
             with _quiet():
-                state = dist_checkpointing.load(_states(parts, stepped, loading=True), str(directory))
+                state = dist_checkpointing.load(_states(models, stepped, loading=True), str(directory))
         except (CheckpointException, CheckpointingException, pickle.UnpicklingError, EOFError) as e:
             # torch's message has a traceback per rank, which ends with the reason.
             why = str(e).rstrip().rpartition("\n")[2]
@@ -366,17 +291,17 @@ def load(directory: Path, parts: Sequence[Part]) -> None:
             disk_failed = number and int(number[1]) != errno.ENOENT
             remedy = "fix that and run the command again" if disk_failed else "the checkpoint is damaged: delete it"
             raise UserError(f"{directory}: {why}; {remedy}") from None
-        for part in parts:
-            part.restore(state[part.name] if part.name else state, directory)
-    for part in parts:
-        part.require_finite(
+        for model in models:
+            model.restore(state[model.name] if model.name else state, directory)
+    for model in models:
+        model.require_finite(
             str(directory), f"delete it and {directory.parent / LATEST} to continue from an older checkpoint"
         )
 
 
-def _optimizer_layout(parts: Sequence[Part]) -> dict[str, int] | None:
+def _optimizer_layout(models: Sequence[ModelState]) -> dict[str, int] | None:
     """Return the layout that the optimizer state is bound to, or None if it can be loaded under any."""
-    if not any(part.optimizer and distributed_optimizer.is_distributed(part.optimizer) for part in parts):
+    if not any(model.optimizer and is_distributed(model.optimizer) for model in models):
         return None
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
@@ -402,10 +327,10 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _states(parts: Sequence[Part], stepped: Sequence[str], loading: bool = False) -> dict[str, Any]:
-    """Return the actor's state, and those of the other parts under their names."""
+def _states(models: Sequence[ModelState], stepped: Sequence[str], loading: bool = False) -> dict[str, Any]:
+    """Return the actor's state, and those of the other models under their names."""
     states: dict[str, Any] = {}
-    for part in parts:
-        own = part.state(part.name in stepped, loading)
-        states |= {part.name: own} if part.name else own
+    for model in models:
+        own = model.sharded(model.name in stepped, loading)
+        states |= {model.name: own} if model.name else own
     return states

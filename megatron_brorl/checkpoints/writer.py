@@ -7,7 +7,6 @@ Every file is synced, read back and compared with the bytes written, by SHA-256.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import hashlib
@@ -15,7 +14,8 @@ import inspect
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _write_item
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
@@ -45,7 +45,8 @@ class HashingFile:
     """A file open for writing that computes the SHA-256 of the data written to it."""
 
     def __init__(self, raw: BinaryIO) -> None:
-        self._raw, self._digest = raw, hashlib.sha256()
+        self._raw = raw
+        self._digest = hashlib.sha256()
         self.error: OSError | None = None  # of the first failed write
 
     def write(self, data: bytes) -> int:
@@ -103,32 +104,14 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-class _InMemory(FileSystem):
-    """Replaces the disk where torch would write by itself, and keeps the newest file."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:
-        stream = io.BytesIO()
-        yield stream
-        self.data = stream.getvalue()
-
-    def exists(self, path: Any) -> bool:
-        return False
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        pass
-
-
 class _Planned(filesystem_async.FileSystemWriterAsync):
     """Megatron's checkpoint writer, reduced to recording the items to write."""
 
     def __init__(self, name: str, copy: bool) -> None:
         """name: name of the checkpoint. It contains no path or time, so that equal states give equal bytes."""
         super().__init__(name, thread_count=_FILES, sync_files=False)
-        self.name, self.copy, self.fs = name, copy, _InMemory()
+        self.name = name
+        self.copy = copy
         self.files: list[list[Item]] = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -136,18 +119,15 @@ class _Planned(filesystem_async.FileSystemWriterAsync):
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.prefix = plan.storage_data.prefix
-        take = _host_copy if self.copy else _compact
+        prepare = _host_copy if self.copy else _compact
         for items in filesystem_async._split_by_size_and_type(_FILES, plan.items):
             data = [(item, planner.resolve_data(item)) for item in items]
             objects = [pair for pair in data if pair[0].type == WriteItemType.BYTE_IO]
-            tensors = [(i, take(cast(Tensor, x))) for i, x in data if i.type != WriteItemType.BYTE_IO]
+            tensors = [(i, prepare(cast(Tensor, x))) for i, x in data if i.type != WriteItemType.BYTE_IO]
             if objects or tensors:
                 self.files.append([*objects, *tensors])
         if self.copy:
             cpu_bridge.wait()  # for the copies
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.name, save_id=self.name)
 
 
 @dataclass
@@ -171,12 +151,13 @@ class Shards:
     def index(self, results: Sequence[list[Any]]) -> dict[str, bytes]:
         """Return the files by which the shards are found, on rank 0. results: from `write`, by rank."""
         assert self._metadata is not None
-        self._planned.finish(self._metadata, list(results))
+        self._metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        self._metadata.storage_meta = StorageMeta(checkpoint_id=self._planned.name, save_id=self._planned.name)
         config = CheckpointingConfig("torch_dist", 1)
         return {
             COMMON_STATE_FNAME: self._common,
             CONFIG_FNAME: json.dumps(asdict(config)).encode(),
-            _METADATA: self._planned.fs.data,
+            _METADATA: pickle.dumps(self._metadata),
         }
 
 

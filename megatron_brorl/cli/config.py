@@ -1,10 +1,12 @@
-"""`brorl config`: the keys of a configuration or their JSON Schema; `brorl init`: a commented configuration."""
+"""`brorl config`, `brorl init` and `brorl metrics`: configuration keys, a commented configuration, and metric names."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import re
 import shlex
 import textwrap
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ from megatron_brorl.config.schema import json_schema, keys, table_of
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text
 from megatron_brorl.tracking import run_info
+from megatron_brorl.tracking.metric_docs import Metric, Section, sections
 from megatron_brorl.tracking.metrics import METRICS_FILE
 
 _WIDTH = 110
@@ -48,7 +51,7 @@ STARTER: dict[str, Any] = {
 
 
 def add_commands(commands: Any) -> None:
-    """Add both commands to the parser of `brorl`."""
+    """Add the commands to the parser of `brorl`."""
     text = "print the keys of a configuration with type, default, bounds and description"
     command = commands.add_parser("config", help=text, description=text)
     command.add_argument("words", nargs="*", metavar="WORD", help="a section, a key or a part of a key")
@@ -64,6 +67,11 @@ def add_commands(commands: Any) -> None:
     )
     command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet to evaluate on")
     command.set_defaults(command=_init, name="init")
+
+    text = "meaning of each metric of metrics.jsonl and summary.json"
+    command = commands.add_parser("metrics", help=text, description=text)
+    command.add_argument("words", nargs="*", metavar="WORD", help="a metric, a group, or a part of a name")
+    command.set_defaults(command=_metrics, name="metrics")
 
 
 def _config(args: argparse.Namespace) -> int:
@@ -169,7 +177,8 @@ def run_dir(file: Path) -> str:
     Raises UserError where that folder holds a run.
     """
     # Outside of the working directory only the name of the file is left.
-    path, here = Path(os.path.abspath(file)), Path.cwd()
+    path = Path(os.path.abspath(file))
+    here = Path.cwd()
     below = path.relative_to(here) if path.is_relative_to(here) else Path(path.name)
     folder = Path("runs") / (below.relative_to("runs") if below.is_relative_to("runs") else below).with_suffix("")
 
@@ -202,3 +211,37 @@ def _has_chat_template(model: Path) -> bool:
         return bool(json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _metrics(args: argparse.Namespace) -> int:
+    known = [(section, metric) for section in sections() for metric in section.metrics]
+    words = [word.removeprefix("time.") for word in args.words]
+    # Exact names and groups first, then parts of names.
+    found = [pair for pair in known if not words or any(_is_named(*pair, word) for word in words)]
+    found = found or [pair for pair in known if any(word in pair[1].name for word in words)]
+    if not found:
+        near = difflib.get_close_matches(words[0], [metric.name for _, metric in known], n=1)
+        hint = f"did you mean {near[0]}?" if near else "`brorl metrics` lists all of them"
+        raise UserError(f"no metric is called {words[0]!r}; {hint}")
+
+    for section in dict.fromkeys(section for section, _ in found):
+        print(f"\n{section.title}: {_plain(section.about)}")
+        for metric in (metric for of, metric in found if of is section):
+            print("\n".join(_metric_lines(metric)))
+    return 0
+
+
+def _is_named(section: Section, metric: Metric, word: str) -> bool:
+    return metric.matches(word) or word in (section.group, section.title, metric.name)
+
+
+def _metric_lines(metric: Metric) -> list[str]:
+    lines = [f"{metric.name}   ({metric.unit})"]
+    for text in (metric.meaning, metric.bad and f"bad: {metric.bad}"):
+        lines += _wrapped(_plain(text), "    ")
+    return lines
+
+
+def _plain(text: str) -> str:
+    """Return the text without Markdown."""
+    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text).replace("`", "")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.files import check_output, holds
+from megatron_brorl.files import check_output, contains
 
 if TYPE_CHECKING:
-    from megatron_brorl.tracking.progress import Progress
+    pass
 
 FORMATS = {"fp8": "FP8_DEFAULT_CFG", "int4": "INT4_AWQ_CFG"}  # ModelOpt's names
 
@@ -45,13 +45,13 @@ set engine.quantization = "fp8", whose scales are sent with the weights. TensorR
 
 def add_commands(commands: Any) -> None:
     """Add `brorl convert` and `brorl quantize` to the parser."""
-    convert = commands.add_parser(
+    converter = commands.add_parser(
         "convert",
         help="checkpoints between Hugging Face directories and Megatron's distributed ones",
         description=_CONVERT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    directions = convert.add_subparsers(dest="direction", required=True, metavar="to-megatron | to-hf")
+    directions = converter.add_subparsers(dest="direction", required=True, metavar="to-megatron | to-hf")
     for name, text in [
         ("to-megatron", "from a Hugging Face directory or a Megatron checkpoint of another layout"),
         ("to-hf", "from a Megatron checkpoint of any layout"),
@@ -66,7 +66,7 @@ def add_commands(commands: Any) -> None:
         if name == "to-megatron":
             command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
             command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
-    convert.set_defaults(command=_convert)
+    converter.set_defaults(command=convert)
 
     quantize = commands.add_parser(
         "quantize",
@@ -86,15 +86,10 @@ def add_commands(commands: Any) -> None:
     quantize.set_defaults(command=_quantize)
 
 
-def _convert(args: argparse.Namespace) -> int:
-    convert(args)
-    return 0
-
-
-def convert(args: argparse.Namespace) -> None:
-    """Carry out `brorl convert`. Raises UserError."""
+def convert(args: argparse.Namespace) -> int:
+    """Carry out `brorl convert`, and return 0. Raises UserError."""
     from megatron_brorl.checkpoints import convert, folders
-    from megatron_brorl.checkpoints.megatron_format import METADATA
+    from megatron_brorl.checkpoints.megatron_format import METADATA, table
     from megatron_brorl.tracking.progress import progress
 
     args.source = folders.resolve(args.source)
@@ -109,7 +104,12 @@ def convert(args: argparse.Namespace) -> None:
         convert.open_megatron(args.source, args.config) if megatron else convert.open_hf(args.source)
     )
     begun = time.monotonic()
-    with progress(shape.layers + 2, "convert", True) as p:
+    tensors = len(table(shape))
+    with progress(tensors, "convert", True) as p:
+
+        def report(done: int, name: str) -> None:
+            if 20 * done // tensors > 20 * (done - 1) // tensors:
+                p.update(done, {"tensor": name})
 
         def verify(written: Path) -> None:
             gap = convert.verify(args.source, written, shape, args.target)
@@ -117,30 +117,18 @@ def convert(args: argparse.Namespace) -> None:
 
         write: Callable[..., int] = convert.to_hf if to_hf else convert.to_megatron
         check = verify if args.verify else None
-        size = write(source, shape, companions, args.target, *layout, _report(shape.layers + 2, p), check)
+        size = write(source, shape, companions, args.target, *layout, report, check)
     print(f"{args.target}: {size:,} bytes of weights in {time.monotonic() - begun:.1f} s")
+    return 0
 
 
 def _check_target(args: argparse.Namespace) -> None:
     """Raise UserError if the target would replace something that has to stay."""
     check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
-    if args.target.exists() and holds(args.source, args.target):
+    if args.target.exists() and contains(args.source, args.target):
         raise UserError(f"{args.target}: is a part of the source, {args.source}; name another target")
     if args.target.exists() and not args.overwrite:
         raise UserError(f"{args.target}: exists; give another target or --overwrite")
-
-
-def _report(steps: int, p: Progress) -> Callable[[int, int, str], None]:
-    """Return a function that shows one step per layer, and one each before and after the layers."""
-    seen: set[str] = set()
-
-    def report(done: int, total: int, name: str) -> None:
-        step = ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else "ends"
-        if step not in seen or done == total:
-            seen.add(step)
-            p.update(steps if done == total else len(seen), {"tensor": name})
-
-    return report
 
 
 def _quantize(args: argparse.Namespace) -> int:

@@ -18,8 +18,7 @@ CUSTOM = "custom"  # a file whose columns are named by options
 def add_commands(commands: Any) -> None:
     """Add `brorl data` to the parser."""
     data = commands.add_parser("data", help="prepare data sets for training and evaluation")
-    actions = data.add_subparsers(metavar="action")
-    data.set_defaults(command=lambda _: _help(data))
+    actions = data.add_subparsers(required=True, dest="action", metavar="prepare | generate")
 
     text = "published files to rows with verifiers: without duplicates and problems of evaluations, with a data card"
     command = actions.add_parser(
@@ -59,11 +58,6 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--out", required=True, type=Path, help="FILE.jsonl")
     command.add_argument("--seed", type=int, default=0, help="of the tasks (%(default)s)")
     command.set_defaults(command=_generate, name="data generate")
-
-
-def _help(parser: argparse.ArgumentParser) -> int:
-    parser.print_help()
-    return 0
 
 
 def _prepare(args: argparse.Namespace) -> int:

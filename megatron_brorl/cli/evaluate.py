@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
-from megatron_brorl.files import write_json, write_text
+from megatron_brorl.files import read_object, write_json, write_text
 from megatron_brorl.tracking.progress import Progress, progress
 
 if TYPE_CHECKING:  # they import torch, which the other commands here do without
@@ -25,12 +26,11 @@ ANSWERS = "evaluation.jsonl"
 
 def evaluate(args: argparse.Namespace) -> int:
     """Sample and score, and write evaluation.json, .jsonl (one line per prompt), .md and .png to run.dir."""
-    from megatron_brorl.algo.statistics import widest
     from megatron_brorl.cli.session import Session
     from megatron_brorl.report.comparison import evaluation_markdown, plot_evaluation
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
-    from megatron_brorl.train.weight_sync import refit
+    from megatron_brorl.train.weight_sync import sync_weights
 
     config = load(args.config, args.overrides)
     with Session(config, benchmarks=True) as session:
@@ -39,30 +39,43 @@ def evaluate(args: argparse.Namespace) -> int:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
         session.check_verifiers([prompt for part in names.values() for prompt in part])
         rollouts = session.rollouts()
-        refit(session.worker(None), rollouts.engine, 0)
+        sync_weights(session.worker(None), rollouts.engine, 0)
 
-        e, r = config.evaluate, config.rollout
-        sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, session.stop_ids, r.stop_strings)
-        count = -(-e.samples * sum(map(len, names.values())) // session.grid.world)
+        evaluation = config.evaluate
+        rollout = config.rollout
+        sampling = Sampling(
+            evaluation.temperature,
+            evaluation.top_p,
+            evaluation.top_k,
+            rollout.max_tokens,
+            session.stop_ids,
+            rollout.stop_strings,
+        )
+        count = -(-evaluation.samples * sum(map(len, names.values())) // session.grid.world)
         with progress(count, "evaluate", session.is_main_rank) as p:
             p.note(session.report)
-            ended = _Counter(p, count)
+            ended = _sample_counter(p, count)
             answers = {}
             for name, prompts in names.items():
                 show = functools.partial(_show, session, p, name)
-                answers[name] = sample_answers(rollouts, prompts, e.samples, sampling, on_end=ended, see=show)
+                answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_end=ended, see=show)
         every = [a for part in answers.values() for a in part]
-        whole = sum_up(every, sum(map(len, names.values())), e, rollouts.seed)
+        whole = sum_up(every, sum(map(len, names.values())), evaluation, rollouts.seed)
 
         result = {
             **whole.as_dict(),
-            "benchmarks": {n: sum_up(answers[n], len(names[n]), e, rollouts.seed).as_dict() for n in names},
-            "mean_of_benchmarks": mean_over(list(answers.values()), e, rollouts.seed),
+            "benchmarks": {n: sum_up(answers[n], len(names[n]), evaluation, rollouts.seed).as_dict() for n in names},
+            "mean_of_benchmarks": mean_over(list(answers.values()), evaluation, rollouts.seed),
             "model": config.model.path,
             # Two evaluations have the same prompts only if these are equal.
             "chat_template_kwargs": config.data.chat_template_kwargs,
             "template_date": str(session.template_date) if session.template_date else None,
-            "sampling": {"temperature": e.temperature, "top_p": e.top_p, "top_k": e.top_k, "max_tokens": r.max_tokens},
+            "sampling": {
+                "temperature": evaluation.temperature,
+                "top_p": evaluation.top_p,
+                "top_k": evaluation.top_k,
+                "max_tokens": rollout.max_tokens,
+            },
         }
 
         if session.is_main_rank:
@@ -73,12 +86,6 @@ def evaluate(args: argparse.Namespace) -> int:
             write_text(session.dir / "evaluation.md", table)
             figure = plot_evaluation(result, session.dir / "evaluation.png")
 
-            p, k = result["pass_at_1"], widest(result["pass_at_k"])
-            more = f"   pass@{k[0]} {k[1]:.4f}" if k else ""
-            print(f"pass@1 {p['mean']:.4f}  95% interval {p['low']:.4f} to {p['high']:.4f}{more}")
-            r = result["mean_reward"]
-            if r["mean"] != p["mean"]:
-                print(f"mean reward {r['mean']:.4g}  95% interval {r['low']:.4g} to {r['high']:.4g}")
             print(table)
             if whole.lost:
                 print(whole.remark())
@@ -86,16 +93,16 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Counter:
-    """Counts samples that end, and updates the progress twenty times."""
+def _sample_counter(shown: Progress, total: int) -> Callable[[], None]:
+    """Return a function that counts a sample that has ended, and updates the progress twenty times in all."""
+    counter = itertools.count(1)
 
-    def __init__(self, shown: Progress, total: int) -> None:
-        self._shown, self._total, self._done = shown, total, 0
+    def count() -> None:
+        done = next(counter)
+        if 20 * done // total > 20 * (done - 1) // total:
+            shown.update(done, {})
 
-    def __call__(self) -> None:
-        self._done += 1
-        if 20 * self._done // self._total > 20 * (self._done - 1) // self._total:
-            self._shown.update(self._done, {})
+    return count
 
 
 def _show(
@@ -129,14 +136,13 @@ def _compare(args: argparse.Namespace) -> int:
 
     out = args.out or args.after
 
-    # Equal ids of prompts do not show different dates of the chat template.
-    dates = [_template_date(directory) for directory in (args.before, args.after)]
+    # A prompt keeps its id if the chat template writes another date into it.
+    remedy = "give the run.dir of an evaluation"
+    folders = (args.before, args.after)
+    dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]
     if dates[0] != dates[1]:
-        names = " and ".join(
-            f"{date or 'no date'} in {d}" for date, d in zip(dates, (args.before, args.after), strict=True)
-        )
-        print(f"warning: the chat template wrote other dates: {names}; the prompts differ", file=sys.stderr)
-    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in (args.before, args.after))
+        print(f"warning: the chat templates wrote other dates: {dates[0]} and {dates[1]}", file=sys.stderr)
+    before, after = (read_answers(directory.absolute() / ANSWERS) for directory in folders)
     result = compare(before, after, str(args.before), str(args.after))
 
     out.mkdir(parents=True, exist_ok=True)
@@ -148,12 +154,3 @@ def _compare(args: argparse.Namespace) -> int:
     print(table)
     print(f"written to {out / 'compare.json'}, compare.md and {figure.name}")
     return 0
-
-
-def _template_date(directory: Path) -> str | None:
-    """Return the date that an evaluation's chat template wrote, or None."""
-    try:
-        found = json.loads((directory / "evaluation.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found.get("template_date") if isinstance(found, dict) else None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from megatron_brorl.signals import LAUNCHER, LISTENER, SAVED, STOPPING, Signals
+from megatron_brorl.signals import LAUNCHER, LISTENER, SAVED, STOPPING, StopSignals
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 10.0  # for the other ranks to report when one has failed; then they are killed
@@ -25,7 +25,7 @@ def launch(processes: int, command: Sequence[str]) -> int:
     """Run `command` in each of `processes` ranks, and return 0, SAVED (75) or the first failing rank's exit code.
 
     The result is SAVED if every rank returned it, and 128 + number if a signal ended a rank or all of them. A signal of
-    ranks.STOPPING is forwarded to the ranks, which save at their next step boundary. A second signal kills them.
+    signals.STOPPING is forwarded to the ranks, which save at their next step boundary. A second signal kills them.
     """
     ranks: list[subprocess.Popen[bytes]] = []
 
@@ -33,7 +33,7 @@ def launch(processes: int, command: Sequence[str]) -> int:
         for process in ranks:
             process.send_signal(number)
 
-    signals = Signals(forward, lambda _: _kill(ranks))
+    signals = StopSignals(forward, lambda _: _kill(ranks))
     # Ranks inherit the mask and lift it when they have their handlers, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -100,28 +100,28 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _exit_code(ended: Mapping[int, int], signals: Signals) -> int:
+def _exit_code(ended: Mapping[int, int], signals: StopSignals) -> int:
     """Return the launcher's exit code, and print a line if the ranks could not report themselves."""
     codes = set(ended.values())
     if codes in ({0}, {SAVED}):
         return codes.pop()
 
     rank, code = next(((r, c) for r, c in ended.items() if c not in (0, SAVED)), (-1, 1))
-    reported = rank >= 0 and code > 0
-    what = f"rank {rank} ended with exit code {code}"
-    # Popen has minus the signal's number; shells report 128 plus the number.
-    if code < 0:
+    if code < 0:  # Popen has minus the signal's number; shells report 128 plus the number
         memory = " (out of memory?)" if code == -signal.SIGKILL and not signals.first else ""
-        what = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
+        reason = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
         code = 128 - code
     elif rank < 0:
-        what = f"ranks {sorted(r for r, c in ended.items() if c == 0)} had ended before"
+        reason = f"ranks {sorted(r for r, c in ended.items() if c == 0)} had ended before"
+    elif signals.first:
+        reason = f"rank {rank} ended with exit code {code}"
+    else:
+        return code  # the rank has reported the error itself
 
     if signals.second:
-        what, code = f"a second signal, {signal.Signals(signals.second).name}, ended the ranks", 128 + signals.second
+        reason = f"a second signal, {signal.Signals(signals.second).name}, ended the ranks"
+        code = 128 + signals.second
     elif signals.first:
-        what = f"{signal.Signals(signals.first).name} came, and not every rank has saved: {what}"
-    elif reported:
-        return code
-    print(f"brorl: {what}", file=sys.stderr)
+        reason = f"{signal.Signals(signals.first).name} came, and not every rank has saved: {reason}"
+    print(f"brorl: {reason}", file=sys.stderr)
     return code

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
+import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron_brorl import __version__, signals
 from megatron_brorl.cli import config as config_cli
 from megatron_brorl.cli import convert as convert_cli
 from megatron_brorl.cli import data as data_cli
 from megatron_brorl.cli import evaluate as evaluate_cli
-from megatron_brorl.cli import metrics as metrics_cli
-from megatron_brorl.cli import rollouts as rollouts_cli
+from megatron_brorl.cli import report as report_cli
 from megatron_brorl.cli import theory as theory_cli
-from megatron_brorl.cli.finished import finished
 from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
-from megatron_brorl.files import check_outputs
+from megatron_brorl.files import check_outputs, read_object
+from megatron_brorl.tracking import run_info
 
 # Errors of disks and permissions. Any other OSError is a bug and keeps its traceback.
 _REFUSED = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE),
 )
+# Files that `brorl train` writes at its end.
+_LEFT = ("summary.json", "model/config.json", "curves.png")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -51,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
         if e.errno not in _REFUSED:
             raise
         # The other ranks see that this one is gone.
-        rank, place = os.environ.get("RANK", "0"), f"{e.filename}: " if e.filename else ""
+        rank = os.environ.get("RANK", "0")
+        place = f"{e.filename}: " if e.filename else ""
         print(f"brorl: rank {rank}: {place}{e.strerror}; fix that and run the same command again", file=sys.stderr)
         status = 2
     except RuntimeError as e:
@@ -71,7 +76,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
     config = load(args.config, args.overrides)
     check_outputs(config, args.name, args.config)
 
-    if args.command is _train and not args.dry_run and (message := finished(config)):
+    if args.name == "train" and not args.dry_run and (message := finished(config)):
         if os.environ.get("RANK", "0") == "0":
             print(message)
         return 0
@@ -84,7 +89,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         return launch(args.processes, command)
 
     # Signal handlers come first, because importing torch takes seconds.
-    signals.begin(saves=args.command is _train)
+    signals.install(saves=args.name == "train")
     from megatron_brorl.parallel import cpu_bridge
 
     cpu_bridge.leave_out_compiler()
@@ -119,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
 
     # Commands of ranks, which take a configuration.
     for name, function, text in [
-        ("train", _train, "reinforcement learning: sample, score, update, evaluate before and after"),
-        ("sft", _sft, "supervised training on solved examples (a warm start)"),
+        ("train", _lazily("train", "run"), "reinforcement learning: sample, score, update, evaluate before and after"),
+        ("sft", _lazily("sft", "run"), "supervised training on solved examples (a warm start)"),
         ("evaluate", evaluate_cli.evaluate, "pass@1 and pass@k of a model on held-out prompts or benchmarks"),
     ]:
         command = commands.add_parser(name, help=text, description=text)
@@ -138,12 +143,10 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function, name=name)
 
     # Commands of one process.
-    _add_report(commands)  # brorl report
+    report_cli.add_commands(commands)  # brorl report, brorl rollouts
     evaluate_cli.add_compare(commands)  # brorl compare
-    rollouts_cli.add_command(commands)  # brorl rollouts
-    metrics_cli.add_command(commands)  # brorl metrics
     convert_cli.add_commands(commands)  # brorl convert, brorl quantize
-    config_cli.add_commands(commands)  # brorl init, brorl config
+    config_cli.add_commands(commands)  # brorl init, brorl config, brorl metrics
     data_cli.add_commands(commands)  # brorl data prepare
     text = "check this machine, and plan the memory of a run; exit code 1 if no run could start"
     doctor = commands.add_parser("doctor", help=text, description=text)
@@ -152,46 +155,39 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--ranks", type=int, default=0, help="of the run (one per GPU of this machine)")
     doctor.add_argument("--ranks-per-node", type=int, default=0, help="of the run (at most 8)")
     doctor.add_argument("--gpu-gib", type=float, default=0, help="memory of a GPU, to plan for another machine")
-    doctor.set_defaults(command=_doctor)
+    doctor.set_defaults(command=_lazily("preflight", "doctor"))
     theory_cli.add_commands(commands)  # brorl simulate, brorl pass-rates
     return parser
 
 
-def _add_report(commands: Any) -> None:
-    text = "a run as one HTML file: what came of it, curves, prompts, rollouts, configuration; or several runs compared"
-    report = commands.add_parser("report", help=text, description=text)
-    report.add_argument("runs", metavar="RUN", nargs="+", help="run.dir of a training run, ended or still going")
-    report.add_argument("--out", type=Path, metavar="FILE", help="left out: report.html in RUN, or comparison.html")
-    size = "of the file at most, of which rollouts get what the rest leaves (%(default)s)"
-    report.add_argument("--megabytes", type=float, default=5.0, metavar="MB", help=size)
-    report.set_defaults(command=_report)
+def _lazily(module: str, function: str) -> Callable[[argparse.Namespace], int]:
+    """Return a function of a module of this package that imports the module when it is called."""
+
+    def call(args: argparse.Namespace) -> int:
+        status: int = getattr(importlib.import_module(f"megatron_brorl.cli.{module}"), function)(args)
+        return status
+
+    return call
 
 
-def _train(args: argparse.Namespace) -> int:
-    from megatron_brorl.cli import train
+def finished(config: Config) -> str:
+    """Return one line for the user if run.dir has a finished run of this configuration, else "".
 
-    return train.run(args)
+    A run of another configuration continues (train.steps was raised) or is refused with the key that differs.
+    """
+    folder = Path(config.run.dir).absolute()
+    if config.train.resume == "never" or not all((folder / name).exists() for name in _LEFT):
+        return ""
 
-
-def _sft(args: argparse.Namespace) -> int:
-    from megatron_brorl.cli import sft
-
-    return sft.run(args)
-
-
-def _report(args: argparse.Namespace) -> int:
-    from megatron_brorl.cli.report import report
-
-    return report(args)
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from megatron_brorl.cli.preflight import examine, report
-
-    lines, status = report(examine())
-    print("\n".join(lines))
-    if args.config:
-        from megatron_brorl.cli.memory_plan import plan_of
-
-        print("\n".join(plan_of(args)))
-    return status
+    # Compared as JSON, with lists instead of tuples, and without run.dir, because the folder may have been moved.
+    asked = json.loads(json.dumps(dataclasses.asdict(config)))
+    recorded = run_info.read(folder).get("config", {})
+    for values in (asked, recorded):
+        values.get("run", {}).pop("dir", None)
+    if asked != recorded:
+        return ""
+    steps = read_object(folder / "summary.json").get("steps")
+    return (
+        f"run.dir = {config.run.dir}: this run has finished (steps: {steps}; its model is {folder / 'model'}); raise "
+        "train.steps to continue it, or choose another run.dir"
+    )

@@ -92,10 +92,14 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int)
     first. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
     itself and for each following stage.
     """
-    p, q, k = config.parallel, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    whole = 4 * shape.hidden + (2 * q + 2 * k + 3 * shape.ffn) // p.tensor
-    layers, flying = shape.layers // p.pipeline, p.pipeline - stage
-    per_token = flying * layers * shape.hidden + whole if config.train.recompute == "full" else flying * layers * whole
+    parallel = config.parallel
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    per_layer = 4 * shape.hidden + (attention + 3 * shape.ffn) // parallel.tensor
+    layers_in_flight = (parallel.pipeline - stage) * (shape.layers // parallel.pipeline)
+    if config.train.recompute == "full":
+        per_token = layers_in_flight * shape.hidden + per_layer
+    else:
+        per_token = layers_in_flight * per_layer
     return tokens * per_token * DTYPES[config.model.dtype].itemsize
 
 
@@ -106,15 +110,15 @@ def micro_batch_tokens(config: Config, on_gpu: bool) -> int:
 
 def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) -> Plan:
     """Return the plan of a rank of a pipeline stage. Raises UserError if [parallel] does not fit the ranks."""
-    p, offload = config.parallel, config.train.offload
-    of_a_model = p.tensor * p.pipeline
-    if machines.ranks % (of_a_model * p.context):
+    parallel = config.parallel
+    of_a_model = parallel.tensor * parallel.pipeline
+    if machines.ranks % (of_a_model * parallel.context):
         raise UserError(
-            f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * p.context} does not divide "
+            f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * parallel.context} does not divide "
             f"{machines.ranks} ranks"
         )
-    shards = machines.ranks // of_a_model if p.distributed_optimizer else 1
-    parts = training_parts(shape, stage, p.tensor, p.pipeline, DTYPES[config.model.dtype], shards)
+    shards = machines.ranks // of_a_model if parallel.distributed_optimizer else 1
+    parts = training_parts(shape, stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], shards)
     models = {"": parts} | ({"critic's ": parts} if config.algo.advantage == "gae" else {})
 
     # While the engine generates, gradients are dropped, and the rest stays or moves to the host.
@@ -123,60 +127,64 @@ def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int
     gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
     activations = activation_bytes(config, shape, micro_batch_tokens(config, bool(machines.gpu)), stage)
     training = {**staying, **gradients, "activations (estimate)": activations}
-    offloaded = sum(staying.values()) if offload else 0
-    left = {} if offload else {f"trainer's {name}": x for name, x in staying.items()}
+    offloaded = sum(staying.values()) if config.train.offload else 0
+    left = {} if config.train.offload else {f"trainer's {name}": x for name, x in staying.items()}
 
     # The built-in engine uses the free memory.
     if config.rollout.engine not in ENGINES:
         return Plan(training, left, offloaded)
 
     # TensorRT-LLM's sampler has a table of log-probs for the longest response of every row.
-    e, dtype, length = config.engine, DTYPES[config.rollout.dtype], context(config, shape)
-    fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and e.quantization == "fp8"
+    engine = config.engine
+    dtype = DTYPES[config.rollout.dtype]
+    length = context(config, shape)
+    fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and engine.quantization == "fp8"
     sent = layout(hf_shapes(shape), dtype, in_fp8_blocks if fp8 else as_is)[1]
     table = 4 * config.rollout.max_num_seqs * length
-    heads = -(-shape.kv_heads // e.tensor)
+    heads = -(-shape.kv_heads // engine.tensor)
     return Plan(
         training=training,
-        generation={**left, "engine's weights": sent // e.tensor, "table of log-probs": table},
+        generation={**left, "engine's weights": sent // engine.tensor, "table of log-probs": table},
         offloaded=offloaded,
         shared=2 * sent,
-        kv_per_token=2 * shape.layers * heads * shape.head_dim * (1 if e.kv_dtype == "fp8" else dtype.itemsize),
-        fraction=e.memory_fraction,
+        kv_per_token=2 * shape.layers * heads * shape.head_dim * (1 if engine.kv_dtype == "fp8" else dtype.itemsize),
+        fraction=engine.memory_fraction,
         context=length,
     )
 
 
-def lines(plan: Plan, gpu: int, ranks_per_node: int) -> list[str]:
-    """Return the plan in words. gpu: bytes of a GPU, or 0 for ranks on CPUs."""
-    found = []
-    if gpu:
-        kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
-        for phase, parts in (("training", plan.training), ("generating", {**plan.generation, **kv})):
-            found.append(f"memory of a GPU, {phase}: {amount(sum(parts.values()))} of {amount(gpu)} ({_each(parts)})")
+def plan_lines(plan: Plan, machines: Machines) -> list[str]:
+    """Return the plan in words."""
+    gpu = machines.gpu
+    if not gpu:
+        found = [f"memory of a rank, training: {amount(sum(plan.training.values()))} ({_amounts(plan.training)})"]
     else:
-        found.append(f"memory of a rank, training: {amount(sum(plan.training.values()))} ({_each(plan.training)})")
-
+        kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
+        found = [
+            f"memory of a GPU, {phase}: {amount(sum(parts.values()))} of {amount(gpu)} ({_amounts(parts)})"
+            for phase, parts in (("training", plan.training), ("generating", {**plan.generation, **kv}))
+        ]
     if gpu and plan.kv_per_token:
         found.append(
             f"keys and values: {plan.kv_per_token / 1024:g} KiB a token on each GPU, {plan.kv_tokens(gpu)} tokens, "
             f"{plan.rows(gpu)} rollouts of {plan.context} tokens at a time"
         )
+    if plan.shared or plan.offloaded:
+        offloaded = amount(plan.offloaded * machines.ranks_per_node)
+        found.append(f"memory of a node: {amount(plan.shared)} of engine weights, {offloaded} of offloaded states")
+    return found
 
-    shared = [f"{amount(plan.shared)} shared (weights in use and those of an update)"] if plan.shared else []
-    moved = [f"{amount(plan.offloaded * ranks_per_node)} of offloaded states"] if plan.offloaded else []
-    return [*found, f"memory of a node: {', '.join(shared + moved)}"] if shared or moved else found
 
-
-def _each(parts: Parts) -> str:
+def _amounts(parts: Parts) -> str:
     return ", ".join(f"{name} {amount(x)}" for name, x in parts.items())
 
 
-def check_plan(plan: Plan, gpu: int, host: int, shared: int, ranks_per_node: int, folder: str) -> None:
+def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: str) -> None:
     """Raise UserError if the plan does not fit.
 
-    gpu: bytes of a GPU, or 0. host, shared: bytes of a node's memory, and of the file system of `folder`.
+    host, shared: bytes of a node's memory, and of the file system of `folder`.
     """
+    gpu = machines.gpu
     need = sum(plan.training.values())
     if gpu and need > gpu:
         raise UserError(
@@ -190,20 +198,24 @@ def check_plan(plan: Plan, gpu: int, host: int, shared: int, ranks_per_node: int
             f"while an engine generates, {plan.kv_tokens(gpu)} tokens of keys and values fit on a GPU and one response "
             f"with its prompt may take {plan.context}: set train.offload = true, or lower rollout.max_tokens"
         )
-
     if plan.shared > shared:
         raise UserError(
             f"{folder} has room for {amount(shared)} and a node needs {amount(plan.shared)}, the weights in use and "
             f"those of an update: docker run --shm-size={math.ceil(plan.shared / GIB)}g, or name another folder in "
             "memory"
         )
-    # Without GPUs, everything is in host memory anyway.
-    whole = plan.offloaded * ranks_per_node + plan.shared
-    if gpu and whole > host:
-        raise UserError(
-            f"a node needs {amount(whole)} of host memory for train.offload and for the engine's weights, and has "
-            f"{amount(host)}: set train.offload = false, or parallel.distributed_optimizer = true"
-        )
+
+    # Without GPUs, everything is in host memory.
+    if gpu:
+        need = plan.offloaded * machines.ranks_per_node + plan.shared
+        what = "train.offload and the engine's weights"
+        remedy = "set train.offload = false, or parallel.distributed_optimizer = true"
+    else:
+        need *= machines.ranks_per_node
+        what = f"the training of {machines.ranks_per_node} ranks"
+        remedy = "lower train.tokens_per_micro_batch, or take a smaller model or a GPU"
+    if need > host:
+        raise UserError(f"a node needs {amount(need)} of host memory for {what}, and has {amount(host)}: {remedy}")
 
 
 def amount(count: int) -> str:
@@ -221,30 +233,14 @@ def gpu_bytes() -> int:
 def plan_run(config: Config, shape: ModelShape, machines: Machines) -> tuple[Plan, list[str]]:
     """Return the plan of the largest pipeline stage, and its lines to print. Raises UserError if it does not fit."""
     plans = [plan_stage(config, shape, machines, stage) for stage in range(config.parallel.pipeline)]
-    found = max(plans, key=lambda x: sum(x.training.values()))
-    host = psutil.virtual_memory().total
-
-    folder = config.engine.shared_memory if found.shared else ""
-    look = machines.here and folder and Path(folder).is_dir()
-    check_plan(
-        found,
-        gpu=machines.gpu,
-        host=host if machines.here else sys.maxsize,
-        shared=shutil.disk_usage(folder).total if look else sys.maxsize,
-        ranks_per_node=machines.ranks_per_node,
-        folder=folder,
-    )
-    return found, lines(found, machines.gpu, machines.ranks_per_node)
-
-
-def check_host(plan: Plan, machines: Machines) -> None:
-    """Raise UserError if ranks on CPUs need more memory for training than this machine has."""
-    need, have = sum(plan.training.values()) * machines.ranks_per_node, psutil.virtual_memory().total
-    if not machines.gpu and need > have:
-        raise UserError(
-            f"training needs about {amount(need)} of memory for {machines.ranks_per_node} ranks here, and there "
-            f"are {amount(have)}: lower train.tokens_per_micro_batch, or take a smaller model or a GPU"
-        )
+    largest = max(plans, key=lambda plan: sum(plan.training.values()))
+    folder = config.engine.shared_memory
+    host = shared = sys.maxsize
+    if machines.here:
+        host = psutil.virtual_memory().total
+        shared = shutil.disk_usage(folder).total if Path(folder).is_dir() else shared
+    check_plan(largest, machines, host, shared, folder)
+    return largest, plan_lines(largest, machines)
 
 
 def plan_of(args: argparse.Namespace) -> list[str]:

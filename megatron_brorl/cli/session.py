@@ -31,7 +31,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.files import rename_aside
 from megatron_brorl.models import fp8
-from megatron_brorl.models.gpt import ATTENTION_ALONE, DTYPES
+from megatron_brorl.models.gpt import DTYPES, RECOMPUTE_ATTENTION
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, cpu_bridge, grid, network
@@ -47,7 +47,7 @@ from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.timeline import dump_stacks_after
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.sample_and_score import Rollouts
 from megatron_brorl.train.sampling_params import context
@@ -63,10 +63,10 @@ T = TypeVar("T")
 class Program:
     """Reward function and callbacks that a Python program adds to a command."""
 
-    reward: custom.OwnReward | None = None  # scores rows whose verifier is custom.IN_PROCESS
+    reward: custom.RewardFunction | None = None  # scores rows whose verifier is custom.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
-    tell: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
+    on_check: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
 
 
 class Session:
@@ -95,7 +95,7 @@ class Session:
                 f"is {self.shape.vocab}: tokenizer and model do not belong together"
             )
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
-        program.tell("tokenizer", self._tokenizer_line())
+        program.on_check("tokenizer", self._tokenizer_line())
 
         # Checked before data is read, which may take long.
         check_installed(() if benchmarks else config.run.log)
@@ -114,13 +114,14 @@ class Session:
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
             self.report = self.sources.report
         self._verifiers = verifiers
-        program.tell("data", self.report)
+        program.on_check("data", self.report)
 
         # Join the other ranks last, so that an error above ends each of them at once.
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # rank 0 writes the run's files and prints its progress
-        program.tell("ranks", self.grid.line())
-        self.job_end, self.stopped_by = JobEnd(), ""
+        program.on_check("ranks", self.grid.line())
+        self.job_end = JobEnd()
+        self.stopped_by = ""
         self._kv_tokens = 0  # room for keys and values, set by `preflight`; 0 = as many as fit
         self._closing: list[Callable[[], Any]] = [grid.leave]  # called in reverse order
 
@@ -141,19 +142,20 @@ class Session:
 
     def _lock(self) -> None:
         """Raise UserError on all ranks if another run writes to run.dir."""
-        handle = self.together(lambda: run_folder.take(self.dir) if self.is_main_rank else None)
+        handle = self.share_errors(lambda: run_folder.lock(self.dir) if self.is_main_rank else None)
         if handle:
             self._closing.append(handle.close)
-        self.together(lambda: run_folder.keep_template_date(self.dir, self.template_date, self.is_main_rank))
+        self.share_errors(lambda: run_folder.keep_template_date(self.dir, self.template_date, self.is_main_rank))
 
-    def together(self, look: Callable[[], T]) -> T:
-        """Return the result of `look` on this rank. Raises the UserError of the first rank with one, on all ranks."""
-        found, refused = None, ""
+    def share_errors(self, check: Callable[[], T]) -> T:
+        """Return the result of `check` on this rank, or raise on all ranks if it raises UserError on one of them."""
+        found = None
+        error = ""
         try:
-            found = look()
+            found = check()
         except UserError as e:
-            refused = str(e)
-        for text in filter(None, collectives.all_gather_text(refused)):
+            error = str(e)
+        for text in filter(None, collectives.all_gather(error)):
             raise UserError(text)
         return typing.cast(T, found)
 
@@ -161,13 +163,12 @@ class Session:
         """Plan memory and disk space, and print the plan; a collective. Raises UserError if something does not fit."""
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         machines = memory_plan.Machines(self.grid.world, per_node, memory_plan.gpu_bytes())
-        plan, lines = memory_plan.plan_run(self.config, self.shape, machines)
+        plan, lines = self.share_errors(lambda: memory_plan.plan_run(self.config, self.shape, machines))
         self._kv_tokens = plan.kv_tokens(machines.gpu)
-        self.together(lambda: memory_plan.check_host(plan, machines))
-        room = self.together(lambda: run_folder.disk_line(self.config, self.shape, self.dir))
+        room = self.share_errors(lambda: run_folder.disk_line(self.config, self.shape, self.dir))
         if self.is_main_rank:
             print("\n".join(lines), flush=True)
-        self.program.tell("disk", room)
+        self.program.on_check("disk", room)
 
     def check_verifiers(self, prompts: Sequence[Prompt]) -> str:
         """Let the verifiers score reference answers, and return the result in words; a collective.
@@ -175,7 +176,7 @@ class Session:
         Warnings go to stderr. Raises UserError, on all ranks, if a verifier fails.
         """
 
-        def look() -> str:
+        def score_references() -> str:
             if not self.is_main_rank:
                 return ""
             found, warnings = check_references(self.pool, prompts, self.config.reward)
@@ -183,17 +184,11 @@ class Session:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
             return found
 
-        return self.together(look)
+        return self.share_errors(score_references)
 
     def _tokenizer_line(self) -> str:
-        """Return the tokenizer in words: its size, its stop tokens, and whether it has a chat template."""
-        try:
-            self.tokenizer.apply_chat([{"role": "user", "content": "hello"}], self.config.data.chat_template_kwargs)
-            chat = "a chat template"
-        except UserError:
-            chat = "no chat template"
         stops = ", ".join(map(str, self.stop_ids))
-        return f"{self.tokenizer.vocab_size} tokens, {chat}, responses end at {stops}"
+        return f"{self.tokenizer.vocab_size} tokens, responses end at {stops}"
 
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
         """Return the model with the weights of model.path. optim: None for a model that is not trained."""
@@ -201,24 +196,25 @@ class Session:
 
     def critic(self) -> CriticWorker | None:
         """Return the critic with the weights of model.path, or None if algo.advantage needs none."""
-        c = self.config
-        if c.algo.advantage != "gae":
+        if self.config.algo.advantage != "gae":
             return None
-        optim = critic_optim(c.critic, c.optim)
+        optim = critic_optim(self.config.critic, self.config.optim)
         return self._filled(CriticWorker(self.shape, self.grid, self._stage_options(), optim))
 
     def _stage_options(self) -> StageOptions:
-        c = self.config
+        train = self.config.train
+        parallel = self.config.parallel
+        attention_only = RECOMPUTE_ATTENTION if train.recompute == "attention" else {}
         return StageOptions(
-            tokens_per_micro_batch=memory_plan.micro_batch_tokens(c, cpu_bridge.on_gpu()),
-            dtype=DTYPES[c.model.dtype],
+            tokens_per_micro_batch=memory_plan.micro_batch_tokens(self.config, cpu_bridge.on_gpu()),
+            dtype=DTYPES[self.config.model.dtype],
             ops=self.ops,
-            share_prompt=c.train.share_prompt,
-            recompute=c.train.recompute == "full",
-            offload=c.train.offload,
-            distributed_optimizer=c.parallel.distributed_optimizer,
-            overlap=c.parallel.overlap,
-            fields={**fp8.settings(c.fp8), **(ATTENTION_ALONE if c.train.recompute == "attention" else {})},
+            share_prompt=train.share_prompt,
+            recompute=train.recompute == "full",
+            offload=train.offload,
+            distributed_optimizer=parallel.distributed_optimizer,
+            overlap=parallel.overlap,
+            fields={**fp8.settings(self.config.fp8), **attention_only},
         )
 
     def _filled(self, stage: AnyStage) -> AnyStage:
@@ -249,52 +245,49 @@ class Session:
 
     def rollouts(self) -> Rollouts:
         """Return the engine and the reward workers, which end with the session."""
-        c = self.config
-        engine = self._torch_engine() if c.rollout.engine == "torch" else self._remote_engine()
-        watchdog = Watchdog(engine, c.rollout.timeout_s, self.grid.rank)
+        engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
+        watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
         return Rollouts(
             engine=watchdog,
             pool=self.pool,
             tokenizer=self.tokenizer,
-            reward=c.reward,
-            seed=c.run.seed,
+            reward=self.config.reward,
+            seed=self.config.run.seed,
             grid=self.grid,
-            max_lost_share=c.rollout.max_lost_share,
-            work_stealing=WorkStealing(network.shared_store()) if c.rollout.pull else None,
+            max_lost_share=self.config.rollout.max_lost_share,
+            work_stealing=WorkStealing(network.shared_store()) if self.config.rollout.pull else None,
         )
 
     @functools.cached_property
     def pool(self) -> RewardPool:
         """The reward workers, which end with the session."""
-        c = self.config.reward
         impure = self.started_verifiers.impure
-        pool = RewardPool(c.workers, c.timeout_s, impure=impure, function=self.program.reward)
+        reward = self.config.reward
+        pool = RewardPool(reward.workers, reward.timeout_s, impure=impure, function=self.program.reward)
         self._closing.append(pool.close)
         return pool
 
     def _torch_engine(self) -> RolloutEngine:
-        c = self.config
         return TorchEngine(
             shape=self.shape,
             names=hf_shapes(self.shape),
             device=cpu_bridge.default_device(),
-            dtype=DTYPES[c.rollout.dtype],
-            max_rows=c.rollout.max_num_seqs,
+            dtype=DTYPES[self.config.rollout.dtype],
+            max_rows=self.config.rollout.max_num_seqs,
             sample=self.ops.sample_tokens,
             ops=self.ops.decode,
-            memory=c.rollout.kv_cache_mib * 2**20,
+            memory=self.config.rollout.kv_cache_mib * 2**20,
             decode=self.tokenizer.decode_all,
         )
 
     def _remote_engine(self) -> RolloutEngine:
         from megatron_brorl.rollout.remote.engine import join
 
-        c = self.config
         engine = join(
-            c,
+            self.config,
             names=hf_shapes(self.shape),
-            context=context(c, self.shape),
+            context=context(self.config, self.shape),
             vocab=self.shape.vocab,
             stop_ids=self.stop_ids,
             kv_tokens=self._kv_tokens,
@@ -315,7 +308,7 @@ class Session:
         return None
 
     def writer(self, resume_step: int | None) -> MetricsWriter | None:
-        """Return the writer of metrics on the main rank. resume_step: see metrics.Lines."""
+        """Return the writer of metrics on the main rank. resume_step: see MetricsWriter."""
         if not self.is_main_rank:
             return None
         trackers = open_trackers(self.config.run.log, self.dir, resume_step, asdict(self.config))
@@ -356,10 +349,12 @@ class Session:
         Raises UserError if a weight is not finite.
         """
         worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
-        tensors, differs = worker.hf_tensors(), False
+        tensors = worker.hf_tensors()
+        differs = False
         if self.is_main_rank:
             dtype = str(worker.options.dtype).removeprefix("torch.")
-            text, source = model_card(card), self.config.model.path
+            text = model_card(card)
+            source = self.config.model.path
             differs = hugging_face.save(tensors, source, self.dir / "model", dtype, text)
         else:
             for _ in tensors:
@@ -369,15 +364,14 @@ class Session:
 
     def card(self, how: str, tag: str, sizes: Mapping[str, int], began: float) -> Training:
         """Return the content of the exported model's card, see model_card.Training."""
-        c = self.config
         return Training(
             run=self.dir.name,
             how=how,
             tag=tag,
-            base=Base.of(self.base, Path(c.model.path)),
+            base=Base.of(self.base, Path(self.config.model.path)),
             sizes=[(name, str(value)) for name, value in sizes.items()],
             files=self.sources.files,
-            tasks=[task.name for task in c.data.tasks],
+            tasks=[task.name for task in self.config.data.tasks],
             began=began,
         )
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.files import write_json
 from megatron_brorl.theory.simulator import Curves, Settings, simulate, write_csv
 
 Commands = Any  # argparse._SubParsersAction, which is private
@@ -38,9 +37,7 @@ def _add_simulate(commands: Commands) -> None:
         text = f"{setting.metadata['help']} ({setting.default})"
         command.add_argument(f"--{setting.name.replace('_', '-')}", default=setting.default, help=text, **options)
 
-    command.add_argument("--every", type=int, default=10, help="steps per line of curves.csv (10)")
     command.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder for simulate.png, curves.csv")
-    command.add_argument("--json", type=Path, help="also write one summary row per N and seed to this file")
     command.set_defaults(command=_simulate)
 
 
@@ -50,8 +47,6 @@ def _simulate(args: argparse.Namespace) -> int:
     from megatron_brorl.tracking.progress import progress
 
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
-    if args.every < 1:
-        raise UserError(f"--every {args.every}: must be at least 1")
     jobs = [(n, seed) for n in sorted(set(args.n)) for seed in sorted(set(args.seeds))]
     for n, seed in jobs:
         if n < 1 or seed < 0:
@@ -68,25 +63,20 @@ def _simulate(args: argparse.Namespace) -> int:
         for n, seed in jobs:
             done = len(curves) * settings.steps
 
-            def tell(step: int, done: int = done, n: int = n, seed: int = seed) -> None:
+            def show(step: int, done: int = done, n: int = n, seed: int = seed) -> None:
                 if step % quarter == 0:
                     p.update(done + step, {"N": str(n), "seed": str(seed)})
 
-            curves.append(simulate(n, seed, settings, tell))
+            curves.append(simulate(n, seed, settings, show))
 
-    try:
-        write_csv(args.out / "curves.csv", curves, args.every)
-    except OSError as e:
-        raise UserError(f"{args.out / 'curves.csv'}: cannot be written: {e.strerror}") from None
-    if args.json:
-        write_json(args.json, [c.summary() for c in curves])
+    write_csv(args.out / "curves.csv", curves, every=10)
     figure = plot_simulation(curves, settings, args.out / "simulate.png")
 
     rows = [("N", "seed", "Q_pos(0)", f"Q_pos({settings.steps})", "improved", "worst drop")]
     for c in curves:
         s = c.summary()
-        figures = f"{s['q_pos_initial']:.4f}", f"{s['q_pos_final']:.4f}", f"{s['improved_share']:.2%}"
-        rows.append((str(c.n), str(c.seed), *figures, f"{s['worst_drop']:.1e}"))
+        q_pos = (f"{s['q_pos_initial']:.4f}", f"{s['q_pos_final']:.4f}")
+        rows.append((str(c.n), str(c.seed), *q_pos, f"{s['improved_share']:.2%}", f"{s['worst_drop']:.1e}"))
     print("\n".join(aligned(rows)))
     print(f"figure   {figure}")
     print(f"curves   {args.out / 'curves.csv'}")
@@ -102,7 +92,8 @@ def _pass_rates(args: argparse.Namespace) -> int:
     kind, right, rollouts = latest_groups(args.run)
     rates = right / rollouts
     print(f"{len(rates)} prompts, the last {kind} of each, {rollouts.min()} to {rollouts.max()} rollouts per prompt")
-    never, always = int((rates == 0).sum()), int((rates == 1).sum())
+    never = int((rates == 0).sum())
+    always = int((rates == 1).sum())
     low, middle, high = np.quantile(rates, (0.25, 0.5, 0.75))
     print(f"success rate: mean {rates.mean():.3f}, quartiles {low:.3f} {middle:.3f} {high:.3f}")
     print(f"{never} prompts without a right rollout, {always} without a wrong one")

@@ -1,24 +1,30 @@
-"""`brorl train`: reinforcement learning, with an evaluation before and after."""
+"""`brorl train`: reinforcement learning, with an evaluation before and after; `--dry-run`: all checks before a run."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_brorl import signals
-from megatron_brorl.algo.statistics import widest
+from megatron_brorl.algo.pass_at_k import widest
+from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import Training
-from megatron_brorl.cli.dry_run import dry_run
+from megatron_brorl.cli import preflight, run_folder
 from megatron_brorl.cli.run_folder import Changes, change_line, check_fingerprint
 from megatron_brorl.cli.session import Program, Session
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
+from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_json
+from megatron_brorl.parallel import cpu_bridge, grid
 from megatron_brorl.report.content import SUMMARY
 from megatron_brorl.report.findings import findings
 from megatron_brorl.tracking import run_info
@@ -32,11 +38,18 @@ from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.state import RunState, saved
 from megatron_brorl.train.trainer import Trainer
+from megatron_brorl.train.update import update_policy
+from megatron_brorl.train.worker import OptimizerStep, Worker
+from megatron_brorl.types import Experience, Prompt
+
+_ROLLOUTS = 2  # of the dry run's forward and backward pass
+_TOKENS = 8  # of each of these rollouts
 
 
 def run(args: argparse.Namespace) -> int:
     """Train by a configuration file, see `execute`."""
-    words, config = ["train", args.config, *args.overrides], load(args.config, args.overrides)
+    words = ["train", args.config, *args.overrides]
+    config = load(args.config, args.overrides)
     if args.dry_run:
         return dry_run(config)
     return execute(config, lambda ranks: run_info.command(words, ranks), Program())
@@ -52,7 +65,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     with Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
-        found, changes = session.newest_checkpoint(), Changes()
+        found = session.newest_checkpoint()
+        changes = Changes()
         if found:
             changes = check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
@@ -70,7 +84,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
             p.note(session.report)
             if session.is_main_rank:
-                p.note(_sizes(trainer))
+                p.note(_batch_sizes(config))
             if found:
                 p.note(f"resumed from {found} with step {trainer.state.step}")
             if changes:
@@ -130,35 +144,12 @@ def build_trainer(session: Session, started: float) -> Trainer:
     )
 
 
-def _sizes(trainer: Trainer) -> str:
-    """Return batch_line for the prompts of the next step."""
-    prompts = trainer.train_source.prompts(trainer.state.taken.prompts, trainer.config.rollout.prompts)
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    limit = trainer.worker.options.tokens_per_micro_batch
-    return batch_line(trainer.config, longest, limit, trainer.grid.data, trainer.grid.context)
-
-
-def batch_line(config: Config, longest_prompt: int, limit: int, replicas: int, context: int) -> str:
-    """Return the sizes of a step in words: prompts x rollouts -> optimizer steps -> micro-batches.
-
-    The number of micro-batches is an upper bound: for groups that are all kept and responses of rollout.max_tokens.
-    longest_prompt: in tokens. limit: tokens of a micro-batch on one rank. context: the context-parallel size.
-    """
-    c, a = config.rollout, config.algo
-    rollouts, steps = c.prompts * c.n, a.mini_batches * a.epochs
-
-    # A micro-batch is full when no further sequence fits; a longer sequence has one of its own.
-    fit = max(1, limit * context // (longest_prompt + c.max_tokens - 1))
-    rows = -(-rollouts // (a.mini_batches * replicas))
-    return (
-        f"{_counted(c.prompts, 'prompt')} x {_counted(c.n, 'rollout')} = {rollouts:,} -> "
-        f"{_counted(steps, 'optimizer step')} -> {'each ' if steps > 1 else ''}at most "
-        f"{_counted(-(-rows // fit), 'micro-batch', 'es')} of up to {limit:,} tokens per rank"
-    )
-
-
-def _counted(count: int, name: str, plural: str = "s") -> str:
-    return f"{count:,} {name}{plural if count != 1 else ''}"
+def _batch_sizes(config: Config) -> str:
+    """Return the batch sizes of a step: prompts x rollouts -> optimizer steps."""
+    prompts = config.rollout.prompts
+    n = config.rollout.n
+    steps = config.algo.mini_batches * config.algo.epochs
+    return f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {steps} optimizer steps"
 
 
 def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> Training:
@@ -187,7 +178,7 @@ def _summary(
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
-        "best_checkpoint": {"step": best.step, "figure": best.figure, "value": best.value} if best else None,
+        "best_checkpoint": {"step": best.step, "figure": best.metric, "value": best.value} if best else None,
         "job_seconds": trainer.seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,
@@ -200,3 +191,84 @@ def _widest(when: str, evaluation: dict[str, Any] | None) -> dict[str, float]:
     """Return {"pass_at_8_before": ...}, the pass@k of the largest k."""
     found = widest(evaluation["pass_at_k"]) if evaluation else None
     return {f"pass_at_{found[0]}_{when}": found[1]} if found else {}
+
+
+def dry_run(config: Config) -> int:
+    """Make all checks; a collective of the ranks. Returns 0. Raises UserError."""
+    preflight.check_machine()
+    session = Session(config, program=Program(on_check=_print_check))  # tokenizer, data, layout
+    _print_check(
+        "run.dir", session.share_errors(lambda: run_folder.check_writable(session.dir) if session.is_main_rank else "")
+    )
+    session.preflight()  # memory and disk
+
+    _print_check("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
+    _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session)))
+    _print_check(
+        "engine", session.share_errors(lambda: preflight.engine_line(config.rollout.engine, config.engine.python))
+    )
+    _print_check("reward", session.check_verifiers([*session.sources.first(), *session.sources.held_out]))
+
+    worker = session.worker(config.optim, _Worker)
+    found = _forward_backward(worker, session.sources.train.prompts(0, 1)[0], config)
+    _print_check("micro-step", f"loss {found['loss']:.3g}, gradient norm {found['grad_norm']:.3g}, nothing is changed")
+    grid.leave()  # no rank waits for another
+    _print_check("dry run", "all is well; the same command without --dry-run starts the run")
+    return 0
+
+
+def _print_check(name: str, value: str) -> None:
+    """Print the result of a check, on one rank."""
+    if value and os.environ.get("RANK", "0") == "0":
+        print(f"  ok  {name:12} {value}".replace("\n", f"\n{'':19}"), flush=True)
+
+
+def _checkpoint(session: Session) -> str:
+    """Return the checkpoint that the run would continue from, in words. Raises UserError if it could not."""
+    root = session.dir / "checkpoints"
+    if session.config.train.resume == "never":
+        return 'train.resume = "never": the run starts anew'
+    found = checkpoint.find(root)
+    if not found:
+        return "none: the run starts anew"
+    changes = change_line(check_fingerprint(saved(found)["fingerprint"], session.fingerprint(), found))
+    return f"continues from {found}" + (f"\nchanged since that checkpoint: {changes}" if changes else "")
+
+
+class _Worker(Worker):
+    """A worker that computes the norm of its gradient and does not step."""
+
+    def _step(self, lr: float) -> OptimizerStep:
+        with cpu_bridge.bridge():
+            self.optimizer.prepare_grads()
+            return OptimizerStep(float(self.optimizer.get_grad_norm()), applied=True)
+
+
+def _forward_backward(worker: Worker, prompt: Prompt, config: Config) -> dict[str, float]:
+    """Return the metrics of an update on two short rollouts with opposite advantages; a collective.
+
+    Raises UserError if loss or gradient is not finite.
+    """
+    # Any tokens serve as a response; those of the prompt are in the vocabulary.
+    ids = torch.tensor(prompt.token_ids, dtype=torch.int64)
+    count = min(config.rollout.max_tokens, _TOKENS)
+    responses = tuple(ids.repeat(count)[i : i + count] for i in range(_ROLLOUTS))
+    prompts = (ids,) * _ROLLOUTS
+    temperature = config.rollout.temperature
+    log_probs: tuple[Tensor, ...] = tuple(worker.log_probs(prompts, responses, temperature))
+    experience = Experience(
+        prompts=prompts,
+        responses=responses,
+        rollout_log_probs=log_probs,
+        old_log_probs=log_probs,
+        advantages=tuple(torch.full((count,), sign) for sign in (1.0, -1.0)),
+        reference_log_probs=log_probs if config.algo.kl_coef else None,
+    )
+    mini_batches = [list(range(_ROLLOUTS))]
+    found = update_policy(worker, experience, mini_batches, config.algo, config.optim, temperature, 0)
+    if not math.isfinite(found["loss"]) or not math.isfinite(found["grad_norm"]):
+        raise UserError(
+            f"a forward and backward pass over {_ROLLOUTS} responses of {count} tokens: loss {found['loss']}, gradient "
+            f"norm {found['grad_norm']}: not finite; check the weights of model.path, or train in fp32 (model.dtype)"
+        )
+    return found

@@ -32,18 +32,13 @@ def named(benchmark: str) -> tuple[str, str]:
 
 
 def _rollout(config: Config) -> Iterator[Rule]:
-    r, algo, engine = config.rollout, config.algo, config.engine
+    r, algo = config.rollout, config.algo
     yield "run.dir", not config.run.dir.strip(), "name a folder for the results; '.' is the working directory"
     yield "rollout.stop_strings", not all(r.stop_strings), "an empty string would stop every response"
     yield (
         "rollout.stop_strings",
         r.engine == "trtllm" and bool(r.stop_strings),
         'rollout.engine = "trtllm" stops only at tokens: leave it empty',
-    )
-    yield (
-        "engine.transport",
-        engine.tensor > 1 and engine.transport == "cuda_ipc",
-        'must be "host" or "auto" with engine.tensor > 1',
     )
 
     # The longest response must be done before its group counts as too old.

@@ -235,11 +235,6 @@ class EngineConfig:
     )
     max_num_tokens: int = key(8192, "Tokens that an engine computes in one step, at most.", ge=1)
     cuda_graphs: bool = key(True, "Use CUDA graphs (and compilation in vLLM) on a GPU.")
-    transport: Literal["auto", "cuda_ipc", "host"] = key(
-        "auto",
-        'How weights reach the engine. "auto": CUDA IPC if trainer and engine have the same torch and share one GPU, '
-        "else host memory.",
-    )
     shared_memory: str = key("/dev/shm", "Folder in memory for the weights: one copy per node, two during an update.")
     start_timeout_s: float = key(1200.0, "Seconds until a new process answers, at most.", gt=0)
     heartbeat_timeout_s: float = key(

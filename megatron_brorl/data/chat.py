@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import datetime
 import re
-import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import jinja2
-from jinja2 import meta
-from jinja2.defaults import DEFAULT_NAMESPACE
 
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.errors import UserError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
-_KEY = "data.chat_template_kwargs"
-# transformers has a tag for the assistant's text, which jinja2 does not know.
-_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-
 # A macro replaces strftime_now, with which templates write today's date, because transformers' function reads the clock
 # and no function can be passed to a template. Its line break is removed, as at the beginning of a template.
 DATE = "strftime_now"
-_PARTS = "strftime_parts"
+_DATES = "strftime_dates"
 _MACRO = (
-    f"{{%- macro {DATE}(form) -%}}{{%- set at = namespace(mark='') -%}}{{%- for c in form -%}}"
-    "{%- if at.mark -%}{%- set at.mark = at.mark + c -%}"
-    f"{{%- if at.mark in {_PARTS} -%}}{{{{ {_PARTS}[at.mark] }}}}{{%- set at.mark = '' -%}}{{%- endif -%}}"
-    "{%- elif c == '%' -%}{%- set at.mark = c -%}{%- else -%}{{ c }}{%- endif -%}"
-    "{%- endfor -%}{{ at.mark }}{%- endmacro %}\n"
+    f"{{%- macro {DATE}(form) -%}}{{{{ {_DATES}[form] if form in {_DATES} else "
+    f"raise_exception('{DATE} needs a literal format') }}}}{{%- endmacro %}}\n"
 )
-
-_RESERVED = {"messages", "add_generation_prompt", "raise_exception", DATE, *DEFAULT_NAMESPACE}
+_DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 
 _ROLES = ("system", "user", "assistant")
 
@@ -95,38 +82,18 @@ def conversation(prompt: str | Sequence[Message], config: DataConfig, where: str
     return [{"role": "system", "content": config.system_prompt}, *earlier, framed]
 
 
-def default_template(template: object, directory: Path) -> str:
-    """Return the text of a tokenizer's chat template. Raises UserError if it has another type."""
-    if isinstance(template, dict):  # several by name
-        template = template.get("default")
-    if not isinstance(template, str):
-        raise UserError(
-            f"{directory}/tokenizer_config.json: chat_template must be one text, not {type(template).__name__}; "
-            "keep the default one"
-        )
-    return template
-
-
 def dated(template: str, date: datetime.date) -> dict[str, Any]:
     """Return arguments of apply_chat_template with which the template writes this date as today's, at 0:00."""
-    begin = datetime.datetime.combine(date, datetime.time())
-    directives = [flag + letter for flag in ("", *"-_0^#") for letter in string.ascii_letters + "%"]
-    parts = {f"%{directive}": begin.strftime(f"%{directive}") for directive in directives}
-    # An unknown directive comes back as it was.
-    return {"chat_template": _MACRO + template, _PARTS: {key: text for key, text in parts.items() if key != text}}
+    midnight = datetime.datetime.combine(date, datetime.time())
+    dates = {form: midnight.strftime(form) for _, form in _DATE_CALL.findall(template)}
+    return {"chat_template": _MACRO + template, _DATES: dates}
 
 
 def check_variables(template: str, variables: Mapping[str, Any], directory: Path) -> None:
-    """Raise UserError for a variable that the template does not read, because it would change nothing."""
-    plain = _GENERATION.sub(lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}", template)
-    try:
-        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-    except jinja2.TemplateSyntaxError:
-        return  # Rendering the template reports it.
-    known = sorted(meta.find_undeclared_variables(parsed) - _RESERVED)
+    """Raise UserError for a variable that the template does not mention, because it would change nothing."""
     for name in variables:
-        if name not in known:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(
-                f"{_KEY}.{name}: the chat template of {directory} reads no such variable; it reads: "
-                f"{', '.join(known) or 'none'}; correct or remove the name"
+                f"data.chat_template_kwargs.{name}: the chat template of {directory} reads no such variable; correct "
+                "or remove the name"
             )

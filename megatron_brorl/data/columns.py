@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.schema import ColumnsConfig
-from megatron_brorl.data.files import parse_row, raw_rows
+from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.errors import UserError
 
+_MISSING = object()
 KEYS = ("prompt", "answer", "target", "verifier", "id", "metadata")  # of a row
 
 # Names of published sets, the most likely first.
@@ -29,10 +30,11 @@ def mapped(raw: Any, columns: ColumnsConfig, where: str) -> Any:
     row: dict[str, Any] = {}
     for key in KEYS:
         name = getattr(columns, key)
-        # A named column must be in every row, if only with null. Others may be missing.
-        if name and not _has(raw, name):
+        value = _find(raw, name or key)
+        # A named column must be in every row, although it may be null. Others may be missing.
+        if name and value is _MISSING:
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
-        row[key] = _at(raw, name or key)
+        row[key] = None if value is _MISSING else value
     for key in ("answer", "target", "id"):
         value = row[key]
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
@@ -53,15 +55,15 @@ def guess(path: Path) -> dict[str, str]:
     row = parse_row(raw, f"{path.absolute()}:{number}")
     if not isinstance(row, dict):
         raise UserError(f"{path.absolute()}: has no row that is an object")
-    prompt = next((name for name in _PROMPTS if _at(row, name)), None)
+    prompt = next((name for name in _PROMPTS if row.get(name)), None)
     if prompt is None:
         raise UserError(f"{path.absolute()}: no column looks like a prompt, only {', '.join(row)}; set data.columns")
-    answer = next((name for name in _ANSWERS if _at(row, name) is not None), "")
+    answer = next((name for name in _ANSWERS if _find(row, name) not in (_MISSING, None)), "")
     others = [key for key, value in row.items() if key not in KEYS and value is not None]
     if prompt == "prompt" and answer in ("", "answer") and not others:
         return {}
     columns = {"prompt": prompt, "answer": answer}
-    if "####" in str(_at(row, answer)):  # GSM8K
+    if "####" in str(row.get(answer)):  # GSM8K
         columns["answer_regex"] = "#### (.+)"
     return {key: name for key, name in columns.items() if name}
 
@@ -78,18 +80,15 @@ def _matched(regex: str, text: str, where: str) -> str:
     return ((found[-1][1] if pattern.groups else found[-1][0]) or "").strip()
 
 
-def _at(row: Mapping[str, Any], name: str) -> Any:
-    """Return a column, or for "a.b" the key b of column a; None if there is none."""
+def _find(row: Mapping[str, Any], name: str) -> Any:
+    """Return a column, or for "a.b" the key b of column a; _MISSING if there is none.
+
+    If column a is null, so are all of its keys.
+    """
     if name in row:
         return row[name]
     column, _, rest = name.partition(".")
-    inner = row.get(column)
-    return _at(inner, rest) if rest and isinstance(inner, Mapping) else None
-
-
-def _has(row: Mapping[str, Any], name: str) -> bool:
-    """Return whether a row has a column that _at finds. Null in place of an object may stand for any of its keys."""
-    column, _, rest = name.partition(".")
-    if name in row or not rest or column not in row:
-        return name in row
-    return row[column] is None or (isinstance(row[column], Mapping) and _has(row[column], rest))
+    inner = row.get(column, _MISSING) if rest else _MISSING
+    if isinstance(inner, Mapping):
+        return _find(inner, rest)
+    return None if inner is None else _MISSING

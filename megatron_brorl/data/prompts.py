@@ -2,17 +2,16 @@
 
 A row is an object {"prompt": str, "answer": str or null, "target": str, "verifier": str, "id": str, "metadata":
 object}. Only the prompt is required. The default verifier is data.verifier, and the default target, which supervised
-training imitates, is the answer. data.columns names the columns of other files. A row is named by its line or number,
-from 1. Metadata may be a string of JSON in Parquet. A prompt may be a list of messages; if the last one is the
+training imitates, is the answer. data.columns names the columns of other files. Messages name a row by its line or
+number, from 1. Metadata may be a string of JSON in Parquet. A prompt may be a list of messages; if the last one is the
 assistant's, it is the target.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,14 @@ from typing import Any
 from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
 from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
 from megatron_brorl.data.columns import KEYS, mapped
-from megatron_brorl.data.files import parse_row, raw_rows, without_nulls
+from megatron_brorl.data.readers import parse_row, raw_rows, without_nulls
 from megatron_brorl.data.tokenizers import Tokenizer
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Prompt
 
-OWN_FORM = ColumnsConfig()  # files in the form above
 _MAX_CHANGED = 0.5  # share of rows that a tokenizer may change
-Written = tuple[str, Sequence[str | None]]  # (where, texts) of a row without a template
 
 
 @dataclass(frozen=True)
@@ -44,20 +41,25 @@ class Row:
     metadata: dict[str, Any]
     target: str | None = None
 
+    def texts(self) -> tuple[str | None, ...]:
+        """Return the texts that the tokenizer must be able to represent."""
+        return spoken(self.prompt), self.answer, self.target
+
 
 @dataclass(frozen=True)
-class Verifiers:
-    """The verifiers of a run's rows."""
+class RowFormat:
+    """The columns of a file and the verifiers of its rows. The default is a file in the format above."""
 
-    default: str = "exact"  # of rows that name none
+    verifier: str = "exact"  # of rows that name none
     reward: RewardConfig = field(default_factory=RewardConfig)
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
 
 
-def read_rows(path: Path, verifiers: Verifiers = Verifiers(), columns: ColumnsConfig = OWN_FORM) -> list[Row]:
+def read_rows(path: Path, row_format: RowFormat = RowFormat()) -> list[Row]:
     """Return the rows of a file. Raises UserError at the first malformed row."""
     rows: dict[str, Row] = {}  # by id
     for number, raw in raw_rows(path):
-        row = check_row(raw, f"{path}:{number}", f"{path.name}:{number}", verifiers, columns)
+        row = check_row(raw, f"{path}:{number}", f"{path.name}:{number}", row_format)
         if row.id in rows:
             raise UserError(f"{row.where}: id {row.id!r} is taken by {rows[row.id].where}; give every row its own id")
         rows[row.id] = row
@@ -104,25 +106,25 @@ def render(
     return framed, tuple(ids)
 
 
-def check_round_trip(rows: Sequence[Written], tokenizer: Tokenizer, key: str) -> list[str]:
-    """Return a warning about rows with a text that changes when it is encoded and decoded; [] if there are none.
+def check_round_trip(rows: Sequence[tuple[str, Sequence[str | None]]], tokenizer: Tokenizer, key: str) -> list[str]:
+    """Return a warning if texts change when they are encoded and decoded; [] if none do.
 
-    A tokenizer without an unknown token loses characters silently. White space and compatible forms of a character
-    (NFKC) do not count, because tokenizers are trained to unite them. Raises UserError if more than half of the rows
-    change.
+    rows: where each row is, and its texts without a template. A tokenizer without an unknown token loses characters
+    silently. White space and compatible forms of a character (NFKC) do not count, because tokenizers are trained to
+    unite them. Raises UserError if more than half of the rows change.
     """
-    differences = []
+    changes = []
     for where, texts in rows:
-        found = next((change for text in texts if text and (change := _round_trip_change(text, tokenizer))), "")
-        differences += [f"{where}: {found}"] if found else []
-    if not differences:
+        found = [change for text in texts if text and (change := _round_trip_change(text, tokenizer))]
+        changes += [f"{where}: {change}" for change in found[:1]]
+    if not changes:
         return []
-    share = len(differences) / len(rows)
-    count = f"{len(differences)} of {len(rows)} checked rows ({share:.1%})"
-    told = f"{key}: {count} do not survive the tokenizer: {differences[0]}"
+    share = len(changes) / len(rows)
+    count = f"{len(changes)} of {len(rows)} checked rows ({share:.1%})"
+    message = f"{key}: {count} do not survive the tokenizer: {changes[0]}"
     if share > _MAX_CHANGED:
-        raise UserError(f"{told}; more than {_MAX_CHANGED:.0%}: use a tokenizer that covers the data")
-    return [f"warning: {told}"]
+        raise UserError(f"{message}; more than {_MAX_CHANGED:.0%}: use a tokenizer that covers the data")
+    return [f"warning: {message}"]
 
 
 def _round_trip_change(text: str, tokenizer: Tokenizer) -> str:
@@ -136,14 +138,14 @@ def _round_trip_change(text: str, tokenizer: Tokenizer) -> str:
     return f"{before[part]!r} comes back as {after[part]!r}"
 
 
-def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, columns: ColumnsConfig = OWN_FORM) -> Row:
+def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = RowFormat()) -> Row:
     """Return a row of raw_rows if it is valid. Raises UserError for its first mistake."""
     row = parse_row(raw, where)
     if not isinstance(row, dict):
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
 
     # A null key counts as missing. A misspelt key would too, and is refused.
-    row = {key: value for key, value in mapped(row, columns, where).items() if value is not None}
+    row = {key: value for key, value in mapped(row, row_format.columns, where).items() if value is not None}
     unknown = [key for key in row if key not in KEYS]
     if unknown:
         raise UserError(
@@ -151,68 +153,68 @@ def check_row(raw: Any, where: str, default_id: str, verifiers: Verifiers, colum
             "data.columns which column is the prompt"
         )
 
-    prompt, answer, row_id, target = (row.get(key) for key in ("prompt", "answer", "id", "target"))
+    prompt: Any = row.get("prompt")
+    answer = row.get("answer")
+    target = row.get("target")
     if isinstance(prompt, list):
-        # The assistant's last message is to be imitated, not to be answered.
-        asked, said = split_answer(prompt)
-        prompt = check_messages(asked, where)
-        if said is not None and target is not None:
+        messages, last_answer = split_answer(prompt)
+        prompt = check_messages(messages, where)
+        if last_answer is not None and target is not None:
             raise UserError(f"{where}: has a target, and a message of the assistant at the end; remove one of them")
-        target = target if said is None else said
-    elif not isinstance(prompt, str) or not prompt.strip():
-        raise UserError(f"{where}: prompt must be a string that is not empty, not {_shown(prompt)}")
-    if answer is not None and not isinstance(answer, str):
-        raise UserError(f"{where}: answer must be a string or null, not {_shown(answer)}; put it in quotes")
-    if target is not None and not (isinstance(target, str) and target.strip()):
-        raise UserError(f"{where}: target must be a string that is not empty, not {_shown(target)}")
+        target = target if last_answer is None else last_answer
+    verifier = row.get("verifier", row_format.verifier)
+    row_id = row.get("id", default_id)
+    text = spoken(prompt) if isinstance(prompt, list) else prompt
+    _check_texts({"prompt": text, "answer": answer, "target": target, "verifier": verifier, "id": row_id}, where)
     answer = target if answer is None else answer
-    if row_id is not None and (not isinstance(row_id, str) or not row_id):
-        raise UserError(f"{where}: id must be a string that is not empty, not {_shown(row_id)}")
-
-    verifier = row.get("verifier", verifiers.default)
-    if not isinstance(verifier, str):
-        raise UserError(f"{where}: verifier must be a string, not {_shown(verifier)}")
-    judged_by = entry(verifier, where, verifiers.reward)
 
     # Parquet has no type for any object, so metadata may be a string of JSON there.
     metadata = row.get("metadata", {})
     if isinstance(metadata, str) and not isinstance(raw, bytes):
         metadata = parse_row(metadata.encode("utf-8", "surrogatepass"), where)
-    metadata = {} if metadata is None else without_nulls(metadata)
-    if not isinstance(metadata, dict):
-        raise UserError(f"{where}: metadata must be an object, not {_shown(metadata)}")
+    metadata = _checked_metadata({} if metadata is None else metadata, where)
 
-    # JSON can hold what neither a tokenizer nor a verifier accepts.
-    for key, text in (("prompt", spoken(prompt)), ("answer", answer), ("target", target), ("id", row_id)):
-        if text is not None and not _is_unicode(text):
-            raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); fix its escapes")
-    if not _is_finite(metadata):
-        raise UserError(f"{where}: metadata has a NaN or infinite number; use a finite number or null")
-
-    # A row without an id is named by its place, which is the same in every run.
-    row_id = default_id if row_id is None else row_id
-    judged_by.check_row(VerifierRow(id=row_id, prompt=spoken(prompt), answer=answer, metadata=metadata), where)
+    verifier_row = VerifierRow(id=row_id, prompt=text, answer=answer, metadata=metadata)
+    entry(verifier, where, row_format.reward).check_row(verifier_row, where)
     return Row(where, prompt, answer, verifier, row_id, metadata, target)
 
 
-def _is_finite(value: Any) -> bool:
-    """Return whether all numbers are finite, without recursion, because metadata may be nested deeply."""
-    left = [value]
-    while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
-        elif isinstance(value, float) and not math.isfinite(value):
-            return False
-    return True
+def _check_texts(texts: Mapping[str, Any], where: str) -> None:
+    for key, text in texts.items():
+        if text is None and key in ("answer", "target"):
+            continue
+        if not isinstance(text, str) or not (text.strip() or key == "answer"):
+            raise UserError(f"{where}: {key} must be a string that is not empty, not {shown(text, 60)}")
+        # JSON can hold halves of surrogate pairs, which neither a tokenizer nor a verifier accepts.
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); fix its escapes")
 
 
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= c <= "\udfff" for c in text)
+def _checked_metadata(metadata: Any, where: str) -> dict[str, Any]:
+    if not isinstance(metadata, dict):
+        raise UserError(f"{where}: metadata must be an object, not {shown(metadata, 60)}")
+    try:
+        checked: dict[str, Any] = without_nulls(metadata)
+        json.dumps(checked, allow_nan=False, default=str)
+    except RecursionError:
+        raise UserError(f"{where}: metadata is nested too deeply; flatten it") from None
+    except ValueError:
+        raise UserError(f"{where}: metadata has a NaN or infinite number; use a finite number or null") from None
+    return checked
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+def sft_examples(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
+    """Return the prompt ids and the response ids of each prompt for supervised training.
+
+    The response is the target, or the reference answer if there is no target, and ends with the EOS token.
+    """
+    examples = []
+    for prompt in prompts:
+        target = prompt.answer if prompt.target is None else prompt.target
+        if target is None:
+            raise UserError(
+                f"prompt {prompt.id!r} has neither target nor reference answer, so there is nothing to imitate; "
+                "remove its task or row from supervised training"
+            )
+        examples.append((list(prompt.token_ids), [*tokenizer.encode(target), tokenizer.eos_id]))
+    return examples

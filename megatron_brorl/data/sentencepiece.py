@@ -28,7 +28,9 @@ from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG
 from megatron_brorl.files import read_object
 
-MODEL, CONVERTED, SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+MODEL = "tokenizer.model"
+CONVERTED = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
 _BYTE_FALLBACK_FROM = 512  # pieces; in a smaller vocabulary, 256 byte tokens would leave no room for others
 _LOG_ERRORS = 2
 _EXPORT_MARK = "sentencepiece_export"  # in tokenizer_config.json: SHA-256 of the tokenizer.json that was written
@@ -36,7 +38,8 @@ _EXPORT_MARK = "sentencepiece_export"  # in tokenizer_config.json: SHA-256 of th
 _OVERRIDDEN = "qwen2"
 _CLASS_FILE = "tokenization_fast.py"
 _CLASS = "from transformers import PreTrainedTokenizerFast\n\n\nclass Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
-_CHECKED_PIECES, _CHECKED_TEXTS = 2000, 300
+_MAX_CHECKED_PIECES = 2000
+_CHECKED_TEXTS = 300
 
 
 class SentencePieceTokenizer:
@@ -59,10 +62,15 @@ class SentencePieceTokenizer:
                 f"{path}: the tokenizer has no end-of-sequence token, so no response could end; train it with an eos_id"
             )
         self.eos_id = int(self._model.eos_id())
-        self.bos_id = _optional(self._model.bos_id())
-        self.pad_id = _optional(self._model.pad_id())
-        self.unk_id = _optional(self._model.unk_id())
-        self._decoder = _processor_that_shows_control_pieces(self.proto())
+        ids = (self._model.bos_id(), self._model.pad_id(), self._model.unk_id())
+        self.bos_id, self.pad_id, self.unk_id = (i if i >= 0 else None for i in ids)
+
+        # Decoding shows control pieces, such as <think>, as text instead of dropping them.
+        proto = self.proto()
+        for piece in proto.pieces:
+            if piece.type == piece.CONTROL:
+                piece.type = piece.USER_DEFINED
+        self._decoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         self.leads_with_bos = self.bos_id is not None and _adds_bos(directory / SETTINGS)
 
     def encode(self, text: str) -> list[int]:
@@ -252,12 +260,11 @@ def _difference(directory: Path, tokenizer: SentencePieceTokenizer) -> str:
 
 def _texts(pieces: list[str]) -> Iterator[str]:
     """Yield pieces, and random texts of pieces and of characters, the same ones for a model every time."""
-    yield from pieces[:: max(1, len(pieces) // _CHECKED_PIECES)]
+    yield from pieces[:: max(1, len(pieces) // _MAX_CHECKED_PIECES)]
     draw = random.Random(0)
-    # ASCII, control characters, Latin, and every plane without halves of surrogate pairs.
-    ranges = ((0x20, 0x7E), (0x00, 0x7F), (0x80, 0x24F), (0xE000, 0x1FAFF), (0x00, 0xD7FF))
+    # ASCII with control characters, Latin, and all other characters except halves of surrogate pairs.
+    ranges = ((0x00, 0x7F), (0x80, 0x24F), (0xE000, 0x1FAFF), (0x00, 0xD7FF))
     for _ in range(_CHECKED_TEXTS):
-        yield "".join(draw.choices(pieces, k=draw.randint(1, 20)))
         yield "".join(draw.choices([" ", "  ", "\n", "\t", *pieces], k=draw.randint(1, 20)))
         # Repetitions of a piece show the order of merges.
         yield "".join(piece * draw.randint(1, 4) for piece in draw.choices(pieces, k=draw.randint(1, 5)))
@@ -265,25 +272,11 @@ def _texts(pieces: list[str]) -> Iterator[str]:
             yield "".join(chr(draw.randint(low, high)) for _ in range(draw.randint(1, 20)))
 
 
-def _processor_that_shows_control_pieces(proto: Any) -> Any:
-    """Return a processor for decoding only. It decodes control pieces, such as a tag, to their text, not to nothing."""
-    for piece in proto.pieces:
-        if piece.type == piece.CONTROL:
-            piece.type = piece.USER_DEFINED
-    processor = sentencepiece.SentencePieceProcessor()
-    processor.LoadFromSerializedProto(proto.SerializeToString())
-    return processor
-
-
 def _adds_bos(path: Path) -> bool:
     config = _read(path)
-    llama = str(config.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # It adds BOS by default.
-    return bool(config.get("add_bos_token", llama)) if config else False
+    is_llama = str(config.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # It adds BOS by default.
+    return bool(config.get("add_bos_token", is_llama))
 
 
 def _read(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
-
-
-def _optional(token_id: int) -> int | None:
-    return int(token_id) if token_id >= 0 else None

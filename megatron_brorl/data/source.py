@@ -5,7 +5,6 @@ A run can be resumed from its place, and ranks agree without communication.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import hashlib
@@ -16,14 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from megatron_brorl.config.rules import named
 from megatron_brorl.config.schema import DataConfig, RewardConfig
-from megatron_brorl.data.chat import spoken
-from megatron_brorl.data.generate import GeneratedPrompts
+from megatron_brorl.data.generate import VERIFIER, GeneratedPrompts, hash_int
 from megatron_brorl.data.hub import data_file
-from megatron_brorl.data.prompts import Row, Verifiers, check_round_trip, read_rows, tokenize
+from megatron_brorl.data.prompts import Row, RowFormat, check_round_trip, read_rows, tokenize
 from megatron_brorl.data.tokenizers import Tokenizer, transformers_stop_ids
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.registry import entry
@@ -40,21 +38,11 @@ _MAX_CHECKED = 512  # rows of a file, evenly spaced, that are encoded and decode
 
 class PromptSource(Protocol):
     def prompts(self, start: int, count: int) -> list[Prompt]:
-        """Return `count` prompts of the stream from a place on."""
-
-
-class GeneratedSource:
-    """A stream of generated prompts."""
-
-    def __init__(self, prompts: GeneratedPrompts) -> None:
-        self._prompts = prompts
-
-    def prompts(self, start: int, count: int) -> list[Prompt]:
-        return [self._prompts.prompt(place) for place in range(start, start + count)]
+        """Return `count` prompts of the stream from index `start` on."""
 
 
 class FileSource:
-    """The rows of files again and again, in an order of its own for each epoch. A step may span epochs."""
+    """The rows of files again and again, in another order in each epoch. A step may span epochs."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
         self._prompts = prompts
@@ -65,23 +53,16 @@ class FileSource:
 
     def at(self, position: int) -> Prompt:
         """Return one prompt of the endless stream."""
-        epoch, place = divmod(position, len(self._prompts))
-        return self._prompts[self._order(epoch)[place]]
-
-
-class MixturePlace(NamedTuple):
-    """The source of a place in a mixture, and the position in the stream of that source."""
-
-    source: int
-    position: int
+        epoch, index = divmod(position, len(self._prompts))
+        return self._prompts[self._order(epoch)[index]]
 
 
 class MixtureSource:
-    """Several sources, each with its share of every step and with epochs of its own.
+    """Several sources, each with its share of every step and with its own epochs.
 
-    Sources alternate as seats do in the method of Sainte-Lague (Webster): the next place goes to the source with the
-    largest weight / (2 places so far + 1). Among k sources with shares w, source i has p w_i of the first p places
-    within (1 + k w_i) / 2, and exactly p w_i at every multiple of the sum of the weights as whole numbers.
+    Sources alternate as seats do in the method of Sainte-Lague (Webster): the next prompt comes from the source with
+    the largest weight / (2 prompts so far + 1). Among k sources with shares w, source i has p w_i of the first p
+    prompts within (1 + k w_i) / 2, and exactly p w_i at every multiple of the sum of the weights as whole numbers.
     """
 
     def __init__(self, sources: Mapping[str, Sequence[Prompt]], weights: Sequence[float], seed: int) -> None:
@@ -89,7 +70,7 @@ class MixtureSource:
         self._weights = whole_weights(weights)
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
-        return [self._sources[source].at(position) for source, position in mixture_places(self._weights, start, count)]
+        return [self._sources[source].at(i) for source, i in mixture_positions(self._weights, start, count)]
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
@@ -100,27 +81,23 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
-    shared = math.gcd(*whole)
-    return [weight // shared for weight in whole]
+    return [weight // math.gcd(*whole) for weight in whole]
 
 
-def mixture_places(weights: Sequence[int], start: int, count: int) -> list[MixturePlace]:
-    """Return `count` places of a mixture from `start` on, in time that does not grow with `start`."""
+def mixture_positions(weights: Sequence[int], start: int, count: int) -> list[tuple[int, int]]:
+    """Return (source, position in the stream of that source) for `count` prompts of a mixture from `start` on."""
 
-    def next_source() -> int:
-        return min(range(len(weights)), key=lambda i: Fraction(2 * had[i] + 1, weights[i]))
+    def next_position() -> tuple[int, int]:
+        source = min(range(len(weights)), key=lambda i: Fraction(2 * used[i] + 1, weights[i]))
+        used[source] += 1
+        return source, used[source] - 1
 
-    # By the bound above, no source has had fewer places than this before `start`.
-    total, k = sum(weights), len(weights)
-    had = [max(0, -(-(2 * start * w - total - k * w) // (2 * total))) for w in weights]
-    for _ in range(start - sum(had)):
-        had[next_source()] += 1
-    found = []
-    for _ in range(count):
-        source = next_source()
-        found.append(MixturePlace(source, had[source]))
-        had[source] += 1
-    return found
+    # By the bound above, no source has had fewer prompts than this before `start`.
+    total = sum(weights)
+    used = [max(0, -(-(2 * start * w - total - len(weights) * w) // (2 * total))) for w in weights]
+    for _ in range(start - sum(used)):
+        next_position()
+    return [next_position() for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -184,7 +161,7 @@ def load_sources(
         return _generated(config, tokenizer, max_prompt_tokens, seed)
     if not (config.train or config.mixture):
         raise UserError("data: nothing to train on; set data.train (files), data.mixture or data.tasks")
-    reader = _Reader(config, _verifiers(config, reward), tokenizer, max_prompt_tokens)
+    reader = _Reader(config, reward, tokenizer, max_prompt_tokens)
     source: PromptSource
     if config.mixture:
         mixed = reader.mixture()
@@ -211,27 +188,21 @@ def load_benchmarks(
     reward: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
 ) -> tuple[dict[str, list[Prompt]], str]:
     """Return the prompts of evaluate.benchmarks by their names, and a report. Raises UserError for invalid data."""
-    reader = _Reader(config, _verifiers(config, reward), tokenizer, max_prompt_tokens)
+    reader = _Reader(config, reward, tokenizer, max_prompt_tokens)
     found = {name: reader.read([file], f"evaluate.benchmarks ({name})") for name, file in map(named, benchmarks)}
     return found, "\n".join(reader.report)
 
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:
-    held_out_seed = _stream_seed("held_out", 2)
-    train_seed = _stream_seed("train", config.train_seed, seed)
+    held_out_seed = hash_int("held_out", 2, size=4)
+    train_seed = hash_int("train", config.train_seed, seed, size=4)
     held_out = GeneratedPrompts(config, held_out_seed, tokenizer, max_prompt_tokens).held_out(config.held_out_prompts)
-    excluded = frozenset(prompt.text for prompt in held_out)
-    train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, excluded)
-    train.prompt(0)  # A pattern or a limit that cannot work is an error now, not at the first step.
+    train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, held_out.keys())
+    train.prompts(0, 1)  # A pattern or a limit that cannot work is an error now, not at the first step.
     names = ", ".join(task.name for task in config.tasks)
     report = [f"data.tasks: endless prompts of {names}; {len(held_out)} different ones held out"]
-    report += check_round_trip(train.written(), tokenizer, "data.tasks")
-    return Sources(GeneratedSource(train), held_out, frozenset([train.verifier]), "\n".join(report))
-
-
-def _verifiers(config: DataConfig, reward: RewardConfig) -> Verifiers:
-    entry(config.verifier, "data.verifier", reward)
-    return Verifiers(config.verifier, reward)
+    report += check_round_trip(train.examples(), tokenizer, "data.tasks")
+    return Sources(train, list(held_out.values()), frozenset([VERIFIER]), "\n".join(report))
 
 
 @dataclass
@@ -239,7 +210,7 @@ class _Reader:
     """Files to prompts, with a line of report for each."""
 
     config: DataConfig
-    verifiers: Verifiers
+    reward: RewardConfig
     tokenizer: Tokenizer
     max_prompt_tokens: int
     report: list[str] = field(default_factory=list)
@@ -247,11 +218,12 @@ class _Reader:
 
     def read(self, files: Sequence[str], key: str, verifier: str = "") -> list[Prompt]:
         """Return the prompts of files. `verifier` is that of rows that name none; the default is data.verifier."""
-        verifiers = dataclasses.replace(self.verifiers, default=verifier or self.verifiers.default)
+        entry(self.config.verifier, "data.verifier", self.reward)
+        row_format = RowFormat(verifier or self.config.verifier, self.reward, self.config.columns)
         rows: list[Row] = []
         for name in files:
             path = data_file(name)
-            read = read_rows(path, verifiers, self.config.columns)
+            read = read_rows(path, row_format)
             if not read:
                 raise UserError(f"{path}: the file has no rows ({key}); remove it from the list or fill it")
             rows += read
@@ -267,8 +239,8 @@ class _Reader:
         prompts = tokenize(rows, self.tokenizer, self.config, self.max_prompt_tokens)
         count = min(len(rows), _MAX_CHECKED)
         checked = [rows[i * len(rows) // count] for i in range(count)]
-        written = [(row.where, (spoken(row.prompt), row.answer, row.target)) for row in checked]
-        self.report += check_round_trip(written, self.tokenizer, key)
+        texts = [(row.where, row.texts()) for row in checked]
+        self.report += check_round_trip(texts, self.tokenizer, key)
         return prompts
 
     def mixture(self) -> dict[str, list[Prompt]]:
@@ -281,7 +253,7 @@ class _Reader:
             if not part.files:
                 raise UserError(f"{key}.files is empty; name data files")
             if part.verifier:
-                entry(part.verifier, f"{key}.verifier", self.verifiers.reward)
+                entry(part.verifier, f"{key}.verifier", self.reward)
             name = part.name or Path(part.files[0]).stem
             if name in found:
                 raise UserError(f"{key}: there is another source called {name!r}; give each its own name")
@@ -298,8 +270,3 @@ class _Reader:
 def _shuffled(size: int, seed: int | str, epoch: int) -> list[int]:
     """Return an order of range(size) that no version of a library can change."""
     return sorted(range(size), key=lambda i: hashlib.blake2b(f"{seed}:{epoch}:{i}".encode(), digest_size=8).digest())
-
-
-def _stream_seed(*key: int | str) -> int:
-    digest = hashlib.blake2b(":".join(map(str, key)).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big")

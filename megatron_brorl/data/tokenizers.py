@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_brorl.data.chat import DATE, Message, check_variables, dated, default_template
-from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, is_exported, train_sentencepiece
+from megatron_brorl.data.chat import DATE, Message, check_variables, dated
+from megatron_brorl.data.sentencepiece import CONVERTED, MODEL, SentencePieceTokenizer, is_exported
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, refuse_gguf
 from megatron_brorl.files import read_object
-
-__all__ = ["HuggingFaceTokenizer", "Tokenizer", "load_tokenizer", "stop_ids", "train_sentencepiece"]
 
 GENERATION = "generation_config.json"
 _MARK = "\u2039message {}\u203a"  # stands for a message while its chat template is taken apart
@@ -29,29 +26,12 @@ class Tokenizer(Protocol):
     around it, which the user or the author of the model wrote, may contain special tokens.
     """
 
-    @property
-    def directory(self) -> Path:
-        """The directory that it was read from."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens; the model's vocabulary may be padded beyond it."""
-
-    @property
-    def eos_id(self) -> int:
-        """The last token of a response that ends by itself."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """The token before the first of a sequence, if there is one."""
-
-    @property
-    def pad_id(self) -> int | None:
-        """The padding token, if there is one."""
-
-    @property
-    def unk_id(self) -> int | None:
-        """The token for text that cannot be encoded; None if all text can."""
+    directory: Path  # that it was read from
+    vocab_size: int  # the number of tokens; the model's vocabulary may be padded beyond it
+    eos_id: int  # the last token of a response that ends by itself
+    bos_id: int | None  # the token before the first of a sequence
+    pad_id: int | None
+    unk_id: int | None  # the token for text that cannot be encoded; None if all text can
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text. No special token is added or recognized."""
@@ -93,10 +73,10 @@ def load_tokenizer(directory: Path, today: datetime.date | None = None) -> Token
     chat templates write, by default that of this call. Raises UserError if there is no tokenizer, if a file is broken
     or if there is no end-of-sequence token.
     """
-    pieces = (directory / "tokenizer.model").is_file()
-    if (directory / "tokenizer.json").is_file() and not (pieces and is_exported(directory)):
+    has_model = (directory / MODEL).is_file()
+    if (directory / CONVERTED).is_file() and not (has_model and is_exported(directory)):
         return HuggingFaceTokenizer(directory, today)
-    if pieces:
+    if has_model:
         return SentencePieceTokenizer(directory)
     refuse_gguf(directory)
     raise UserError(
@@ -128,7 +108,6 @@ class HuggingFaceTokenizer:
                 f"{directory}/tokenizer.json: transformers cannot load it: {shown(e)}; copy the tokenizer files again"
             ) from None
 
-        self._checked: set[str] = set()  # variables, as JSON, that the chat template reads
         self.vocab_size = len(self._inner)  # Its own vocab_size leaves out added tokens.
         eos_id = self._inner.eos_token_id
         if eos_id is None:
@@ -142,40 +121,31 @@ class HuggingFaceTokenizer:
         unk_id = self._inner.unk_token_id  # GPT-2's EOS has this name too, although it can encode all text.
         self.unk_id: int | None = None if unk_id in (self.eos_id, self.bos_id, self.pad_id) else unk_id
 
-        # A text by itself shows whether the tokenizer adds BOS.
         self._special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
-        plain = self._ids("a")
-        led = self._inner("a").input_ids
-        self._leads_with_bos = self.bos_id is not None and led[:1] == [self.bos_id] and plain[:1] != [self.bos_id]
+        # Tokenizing a text shows whether the tokenizer adds BOS.
+        self._leads_with_bos = self.bos_id is not None and self._inner("a").input_ids[:1] == [self.bos_id]
 
     def encode(self, text: str) -> list[int]:
         return self._ids(text, split_special_tokens=True)
 
     def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
-        ids = self._framed(before, text, after)
+        # Encode in one piece, as in the training of the model, unless the text has special tokens.
+        if self._has_special(text):
+            ids = [*self._ids(before), *self.encode(text), *self._ids(after)]
+        else:
+            ids = self._ids(before + text + after)
         if self._leads_with_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
     @property
     def template_date(self) -> datetime.date | None:
-        template = self._inner.chat_template
-        return self._today if template and DATE in default_template(template, self.directory) else None
+        return self._today if self._inner.chat_template and DATE in self._template() else None
 
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, list[int]]:
-        if not self._inner.chat_template:
-            raise UserError(
-                f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
-                "set data.chat = false or use an instruction-tuned model"
-            )
-        key = json.dumps(variables, default=dict, sort_keys=True)
-        if key not in self._checked:
-            template = default_template(self._inner.chat_template, self.directory)
-            check_variables(template, variables, self.directory)
-            self._checked.add(key)
-
+        check_variables(self._template(), variables, self.directory)
         # Without special tokens in the messages, the text is tokenized as a whole, as in the training of the model.
         rendered = self._render(messages, variables)
         contents = [message["content"] for message in messages]
@@ -185,15 +155,17 @@ class HuggingFaceTokenizer:
         # Otherwise render it again with a mark in place of each message. The text between marks is the template's own.
         marks = [_MARK.format(i) for i in range(len(contents))]
         marked = self._render([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)], variables)
-        frames = re.split("|".join(map(re.escape, marks)), marked)
-        if re.findall("|".join(map(re.escape, marks)), marked) != marks:
+        pattern = "|".join(map(re.escape, marks))
+        frames = re.split(pattern, marked)
+        if re.findall(pattern, marked) != marks:
             raise UserError(
                 f"{self.directory}: a prompt contains a special token of the tokenizer, and its chat template does not "
                 "keep messages apart; remove the special token from the data"
             )
 
         # Only the template's own text may become special tokens. Messages are tokenized as plain text.
-        text, ids = frames[0], self._ids(frames[0])
+        text = frames[0]
+        ids = self._ids(text)
         for content, frame in zip(contents, frames[1:], strict=True):
             text += content + frame
             ids += [*self.encode(content), *self._ids(frame)]
@@ -206,10 +178,19 @@ class HuggingFaceTokenizer:
         known = [int(i) for i in ids]
         return str(self._inner.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def _template(self) -> str:
+        try:
+            return str(self._inner.get_chat_template())
+        except ValueError:  # there is none, or there are several and no default
+            raise UserError(
+                f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
+                "set data.chat = false or use an instruction-tuned model"
+            ) from None
+
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         given = {**variables}
         if self.template_date is not None:
-            given |= dated(default_template(self._inner.chat_template, self.directory), self.template_date)
+            given |= dated(self._template(), self.template_date)
         try:
             rendered = self._inner.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **given
@@ -222,20 +203,12 @@ class HuggingFaceTokenizer:
                 "row, or data.system_prompt"
             ) from None
 
-    def _framed(self, before: str, text: str, after: str) -> list[int]:
-        """Encode in one piece, as in the training of the model, unless the text has special tokens."""
-        if self._has_special(text):
-            return [*self._ids(before), *self.encode(text), *self._ids(after)]
-        return self._ids(before + text + after)
-
     def _has_special(self, text: str) -> bool:
         return any(token in text for token in self._special)
 
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
-        encoded = self._inner(
-            text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
-        ).input_ids
-        return [int(i) for i in encoded]
+        options = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}
+        return list(self._inner(text, **options).input_ids)
 
 
 def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:

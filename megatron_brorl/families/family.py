@@ -59,7 +59,8 @@ class ConfigJson:
     """The content of a config.json, and the file's name for messages."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
+        self.raw = raw
+        self.where = where
 
     def get(self, key: str, kind: type, default: Any = None, most: int = MOST) -> Any:
         """The value of a key, or `default` where it is missing or null.

@@ -34,7 +34,8 @@ _KINDS = ("sliding_attention", "full_attention")
 
 def _rest(config: ConfigJson) -> Mapping[str, Any]:
     """The fields of ModelShape that only Gemma has, or reads differently."""
-    layers, raw = config.get("num_hidden_layers", int, most=10_000), config.raw
+    layers = config.get("num_hidden_layers", int, most=10_000)
+    raw = config.raw
 
     # Which layers are local. Earlier versions of transformers wrote only how often a layer is not.
     every = config.get("sliding_window_pattern", int, 6)

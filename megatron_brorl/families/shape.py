@@ -50,29 +50,29 @@ class ModelShape:
     local_rope_theta: float | None = None  # theirs, without scaling
 
     @property
-    def facts(self) -> ModelFamily:
+    def model_family(self) -> ModelFamily:
         """What its family says of it."""
         return _BY_NAME[self.family]
 
     @property
     def qkv_bias(self) -> bool:
         """Whether queries, keys and values have a bias."""
-        return self.facts.find(dense.QKV_BIAS) is not None
+        return self.model_family.find(dense.QKV_BIAS) is not None
 
     @property
     def qk_norm(self) -> bool:
         """Whether query and key heads are normed."""
-        return self.facts.find(dense.Q_NORM) is not None
+        return self.model_family.find(dense.Q_NORM) is not None
 
     @property
     def zero_centred_norms(self) -> bool:
         """Whether norms scale by 1 + weight: so do those that begin with a weight of zeros."""
-        return self.facts.final_norm.init == "zeros"
+        return self.model_family.final_norm.init == "zeros"
 
     @property
     def post_norms(self) -> bool:
         """Whether what attention and MLP give is normed, before it is added to the residual stream."""
-        return self.facts.find(gemma3.POST_ATTENTION_NORM) is not None
+        return self.model_family.find(gemma3.POST_ATTENTION_NORM) is not None
 
     @property
     def llama_layers(self) -> bool:

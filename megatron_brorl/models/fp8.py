@@ -18,18 +18,16 @@ from megatron_brorl.parallel import cpu_bridge
 MIN_TE_VERSION = (2, 9)
 
 
-def problem(
-    config: Fp8Config, shape: ModelShape, tensor: int, capability: tuple[int, int], cuda: str, engine: str
-) -> str:
+def problem(config: Fp8Config, shape: ModelShape, tensor: int, capability: tuple[int, int], cuda: str, te: str) -> str:
     """Why the recipe cannot be used, with the key to change, or "".
 
-    tensor: tensor-parallel size. capability: of the GPU. cuda, engine: versions of CUDA and Transformer Engine. The
+    tensor: tensor-parallel size. capability: of the GPU. cuda, te: versions of CUDA and Transformer Engine. The
     requirements are those of transformer_engine.pytorch.quantization, 2.20.
     """
     # What Transformer Engine and the GPU can do.
     gpu = "{}.{}".format(*capability)
-    if _version(engine) < MIN_TE_VERSION:
-        return f"Transformer Engine {engine} is too old: install 2.9 or newer"
+    if _version(te) < MIN_TE_VERSION:
+        return f"Transformer Engine {te} is too old: install 2.9 or newer"
 
     # The GPU: each recipe has a first generation that computes it, block scaling a first CUDA too.
     if capability < (8, 9):
@@ -66,8 +64,8 @@ def check(config: Fp8Config, shape: ModelShape, tensor: int) -> None:
     if not cpu_bridge.has_transformer_engine():
         raise UserError(f"{where}: needs a GPU and Transformer Engine (the NGC container has it): set it to 'none'")
     capability = torch.cuda.get_device_capability(cpu_bridge.default_device())
-    engine = metadata.version("transformer-engine")
-    why = problem(config, shape, tensor, capability, torch.version.cuda or "0", engine)
+    te = metadata.version("transformer-engine")
+    why = problem(config, shape, tensor, capability, torch.version.cuda or "0", te)
     if why:
         raise UserError(f"{where}: {why}")
 

@@ -17,14 +17,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyTokens
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyLossSettings, PolicyTokens
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
-from megatron_brorl.models.layers.fused_attention import FusedAttention, FusedSelfAttention
-from megatron_brorl.models.layers.linear import FusedColumnLinear, FusedRowLinear, FusedSwiGluLinear, TakenActivation
-from megatron_brorl.models.layers.norm import FusedRmsNorm, PostNormRowLinear, RmsNorm
+from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
 from megatron_brorl.models.weights.layouts import Entry
 from megatron_brorl.models.weights.names import entries, global_parameters
 from megatron_brorl.ops import rope
@@ -38,7 +35,7 @@ _ACTIVATIONS = {None: torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.fu
 logging.getLogger(GPTModel.__module__).addFilter(lambda x: not str(x.msg).startswith("GPTModel IS DEPRECATED"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 # Fields of Megatron's configuration that recompute the core of attention alone.
-ATTENTION_ALONE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+RECOMPUTE_ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
 class Actor(GPTModel):
@@ -62,7 +59,7 @@ class Actor(GPTModel):
         )
 
         self.shape = shape
-        self.fused_norms = _engine_layers(shape)  # the names of the norms in models.hf_names
+        self.fused_norms = te_layers(shape)  # the names of the norms in models.hf_names
         self.fused_layers = ops.fused_layers and shape.llama_layers
         self.grid = grid
         self.ops = ops
@@ -75,8 +72,8 @@ class Actor(GPTModel):
         # A fused product computes the norm before it as well. The weight stays the norm's own parameter, so that
         # names and checkpoints are the same with and without fusion.
         for layer in self.decoder.layers if self.fused_layers else ():
-            layer.self_attention.linear_qkv.take(layer.input_layernorm)
-            layer.mlp.linear_fc1.take(layer.pre_mlp_layernorm)
+            layer.self_attention.linear_qkv.fuse_norm(layer.input_layernorm)
+            layer.mlp.linear_fc1.fuse_norm(layer.pre_mlp_layernorm)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
@@ -303,12 +300,12 @@ def mark_sharded(model: Actor, table: Sequence[Entry]) -> None:
 
 
 def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: bool) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers on a GPU that has it, Megatron's own with our attention and norm anywhere else, and
-    for families whose layers are not Llama's. Raises UserError where such a family is to train in FP8."""
-    count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
+    """Return the layers of this stage: Transformer Engine's, or Megatron's with attention and norms of ours.
 
-    # Transformer Engine's own description needs none of the choices that follow.
-    if _engine_layers(shape):
+    fused: whether csrc computes them. Raises UserError for FP8 without layers of Transformer Engine.
+    """
+    count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
+    if te_layers(shape):
         from megatron_brorl.models.layers import te  # its import fails without CUDA
 
         return te.layers(shape.qk_norm, count)
@@ -317,35 +314,33 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     if config.fp8:
         raise UserError(f'fp8.recipe = "{config.fp8_recipe}": {shape.family} has no layers of Transformer Engine here')
 
-    # Norms, and the MLP's products with norm and activation.
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    layer, norm = spec.submodules, FusedRmsNorm if fused else RmsNorm
-    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    layer = spec.submodules
+    attention = layer.self_attention.submodules
     # Megatron-Core 0.19 describes the MLP by a partial, 0.16 by a ModuleSpec.
     mlp = layer.mlp.keywords["submodules"] if isinstance(layer.mlp, partial) else layer.mlp.submodules
-    if fused:
-        # The activation becomes a pass-through: the product after it computes it.
-        mlp.linear_fc1, mlp.activation_func, mlp.linear_fc2 = FusedColumnLinear, TakenActivation, FusedSwiGluLinear
-
-    # Attention.
-    attention = layer.self_attention.submodules
+    norm = RmsNorm
     attention.core_attention = PackedAttention
     if fused:
-        attention.linear_qkv, attention.linear_proj = FusedColumnLinear, FusedRowLinear
-        # csrc's attention works in float32 and on whole segments alone.
+        from megatron_brorl.models.layers import fused as csrc  # loads the extension
+
+        norm = csrc.FusedRmsNorm
+        attention.linear_qkv = mlp.linear_fc1 = csrc.FusedColumnLinear
+        attention.linear_proj = csrc.FusedRowLinear
+        mlp.activation_func = csrc.PassThroughActivation
+        mlp.linear_fc2 = csrc.FusedSwiGluLinear
+        # csrc's attention computes in float32 and needs whole segments.
         if config.context_parallel_size == 1 and config.params_dtype != torch.float64:
-            layer.self_attention.module, attention.core_attention = FusedSelfAttention, FusedAttention
+            layer.self_attention.module = csrc.FusedSelfAttention
+            attention.core_attention = csrc.FusedAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
-
-    # The norm of what either part gives comes with its last product.
     if shape.post_norms:
         attention.linear_proj = mlp.linear_fc2 = PostNormRowLinear
-
-    # One description serves all layers of the stage; layer_norm is the model's final norm.
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
 
 
-def _engine_layers(shape: ModelShape) -> bool:
-    """Whether the layers are Transformer Engine's."""
+def te_layers(shape: ModelShape) -> bool:
+    """Return whether the layers are Transformer Engine's: on a GPU that has it, for layers like Llama's."""
     return cpu_bridge.has_transformer_engine() and shape.llama_layers

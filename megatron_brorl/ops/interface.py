@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantages import Moments
-from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyTokens
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyLossSettings, PolicyTokens
 
 PAGE = 16  # tokens
 GroupKind = Literal["mean", "mean_std"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.parallel import cpu_bridge, groups, network
+from megatron_brorl.parallel import cpu_bridge, network
 
 _NAMING = timedelta(seconds=5)  # between the ranks that notice a failed collective
 
@@ -116,7 +119,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         _join(world, timeout)
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()  # of an earlier grid in this process
-    with groups.one_per_ranks(timeout):
+    with _one_group_per_ranks(timeout):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor,
             pipeline_model_parallel_size=config.pipeline,
@@ -156,7 +159,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
 def _replica(config: ParallelConfig, data: int, timeout: timedelta) -> dist.ProcessGroup:
     """Megatron has no group of tensor x context x pipeline ranks."""
     every = _replicas(config.tensor * config.context, config.pipeline, data)
-    made = {dist.get_rank() in ranks: groups.of_ranks(ranks, timeout) for ranks in every}
+    made = {dist.get_rank() in ranks: _group_of(ranks, timeout) for ranks in every}
     return made[True]
 
 
@@ -179,4 +182,41 @@ def leave() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-    groups.forget()
+    _groups.clear()
+
+
+# The groups of a world by their ranks. A gloo group has three threads, and Megatron asks for about twenty groups, most
+# of them of the same ranks, so equal groups are shared. NCCL groups are not shared, because they may run concurrently.
+_groups: dict[Any, dict[tuple[int, ...], Any]] = {}
+
+
+def _group_of(ranks: Sequence[int], timeout: timedelta) -> Any:
+    """Return the process group of these ranks; NON_GROUP_MEMBER on other ranks. A collective of the world."""
+    if cpu_bridge.on_gpu():
+        return dist.new_group(list(ranks), timeout=timeout)
+
+    world = dist.group.WORLD
+    if world not in _groups:
+        _groups.clear()
+        _groups[world] = {tuple(range(dist.get_world_size())): world}
+    groups = _groups[world]
+    key = tuple(sorted(ranks))
+    if key not in groups:
+        groups[key] = dist.new_group(list(key), timeout=timeout)
+    return groups[key]
+
+
+@contextlib.contextmanager
+def _one_group_per_ranks(timeout: timedelta) -> Iterator[None]:
+    """Let Megatron's function for new groups share gloo groups; NCCL groups are made as before."""
+
+    def create(ranks: Sequence[int], **_: Any) -> Any:
+        return _group_of(ranks, timeout)
+
+    own = parallel_state.create_group
+    if not cpu_bridge.on_gpu():
+        parallel_state.create_group = create
+    try:
+        yield
+    finally:
+        parallel_state.create_group = own

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
-from megatron_brorl.algo.paired import SHARES, paired
-from megatron_brorl.algo.statistics import SHARE, bootstrap_mean, pass_at_k, widest
+from megatron_brorl.algo.pass_at_k import pass_at_k, widest
+from megatron_brorl.algo.statistics import SHARE, SHARES, bootstrap_mean, paired
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, figure_of, panel, save
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_brorl.algo.paired import SHARES, paired
-from megatron_brorl.algo.statistics import RESAMPLES, SHARE, Bounds, bootstrap_mean, pass_at_k
+from megatron_brorl.algo.pass_at_k import pass_at_k
+from megatron_brorl.algo.statistics import RESAMPLES, SHARE, SHARES, Bounds, bootstrap_mean, paired
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 from megatron_brorl.report.findings import verdict

@@ -1,40 +1,45 @@
-r"""Normalise the text of answers: Unicode variants, LaTeX that changes only the appearance, and Markdown.
+r"""Normalise the text of answers, and read plain numbers exactly.
 
-Every function takes time linear in the text.
+A plain number is an integer, decimal, fraction, mixed fraction, percentage or power of ten, with an optional unit:
+`1,234`, `$1234`, `\boxed{1234.0}`, `1.234 \times 10^3`, `x = 1234` and `1234 apples` are one number; `1/3` and `0.333`
+are two. Units are compared as text and never converted. Every function takes time linear in the text.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
+from fractions import Fraction
+from typing import NamedTuple
 
 THIN = "\u2009"  # stands for every space that may separate groups of digits
 
-_COMMANDS = "\u00d7times ·cdot ⋅cdot πpi ∞infty ≤le ≥ge ≠ne ≈approx \u222acup ∩cap ∈in ∅emptyset ±pm √sqrt"
+_SYMBOLS_OF_LATEX = "\u00d7times ·cdot ⋅cdot πpi ∞infty ≤le ≥ge ≠ne ≈approx \u222acup ∩cap ∈in ∅emptyset ±pm √sqrt"
 _CHARACTERS = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-"),
-    **dict.fromkeys("\u00a0\u2007\u2008\u202f", THIN),
     **dict.fromkeys("\u2044\u2215÷", "/"),
     **dict.fromkeys("\u2019\u2018\u02bc", "'"),
-    **{command[0]: f"\\{command[1:]} " for command in _COMMANDS.split()},
+    **{symbol[0]: f"\\{symbol[1:]} " for symbol in _SYMBOLS_OF_LATEX.split()},
     **dict(zip("º。、", "°.,", strict=True)),
 }
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
-# Commands that print nothing, a space, or the same as another command.
-_LATEX = (
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\(?:left|right|displaystyle|textstyle|limits|bigl|bigr|big|Big)(?![A-Za-z])|\\!"), ""),
-    (re.compile(r"\{,\}|\\text\{,\}"), ","),
-    (re.compile(r"\\[,;:]|~|\\ |\\thinspace(?![A-Za-z])"), THIN),
-    (re.compile(r"\\q?quad(?![A-Za-z])"), " "),
-    (re.compile(r"\\(le|ge)q(?![A-Za-z])"), r"\\\1"),
-    (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "°"),
-    (re.compile(r"\\%"), "%"),
-    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
-    (re.compile(r"\\lbrack(?![A-Za-z])"), "["),
-    (re.compile(r"\\rbrack(?![A-Za-z])"), "]"),
-)
+
+# LaTeX that prints nothing, or the same as other LaTeX.
+_INVISIBLE = r"\left \right \displaystyle \textstyle \limits \bigl \bigr \big \Big \!"
+_EQUIVALENT = r"""
+\dfrac=\frac \tfrac=\frac \cfrac=\frac \leq=\le \leqslant=\le \geq=\ge \geqslant=\ge \neq=\ne \lt=< \gt=> \vee=\lor
+\land=\wedge \lbrace=\{ \rbrace=\} \lbrack=[ \rbrack=] \langle=( \rangle=) \vert=| \lvert=| \rvert=| \imath=i
+\varnothing=\emptyset \degree=° \%=% {,}=, \text{,}=,
+"""
+_SYNONYMS = {
+    **dict.fromkeys(_INVISIBLE.split(), ""),
+    **dict.fromkeys(["\\,", "\\;", "\\:", "\\ ", "~", "\\thinspace"], THIN),
+    **dict.fromkeys(["\\quad", "\\qquad"], " "),
+    **dict(synonym.split("=") for synonym in _EQUIVALENT.split()),
+}
+_COMMAND = re.compile(r"\\\\|\\text\{,\}|\{,\}|\\[A-Za-z]+|\\[,;:! %]|~")
+_DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
 _FONT = r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|emph|boxed|fbox|boldsymbol|bm)\s*"
 _WRAPPED = re.compile(_FONT + r"\{((?:[^{}]|\{[^{}]*\})*)\}")
 _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|`")
@@ -42,6 +47,94 @@ _BOLD = re.compile(r"(?<![\w)*])\*\*(?=\S)([^*]*)(?<=\S)\*\*(?![\w(*])")  # A po
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _LEADING = " \t\r\n\u2009:*_"
 _TRAILING = _LEADING + ".,;"
+
+MAX_NUMBER_CHARS = 200  # A longer text is not a plain number.
+_MAX_EXPONENT = 1000
+_DECIMAL = rf"(?:(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,3}}(?:{THIN}\d{{3}})+|\d+)(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(
+    rf"""(?P<sign>[-+]?)\s*(?P<money>\$|€|£|¥|US\$)?\s*(?P<sign2>-?)\s*(?:
+      (?P<fixed>\d*\.\d*)\\overline\s*\{{\s*(?P<period>\d+)\s*\}}
+    | (?P<whole>\d+\s*)?\\frac\s*(?P<top>\d|\{{\s*-?{_DECIMAL}\s*\}})\s*(?P<bottom>\d|\{{\s*{_DECIMAL}\s*\}})
+    | (?P<whole2>\d+\s+)?(?P<top2>{_DECIMAL})\s*/\s*(?P<bottom2>{_DECIMAL})(?![\d/])
+    | 10\s*\^\s*(?P<only>-?\d{{1,4}}|\{{\s*[-+]?\d{{1,4}}\s*\}})
+    | (?P<decimal>{_DECIMAL})(?:[eE](?P<e>[-+]?\d{{1,4}})(?![\w.])
+        |\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?P<ten>-?\d{{1,4}}|\{{\s*[-+]?\d{{1,4}}\s*\}}))?
+    )""",
+    re.VERBOSE,
+)
+# The name of a value: a letter with its index and arguments, a line AB, a Greek letter, or words.
+_GREEK = "alpha|beta|gamma|delta|theta|phi|lambda|mu|rho|sigma|tau|omega"
+NAME = (
+    r"(?:(?!(?:sin|cos|tan|log|exp|sqrt|not)\b)[A-Za-z']{3,}(?: +[A-Za-z']+){0,7}|[A-Z]{1,3}|[a-z]"
+    rf"|\\(?:{_GREEK})\b\s*|\\angle\s*[A-Z]{{1,3}})(?:_\{{?[A-Za-z0-9]{{1,12}}\}}?)?'*(?:\([A-Za-z0-9,+ -]{{1,20}}\))?"
+)
+_VARIABLE = re.compile(rf"(?:[a-z]|{_GREEK})(?:_\{{?\w+\}}?)?")
+_LEAD = re.compile(
+    rf"(?:(?P<name>{NAME})?\s*(?:=|:|\\approx)\s*)?"
+    r"(?:(?:exactly|only|about|approximately|around|roughly|\\approx|a total of)\s+)?"
+)
+_MULTIPLIERS = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_AFTER = re.compile(
+    r"(?:\s*(?:(?P<percent>%|percent\b|per cent\b|percentage points\b)"
+    rf"|(?P<multiplier>{'|'.join(_MULTIPLIERS)})s?\b))?",
+    re.IGNORECASE,
+)
+_WORD = r"(?:[A-Za-z]{3,}|a|an|of|in|on|at|by|per|is|it|he|up)(?:'s|s'|-[A-Za-z]+)?"
+_FEW_WORDS = re.compile(rf"{_WORD}(?:[ ,]+{_WORD}){{0,9}}[ ,]*")
+# Words that change a number: another number, an operation, or a change of mind.
+CHANGES_NUMBER = re.compile(
+    r"\b(?:or|and|not|but|plus|minus|divided|multiplied|squared|cubed|factorial|root|power|modulo|mod|half|halves|"
+    r"thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|percent|"
+    r"zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty|fifty|sixty|"
+    r"seventy|eighty|ninety|hundreds?|dozens?|thousands?|millions?|billions?|trillions?|sin|cos|tan|log|exp|sqrt|"
+    r"base|binary|octal|hexadecimal|maybe|perhaps|wrong|false|instead)\b",
+    re.IGNORECASE,
+)
+
+Unit = dict[str, int]  # symbol -> power
+# Each symbol with its other names, without the s of a plural.
+_UNITS = r"""
+mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|nm nanometer nanometre
+in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram gramme|kg kilogram kilogramme|lb pound|oz ounce
+s sec second|ms millisecond|min minute|h hr hour|day|week|month|year yr
+L l liter litre|mL ml milliliter millilitre|gal gallon
+Hz hertz|N newton|Pa pascal|kPa kilopascal|atm atmosphere|J joule|kJ kilojoule|eV electronvolt|W watt|kW kilowatt
+V volt|A amp ampere|C coulomb|Ω ohm \Omega|F farad|T tesla|mol mole|M molar|cal calorie|kcal|K kelvin
+$ dollar usd|€ euro eur|£ gbp|¥ yen|cent|° degree deg|rad radian|mph
+"""
+_SYMBOLS = {
+    name: names.split()[0] for line in _UNITS.splitlines() for names in line.split("|") for name in names.split()
+}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
+_UNIT_WORD = re.compile(
+    r"\s*(?:(?P<mark>[/*.()]|\\cdot|\\times)|(?P<word>\\?[A-Za-z]+|[$€£¥°Ωµμ])(?:\s*\^\s*\{?\s*(?P<power>-?\d)\s*\}?)?)"
+)
+
+_LAST_WORDS = re.compile(
+    r"(?<=[\w)}\]])\s*(?:\\(?:text|mathrm|mbox)\s*\{([^{}\\]+)\}|(?<=[\s})\d])((?:[A-Za-z]{2,}[ /]+){0,3}[A-Za-z]{2,}))"
+    r"\s*(\^\s*\{?\s*\d\s*\}?)?[\s.]*$"
+)
+_NO_UNITS = ("unit", "units", "square unit", "square units", "cubic units", "sq units")
+
+
+class PlainNumber(NamedTuple):
+    """A number with what can change its value."""
+
+    value: Fraction  # 10 for "10%"
+    percent: bool = False
+    unit: Unit | None = None  # None: there is none, or the words are not a unit
+    name: str = ""  # x in "x = 10"
+
+    def equals(self, other: PlainNumber) -> bool:
+        """Return whether the values are equal. If only one has a percent sign, `10%` equals both 10 and 0.1."""
+        if self.percent == other.percent:
+            return self.value == other.value
+        percentage, plain = (self, other) if self.percent else (other, self)
+        return plain.value in (percentage.value, percentage.value / 100)
+
+    def clashes(self, other: PlainNumber) -> bool:
+        """Return whether units or names show that the two are different quantities."""
+        return units_clash(self.unit, other.unit) or names_clash(self.name, other.name)
 
 
 def ascii_text(text: str) -> str:
@@ -52,11 +145,21 @@ def ascii_text(text: str) -> str:
     return "".join(c if c.isascii() else _character(c) for c in text)
 
 
+def _character(c: str) -> str:
+    category = unicodedata.category(c)
+    if c in _CHARACTERS:
+        return _CHARACTERS[c]
+    if category == "Nd":
+        return str(unicodedata.decimal(c))
+    if category in ("Zs", "Cf"):  # Cf: zero width, or the direction of writing
+        return THIN if category == "Zs" else ""
+    plain = unicodedata.normalize("NFKC", c).replace("\u2044", "/")  # full-width ASCII and fractions
+    return f" {plain}" if "/" in plain else plain
+
+
 def commands(text: str) -> str:
     """Write LaTeX commands with the same meaning in the same way."""
-    for pattern, spelling in _LATEX:
-        text = pattern.sub(spelling, text)
-    return text
+    return _COMMAND.sub(lambda command: _SYNONYMS.get(command[0], command[0]), _DEGREE.sub("°", text))
 
 
 def tidy(text: str) -> str:
@@ -85,18 +188,124 @@ def quote(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _character(c: str) -> str:
-    category = unicodedata.category(c)
-    if c in _CHARACTERS:
-        return _CHARACTERS[c]
-    if category == "Nd":
-        return str(unicodedata.decimal(c))
-    if category == "Zs":
-        return THIN
-    if category == "Cf":  # zero width, or the direction of writing
-        return ""
-    if "\uff01" <= c <= "\uff5e":  # full-width ASCII
-        return chr(ord(c) - 0xFEE0)
-    if unicodedata.decomposition(c).startswith("<fraction>"):
-        return " " + unicodedata.normalize("NFKC", c).replace("\u2044", "/")
-    return c
+def plain_number(text: str) -> PlainNumber | None:
+    """Return the number that a text is, or None for anything else, such as an expression or two numbers."""
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    text = tidy(text)
+    if text.startswith("(") and text.endswith(")") and "," not in text:  # (1,234) may be a pair
+        text = text[1:-1].strip()
+
+    lead = _LEAD.match(text)
+    number = _NUMBER.match(text, lead.end() if lead else 0)
+    if not number or (number["sign"] and number["sign2"]):
+        return None
+    value = _value(number)
+    after = _AFTER.match(text, number.end())
+    rest = text[after.end() :] if after else ""
+    if value is None or after is None or not _is_unit_or_words(rest):
+        return None
+
+    # Money before the number is a unit too.
+    measured = unit(rest)
+    if number["money"]:
+        measured = {number["money"][-1]: 1, **(measured or {})}
+    negative = number["sign"] == "-" or number["sign2"]
+    value *= _MULTIPLIERS.get((after["multiplier"] or "").lower(), 1) * (-1 if negative else 1)
+    name = lead["name"] if lead else None
+    return PlainNumber(value, bool(after["percent"]), measured, (name or "").replace("\\", ""))
+
+
+def _value(number: re.Match[str]) -> Fraction | None:
+    """Return the value of a match without its sign."""
+    # A period is divided by as many nines, behind the digits before it.
+    if number["period"]:
+        fixed, period = number["fixed"], number["period"]
+        shift = 10 ** len(fixed.partition(".")[2])
+        return _fraction(f"0{fixed}0") + Fraction(int(period), (10 ** len(period) - 1) * shift)
+
+    # A mixed fraction has a whole number before a proper fraction.
+    top, bottom = number["top"] or number["top2"], number["bottom"] or number["bottom2"]
+    if top:
+        whole, divisor = number["whole"] or number["whole2"], _fraction(bottom)
+        part = _fraction(top) / divisor if divisor else None
+        if whole is None or part is None:
+            return part
+        return int(whole) + part if 0 < part < 1 else None
+
+    exponent = int((number["e"] or number["ten"] or number["only"] or "0").strip("{ }"))
+    return _fraction(number["decimal"] or "1") * Fraction(10) ** exponent if abs(exponent) <= _MAX_EXPONENT else None
+
+
+def _fraction(digits: str) -> Fraction:
+    return Fraction(digits.strip("{ }").replace(",", "").replace(THIN, ""))
+
+
+def _is_unit_or_words(text: str) -> bool:
+    """Return whether the text after a number is empty, a unit, or words that do not change the number."""
+    # A unit may follow without a space, `12cm`. Other words and single letters may not, `12x`.
+    if not text.strip():
+        return True
+    if re.match(r"[A-Za-z](?![A-Za-z])", text):
+        return False
+    return unit(text) is not None or (text[0].isspace() and only_words(text.strip()))
+
+
+def only_words(text: str) -> bool:
+    """Return whether a text is a few words that do not change a number."""
+    return bool(_FEW_WORDS.fullmatch(text)) and not CHANGES_NUMBER.search(text)
+
+
+def unit(text: str) -> Unit | None:
+    """Return the unit that a tidied text is, or None."""
+    powers: Counter[str] = Counter()
+    sign, factor, at, last = 1, 1, 0, ""
+    text = text.strip()
+    for token in _UNIT_WORD.finditer(text):
+        word = token["word"]
+        if token.start() != at:
+            return None
+        at = token.end()
+        if token["mark"] == "/" or word == "per":
+            sign = -1
+        elif word in _POWERS and not word.endswith("ed"):
+            factor = _POWERS[word]
+        elif word in _POWERS and last:
+            powers[last] *= _POWERS[word]
+        elif word:
+            last = _symbol(word)
+            if not last:
+                return None
+            powers[last] += sign * factor * int(token["power"] or 1)
+            factor = 1
+    return ({name: power for name, power in powers.items() if power} or None) if at == len(text) else None
+
+
+def without_unit(text: str) -> tuple[str, Unit | None]:
+    r"""Remove the words, or the unit, from the end of `6\pi \text{ cm}^2`. The unit is None for other words."""
+    match = _LAST_WORDS.search(text)
+    if not match:
+        return text, None
+    words = (match[1] or match[2]).strip()
+    measured = unit(f"{words} {match[3] or ''}")
+    if measured or words in _NO_UNITS or (match[1] and only_words(words)):
+        return text[: match.start()], measured
+    return text, None
+
+
+def _symbol(word: str) -> str:
+    """Return the symbol of one unit, or "". Case matters in symbols, not in names."""
+    name = word.lower()
+    if word in _SYMBOLS or len(name) < 3:
+        return _SYMBOLS.get(word, "")
+    return _SYMBOLS.get(name) or _SYMBOLS.get(name.removesuffix("s"), "")
+
+
+def units_clash(a: Unit | None, b: Unit | None) -> bool:
+    """Return whether both are units and neither is a part of the other, as `dollars` is of `dollars per day`."""
+    return a is not None and b is not None and not (a.items() <= b.items() or b.items() <= a.items())
+
+
+def names_clash(a: str, b: str) -> bool:
+    """Return whether two names are different variables. Words and capitals are labels: `S = 3` may answer `x = 3`."""
+    return a != b and bool(_VARIABLE.fullmatch(a) and _VARIABLE.fullmatch(b))

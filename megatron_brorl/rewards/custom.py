@@ -1,9 +1,8 @@
 """Reward functions of the user. Their parameters are the text of the response and the data row.
 
 A function that a configuration names, "my_rewards.py:score" (a file) or "package.module:score" (an importable module),
-is imported in worker processes only. A function that a Python program passes is called by one thread of this process:
-a notebook's function is in no file, and a fork of a process with torch's threads may hang. There it has no limit of
-time or memory.
+is imported in worker processes only. A function that a Python program passes is called in this process, without limits
+of time or memory: a notebook's function is in no file, and a fork of a process with torch's threads may hang.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megatron_brorl.rewards.verifier import Entry, VerifierRow
 from megatron_brorl.rewards.worker_process import WorkerLostError, call_in_worker
 
 IN_PROCESS = "this_process:reward"  # the verifier of rows that a program's own function judges
-OwnReward = Callable[[str, VerifierRow], Any]  # returns anything that rewards.judge accepts
+RewardFunction = Callable[[str, VerifierRow], Any]  # returns anything that rewards.verifier accepts
 
 _NAME = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
 _TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}
@@ -43,17 +42,11 @@ def is_custom(name: str) -> bool:
 
 def entry(name: str) -> Entry:
     """Return the entry of a function, without importing it."""
-    return Entry(
-        about="your own function",
-        load=lambda: _import(name)[0],
-        find=full,
-        check_row=lambda row, where: None,
-        max_chars=1 << 20,  # reward.max_chars is the limit
-        foreign=True,
-    )
+    # The limit on characters is reward.max_chars.
+    return Entry(lambda: _import(name)[0], full, lambda row, where: None, max_chars=1 << 20, foreign=True)
 
 
-def look_at(name: str) -> tuple[str, bool]:
+def validate(name: str) -> tuple[str, bool]:
     """Check a function in a worker process. Return the hash of its file, and whether it has a true attribute `pure`.
 
     Equal answers to a row have equal scores if it is pure. Raises UserError if the function cannot be used.
@@ -68,7 +61,7 @@ def look_at(name: str) -> tuple[str, bool]:
 
 
 def inspected(name: str) -> tuple[str, str, bool]:
-    """Return an error message and the values of `look_at`, found in this process."""
+    """Return an error message and the values of `validate`, found in this process."""
     try:
         function, module = _import(name)
         check_parameters(function, f"verifier {name}")
@@ -97,7 +90,7 @@ def check_parameters(function: Callable[..., Any], what: str) -> None:
         raise UserError(f"{what}: must take (response, row): {e}") from None
 
 
-def sha256(function: OwnReward) -> str:
+def sha256(function: RewardFunction) -> str:
     """Return the hash of a function's source, else of its compiled code, else of its name."""
     try:
         text = inspect.getsource(function)

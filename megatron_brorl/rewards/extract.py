@@ -1,24 +1,57 @@
-r"""Functions that find the answer in a response. A verifier can also bring its own function (verifier.Entry.find).
+r"""Find the answer in a response. A verifier chooses one of these functions or brings its own (verifier.Entry.find).
 
 full        the whole text
 answer_tag  the content of the last <answer>...</answer>
 boxed       the content of the only \boxed{...}
 
-A response with several boxes has no answer for `boxed`, because a policy would otherwise learn to list guesses.
+Verifiers that compare an answer with a reference search the text after the last </think>, or the whole response without
+such a tag (`places`). The answer is in the first of these forms that occurs in the text:
+
+    <answer>42</answer>    \boxed{42} or \fbox{42}    #### 42    The answer is 42. / Answer: 42
+
+If a form occurs several times, all occurrences must give the same answer. Otherwise the response has no answer, because
+a policy would learn to list guesses. The last number of a response is not an answer unless it has one of these forms.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
+from megatron_brorl.rewards.answer_text import CHANGES_NUMBER, plain_text, quote
 from megatron_brorl.rewards.verifier import Find
 
+Same = Callable[[str, str], bool]  # whether two texts say the same answer
+Counts = Callable[[str], bool]  # whether a text can be an answer of the kind that is looked for
+
+_MAX_RESPONSE = 1 << 20  # Characters. `extract` does not search longer responses.
 _TAG = re.compile(r"<answer>((?:(?!<answer>|</answer>).)*)</answer>", re.DOTALL)
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s{0,4}\{)|\\.|[{}]", re.DOTALL)
-_MAX_RESPONSE = 1 << 20  # Characters. `extract` does not search longer responses.
+
+# GSM8K ends its solutions with four hashes. "#### 2. Next" is a heading of Markdown.
+_HASHES = re.compile(
+    r"(?<!#)####:?[ \t]{0,8}([*_`]{0,3})(?!\d+[.):][ \t]+\S)"
+    r"((?:[a-zA-Z]?[ \t]?=[ \t]?)?[-+$€£\\(]{0,4}\.?\d[^\n]*|\(?[A-J]\)?(?=[*_`.]{0,4}\s*(?:\n|$)))"
+)
+_MARKUP = re.compile(r"(?<=\S)[*_`]{1,3}(?=[\s.,;:(]|$)")
+_REASON = re.compile(r",?[ \t](?:because|since|as)\b.*")
+_ASIDE = re.compile(r"[,;:(]|\.\s|\s[-\u2013\u2014]+\s|</?s>|<\|")
+_TO_LAST_DIGIT = re.compile(r".*\d|.")
+
+_MAX_LINE = 300  # characters
+_MAX_SENTENCE = 1000
+_MAX_SPELLINGS = 8
+_SAYS = re.compile(
+    r"\banswer\b(?:[*_]{0,2}\s?[*_]{0,2}(?:is|are|=|:)(?![A-Za-z])| (?:to|for) [^.:\n]{1,80}? is\b)", re.IGNORECASE
+)
+# A displayed formula, or a sentence to its end or the end of the line.
+_SENTENCE = re.compile(
+    r"\\\[(.*?)(?:\\\]|\Z)|\$\$(.*?)(?:\$\$|\Z)|(.*?)(?:[.!?](?=[*_)\"']{0,3}(?:\s|\Z))|\n|\Z)", re.DOTALL
+)
+_LEADS_ON = re.compile(r"\W*(?:(?:the|my|our|so|thus|hence|therefore|final|correct|right)\W+)*", re.IGNORECASE)
 
 
 class Found(NamedTuple):
@@ -81,7 +114,7 @@ FINDERS: Mapping[Literal["full", "answer_tag", "boxed"], Find] = {
 
 
 def extract(text: str, find: Find, max_chars: int) -> Found:
-    """Return the answer that `find` finds, without white space at its ends. A longer one than max_chars is none."""
+    """Return the answer that `find` finds, without white space at its ends, if it has at most max_chars."""
     if len(text) > _MAX_RESPONSE:
         return Found(None, f"the response has more than {_MAX_RESPONSE} characters")
     answer = find(text)
@@ -99,3 +132,93 @@ def code(answer: str | None) -> int:
         return 0
     digest = hashlib.blake2b(answer.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 12 or 1
+
+
+def same_text(a: str, b: str) -> bool:
+    """Return whether two texts differ only in appearance and white space."""
+    return a.strip() == b.strip() or plain_text(a) == plain_text(b)
+
+
+def final_answer(response: str, same: Same, is_bare: Counts, counts: Counts | None = None) -> str | None:
+    """Return the answer of a response in one of the forms above; None if there are different ones.
+
+    A response in none of the forms is an answer itself if `is_bare` is true for it.
+    """
+    said = places(response, counts)
+    if said:
+        return None if _disagreement(said, same) else said[-1]
+    bare = response.strip()
+    return bare if bare and is_bare(bare) else None
+
+
+def is_short_line(text: str) -> bool:
+    """Return whether a response can be a bare answer in words."""
+    return len(text) <= _MAX_LINE and "\n" not in text
+
+
+def given_answer(text: str, same: Same) -> tuple[str, str]:
+    """Return the answer of a response, or of a text that is only an answer, and why it counts as none, or ""."""
+    said = places(text) or [text.strip()]
+    return said[-1], _disagreement(said, same)
+
+
+def _disagreement(said: list[str], same: Same) -> str:
+    """Return a sentence about the first two answers that differ, or "".
+
+    Many spellings, or long ones, count as different, because comparing them could take long.
+    """
+    first, *others = dict.fromkeys(said)
+    for count, other in enumerate(others):
+        if count >= _MAX_SPELLINGS or max(len(first), len(other)) > _MAX_SENTENCE or not same(first, other):
+            return f"no answer: two different ones, {quote(first)} and {quote(other)}"
+    return ""
+
+
+def places(response: str, counts: Counts | None = None) -> list[str]:
+    """Return the answer in each place of the first form that a response has, in order.
+
+    Places for which `counts` is false are left out, unless it is false for every place of every form.
+    """
+    text = after_thought(response)
+    first: list[str] = []
+    for form in (tags, boxes, _hashes, _sentences):
+        found = [answer for answer in (part.strip() for part in form(text)) if answer]
+        if form is tags:
+            found = [answer for tag in found for answer in places(tag, counts) or [tag]]
+
+        # Do not call `counts` for each of many spellings, because that could take long.
+        spellings = set(found)
+        if counts and len(spellings) <= _MAX_SPELLINGS:
+            spellings = set(filter(counts, spellings))
+        if spellings:
+            return [answer for answer in found if answer in spellings]
+        first = first or found
+    return first
+
+
+def _hashes(text: str) -> list[str]:
+    return [_without_aside(markup, line) for markup, line in _HASHES.findall(text)] if "####" in text else []
+
+
+def _without_aside(markup: str, line: str) -> str:
+    """Remove markup, a reason, and words that do not change the number from the text after four hashes."""
+    line = _REASON.sub("", _MARKUP.sub("", line) if markup else line)
+    last = _TO_LAST_DIGIT.match(line)
+    aside = _ASIDE.search(line, last.end() if last else 0)
+    return line[: aside.start()] if aside and not CHANGES_NUMBER.search(line, aside.start()) else line
+
+
+def _sentences(text: str) -> list[str]:
+    """Return what follows "answer is" and "Answer:", to the end of the sentence, the line or the displayed formula."""
+    marks = list(_SAYS.finditer(text))
+    found = []
+    for mark, following in itertools.zip_longest(marks, marks[1:]):
+        # The limit bounds the cost of a thousand such words without an end.
+        window = text[mark.end() : following.start() if following else None].lstrip(" \t\r\n:*_")[:_MAX_SENTENCE]
+        sentence = _SENTENCE.match(window)
+        said = sentence[sentence.lastindex or 0] if sentence else ""
+
+        # "Answer: The answer is 42" says it once; "The answer is 41, no, the answer is 42" twice.
+        if not (following and said == window and _LEADS_ON.fullmatch(said)):
+            found.append(said)
+    return found

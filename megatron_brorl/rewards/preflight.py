@@ -9,14 +9,14 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom, registry
 from megatron_brorl.rewards.sandbox import isolation, probe
-from megatron_brorl.rewards.scoring import verifier_name, worth
+from megatron_brorl.rewards.scoring import final_reward, verifier_name
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.worker_process import call_in_worker
-from megatron_brorl.types import Prompt, Verdict
+from megatron_brorl.types import Prompt, ScoreResult
 
 _ROWS = 8  # rows to look at, for each verifier and each of its tasks
 
-Judged = list[tuple[Prompt, Verdict]]
+Scored = list[tuple[Prompt, ScoreResult]]
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
     entries = {name: registry.entry(name, "verifier", config) for name in sorted(names)}
 
     # Verifiers that run programs of the model need a sandbox.
-    isolation.tell_workers(config.unsandboxed, config.timeout_s)
+    isolation.set_environment(config.unsandboxed, config.timeout_s)
     executing = [name for name, entry in entries.items() if entry.executes]
     if executing and not config.unsandboxed:
         reason = call_in_worker("megatron_brorl.rewards.sandbox.probe:problem")
         if reason:
             raise probe.refuse(f"verifier {executing[0]!r}", reason)
 
-    found = {name: custom.look_at(name) for name, entry in entries.items() if entry.foreign}
+    found = {name: custom.validate(name) for name, entry in entries.items() if entry.foreign}
     return CheckedVerifiers(
         sha256={name: sha256 for name, (sha256, _) in found.items()},
         impure=frozenset(name for name, (_, pure) in found.items() if not pure),
@@ -59,44 +59,44 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
     for prompt in prompts:
         if prompt.answer is not None:
             groups.setdefault(verifier_name(prompt), []).append(prompt)
-    pending = {
-        name: [(p, pool.submit(ScoreRequest(p, (p.answer or "").strip()))) for p in rows[:: -(-len(rows) // _ROWS)]]
-        for name, rows in groups.items()
-    }
-    judged = {name: [(p, verdict.result()) for p, verdict in rows] for name, rows in pending.items()}
-    if not judged:
+    if not groups:
         return "no row has a reference answer to try a verifier on", []
 
+    judged: dict[str, Scored] = {}
     found = []
-    for name, rows in judged.items():
-        _check_status(name, rows)
-        low, high = min(v.reward for _, v in rows), max(v.reward for _, v in rows)
-        rewards = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        found.append(f"verifier {name!r} gives {rewards} to the reference answers of {len(rows)} rows")
+    for name, group in groups.items():
+        rows = group[:: -(-len(group) // _ROWS)]
+        scores = pool.score([ScoreRequest(prompt, (prompt.answer or "").strip()) for prompt in rows])
+        judged[name] = list(zip(rows, scores, strict=True))
+        _check_status(name, judged[name])
+        rewards = [score.reward for score in scores]
+        low, high = min(rewards), max(rewards)
+        span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        found.append(f"verifier {name!r} gives {span} to the reference answers of {len(rows)} rows")
     return "\n".join(found), _refused(judged, config)
 
 
-def _check_status(name: str, rows: Judged) -> None:
-    for prompt, verdict in rows:
-        if verdict.status != "ok":
-            remedy = "raise reward.timeout_s" if verdict.status == "timeout" else "fix the verifier or the row"
+def _check_status(name: str, rows: Scored) -> None:
+    for prompt, score in rows:
+        if score.status != "ok":
+            remedy = "raise reward.timeout_s" if score.status == "timeout" else "fix the verifier or the row"
             raise UserError(
-                f"verifier {name!r} fails on the reference answer of row {prompt.id}: {verdict.status}: "
-                f"{verdict.reason}; {remedy}"
+                f"verifier {name!r} fails on the reference answer of row {prompt.id}: {score.status}: "
+                f"{score.reason}; {remedy}"
             )
 
 
-def _refused(judged: Mapping[str, Judged], config: RewardConfig) -> list[str]:
+def _refused(judged: Mapping[str, Scored], config: RewardConfig) -> list[str]:
     """Return warnings about reference answers that do not count as correct."""
-    wrong = {name: [(p, v) for p, v in rows if not worth(v, False, config)[1]] for name, rows in judged.items()}
+    wrong = {name: [(p, v) for p, v in rows if not final_reward(v, False, config)[1]] for name, rows in judged.items()}
     # A verifier with several tasks accepts references if it accepts those of any task.
     accepting = {rows[0][0].verifier for name, rows in judged.items() if len(wrong[name]) < len(rows)}
     warnings = []
     for name, rows in ((name, rows) for name, rows in wrong.items() if rows):
-        prompt, verdict = rows[0]
+        prompt, score = rows[0]
         judged_by = registry.entry(prompt.verifier, "verifier", config)
         what = (
-            f"verifier {name!r} gives {verdict.reward:g} to the reference answer of row {prompt.id}, below "
+            f"verifier {name!r} gives {score.reward:g} to the reference answer of row {prompt.id}, below "
             f"reward.correct_at = {config.correct_at:g} ({len(rows)} of {len(judged[name])} rows looked at)"
         )
         # This package's verifiers compare with the reference, so that no other response can do better.

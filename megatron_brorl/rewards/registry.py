@@ -13,67 +13,19 @@ import functools
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom, extract
-from megatron_brorl.rewards.judge import Judge, score_of
-from megatron_brorl.rewards.verifier import Entry, Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifier import Entry, Judge, Score, Verifier, VerifierRow, score_of
 from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, short_answer
 
 ENTRIES: dict[str, Entry] = {
-    "choice": Entry(
-        about="multiple choice: one letter in any dress, or the text of its option",
-        load=lambda: choice.verify,
-        find=choice.find,
-        check_row=choice.check_row,
-        accepts_reference=True,
-    ),
-    "code": Entry(
-        about="the share of its tests that a Python program passes, in a sandbox",
-        load=code.load,
-        find=code.find,
-        check_row=code.check_row,
-        max_chars=1 << 16,
-        executes=True,
-    ),
-    "exact": Entry(
-        about="the response is the answer, character by character",
-        load=lambda: exact.exact,
-        find=extract.full,
-        check_row=exact.check_row,
-        accepts_reference=True,
-        max_chars=1 << 16,
-    ),
-    "format": Entry(
-        about="tags such as <think> and <answer>, in order and with nothing beside them",
-        load=lambda: format.format_,
-        find=format.skeleton,
-        check_row=format.check_row,
-    ),
-    "ifeval": Entry(
-        about="the share of the row's instructions that the response follows, as IFEval checks them",
-        load=ifeval.load,
-        find=ifeval.find,
-        check_row=ifeval.check_row,
-        max_chars=1 << 16,
-    ),
-    "math": Entry(
-        about="numbers exactly, other mathematics by sympy",
-        load=math.load,
-        find=math.find,
-        check_row=math.check_row,
-        accepts_reference=True,
-    ),
-    "reasoning_gym": Entry(
-        about="the scorer of the row's reasoning-gym task",
-        load=gym.load,
-        find=extract.answer_tag,
-        check_row=gym.check_row,
-        accepts_reference=True,
-    ),
+    "choice": Entry(lambda: choice.verify, choice.find, choice.check_row, accepts_reference=True),
+    "code": Entry(code.load, code.find, code.check_row, max_chars=1 << 16, executes=True),
+    "exact": Entry(lambda: exact.exact, extract.full, exact.check_row, max_chars=1 << 16, accepts_reference=True),
+    "format": Entry(lambda: format.format_, format.skeleton, format.check_row),
+    "ifeval": Entry(ifeval.load, ifeval.find, ifeval.check_row, max_chars=1 << 16),
+    "math": Entry(math.load, math.find, math.check_row, accepts_reference=True),
+    "reasoning_gym": Entry(gym.load, extract.answer_tag, gym.check_row, accepts_reference=True),
     "short_answer": Entry(
-        about="a few words, or a quantity with its unit",
-        load=lambda: short_answer.verify,
-        find=short_answer.find,
-        check_row=short_answer.check_row,
-        accepts_reference=True,
+        lambda: short_answer.verify, short_answer.find, short_answer.check_row, accepts_reference=True
     ),
 }
 

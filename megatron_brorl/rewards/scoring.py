@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import Entry
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
-from megatron_brorl.types import Prompt, Rollout, Status, Verdict
+from megatron_brorl.types import Prompt, Rollout, ScoreResult, Status
 
 _RAISED = {
     "error": "verifier {} raised on an answer, which scores 0 (metric verdict_errors)",
@@ -29,14 +30,22 @@ _RAISED = {
 
 
 @dataclass(frozen=True)
+class _Pending:
+    cut_off: bool  # by rollout.max_tokens
+    unseen: bool  # No verifier scores it.
+    answer: str | None
+    score: Future[ScoreResult]
+
+
+@dataclass(frozen=True)
 class Scores:
-    """Rewards and verdicts of B rollouts."""
+    """Rewards of B rollouts, and the results of their verifiers."""
 
     rewards: Tensor  # [B] float32
     right: list[bool]  # whether each counts as correct
     answers: list[str | None]  # the judged part of each response; None: it has no answer, or was not judged
-    verdicts: list[Verdict]
-    counts: dict[str, int]  # rollouts of each status of Verdict, and "length": those that were not judged
+    results: list[ScoreResult]
+    counts: dict[str, int]  # rollouts of each status of ScoreResult, and "length": those that were not judged
     raised: dict[str, str]  # per verifier that raised or gave no score: what happened, and the first reason
 
 
@@ -56,10 +65,13 @@ class Scorer:
     ) -> None:
         """prompts: one per request to the engine; more may be added. stop_ids: tokens that end a response and are not
         part of its text."""
-        self._prompts, self._decode, self._stop_ids = prompts, decode, stop_ids
-        self._pool, self._config = pool, config
-        self._entries: dict[str, Entry] = {}
-        self._judged: dict[tuple[int, int], _Judged] = {}  # by request and sibling
+        self._prompts = prompts
+        self._decode = decode
+        self._stop_ids = stop_ids
+        self._pool = pool
+        self._config = config
+        self._entry = functools.cache(entry)
+        self._pending: dict[tuple[int, int], _Pending] = {}  # by request and sibling
         self._ended: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()  # None is the last item
         self._error: BaseException | None = None
         self._cancelled = False
@@ -91,23 +103,23 @@ class Scorer:
         self._thread.join()
         if self._error:
             raise self._error
-        judged = [self._judged[place] for place in places]
-        verdicts = [each.verdict.result() for each in judged]
-        worths = [worth(v, each.cut_off, self._config) for v, each in zip(verdicts, judged, strict=True)]
+        pending = [self._pending[place] for place in places]
+        results = [each.score.result() for each in pending]
+        graded = [final_reward(r, each.cut_off, self._config) for r, each in zip(results, pending, strict=True)]
 
         counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
-        counts.update("length" if each.unseen else v.status for v, each in zip(verdicts, judged, strict=True))
+        counts.update("length" if each.unseen else r.status for r, each in zip(results, pending, strict=True))
         raised: dict[str, str] = {}
-        for (request, _), verdict in zip(places, verdicts, strict=True):
-            if verdict.status in _RAISED:
+        for (request, _), result in zip(places, results, strict=True):
+            if result.status in _RAISED:
                 prompt = self._prompts[request]
-                row = f"row {prompt.id}: " if verdict.status == "invalid" else ""
-                raised.setdefault(_RAISED[verdict.status].format(verifier_name(prompt)), row + verdict.reason)
+                row = f"row {prompt.id}: " if result.status == "invalid" else ""
+                raised.setdefault(_RAISED[result.status].format(verifier_name(prompt)), row + result.reason)
         return Scores(
-            rewards=torch.tensor([reward for reward, _ in worths], dtype=torch.float32),
-            right=[right for _, right in worths],
-            answers=[each.answer for each in judged],
-            verdicts=verdicts,
+            rewards=torch.tensor([reward for reward, _ in graded], dtype=torch.float32),
+            right=[right for _, right in graded],
+            answers=[each.answer for each in pending],
+            results=results,
             counts=dict(counts),
             raised=raised,
         )
@@ -116,48 +128,38 @@ class Scorer:
         try:
             while (ended := self._ended.get()) is not None and not self._cancelled:
                 request, rollout = ended
-                self._judged[request, rollout.index] = self._judge(self._prompts[request], rollout)
+                self._pending[request, rollout.index] = self._submit(self._prompts[request], rollout)
         except BaseException as e:
             self._error = e  # raised by `finished` and `scores`
 
-    def _judge(self, prompt: Prompt, rollout: Rollout) -> _Judged:
-        if prompt.verifier not in self._entries:
-            self._entries[prompt.verifier] = entry(prompt.verifier, "verifier", self._config)
-        judged_by = self._entries[prompt.verifier]
+    def _submit(self, prompt: Prompt, rollout: Rollout) -> _Pending:
+        judged_by = self._entry(prompt.verifier, "verifier", self._config)
         cut_off = rollout.finish == "length"
-        unseen = cut_off and not judged_when_cut_off(judged_by, self._config)
+        unseen = cut_off and not scores_cut_off(judged_by, self._config)
         if unseen:
             found = Found(None, "cut off")
         else:
             text = self._decode(without_stop(rollout.token_ids, self._stop_ids).tolist())
             found = extract(text, judged_by.find, judged_by.max_chars)
-        return _Judged(cut_off, unseen, found.answer, self._pool.submit(ScoreRequest(prompt, *found)))
+        return _Pending(cut_off, unseen, found.answer, self._pool.submit(ScoreRequest(prompt, *found)))
 
 
-@dataclass(frozen=True)
-class _Judged:
-    cut_off: bool  # by rollout.max_tokens
-    unseen: bool  # no verifier judges it
-    answer: str | None
-    verdict: Future[Verdict]
-
-
-def worth(verdict: Verdict, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:
-    """Return the reward of a response with this verdict, and whether the response counts as correct.
+def final_reward(score: ScoreResult, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:
+    """Return the reward of a response that its verifier gave this score, and whether the response counts as correct.
 
     A response is correct if its verifier's own reward is at least reward.correct_at. Both are rounded to float32, so
     that 0.7 + 0.2 + 0.1, which is below 1 in float64, passes for 1. A response that rollout.max_tokens cut off is
     correct only if reward.cut_off_factor is 1. A response without a score is never correct.
     """
-    reaches = verdict.status == "ok" and bool(np.float32(verdict.reward) >= np.float32(config.correct_at))
-    reward = float(reaches) if config.strict else verdict.reward
+    reaches = score.status == "ok" and bool(np.float32(score.reward) >= np.float32(config.correct_at))
+    reward = float(reaches) if config.strict else score.reward
     if not cut_off:
         return reward, reaches
     # A factor below 1 would raise a negative reward, so that a cut-off response scored better than a wrong one.
     return min(reward, config.cut_off_factor * reward), reaches and config.cut_off_factor == 1
 
 
-def judged_when_cut_off(judged_by: Entry, config: RewardConfig) -> bool:
+def scores_cut_off(judged_by: Entry, config: RewardConfig) -> bool:
     """Return whether the reward of a cut-off response can differ from 0, so that its verifier has to judge it."""
     return config.cut_off_factor > 0 or (judged_by.foreign and not config.strict)
 

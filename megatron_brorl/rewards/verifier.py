@@ -1,4 +1,8 @@
-"""Types of verifiers. A verifier is a function from an answer and its data row to a score.
+"""Types of verifiers, and the validation of the scores that they return.
+
+A verifier is a function from an answer and its data row to a score: a Score, a number, or a dict with the keys reward,
+reason and parts. A number is any object that converts to one float: bool, int, float, Fraction, Decimal, and the
+scalars and one-element arrays of NumPy and torch. A string is not a number.
 
 A verifier of this package consists of a file with such a function and an entry in registry.py. The entry defines how
 to find the answer in a response and how to check a row. It also lists properties of the verifier, such as whether it
@@ -7,6 +11,7 @@ needs a sandbox.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +28,9 @@ class VerifierRow(TypedDict):
 
 
 MOST_REWARD = 1e30  # The limit of every number of a configuration; float32, in which rewards are carried, has more.
+MOST_REASON = 300  # characters
+MOST_PARTS = 16
+_MOST_NAME = 64  # characters of a part's name
 
 
 class Score(NamedTuple):
@@ -41,7 +49,6 @@ Find = Callable[[str], str | None]  # a response's text -> the answer in it; Non
 class Entry:
     """Properties of a verifier that are known without loading it."""
 
-    about: str  # one line, for lists of verifiers
     load: Callable[[], Verifier]  # called in a worker process, which imports the libraries
     find: Find  # called in the trainer: linear in the text, executes nothing
     check_row: Callable[[VerifierRow, str], None]  # raises UserError naming `where` (file:row) and what is missing
@@ -49,3 +56,85 @@ class Entry:
     executes: bool = False  # It runs programs of the model, which needs a sandbox or reward.unsandboxed.
     accepts_reference: bool = False  # It accepts the reference answer of every correct row.
     foreign: bool = False  # A custom function: rewards may be negative, and a reference may not be a whole response.
+
+
+class NoScore(Exception):
+    """The returned value is not a score; the message says why."""
+
+
+class Judge:
+    """A verifier as an object of a worker process, which answers calls with [status, reward, reason, parts]."""
+
+    def __init__(self, verifier: Callable[[str, VerifierRow], Any]) -> None:
+        self._verifier = verifier
+
+    def __call__(self, answer: str, row: VerifierRow) -> list[Any]:
+        """Judge one answer. An exception and a value that is not a score are statuses of their own, worth 0."""
+        try:
+            reward, reason, parts = score_of(self._verifier(answer, row))
+            return ["ok", reward, _printable(reason), dict(parts)]
+        except NoScore as e:
+            return ["invalid", 0.0, _printable(str(e)), {}]
+        except BaseException as e:  # Includes SystemExit, because a verifier must not end its worker.
+            reason = _describe(e)
+
+        # Many verifiers raise on answers of an unexpected form. One that also raises on the reference is broken.
+        try:
+            if row["answer"] is not None:
+                self._verifier(row["answer"], row)
+        except BaseException as e:
+            return ["broken", 0.0, _describe(e), {}]
+        return ["error", 0.0, reason, {}]
+
+
+def score_of(returned: Any) -> Score:
+    """Return the score that a verifier returned. Raises NoScore unless all of its numbers are finite and real."""
+    if isinstance(returned, Score):
+        reward, reason, parts = returned
+    elif isinstance(returned, dict):
+        unknown = returned.keys() - {"reward", "reason", "parts"}
+        if unknown or "reward" not in returned:
+            raise NoScore(f"returned a dict with keys {_shown(sorted(map(str, returned)))}, not reward, reason, parts")
+        reward, reason, parts = returned["reward"], returned.get("reason", ""), returned.get("parts", {})
+    else:
+        reward, reason, parts = returned, "", {}
+
+    if not isinstance(reason, str):
+        raise NoScore(f"returned the reason {_shown(reason)}, not a string")
+    if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
+        raise NoScore(f"returned the parts {_shown(parts)}, not a dict of numbers by name")
+    if len(parts) > MOST_PARTS or any(len(name) > _MOST_NAME for name in parts):
+        raise NoScore(f"returned over {MOST_PARTS} parts, or a part with a name of over {_MOST_NAME} characters")
+    numbers = {name: _number(value, f"for part {name!r}") for name, value in parts.items()}
+    return Score(_number(reward, "for a reward"), reason, numbers)
+
+
+def _number(value: Any, what: str) -> float:
+    # Objects of a user's own class may raise anything here.
+    with contextlib.suppress(Exception):
+        value = value.item() if hasattr(value, "item") else value
+        # float() would also read a string, which has no __float__. The comparison is false for NaN.
+        if hasattr(type(value), "__float__") and abs(number := float(value)) <= MOST_REWARD:
+            return number
+    raise NoScore(f"returned {_shown(value)} {what}, not a finite number ({MOST_REWARD:g} at most)")
+
+
+def _shown(value: Any) -> str:
+    """Return a short repr, of plain types only, because other types bring code of their own."""
+    if isinstance(value, (str, list)):
+        value = value[:60]
+    plain = value is None or type(value) in (bool, int, float, str, list)
+    return repr(value)[:60] if plain else f"an object of type {type(value).__name__}"
+
+
+def _describe(error: BaseException) -> str:
+    """Return the type of an exception and its first line."""
+    text = ""
+    with contextlib.suppress(BaseException):  # of a verifier's own class of exceptions
+        text = "".join(str(error).strip().splitlines()[:1])
+    return _printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def _printable(reason: str) -> str:
+    reason = reason[:MOST_REASON]
+    return reason if reason.isprintable() else "".join(c if c.isprintable() else "?" for c in reason)

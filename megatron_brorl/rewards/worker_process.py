@@ -36,7 +36,8 @@ class WorkerLostError(Exception):
 
     def __init__(self, reason: str, started: bool, timed_out: bool = False) -> None:
         super().__init__(reason)
-        self.started, self.timed_out = started, timed_out
+        self.started = started
+        self.timed_out = timed_out
 
 
 class WorkerProcess:
@@ -57,7 +58,8 @@ class WorkerProcess:
         assert self._process.stdin
         assert self._process.stdout
         self.pid = self._process.pid
-        self._calls, self._results = self._process.stdin, self._process.stdout
+        self._calls = self._process.stdin
+        self._results = self._process.stdout
         os.set_blocking(self._calls.fileno(), False)
         self._buffer = b""
 

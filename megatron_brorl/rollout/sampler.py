@@ -26,7 +26,7 @@ from megatron_brorl.types import OpenGroup, Prompt, Rollout
 
 # Two independent rollouts of a lower log-probability than this agree with a probability below e^-40 = 4e-18 a pair,
 # 1e-12 among all pairs of 512.
-LEAST_NATS = 40.0
+MIN_NATS = 40.0
 
 Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling)
 
@@ -95,22 +95,21 @@ def requests(
     group in a step. begun: "cut" rollouts among the slots, which continue from their tokens.
     """
     runs: list[list[Slot]] = []
-    for group, sibling in slots:
-        if runs and runs[-1][-1] == (group, sibling - 1):
-            runs[-1].append((group, sibling))
+    for number, sibling in slots:
+        if runs and runs[-1][-1] == (number, sibling - 1):
+            runs[-1].append((number, sibling))
         else:
-            runs.append([(group, sibling)])
+            runs.append([(number, sibling)])
     asked = []
     for run in runs:
-        group, first = run[0]
-        g = groups[group]
-        going_on = tuple(begun[slot] for slot in run if slot in begun)
-        key = stream_key(seed, g.step, *([g.occurrence] if g.occurrence else []), g.prompt.id)
-        asked.append(Request(g.prompt, key, len(run), first, going_on))
+        number, first = run[0]
+        group = groups[number]
+        key = stream_key(seed, group.step, *([group.occurrence] if group.occurrence else []), group.prompt.id)
+        asked.append(Request(group.prompt, key, len(run), first, tuple(begun[slot] for slot in run if slot in begun)))
     return asked, [run[0][0] for run in runs]
 
 
-def improbable(requests: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> tuple[Tensor, list[str]]:
+def improbable_rollouts(requests: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> tuple[Tensor, list[str]]:
     """Return hashes [K] int64 of (prompt, tokens) of rollouts that are too improbable to come twice, and their names.
 
     rollouts: of each request. Equal hashes, on any ranks and in any groups of the prompt, mean that rollouts were drawn
@@ -119,7 +118,7 @@ def improbable(requests: Sequence[Request], rollouts: Sequence[Sequence[Rollout]
     hashes, names = [], []
     for request, siblings in zip(requests, rollouts, strict=True):
         for rollout in siblings:
-            if float(rollout.log_probs.double().sum()) < -LEAST_NATS:
+            if float(rollout.log_probs.double().sum()) < -MIN_NATS:
                 who = hashlib.blake2b(request.prompt.id.encode(), digest_size=16).digest()
                 digest = hashlib.blake2b(who + rollout.token_ids.numpy().tobytes(), digest_size=8).digest()
                 hashes.append(int.from_bytes(digest, "little", signed=True))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops.checksum import Sealed, checksum
+from megatron_brorl.ops.checksum import ChecksummedTensor, checksum
 
 
 class UpdateRefused(ValueError):
@@ -22,7 +22,7 @@ def receive(
 ) -> dict[str, Tensor]:
     """Copy a whole update to `device` in `dtype`: exactly the tensors of `names` (name -> its shape [...]), each once.
 
-    Pairs that are Sealed are compared with their checksums after they were copied. Raises UpdateRefused as
+    Pairs that are ChecksummedTensor are compared with their checksums after they were copied. Raises UpdateRefused as
     receive_each.
     """
     staged: dict[str, Tensor] = {}
@@ -53,7 +53,7 @@ def receive_each(
     take: Callable[[str, Tensor, Tensor | None], None],
     drop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Give every tensor of a whole update [any shape] to `take`, with its checksum where it is Sealed.
+    """Give every tensor of a whole update [any shape] to `take`, with its checksum where it is ChecksummedTensor.
 
     The update must hold exactly the tensors of `names`, each once, and either all of them sealed or none. drop: called
     at the first fault, after which nothing is taken. Raises UpdateRefused naming that fault, after the stream was read
@@ -71,7 +71,7 @@ def receive_each(
             name, tensor = pair
 
             # An update that is sealed in part has lost a checksum on the way.
-            own = pair.checksum if isinstance(pair, Sealed) else None
+            own = pair.checksum if isinstance(pair, ChecksummedTensor) else None
             sealed = own is not None if sealed is None else sealed
             fault = _fault(name, tensor, names, taken, sealed == (own is not None))
             if fault:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+
+import torch.distributed as dist
 
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.sampler import Slot
@@ -19,43 +20,25 @@ from megatron_brorl.rollout.sampler import Slot
 _CALLS = count()  # of all instances in this process, which share the ranks' store
 
 
-class Counters(Protocol):
-    """Numbers that ranks share; a torch.distributed.Store is one."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, which begins at 0, and return it."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Delete a number."""
-
-
 class SharedSlots:
     """The slots of one call that no engine has begun; every rank has the same parts."""
 
-    def __init__(self, counters: Counters, name: str, parts: Sequence[Sequence[Slot]], rank: int) -> None:
+    def __init__(self, counters: dist.Store, name: str, parts: Sequence[Sequence[Slot]], rank: int) -> None:
         """parts: the slots dealt to each rank. name: a name of the call that no other call has had."""
         self._counters, self._name, self._parts = counters, name, parts
         # Each rank searches the parts from its own on, so that ranks do not all take from the same one.
         self._order = [*range(rank, len(parts)), *range(rank)]
-        self._total = sum(map(len, parts))
-        self._left, self._first, self._rank = self._total > 0, True, rank
+        self._rank = rank
 
     def claim(self, room: int) -> list[Slot]:
         """Return at most `room` slots for the caller to sample, or an empty list if none are available now.
 
-        The first claim returns only slots of this rank's own part, even if they do not fill `room`, because other ranks
-        have hardly begun theirs.
+        They are the next ones of this rank's own part, or of another part when that one is used up.
         """
-        if not self.left:
-            return []
-        if self._first:
-            self._first = False
-            return self._take(self._rank, room)
-
-        # One counter tells whether anything is left, so that a finished rank need not ask for every part.
-        self._left = self._counters.add(self._key("all"), 0) < self._total
-        while self._left and self._order:
-            found = self._take(self._order[0], room)
+        while self._order:
+            rank = self._order[0]
+            begin = self._counters.add(self._key(rank), room) - room
+            found = list(self._parts[rank][begin : begin + room])
             if found:
                 return found
             self._order.pop(0)  # Slots never come back to a part.
@@ -64,35 +47,22 @@ class SharedSlots:
     @property
     def left(self) -> bool:
         """Return whether a later claim may find slots."""
-        return self._left and (self._first or bool(self._order))
+        return bool(self._order)
 
     def forget(self) -> None:
-        """Delete this rank's counter, and on the first rank the one of all ranks, when all ranks have left the call."""
-        self._left = False
-        keys: list[int | str] = [self._rank] if self._rank else [0, "all"]
-        for key in keys:
-            self._counters.delete_key(self._key(key))
+        """Delete this rank's counter when all ranks have left the call."""
+        self._order = []
+        self._counters.delete_key(self._key(self._rank))
 
-    def _take(self, rank: int, count: int) -> list[Slot]:
-        """Return up to `count` slots of a rank that no other rank has taken, in order."""
-        part = self._parts[rank]
-        if not part:
-            return []
-        begin = self._counters.add(self._key(rank), count) - count
-        found = list(part[begin : begin + count])
-        if found:
-            self._counters.add(self._key("all"), len(found))
-        return found
-
-    def _key(self, which: int | str) -> str:
-        return f"slots/{self._name}/{which}"
+    def _key(self, rank: int) -> str:
+        return f"slots/{self._name}/{rank}"
 
 
 @dataclass
 class WorkStealing:
     """The shared slots of one call after another."""
 
-    counters: Counters
+    counters: dist.Store
     last: SharedSlots | None = None
 
     def begin(self, parts: Sequence[Sequence[Slot]], rank: int) -> SharedSlots | None:

@@ -74,7 +74,7 @@ class Curves:
         return column
 
     def summary(self) -> dict[str, float | int]:
-        """Return the row of `brorl simulate --json`; worst_drop is the minimum over all steps."""
+        """Return the values that `brorl simulate` prints; worst_drop is the minimum over all steps."""
         return {
             "N": self.n,
             "seed": self.seed,

@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_brorl.errors import UserError
@@ -27,66 +26,31 @@ METRICS_FILE = "metrics.jsonl"
 _RESERVED = {"step", "nonfinite", "time"}
 
 
-class Lines:
-    """A file of JSON lines, each with a "step", which every call makes durable. Exactly one rank may open it.
+class MetricsWriter:
+    """Writes one line per step to metrics.jsonl, and the same metrics to trackers. Only one rank may open it.
 
     resume_step: the first step that this process will write. Lines of that step and later ones are dropped, so that a
-    repeated step appears once. None starts a new file and renames an older one to metrics.1.jsonl, ...
+    repeated step appears once. None starts a new file and renames an older one to metrics.1.jsonl, metrics.2.jsonl, ...
 
-    A write that fails, for example on a full disk, does not end the run: it warns once, and the lines are kept and
-    written with the next call.
+    Every line is on the disk when write() returns. A failing disk, for example a full one, does not end the run: the
+    first failure is printed, and the lines are written with the next step.
     """
 
-    def __init__(self, path: Path, resume_step: int | None) -> None:
-        self._path = path
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = (), resume_step: int | None = None) -> None:
+        self._path = run_dir / METRICS_FILE
+        self._trackers = list(trackers)
         self._pending = b""  # lines that are not in the file yet
         self._warned = False
-
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if resume_step is None:
-                if path.exists():
-                    rename_aside(path)
-            else:
-                _drop_from(path, resume_step)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None:
+                _drop_from(self._path, resume_step)
+            elif self._path.exists():
+                rename_aside(self._path)
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
             self._size = os.fstat(self._file.fileno()).st_size  # of whole lines
         except OSError as e:
-            raise UserError(f"{path}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
-
-    def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write one line per row, each a JSON object with a "step"."""
-        self._pending += b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
-        self._flush()
-
-    def close(self) -> None:
-        """Write what is left and close the file."""
-        if not self._file.closed:
-            self._flush()
-            self._file.close()
-
-    def _flush(self) -> None:
-        try:
-            os.ftruncate(self._file.fileno(), self._size)  # remove the rest of a failed attempt
-            rest = memoryview(self._pending)
-            while rest:
-                rest = rest[self._file.write(rest) or 0 :]
-            os.fsync(self._file.fileno())
-        except OSError as e:
-            if not self._warned:
-                self._warned = True
-                _warn(str(self._path), e, "training goes on; missing lines are written when the disk allows it")
-        else:
-            self._size += len(self._pending)
-            self._pending = b""
-
-
-class MetricsWriter:
-    """Writes one line per step to metrics.jsonl, and the same metrics to trackers."""
-
-    def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = (), resume_step: int | None = None) -> None:
-        self._lines = Lines(Path(run_dir) / METRICS_FILE, resume_step)
-        self._trackers = list(trackers)
+            raise UserError(f"{self._path}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
 
     def write(self, step: int, values: dict[str, float | int], seconds: dict[str, float]) -> None:
         """Record one step.
@@ -103,7 +67,8 @@ class MetricsWriter:
         if nonfinite:
             row["nonfinite"] = nonfinite
         row["time"] = _finite(seconds)
-        self._lines.append([row])
+        self._pending += json.dumps(row, allow_nan=False).encode() + b"\n"
+        self._flush()
 
         tagged = {tag(name): value for name, value in values.items()}
         tagged |= {tag(name, "time"): value for name, value in seconds.items()}
@@ -111,10 +76,33 @@ class MetricsWriter:
         self._for_each(lambda tracker: tracker.log(step, finite))
 
     def close(self) -> None:
-        """Write what is left and close the files."""
-        self._lines.close()
+        """Write what is left and close the file and the trackers."""
+        if not self._file.closed:
+            self._flush()
+            self._file.close()
         self._for_each(lambda tracker: tracker.close())
         self._trackers = []
+
+    def _flush(self) -> None:
+        try:
+            os.ftruncate(self._file.fileno(), self._size)  # remove the rest of a failed attempt
+            rest = memoryview(self._pending)
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+            os.fsync(self._file.fileno())
+        except OSError as e:
+            self._warn(e)
+        else:
+            self._size += len(self._pending)
+            self._pending = b""
+
+    def _warn(self, error: OSError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        consequence = "training continues; missing lines are written when the disk allows it"
+        with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
+            print(f"warning: {self._path}: {error.strerror or error}; {consequence}", file=sys.stderr, flush=True)
 
     def _for_each(self, call: Callable[[Tracker], None]) -> None:
         """Call every tracker, and drop those that fail: a display must not end the run."""
@@ -128,15 +116,8 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _warn(what: str, error: OSError, consequence: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
-        print(f"warning: {what}: {error.strerror or error}; {consequence}", file=sys.stderr, flush=True)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""run.dir/run.json: what a run was started with, on what, for those who read it later.
+"""run.dir/run.json: the configuration of a run, and when and where it was started.
 
 {"config": {section: {key: value}}, "starts": [{"time", "step", "command", "ranks", "machine", "versions", "changes"},
-...]}: a start for every time that it was begun or resumed; the configuration is that of the last. "changes":
-{section.key: [value in the checkpoint, value now]} of a run that was resumed.
+...]}: one start for each time that the run was begun or resumed. The configuration is that of the last start.
+"changes" holds {section.key: [value in the checkpoint, value now]} of a resumed run.
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl import __version__
+from megatron_brorl.errors import UserError
+from megatron_brorl.files import write_text
 from megatron_brorl.signals import LAUNCHER
 
 FILE = "run.json"
-# Packages that decide what a run computes, where they are installed.
-PACKAGES = [
-    "torch",
-    "megatron-core",
-    "transformers",
-    "tensorrt-llm",
-    "transformer-engine",
-    "reasoning-gym",
-    "latex2sympy2_extended",
-    "sympy",
-    "numpy",
-]
+# Packages whose version may change what a run computes.
+PACKAGES = (
+    "torch", "megatron-core", "transformers", "tensorrt-llm", "transformer-engine", "reasoning-gym",
+    "latex2sympy2_extended", "sympy", "numpy",
+)  # fmt: skip
 
 
 def write(
@@ -46,14 +41,11 @@ def write(
     device: str,
     changes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a start to run.json.
+    """Add a start to run.json. If that is not possible, print a warning, because the run can continue without it.
 
-    resume_step: that it continues from; None begins the file anew. device: in words. changes: keys whose values differ
-    from those of the checkpoint, with both values.
-
-    A disk that takes nothing is told of, and never ends a run.
+    resume_step: the step that the run continues from; None replaces the file. device: its name. changes: keys whose
+    values differ from those of the checkpoint, with both values.
     """
-    # A resumed run adds a start to those before; a new run replaces the file.
     earlier = read(folder).get("starts", []) if resume_step is not None else []
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -64,20 +56,15 @@ def write(
         "versions": versions(),
         "changes": changes or {},
     }
-
-    path = folder / FILE
-    aside = path.with_name(f".{FILE}.writing")
-    # Replaced as a whole, so that no reader finds half a file.
     try:
-        aside.write_text(json.dumps({"config": config, "starts": [*earlier, start]}, indent=1) + "\n", encoding="utf-8")
-        aside.replace(path)
-    except OSError as e:
+        write_text(folder / FILE, json.dumps({"config": config, "starts": [*earlier, start]}, indent=1) + "\n")
+    except UserError as e:
         with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
-            print(f"warning: {path}: cannot be written: {e.strerror}; training goes on", file=sys.stderr, flush=True)
+            print(f"warning: {e}; training continues", file=sys.stderr, flush=True)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What run.json says; {} where there is none, or it is not one: runs are older than this file."""
+    """Return the content of run.json; {} if it is missing or damaged."""
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -86,16 +73,17 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def command(arguments: Sequence[str], ranks: int) -> str:
-    """What a user types to start this command again, in a shell's words.
+    """Return the shell command that starts this run again.
 
-    A launcher of this package leaves its ranks their arguments without the number of them; any other is the user's.
+    `brorl --processes N` passes its arguments on to the ranks without N, so it is added. Another launcher, such as
+    torchrun, is not part of the command.
     """
     own = ["--processes", str(ranks)] if LAUNCHER in os.environ else []
     return shlex.join(["brorl", arguments[0], *own, *arguments[1:]])
 
 
 def versions() -> dict[str, str]:
-    """Of this project, Python and the packages that decide what a run computes."""
+    """Return the versions of this project, of Python and of PACKAGES that are installed."""
     found = {"megatron-brorl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,7 +1,7 @@
-"""What a rank does when: the spans of one step, from which come the figures of a cluster and its trace.
+"""Timed spans of a rank's step, for the metrics of phases and for traces.
 
-The recorder is an ambient one, like torch.profiler's: code names what it does with `span`, and whoever wants to know
-calls `record` first. Spans also show progress: `dump_stacks_after` prints the stacks of a process that makes none.
+Recording is ambient, as in torch.profiler: code names its phases with `span`, and a caller that wants them calls
+`record` first. Spans also show progress: `dump_stacks_after` prints the stacks of a process that makes none.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank did."""
+    """One phase of a rank's step."""
 
     name: str
-    begin: float  # seconds of the recorder's clock
+    begin: float  # seconds of the timeline's clock
     end: float
-    values: dict[str, float]  # what came of it
+    values: dict[str, float]  # counts of the phase, such as tokens
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
         return self.end - self.begin
 
 
 @dataclass
 class Timeline:
-    """The spans of one thread, each noted at its end."""
+    """The spans of one thread in the order in which they ended."""
 
     clock: Callable[[], float] = time.monotonic
     spans: list[Span] = field(default_factory=list)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[dict[str, float]]:
-        """Record the body; what is put into the result goes with it, also after its end."""
+        """Record the body. Values may be added to the result, also after the end of the body."""
         values: dict[str, float] = {}
         begin = self.clock()
         try:
@@ -48,23 +47,23 @@ class Timeline:
             self.spans.append(Span(name, begin, self.clock(), values))
 
     def seconds(self, name: str) -> float:
-        """Of all spans of this name."""
+        """Return the total duration of the spans with this name."""
         return sum(s.seconds for s in self.spans if s.name == name)
 
     def total(self, name: str, key: str) -> float:
-        """The sum of a value over all spans of this name."""
+        """Return the sum of a value over the spans with this name."""
         return sum(s.values.get(key, 0.0) for s in self.spans if s.name == name)
 
 
 _current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
-_limits: list[float] = []  # of the spans that have begun and not ended
+_limits: list[float] = []  # of the open spans, in seconds
 _dump_after_s = 0.0
 
 
 def dump_stacks_after(seconds: float) -> None:
-    """Print the stacks of all threads to stderr when no span begins or ends for so long, plus the limit of a span.
+    """Print the stacks of all threads to stderr if no span begins or ends for `seconds` plus the limit of open spans.
 
-    0 turns it off.
+    0 turns this off.
     """
     global _dump_after_s
     _dump_after_s = seconds
@@ -80,7 +79,7 @@ def _restart_countdown() -> None:
 
 
 def record(timeline: Timeline | None) -> None:
-    """Let this thread's spans go to `timeline` from now on; None: they are not kept."""
+    """Add the spans of this thread to `timeline` from now on; None stops recording."""
     _current.set(timeline)
 
 
@@ -88,16 +87,12 @@ def record(timeline: Timeline | None) -> None:
 def span(name: str, limit_s: float = 0.0) -> Iterator[dict[str, float]]:
     """Record the body in the timeline that is being recorded, if there is one.
 
-    limit_s: seconds that the body may take because something else ends it, as rollout.timeout_s does; 0 = nothing.
+    limit_s: a timeout that ends the body by itself, such as rollout.timeout_s, in seconds; 0 = none.
     """
-    current = _current.get()
-    recorded: contextlib.AbstractContextManager[dict[str, float]] = contextlib.nullcontext({})
-    if current:
-        recorded = current.span(name)
     _limits.append(limit_s)
     _restart_countdown()
     try:
-        with recorded as values:
+        with (_current.get() or Timeline()).span(name) as values:
             yield values
     finally:
         _limits.pop()

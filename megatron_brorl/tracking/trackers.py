@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.tracking import metric_docs
 
 PROJECT = "brorl"
@@ -57,7 +57,7 @@ def open_trackers(
 ) -> list[Tracker]:
     """Return the trackers of run.log. Raises UserError if one cannot be opened.
 
-    resume_step: see metrics.Lines; a resumed run keeps its name. config: the configuration by section and key.
+    resume_step: see MetricsWriter; a resumed run keeps its name. config: the configuration by section and key.
     """
     check_installed(names)
     ids = _read_ids(run_dir) if resume_step is not None else {}
@@ -67,8 +67,7 @@ def open_trackers(
         try:
             trackers.append(_KINDS[name](run_dir, ids, resume_step, config))
         except Exception as e:  # a tracker's package may raise anything: no account, no network, no disk
-            reason = " ".join(str(e).split()) or type(e).__name__
-            raise UserError(f'run.log: "{name}" cannot be opened: {reason}; fix that, or leave it out') from None
+            raise UserError(f'run.log: "{name}" cannot be opened: {shown(e)}; fix that, or leave it out') from None
 
     with suppress(OSError):  # without this file, a resumed run starts new tracker runs
         (run_dir / IDS_FILE).write_text(json.dumps(ids) + "\n", encoding="utf-8")
@@ -156,5 +155,4 @@ _KINDS: Mapping[str, Any] = {kind.name: kind for kind in (_TensorBoard, _Wandb, 
 def warn(tracker: str, error: Exception) -> None:
     """Print that a tracker is closed."""
     with suppress(OSError):  # stderr may be a file on a full disk
-        reason = " ".join(str(error).split()) or type(error).__name__
-        print(f"warning: run.log: {tracker}: {reason}; it gets no more metrics", file=sys.stderr, flush=True)
+        print(f"warning: run.log: {tracker}: {shown(error)}; it gets no more metrics", file=sys.stderr, flush=True)

@@ -16,12 +16,11 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.rows import in_order
+from megatron_brorl.rollout.engine import Sampling, in_order
 from megatron_brorl.rollout.sampler import open_groups
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.assignment import assign_rows
-from megatron_brorl.train.groups import CUT, Outcomes, gather, give_up, group_metrics, select
+from megatron_brorl.train.groups import CUT, Outcomes, drop_cut, gather_outcomes, group_metrics, select_groups
 from megatron_brorl.train.partial_rollouts import Carried, carry, staleness
 from megatron_brorl.train.recorder import recorded, take_recorded
 from megatron_brorl.train.redistribute import exchange
@@ -82,14 +81,14 @@ class Collector:
             _add(seconds, sampled.seconds)
 
             too_old = [i for i, g in enumerate(groups) if step - int(g.step) >= c.rollout.max_carried_steps]
-            outcomes = gather(rows, len(groups), c.rollout.n, c.shaping.repetition_ngram)
-            outcomes, given_up = give_up(outcomes, too_old)
+            outcomes = gather_outcomes(rows, len(groups), c.rollout.n, c.shaping.repetition_ngram)
+            outcomes, given_up = drop_cut(outcomes, too_old)
             # Fail here rather than train on the few that came through.
             lost = counts["lost"] + given_up
             check_lost(f"step {step}", lost, counts["asked"], c.rollout.max_lost_share)
             check_scored(f"step {step}", counts["unscored"], counts["scored"])
 
-            outcomes = select(outcomes, c.algo.dynamic_sampling)
+            outcomes = select_groups(outcomes, c.algo.dynamic_sampling)
             taken = taken.with_share_of(before, sum(g >= len(carried.groups) for g in outcomes.kept))
             missing = target - len(outcomes.kept)
             if missing <= 0:

@@ -23,8 +23,7 @@ from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.theory.positions import Positions, draw_positions, draws_at
-from megatron_brorl.theory.token_level import TokenLevel, token_level
+from megatron_brorl.theory.token_level import Positions, TokenLevel, draw_positions, draws_at, token_level
 from megatron_brorl.theory.unsampled_mass import good_turing, hold_out
 from megatron_brorl.train.collect import Collected
 from megatron_brorl.train.groups import Outcomes

@@ -7,21 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megatron_brorl.algo.statistics import (
-    RESAMPLES,
-    SHARE,
-    Bounds,
-    Interval,
-    bootstrap_mean,
-    bootstrap_mean_of_means,
-    pass_at_k,
-)
+from megatron_brorl.algo.pass_at_k import pass_at_k
+from megatron_brorl.algo.statistics import RESAMPLES, SHARE, Bounds, Interval, bootstrap_mean, bootstrap_mean_of_means
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.sampler import open_groups
-from megatron_brorl.train.groups import Outcomes, gather
+from megatron_brorl.train.groups import Outcomes, gather_outcomes
 from megatron_brorl.train.sample_and_score import Rollouts, check_lost, check_scored
 from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
@@ -112,7 +105,7 @@ def sample_answers(
     rollouts.pool.forget()  # verdicts are kept for one thing at a time
     sampled = rollouts.sample(slots, groups, sampling, on_end=on_end)
 
-    outcomes = gather(sampled.rollouts, len(groups), n)
+    outcomes = gather_outcomes(sampled.rollouts, len(groups), n)
     sums = collectives.all_reduce_sum(sampled.counts)
     check_scored("evaluation", sums["unscored"], sums["scored"])
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
@@ -129,7 +122,7 @@ def sample_answers(
             reward, length = rewards[ended], tokens[ended]
             right = int(correct[ended].sum())
             means = float(reward.mean()), float(length.mean())
-            found.append(Answers(g.prompt, g.place, int(ended.sum()), right, *means))
+            found.append(Answers(g.prompt, g.index, int(ended.sum()), right, *means))
 
     # rollout.max_lost_share = 1 lets even this come so far.
     if not found:

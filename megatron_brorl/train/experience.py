@@ -1,19 +1,30 @@
-"""From the rollouts of kept groups to what can be trained on: prompts, log-probabilities, values and advantages."""
+"""Advantages and log-probabilities of the rollouts that a step trains on.
+
+The reward of a response, or its difference to the baseline of the group, counts at the last token. Generalised
+advantage estimation spreads it over the tokens. Without a critic, values are 0 and nothing is discounted, so the
+advantage of a token is the sum of the rewards from there on (Hu et al. 2025, REINFORCE++, section 3.3). A response that
+was cut off ends at the cut.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_brorl.algo.advantages import ADVANTAGES, explained_variance, merge
 from megatron_brorl.algo.kl import kl_estimate
-from megatron_brorl.algo.mismatch import mismatch_mask
-from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.algo.policy_loss import mismatch_mask
+from megatron_brorl.algo.shaping import shaped
+from megatron_brorl.config.schema import AlgoConfig, Config
+from megatron_brorl.ops.interface import Backend
 from megatron_brorl.parallel import collectives
-from megatron_brorl.train.advantages import kl_in_reward, of_tokens
+from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.nonfinite import finite_rows, log_rows
 from megatron_brorl.train.worker import Worker
@@ -22,37 +33,122 @@ from megatron_brorl.types import Experience, OpenGroup, ScoredRollout
 Rows = tuple[Tensor, ...]  # [G] of each row
 
 
+def kl_in_reward(algo: AlgoConfig) -> bool:
+    """Return whether the KL to the reference is subtracted from rewards instead of being a term of the loss."""
+    return algo.kl_coef > 0 and algo.kl_in == "reward"
+
+
+def shape_rewards(outcomes: Outcomes, config: Config, step: int) -> Outcomes:
+    """Apply the config section shaping to the rewards of a step. The choice of kept groups does not change."""
+    o = outcomes
+    rewards = shaped(o.rewards, o.right, o.tokens, o.repeats, config.shaping, config.rollout.max_tokens, step)
+    return replace(o, rewards=rewards)
+
+
+def rollout_advantages(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: Backend) -> Tensor:
+    """Return the advantages of all survivors of the kept groups by algo.advantage, float32 [groups, N]; 0 elsewhere.
+
+    They are whitened over all survivors of kept groups, which are the global batch (BroRL, section 3.1), unless the
+    estimator has units of its own or token_advantages whitens later.
+    """
+    table = torch.zeros_like(outcomes.rewards)
+    rewards = [outcomes.rewards_of(g) for g in kept]
+    if not rewards:
+        return table
+
+    estimator = ADVANTAGES[algo.advantage]
+    if estimator.fused:
+        starts = torch.tensor([0, *(len(r) for r in rewards)]).cumsum(0)
+        advantages = ops.group_advantages(torch.cat(rewards), starts, estimator.fused)
+    else:
+        advantages = torch.cat([estimator.of_group(r, algo) for r in rewards])
+    if estimator.whitened and algo.advantage != "gae" and not kl_in_reward(algo):
+        advantages = ops.whiten(advantages, ops.moments(advantages))
+
+    where = torch.zeros_like(outcomes.ended)
+    where[list(kept)] = outcomes.ended[list(kept)]
+    table[where] = advantages
+    return table
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """Advantages and returns of this replica's rows, [G] float32 each."""
+
+    advantages: Rows
+    returns: Rows | None  # targets of the critic
+    metrics: dict[str, float]  # the same on every rank
+
+
+def token_advantages(
+    rewards: Tensor,
+    lengths: Sequence[int],
+    values: Sequence[Tensor] | None,
+    kl: Sequence[Tensor] | None,
+    algo: AlgoConfig,
+    ops: Backend,
+    replicas: dist.ProcessGroup | None,
+) -> TokenAdvantages:
+    """Return the advantages of the tokens of this replica's rows from those of the rollouts, [B].
+
+    values: [G] per row from the critic, or None. kl: [G] per row; algo.kl_coef times it is subtracted from the reward
+    of each token (Ouyang et al. 2022, eq. 2). If either is given, this is a collective over the replicas, and the
+    advantages are whitened over the tokens of the global batch, if their estimator is.
+    """
+    if values is None and kl is None:
+        return TokenAdvantages(tuple(a.expand(n) for a, n in zip(rewards, lengths, strict=True)), None, {})
+
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    per_token = torch.zeros(int(starts[-1])) if kl is None else -algo.kl_coef * torch.cat([torch.zeros(0), *kl])
+    per_token[starts[1:] - 1] += rewards
+    old = torch.zeros_like(per_token) if values is None else torch.cat([torch.zeros(0), *values])
+    advantages, returns = ops.gae(per_token, old, starts, gamma=algo.gamma, lam=algo.lam)
+
+    # An advantage is the residual of the critic: the return minus the value.
+    of_returns, of_residuals = (merge(collectives.all_gather(ops.moments(x), replicas)) for x in (returns, advantages))
+    if ADVANTAGES[algo.advantage].whitened:
+        advantages = ops.whiten(advantages, of_residuals)
+
+    sizes = list(lengths)
+    if values is None:
+        return TokenAdvantages(advantages.split(sizes), None, {})
+    metrics = {
+        "explained_variance": explained_variance(of_returns, of_residuals),
+        "return_mean": of_returns.mean,
+        "value_mean": of_returns.mean - of_residuals.mean,
+    }
+    return TokenAdvantages(advantages.split(sizes), returns.split(sizes), metrics)
+
+
 def make_experience(
     rollouts: Sequence[ScoredRollout],
     groups: Sequence[OpenGroup],
-    group_advantages: Tensor,
+    advantages: Tensor,
     models: TrainingModels,
     algo: AlgoConfig,
     temperature: float,
 ) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
-    """Those of this replica's rollouts that are finite, their experience, and metrics, the same on every rank.
+    """Return this replica's rollouts with finite numbers, their experience, and metrics, the same on every rank.
 
-    A rollout is left out, and counted, where a log-probability or value of it is NaN or infinite (train.nonfinite). A
-    collective. group_advantages: [groups, N] of the whole step (advantages.of_rollouts).
+    A rollout with a log-probability or value that is NaN or infinite is left out and counted. advantages: [groups, N]
+    of the whole step, from rollout_advantages. A collective.
     """
     actor = models.actor
-    # One tensor per prompt, shared by its siblings, by which packing finds them at little cost.
+    # Siblings share one tensor, by which packing recognises them.
     prompt_of = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
     prompts = tuple(prompt_of[r.group] for r in rollouts)
     responses = tuple(r.rollout.token_ids for r in rollouts)
     sampled = tuple(r.rollout.log_probs for r in rollouts)
 
-    # The old policy: the engine's numbers, the actor's, or none: a single update starts at a ratio of 1.
+    # With a single update no old policy is needed, because the ratio is 1.
     old = sampled if algo.old_log_probs == "rollout" else None
     if old is None and _needs_old(algo):
         old = tuple(actor.log_probs(prompts, responses, temperature))
-    # Reference and critic, where the recipe has them. All of these are collectives of a replica.
     reference = tuple(models.reference.log_probs(prompts, responses, temperature)) if models.reference else None
     values = tuple(models.critic.values(prompts, responses)) if models.critic else None
 
-    # Before anything is computed over rows: one NaN in a moment or a mean would reach all of them.
+    # One NaN would spread to all rows through moments and means.
     known = [column for column in (sampled, old, reference, values) if column is not None]
-    # Found over all ranks of the replica, which must go on with the same rows.
     finite = finite_rows(known, actor.grid)
     ids = tuple(f"{groups[r.group].prompt.id}/{r.rollout.index}" for r in rollouts)
     broken = [row for row, fine in enumerate(finite) if not fine]
@@ -63,34 +159,35 @@ def make_experience(
     old, reference, values = (None if x is None else _those(x, finite) for x in (old, reference, values))
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
-    kl, mask, metrics = None, None, collectives.all_reduce_sum(counts, actor.grid.groups.dp)
+    metrics = collectives.all_reduce_sum(counts, actor.grid.groups.dp)
+    kl = None
     if kl_in_reward(algo) and old is not None and reference is not None:
         kl = tuple(kl_estimate(o - r, algo.kl_estimator) for o, r in zip(old, reference, strict=True))
         metrics["reference_kl"] = _token_mean(kl, actor)
 
-    # A mask, not shorter rows: what comes later in a response still attends to these tokens.
+    # Masked tokens stay in the row, because later tokens attend to them.
+    mask = None
     if algo.mismatch_mask != "off" and old is not None:
         bounds = algo.mismatch_mask, *algo.mismatch_bounds
         mask = tuple(mismatch_mask(o, s, *bounds) for o, s in zip(old, sampled, strict=True))
         metrics["masked_share"] = 1 - _token_mean(mask, actor)
 
-    # By group and sibling: baselines have counted the rows that were left out here.
-    own = group_advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
+    own = advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
     lengths = [len(r) for r in responses]
-    credit = of_tokens(own, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp)
+    credit = token_advantages(own, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp)
 
-    # The boost comes after whitening, which would rescale it and take its mean away.
-    advantages = credit.advantages
+    # The boost comes after whitening, which would rescale it and subtract its mean.
+    boosted = credit.advantages
     if algo.correct_boost:
         boosts = (algo.correct_boost if r.right else 0.0 for r in rollouts)
-        advantages = tuple(a + boost for a, boost in zip(advantages, boosts, strict=True))
+        boosted = tuple(a + boost for a, boost in zip(boosted, boosts, strict=True))
 
     experience = Experience(
         prompts=prompts,
         responses=responses,
         rollout_log_probs=sampled,
         old_log_probs=old,
-        advantages=advantages,
+        advantages=boosted,
         values=values,
         returns=credit.returns,
         reference_log_probs=reference,
@@ -101,7 +198,7 @@ def make_experience(
 
 
 def token_gain(actor: Worker, experience: Experience) -> float:
-    """Tokens of plain streams over tokens that the actor computed, over all replicas; a collective."""
+    """Return tokens without shared prompts over tokens that the actor computed, over all replicas; a collective."""
     tokens = collectives.all_reduce_sum(actor.tokens(experience.prompts, experience.responses), actor.grid.groups.dp)
     return tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
 
@@ -111,7 +208,7 @@ def _those(column: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:
 
 
 def _needs_old(algo: AlgoConfig) -> bool:
-    """Whether the actor's log-probabilities are asked for before its first update, or after it has moved."""
+    """Return whether the actor must compute log-probabilities before its first update."""
     return algo.mini_batches * algo.epochs > 1 or algo.mismatch_mask != "off" or kl_in_reward(algo)
 
 

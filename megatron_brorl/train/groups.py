@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.selection import has_signal
+from megatron_brorl.algo.advantages import has_signal
 from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.types import FinishReason, ScoredRollout
@@ -60,7 +60,7 @@ class Outcomes:
         return replace(self, closed=closed, kept=kept)
 
 
-def gather(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 0) -> Outcomes:
+def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 0) -> Outcomes:
     """The outcomes of `groups` groups of n; a collective.
 
     rollouts: this rank's; every one that is not lost is on one rank. ngram: config key shaping.repetition_ngram; 0
@@ -91,14 +91,14 @@ def gather(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 
     return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
 
 
-def give_up(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
+def drop_cut(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
     """The same with what is "cut" in the given groups lost, and how many rollouts that are."""
     late = torch.zeros_like(outcomes.ended)
     late[list(groups)] = outcomes.state[list(groups)] == CUT
     return replace(outcomes, state=outcomes.state.masked_fill(late, LOST)), int(late.sum())
 
 
-def select(outcomes: Outcomes, dynamic_sampling: bool = True) -> Outcomes:
+def select_groups(outcomes: Outcomes, dynamic_sampling: bool = True) -> Outcomes:
     """With the closed groups and those to train on: dynamic sampling over the survivors of all ranks.
 
     A group with fewer than two survivors has no signal. dynamic_sampling = False keeps every closed group that has one.

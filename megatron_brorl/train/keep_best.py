@@ -39,7 +39,7 @@ def keep_last(config: Config, state: RunState, metrics: Mapping[str, float]) -> 
     """
     root = Path(config.run.dir) / "checkpoints"
     found = new_best(config, state, metrics)
-    if not (found and folders.is_own(root, found.step)):
+    if not (found and found.step in folders.by_step(root)):
         return
     try:
         folders.write_best(root, found)

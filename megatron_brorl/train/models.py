@@ -1,43 +1,80 @@
-"""The models that a step trains and asks about its tokens."""
+"""The models of a training step: the actor, the critic and the reference policy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from megatron_brorl.checkpoints.training import Part
-from megatron_brorl.train.critic_worker import CriticWorker
+from torch import Tensor
+
+from megatron_brorl.checkpoints import hugging_face
+from megatron_brorl.checkpoints.model_state import ModelState
+from megatron_brorl.config.schema import OptimConfig
+from megatron_brorl.families.shape import ModelShape
+from megatron_brorl.models.critic import body, build_critic
+from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.worker import Stage, Worker
+from megatron_brorl.train.worker import LossFunction, OptimizerStep, Stage, StageOptions, Worker
+
+
+class CriticWorker(Stage):
+    """The critic's pipeline stage on this rank: the actor's model with a value head, whose weights start at 0."""
+
+    def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig) -> None:
+        self.shape = shape
+        self.outputs = 1
+        self.critic = build_critic(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
+        super().__init__(self.critic, options, optim)
+
+    def load_hf(self, directory: str | Path) -> None:
+        """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""
+        own = ["output_layer.weight"]
+        norms = self.critic.fused_norms
+        read = hugging_face.load(self.critic, body(self.shape), self.grid, directory, norms, own, keep=self._keeps_read)
+        self.critic.zero_value_head()
+        self._fill_masters(read)
+
+    def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:
+        """Return the values [G] float32 before each response token, in row order, on all ranks of the replica."""
+        return self._per_token(prompts, responses, self.critic.values, lambda values: values)
+
+    def train(
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, lr: float
+    ) -> tuple[OptimizerStep, list[Any]]:
+        """Take one optimizer step on rows of [tokens] each, see Stage._train."""
+        return self._train(prompts, responses, loss, self.critic.values, lr)
 
 
 @dataclass(frozen=True)
 class TrainingModels:
-    """This rank's part of each."""
+    """This rank's part of each model."""
 
     actor: Worker
-    critic: CriticWorker | None = None  # of algo.advantage = "gae"
-    reference: ReferencePolicy | None = None  # of algo.kl_coef
+    critic: CriticWorker | None = None  # for algo.advantage = "gae"
+    reference: ReferencePolicy | None = None  # for algo.kl_coef > 0
 
     def stages(self) -> list[Stage]:
-        """The models that have an optimizer."""
+        """Return the models that have an optimizer."""
         return [self.actor, *([self.critic] if self.critic else [])]
 
     def offload(self, actor_weights: bool = True) -> None:
-        """Give back the memory that the engine is to have. actor_weights: the actor's weights too, where they move."""
+        """Free device memory for the engine. actor_weights: whether the actor's weights may move, too."""
         for stage in self.stages():
             stage.offload(weights=actor_weights or stage is not self.actor)
         if self.reference:
             self.reference.offload()
 
-    def checkpoint_parts(self) -> list[Part]:
-        """What a checkpoint holds of them, in device memory."""
+    def checkpoint_parts(self) -> list[ModelState]:
+        """Return the states that a checkpoint stores, in device memory."""
         for stage in self.stages():
             stage.reload()
         if self.reference:
             self.reference.reload()
-        parts = [Part("", self.actor.actor, self.actor.optimizer)]
+        parts = [ModelState("", self.actor.actor, self.actor.optimizer)]
         if self.critic:
-            parts.append(Part("critic", self.critic.critic, self.critic.optimizer))
+            parts.append(ModelState("critic", self.critic.critic, self.critic.optimizer))
         if self.reference:
-            parts.append(Part("reference", self.actor.actor, weights=self.reference.weights))
+            parts.append(ModelState("reference", self.actor.actor, weights=self.reference.weights))
         return parts

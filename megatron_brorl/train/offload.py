@@ -1,4 +1,4 @@
-"""Memory that training does not need while an engine generates: out of the device, and back bit for bit."""
+"""Moves tensors that training does not need during generation to host memory, and back bit for bit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class Offload:
-    """The storages under some tensors. Views of them stay valid: what is moved is the memory, not the tensors."""
+    """Moves the storages of some tensors. The tensors and views of them stay valid after a reload."""
 
     def __init__(self, kept: Tensors, dropped: Tensors = tuple) -> None:
-        """kept: tensors whose bytes come back. dropped: tensors whose memory comes back with undefined contents."""
-        self._kept, self._dropped = kept, dropped
+        """kept: tensors whose bytes are restored. dropped: tensors whose contents are undefined after a reload."""
+        self._kept = kept
+        self._dropped = dropped
         self._host: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._empty: list[tuple[torch.UntypedStorage, int]] = []
 
     def offload(self) -> None:
-        """Copy to host memory and free the device's; nothing happens where they are away already."""
+        """Copy the bytes to host memory and free the device memory, unless that has been done."""
         if self._host or self._empty:
             return
         for storage in _storages(self._kept()):
@@ -32,17 +33,18 @@ class Offload:
             storage.resize_(0)
 
     def reload(self) -> None:
-        """Take the device's memory again."""
+        """Allocate device memory and copy the bytes back."""
         for storage, host in self._host:
             storage.resize_(len(host))
             _bytes(storage).copy_(host)
         for storage, size in self._empty:
             storage.resize_(size)
-        self._host, self._empty = [], []
+        self._host = []
+        self._empty = []
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Each once; those of no bytes not at all."""
+    """Return the distinct storages that are not empty."""
     found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
     return [storage for storage in found.values() if storage.nbytes()]
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.engine import from_tensors, in_order, to_tensors
 from megatron_brorl.rollout.sampler import Slot, deal, open_groups
 from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
 
@@ -40,7 +40,7 @@ class Carried:
 
     def loads(self) -> list[int]:
         """How many rollouts go on, per rank; a collective."""
-        return [int(count) for (count,) in collectives.all_gather([len(self.begun())], None)]
+        return collectives.all_gather(len(self.begun()))
 
 
 def carry(groups: Sequence[OpenGroup], rows: Sequence[ScoredRollout], closed: Sequence[int]) -> Carried:
@@ -76,7 +76,7 @@ def files(carried: Carried, grid: Grid) -> dict[str, bytes]:
     """
     if not carried.groups:
         return {}
-    groups = torch.tensor([(g.step, g.place, g.start) for g in carried.groups])
+    groups = torch.tensor([(g.step, g.index, g.start) for g in carried.groups])
     return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **to_tensors(carried.rows)})}
 
 

@@ -21,7 +21,7 @@ from megatron_brorl import rollout_log
 from megatron_brorl.config.schema import Config, RunConfig
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
-from megatron_brorl.rewards.scoring import judged_when_cut_off, without_stop
+from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
 from megatron_brorl.rollout_log import GROUPS, ROLLOUTS
 from megatron_brorl.train.groups import Outcomes, trained
 from megatron_brorl.types import OpenGroup, ScoredRollout
@@ -137,7 +137,7 @@ class Recorder:
 
             # The answer of a response that was cut off may not have been judged (rewards.scoring).
             config = self.config.reward
-            if row.rollout.finish == "length" and not judged_when_cut_off(entry(verifier, "verifier", config), config):
+            if row.rollout.finish == "length" and not scores_cut_off(entry(verifier, "verifier", config), config):
                 answer = None
             own = worth[row.group][row.rollout.index]
             records.append(
@@ -163,17 +163,17 @@ class Recorder:
 
 def _columns(row: ScoredRollout) -> dict[str, object]:
     """What a rollout itself says of them."""
-    r, verdict = row.rollout, row.verdict
+    r, score = row.rollout, row.score
     return {
         "group": row.group,
         "sibling": r.index,
         "reward": row.reward,
         "right": row.right,
         # Of a rollout that waited in a checkpoint of an older version nothing more is known.
-        "score": verdict.reward if verdict else None,
-        "parts": list(verdict.parts.items()) if verdict else None,
-        "reason": _valid(verdict.reason) if verdict else None,
-        "status": verdict.status if verdict else None,
+        "score": score.reward if score else None,
+        "parts": list(score.parts.items()) if score else None,
+        "reason": _valid(score.reason) if score else None,
+        "status": score.status if score else None,
         "finish": r.finish,
         "tokens": len(r.token_ids),
         "versions": [{"version": version, "tokens": tokens} for version, tokens in r.spans],

@@ -1,4 +1,4 @@
-"""The reference policy of the KL: the actor's weights of the start or of the last reset, one copy on each rank."""
+"""The reference policy of the KL: the actor's weights at the start of the run or at the last reset."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from megatron_brorl.train.worker import Worker
 
 
 class ReferencePolicy:
-    """Log-probabilities of the reference run through the actor's own module, with the weights exchanged."""
+    """The reference's weights of this rank. They are swapped with the actor's to compute log-probabilities."""
 
     def __init__(self, worker: Worker, config: ReferenceConfig) -> None:
-        self.worker, self.config = worker, config
+        self.worker = worker
+        self.config = config
         self.weights = {name: p.detach().clone() for name, p in worker.actor.named_parameters()}
         self.stall = Stall()  # of held-out pass@1
-        self._away = Offload(self.weights.values) if worker.options.offload else None
+        self._offload = Offload(self.weights.values) if worker.options.offload else None
 
     def offload(self) -> None:
-        """Move the weights to host memory where config key train.offload says so, until they are needed."""
-        if self._away:
-            self._away.offload()
+        """Move the weights to host memory with train.offload; `log_probs` and `reset` bring them back."""
+        if self._offload:
+            self._offload.offload()
 
     def reload(self) -> None:
-        """Undo `offload`, for whoever reads the weights directly."""
-        if self._away:
-            self._away.reload()
+        """Undo `offload`, for callers that read the weights directly."""
+        if self._offload:
+            self._offload.reload()
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
-        """As Worker.log_probs, [G] each, of the reference; a collective. The actor gets its own bits back."""
-        self._exchange()
+        """Return the reference's log-probabilities as Worker.log_probs does; the actor's weights do not change."""
+        self._swap()
         try:
             return self.worker.log_probs(prompts, responses, temperature)
         finally:
-            self._exchange()
+            self._swap()
 
     def reset_where_due(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
-        """After `step` steps, whose metrics get "reference_reset": 1 where the actor is the reference from here on."""
+        """Reset after `step` steps if that is due; set the metric reference_reset to 1 or 0."""
         why = self.due(step)
         metrics["reference_reset"] = float(bool(why))
         if why:
@@ -60,7 +61,7 @@ class ReferencePolicy:
         return ""
 
     def reset(self) -> None:
-        """Make the actor as it is now the reference; the count of stalls begins anew."""
+        """Make the present actor the reference and reset the count of evaluations without a new best."""
         self.worker.reload()
         self.reload()
         for name, p in self.worker.actor.named_parameters():
@@ -69,7 +70,7 @@ class ReferencePolicy:
             self.worker.reset_optimizer()
         self.stall.count = 0
 
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         self.worker.reload()
         self.reload()
         with torch.no_grad():

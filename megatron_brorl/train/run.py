@@ -19,16 +19,15 @@ from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train import keep_best, state
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.evaluate import Evaluation, evaluate
-from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sample_and_score import Rollouts
 from megatron_brorl.train.samples import look_at
 from megatron_brorl.train.sampling_params import evaluation_sampling
 from megatron_brorl.train.state import RunState
-from megatron_brorl.train.weight_sync import refit_engines
+from megatron_brorl.train.weight_sync import sync_engines
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Prompt
 
@@ -60,11 +59,11 @@ class Run:
         self._held_up = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
     def refit(self) -> dict[str, float]:
-        """Hand the actor's weights to the engines; see refit.refit_engines."""
+        """Hand the actor's weights to the engines; see weight_sync.sync_engines."""
         # An engine that is a process may be started again.
         c = self.config
         with span("refit", 0.0 if c.rollout.engine == "torch" else c.engine.start_timeout_s):
-            return refit_engines(self.models(), self.rollouts, self.state.updates, c)
+            return sync_engines(self.models(), self.rollouts, self.state.updates, c)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Of the held-out prompts with the weights that the engines have; a collective."""

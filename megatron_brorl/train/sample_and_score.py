@@ -19,7 +19,7 @@ from megatron_brorl.rewards.extract import code
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
-from megatron_brorl.rollout.sampler import Slot, deal, improbable, requests
+from megatron_brorl.rollout.sampler import Slot, deal, improbable_rollouts, requests
 from megatron_brorl.rollout.watchdog import GenerationResult, Watchdog
 from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
 from megatron_brorl.tracking.timeline import span
@@ -106,7 +106,7 @@ class Rollouts:
             with span("verdicts", self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers go on as codes: tables of numbers cross ranks, texts do not.
-        columns = scores.rewards.tolist(), scores.right, map(code, scores.answers), scores.verdicts
+        columns = scores.rewards.tolist(), scores.right, map(code, scores.answers), scores.results
         scored = [ScoredRollout(numbers[i], r, *own) for (i, r), *own in zip(done, *columns, strict=True)]
         score = time.monotonic() - middle
 
@@ -160,8 +160,9 @@ class Rollouts:
     def _tell(self, raised: Mapping[str, str]) -> None:
         """Say on stderr, once in a run, which verifiers raised; the first rank that has one prints it. A collective."""
         what = {code(text): f"{text}: {reason}" for text, reason in raised.items()}
-        own = torch.tensor([(self.grid.rank, key) for key in what if key not in self.told], dtype=torch.int64)
-        for rank, key in collectives.all_gather_ids(own.flatten()).view(-1, 2).tolist():
+        own = [key for key in what if key not in self.told]
+        ranks = collectives.all_gather(own)
+        for rank, key in ((rank, key) for rank, keys in enumerate(ranks) for key in keys):
             if key not in self.told and rank == self.grid.rank:
                 with contextlib.suppress(OSError):  # nobody reads the pipe any more
                     print(what[key], file=sys.stderr, flush=True)
@@ -181,8 +182,8 @@ def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, flo
 
 def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], if_repeating: str) -> None:
     """Raise UserError, on every rank, where rollouts of any ranks were drawn by the same random numbers."""
-    hashes, names = improbable(asked, rollouts)
-    found, counts = collectives.all_gather_ids(hashes).unique(return_counts=True)
+    hashes, names = improbable_rollouts(asked, rollouts)
+    found, counts = torch.cat(collectives.all_gather(hashes)).unique(return_counts=True)
     again = set(found[counts > 1].tolist())
     if again:
         own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]

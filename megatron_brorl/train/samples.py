@@ -70,7 +70,7 @@ def verdict_line(row: ScoredRollout) -> str:
     parts = [word if row.reward == float(row.right) else f"{word} (reward {row.reward:.3g})"]
     if row.rollout.finish == "length":
         parts.append("cut off at rollout.max_tokens")
-    reason = one_line(row.verdict.reason, _MOST) if row.verdict else ""
+    reason = one_line(row.score.reason, _MOST) if row.score else ""
     if reason not in ("", word, "cut off"):
         parts.append(reason)
     return ", ".join(parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.policy_loss import token_cross_entropy
 from megatron_brorl.config.schema import OptimConfig, SftConfig
-from megatron_brorl.data.sft_rows import sft_examples
+from megatron_brorl.data.prompts import sft_examples
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError

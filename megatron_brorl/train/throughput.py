@@ -30,7 +30,7 @@ def cluster_figures(
     and no utilisation is told.
     """
     own = {**own_figures(timeline), **{f"wall_{name}": seconds[name] for name in ("train", "step")}}
-    table = np.array(collectives.all_gather(list(own.values()), None))
+    table = np.array(collectives.all_gather(list(own.values())))
     ranks = dict(zip(own, table.T, strict=True))
     return {**waiting(ranks), **throughput(ranks, trained_tokens, peak), **kv_cache(ranks)}
 

@@ -63,7 +63,7 @@ def events(timeline: Timeline, rank: int, origin: float) -> list[dict[str, Any]]
 def write_trace(path: Path, timeline: Timeline, rank: int, origin: float) -> None:
     """Write what all ranks did to `path`, on rank 0; a collective. A disk that refuses it is told of, and nothing else
     happens."""
-    parts = collectives.all_gather_text(json.dumps(events(timeline, rank, origin)))
+    parts = collectives.all_gather(json.dumps(events(timeline, rank, origin)))
     if rank:
         return
     found = {"traceEvents": [event for part in parts for event in json.loads(part)], "displayTimeUnit": "ms"}

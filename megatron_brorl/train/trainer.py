@@ -15,12 +15,11 @@ from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
-from megatron_brorl.train.advantages import of_rollouts, with_shaped_rewards
 from megatron_brorl.train.assignment import cost_model
 from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
-from megatron_brorl.train.experience import make_experience, token_gain
+from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, token_gain
 from megatron_brorl.train.groups import group_metrics, mini_batches, trained
 from megatron_brorl.train.keep_best import new_best
 from megatron_brorl.train.nonfinite import check_steps, nonfinite_steps
@@ -135,8 +134,8 @@ class Trainer(Run):
         training = time.monotonic()
 
         # Groups -> advantages.
-        outcomes = with_shaped_rewards(collected.outcomes, c, s.step)
-        advantages = of_rollouts(outcomes, outcomes.kept, c.algo, self.worker.options.ops)
+        outcomes = shape_rewards(collected.outcomes, c, s.step)
+        advantages = rollout_advantages(outcomes, outcomes.kept, c.algo, self.worker.options.ops)
         # What people can read shows the rewards as they were scored.
         groups, record_s = collected.groups, 0.0
         if self.recorder:
@@ -151,8 +150,6 @@ class Trainer(Run):
         with span("update"):
             kept = int(trained(outcomes, c.algo.overlong_filter).sum())  # of all ranks, for the learning rate's rule
             updated = update_models(self.models(), experience, batches, kept, c, s)
-        # Rows that were left out before the update, and those that it left out itself.
-        updated["nonfinite_rows"] += metrics["nonfinite_rows"]
         metrics |= updated | collected.metrics | balance
         if c.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]

@@ -1,89 +1,210 @@
-"""Weights from the actor to the engines of all ranks: everywhere or nowhere, and the same everywhere."""
+"""Send the actor's weights to the engines, and test that both compute the same log-probabilities."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_brorl.config.schema import Config
-from megatron_brorl.ops.checksum import Sealed
-from megatron_brorl.parallel import collectives
-from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.rollout.engine import RolloutEngine
+from megatron_brorl.errors import UserError
+from megatron_brorl.ops.checksum import ChecksummedTensor
+from megatron_brorl.ops.philox import stream_key, uniforms
+from megatron_brorl.parallel import collectives, cpu_bridge
+from megatron_brorl.rollout.engine import RolloutEngine, Sampling
 from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
-from megatron_brorl.train import verify
+from megatron_brorl.train.groups import gather_outcomes
 from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.redistribute import exchange
 from megatron_brorl.train.sample_and_score import Rollouts
 from megatron_brorl.train.worker import Worker
+from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
 TRIES = 2
+PROMPTS = 2  # of a probe, per rank
+SIBLINGS = 2
+TOKENS = 16  # of a probe's prompt, and at most of a response
 
 
-class _StreamChecksum:
-    """Passes a stream on and keeps the sum of its checksums."""
+def sync_engines(models: TrainingModels, rollouts: Rollouts, version: int, config: Config) -> dict[str, float]:
+    """Send the actor's weights to all engines and verify them as train.verify_reshard says; return metrics. Collective.
 
-    def __init__(self) -> None:
-        self.total = torch.zeros((), dtype=torch.int64)
-
-    def through(self, tensors: Iterable[Sealed]) -> Iterator[Sealed]:
-        for pair in tensors:
-            self.total = self.total + pair.checksum.to(self.total.device)
-            yield pair
-
-
-def refit_engines(models: TrainingModels, rollouts: Rollouts, version: int, config: Config) -> dict[str, float]:
-    """Hand the actor's weights to the engines, and check that they compute the same as train.verify_reshard says.
-
-    A collective, which returns metrics.
+    Engines are awake and the training models offloaded afterwards.
     """
     engine = rollouts.engine
-    # The engine needs the memory; the actor's weights are streamed next.
+    # The engine needs the memory, but the actor's weights are sent next.
     models.offload(actor_weights=False)
     engine.wake()
-    metrics = {"refit_again": float(refit(models.actor, engine, version))}
+    again = sync_weights(models.actor, engine, version)
+    metrics = {"refit_again": float(again)}
     when = config.train.verify_reshard
     if when == "always" or (when == "auto" and config.rollout.engine in ENGINES):
-        gap, again = verify.verify_reshard(models.actor, engine, version, config)
-        metrics |= verify.metrics(gap)
-        metrics["refit_again"] += again
+        gap, restarts = verify_weights(models.actor, engine, version, config)
+        metrics = {
+            "refit_again": float(again + restarts),
+            "reshard_gap_mean": gap.mean,
+            "reshard_gap_p99": gap.p99,
+            "reshard_gap_max": gap.max,
+        }
     models.offload()
-    dist.barrier()  # an engine takes memory for keys and values when one of its ranks generates: all have made room
+    # An engine allocates its KV cache when the first of its ranks generates, so all ranks must have freed memory.
+    dist.barrier()
     return metrics
 
 
-def refit(worker: Worker, engine: RolloutEngine | Watchdog, version: int) -> int:
-    """Hand the actor's weights to this rank's engine; a collective. Returns how often they had to be sent again.
+def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int) -> int:
+    """Send the actor's weights to this rank's engine; return how often they were sent again. Collective.
 
-    Raises UpdateRefused on every rank where an engine still refused at the last try, or where two ranks were sent
-    different bytes. Engines may then hold different versions: the caller must not sample from them.
+    Raises UpdateRefused on all ranks if an engine refused the last try, or if ranks received different bytes. Engines
+    may then hold different versions, so the caller must not sample from them.
     """
     for again in range(TRIES):
-        checksum, refused = _StreamChecksum(), None
+        checksum = 0
+        refused = None
+
+        def summed(tensors: Iterable[ChecksummedTensor]) -> Iterator[ChecksummedTensor]:
+            nonlocal checksum
+            for sealed in tensors:
+                checksum += int(sealed.checksum)
+                yield sealed
+
         try:
-            engine.update_weights(checksum.through(worker.hf_tensors()), version)
+            engine.update_weights(summed(worker.hf_tensors()), version)
         except UpdateRefused as e:
             refused = e
             print(f"brorl: rank {worker.grid.rank}, version {version}: {e}", file=sys.stderr, flush=True)
-        problem = _agree(worker.grid, int(checksum.total), refused is not None)
+        problem = _problem(checksum, refused is not None)
         if not problem:
             return again
     raise refused or UpdateRefused(f"weight update: version {version}: {problem}")
 
 
-def _agree(grid: Grid, total: int, refused: bool) -> str:
-    """What is wrong over all ranks, or "" where all of them hold the same bytes."""
-    # Halves of 32 bits, which float64 holds exactly; the least value is minus the greatest negated one.
-    low, high = float(total & 0xFFFFFFFF), float(total >> 32)
-    most = collectives.all_reduce_max(
-        {"refused": float(refused), "low": low, "-low": -low, "high": high, "-high": -high}
-    )
-    if most["refused"]:
-        return f"refused by the engine of another rank of {grid.world}"
-    if most["low"] != -most["-low"] or most["high"] != -most["-high"]:
+def _problem(checksum: int, refused: bool) -> str:
+    """Return why the engines of all ranks do not hold the same bytes, or "" if they do."""
+    ranks = collectives.all_gather((refused, checksum % 2**64))
+    if any(refusal for refusal, _ in ranks):
+        return f"refused by the engine of another rank of {len(ranks)}"
+    if len(set(ranks)) > 1:
         return "the ranks were sent different bytes (their copies of the weights differ)"
     return ""
+
+
+class LogProbGap(NamedTuple):
+    """Statistics of |log-prob of an engine - log-prob of the actor| in nats; inf if a log-prob is not a number."""
+
+    mean: float  # of the engine with the largest mean
+    p99: float  # over the tokens of all engines
+    max: float
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Return whether the gap is above the limits: tolerance for the mean, 4 times that for p99, 10 for the max.
+
+        In bfloat16 a logit near 32 moves in steps of 0.25, so single tokens are off by 0.5 nats in a healthy run. Such
+        rounding does not move a mean. The limit for the max is for faults that few tokens show, such as one wrong
+        row of the vocabulary.
+        """
+        return not (self.mean <= tolerance and self.p99 <= 4 * tolerance and self.max <= 10 * tolerance)
+
+
+def gap_statistics(gaps: Tensor, engines: Tensor) -> LogProbGap:
+    """Return the statistics of the tokens' gaps [T]; engines: which engine sampled each token, [T] int64."""
+    gaps = gaps.nan_to_num(nan=float("inf"))
+    means = [float(gaps[engines == engine].mean()) for engine in engines.unique()]
+    return LogProbGap(max(means), float(gaps.quantile(0.99, interpolation="nearest")), float(gaps.max()))
+
+
+def tolerance(config: Config) -> float:
+    """Return train.verify_tolerance in nats; if that is 0, the default for the number formats of actor and engine."""
+    if config.train.verify_tolerance:
+        return config.train.verify_tolerance
+    engine_in_fp8 = config.engine.quantization != "none" or config.engine.kv_dtype == "fp8"
+    if config.fp8.recipe != "none" or (config.rollout.engine != "torch" and engine_in_fp8):
+        return 0.6
+    return 3e-4 if config.rollout.dtype == config.model.dtype == "fp32" else 0.3
+
+
+def verify_weights(worker: Worker, engine: Watchdog, version: int, config: Config) -> tuple[LogProbGap, int]:
+    """Return the gap over all engines and the number of restarts that it caused, 0 or 1. Collective.
+
+    Engines that are processes are restarted once with the same weights. Raises UserError if the gap still exceeds
+    `tolerance`.
+    """
+    limit = tolerance(config)
+    gap = log_prob_gap(worker, engine, version)
+
+    # Checksums cover the bytes that were sent. The engine may still hold other weights.
+    restarts = 0
+    if gap.exceeds(limit) and engine.renew(
+        f"after version {version} log-probs are {gap.mean:.2e} nats from the actor's"
+    ):
+        restarts = 1
+        gap = log_prob_gap(worker, engine, version)
+
+    # All ranks have the same gap, so they raise together.
+    if gap.exceeds(limit):
+        raise UserError(
+            f"train.verify_reshard: after version {version} an engine's log-probs differ from the actor's by a mean of "
+            f"{gap.mean:.2e} nats (99% quantile {gap.p99:.2e}, maximum {gap.max:.2e}), which train.verify_tolerance = "
+            f"{limit:g} does not allow: the weights did not arrive as they are, or the arithmetic differs (bf16 on "
+            "either side needs a larger tolerance)"
+        )
+    return gap, restarts
+
+
+def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
+    """Return the gap over all engines on random prompts, which they sample and the actor scores. Collective."""
+    grid = worker.grid
+    shape = worker.shape
+    # A prompt and a response must fit the smallest context.
+    length = max(1, min(TOKENS, shape.context // 2))
+
+    # All ranks make the same prompts, and each engine samples its share of them.
+    prompts = []
+    for i in range(PROMPTS * grid.world):
+        name = f"probe {i}"
+        # The key includes the version, so that each weight sync is tested with other tokens.
+        keys = torch.full((length,), stream_key("verify reshard", version, name))
+        places = torch.arange(length)
+        ids = (uniforms(keys, places, torch.zeros_like(places)) * shape.vocab).long()
+        prompts.append(Prompt(name, "", tuple(ids.tolist()), None, "exact"))
+
+    # The probe uses the same functions as a training step.
+    groups = [OpenGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
+    slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world)[grid.rank]
+    asked, group_of = requests(slots, groups, {}, 0)
+
+    sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
+    result = engine.generate(asked, sampling)
+
+    # Any replica of the actor can score any engine's responses, so distribute them evenly.
+    own = [
+        ScoredRollout(g, r, 0.0, right=False)
+        for g, rollouts in zip(group_of, result.rollouts, strict=True)
+        for r in rollouts
+    ]
+    outcomes = gather_outcomes(own, len(groups), SIBLINGS)
+    replica = (torch.arange(len(groups)) % grid.data)[:, None].expand_as(outcomes.state)
+    # No rank can send a lost response.
+    replica = replica.where(outcomes.holder >= 0, -1)
+    exchanged = exchange(own, outcomes, replica, grid).rows
+    inputs = [torch.tensor(prompts[row.group].token_ids) for row in exchanged]
+    actual = worker.log_probs(inputs, [row.rollout.token_ids for row in exchanged], 1.0)
+
+    # Every rank gets the gaps of all tokens; -1 marks positions without a token.
+    table = torch.full((len(groups), SIBLINGS, TOKENS), -1.0)
+    for row, scored in zip(exchanged, actual, strict=True):
+        gaps = (scored - row.rollout.log_probs).abs().nan_to_num(nan=float("inf"))
+        table[row.group, row.rollout.index, : len(gaps)] = gaps
+    table = table.to(cpu_bridge.default_device())
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    table = table.cpu()
+    engines = outcomes.holder[:, :, None].expand_as(table)
+    return gap_statistics(table[table >= 0], engines[table >= 0])

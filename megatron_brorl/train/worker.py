@@ -1,7 +1,4 @@
-"""One rank's share of a model with its optimizer, driven through Megatron's pipeline schedule.
-
-The only file that drives Megatron's schedule, DDP and optimizer, and the only one where a loss is a closure.
-"""
+"""One rank's share of a model with its optimizer; the only file that calls Megatron's schedule, DDP and optimizer."""
 
 from __future__ import annotations
 
@@ -27,9 +24,8 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.models.nonfinite import require_finite
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.plan import make_plan
-from megatron_brorl.models.weights.stream import stream
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.models.weights.stream import make_buckets, stream
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.context import share
@@ -39,61 +35,64 @@ from megatron_brorl.parallel.packing import LEAST_GAIN, Packed, pack, token_gain
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.offload import Offload
 
-# (batch, what the model's head gives at its predicting positions) -> (scalar loss, values that the caller gets back).
-# An actor's head is models.gpt.Head, a critic's the values [R].
+# (batch, output of the head at its predicting positions) -> (scalar loss, values that the caller receives). The output
+# is models.gpt.Head for an actor and the values [R] for a critic.
 LossFunction = Callable[[Packed, Any], tuple[Tensor, Any]]
-# (hidden states [T, 1, H] of the last stage, batch) -> the head
+# (hidden states [T, 1, H] of the last stage, batch) -> the output of the head
 MakeHead = Callable[[Tensor, Packed], Any]
 
 
 @dataclass(frozen=True)
-class Update:
-    """What one optimizer step did."""
+class OptimizerStep:
+    """The result of one optimizer step."""
 
     grad_norm: float  # before clipping, over the whole model
-    applied: bool  # False where the gradient was not finite: weights and optimizer state are then untouched
+    applied: bool  # False if the gradient was not finite; weights and optimizer state have not changed then
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """What a stage is built and run with, the actor's and the critic's alike."""
+    """How the stages of actor and critic are built and run."""
 
     tokens_per_micro_batch: int
     ops: Backend
     dtype: torch.dtype = torch.float32
     share_prompt: bool = True  # config key train.share_prompt
     recompute: bool = False  # all activations, in the backward pass
-    offload: bool = False  # config key train.offload: `offload` moves what it does not drop
+    offload: bool = False  # config key train.offload
     distributed_optimizer: bool = False  # config key parallel.distributed_optimizer
     overlap: bool = False  # config key parallel.overlap
-    fields: Mapping[str, Any] | None = None  # of Megatron's TransformerConfig, beside what models.gpt chooses
+    fields: Mapping[str, Any] | None = None  # further fields of Megatron's TransformerConfig
 
 
 class Stage:
-    """This rank's stage of a model. Actor and critic differ in their heads alone."""
+    """This rank's pipeline stage of a model. Actor and critic differ only in their heads."""
 
-    shape: ModelShape  # of the body
+    shape: ModelShape  # without the head
     outputs: int  # of the head, per token
 
     def __init__(self, module: Actor, options: StageOptions, optim: OptimConfig | None) -> None:
-        """optim: None of a stage that only scores."""
-        self.module, self.grid, self.options, self.optim = module, module.grid, options, optim
-        self.model: Any = module
+        """optim: None for a stage that is not trained."""
+        self.module = module
+        self.grid = module.grid
+        self.options = options
+        self.optim = optim
+        self.model: Any = module  # in DistributedDataParallel if it is trained
         self._segments_of = 2 * self.grid.context if self.grid.context > 1 else 1
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
         self._multiple = self._segments_of * (self.grid.tensor if self.grid.sequence_parallel else 1) * align
-        self._limit = self.options.tokens_per_micro_batch * self.grid.context  # of a micro-batch, over its ranks
+        self._limit = options.tokens_per_micro_batch * self.grid.context  # of a micro-batch, over its ranks
         self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if options.offload else None
         self._state = Offload(self._optimizer_tensors) if options.offload and optim is not None else None
-        # Every update starts from zeros: nobody misses gradients while the engine has the memory.
-        self._dropped = Offload(tuple, self._gradients) if optim is not None else None
+        # Every update starts from zeros, so gradients need no copy.
+        self._gradients = Offload(tuple, self._gradient_buffers) if optim is not None else None
         if optim is not None:
             with cpu_bridge.bridge():
                 self._make_trainable(optim)
 
     def _make_trainable(self, optim: OptimConfig) -> None:
-        config, o = self.module.config, self.options
-
+        config = self.module.config
+        o = self.options
         self.model = DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
@@ -105,8 +104,8 @@ class Stage:
             module=self.module,
         )
 
-        # Adam as [optim] says. Every step sets the learning rate. Here it is the same in all runs: Megatron-Core 0.19
-        # uses it to find the parameter groups of a checkpoint, and a resumed run may change optim.lr.
+        # Every step sets the learning rate. Here it is the same in all runs, because Megatron-Core 0.19 uses it to find
+        # the parameter groups of a checkpoint, and a resumed run may change optim.lr.
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -115,7 +114,6 @@ class Stage:
                 adam_beta1=optim.betas[0],
                 adam_beta2=optim.betas[1],
                 adam_eps=optim.eps,
-                # Applied by _step, which has tested the norm before.
                 clip_grad=optim.clip_grad,
                 bf16=o.dtype == torch.bfloat16,
                 params_dtype=o.dtype,
@@ -123,39 +121,39 @@ class Stage:
                 overlap_param_gather=o.overlap and o.distributed_optimizer,
             ),
             [self.model],
-            use_gloo_process_groups=False,  # for checkpoints in a form that is not ours
+            use_gloo_process_groups=False,  # Megatron's own checkpoints would need them
         )
 
-        # Losses carry their global divisor already: gradients are only summed.
+        # Losses contain the global divisor, so gradients are only summed.
         config.finalize_model_grads_func = _reduce_gradients
-
-        # All micro-batches but the last only add to this rank's gradients.
         config.no_sync_func = self.model.no_sync
 
     def offload(self, weights: bool = True) -> None:
-        """Drop the gradients; where config key train.offload says so, move the optimizer's state, and the weights, to
-        host memory. Training, scoring and streaming bring back what they need."""
+        """Free the gradients and, with train.offload, move optimizer state and weights to host memory.
+
+        Training, scoring and weight sync bring back what they need. weights: whether the weights move, too.
+        """
         self._finish_gather()
-        for part in (self._dropped, self._state, self._weights if weights else None):
+        for part in (self._gradients, self._state, self._weights if weights else None):
             if part:
                 part.offload()
         if cpu_bridge.on_gpu():
             torch.cuda.empty_cache()  # for the engine, which is another process
 
     def reload(self) -> None:
-        """Undo `offload`, for whoever reads weights or optimizer directly."""
+        """Undo `offload`, for callers that read weights or optimizer state directly."""
         self._finish_gather()
         self._reload()
 
     @property
     def _keeps_read(self) -> bool:
-        """Whether float32 masters are filled from the tensors of a file: only the distributed optimizer can do that."""
+        """Whether the float32 masters can be filled from the tensors of a file (distributed optimizer only)."""
         return self.options.distributed_optimizer and self.options.dtype != torch.float32
 
     def _fill_masters(self, read: Mapping[str, Tensor]) -> None:
-        """Fill the optimizer's float32 masters from tensors by the module's parameter names, else from its weights.
+        """Fill the optimizer's float32 masters from tensors by parameter name, or from the weights if there are none.
 
-        Weights in FP8 or bfloat16 are rounded already, so masters made from them would differ from the file.
+        Weights in FP8 or bfloat16 are rounded, so masters made from them would differ from the file.
         """
         if read:
             self.optimizer.reload_model_params(state_dict={**dict(self.module.named_parameters()), **read})
@@ -163,30 +161,32 @@ class Stage:
             self.optimizer.reload_model_params()
 
     def require_finite(self, what: str, then: str) -> None:
-        """Raise UserError, on every rank, where a weight is NaN or infinite; a collective. what, then: around its
-        name."""
+        """Raise UserError on all ranks if a weight is NaN or infinite. Collective.
+
+        what, then: the parts of the message before and after the weight's name.
+        """
         require_finite(self._named(), what, then)
 
     def _named(self) -> Mapping[str, Tensor]:
-        """The parameters with global names, in memory and whole."""
+        """Return the parameters by global name, in device memory and gathered."""
         self._finish_gather()
         if self._weights:
             self._weights.reload()
         return names.global_parameters(self.module)
 
     def _reload(self) -> None:
-        for part in (self._weights, self._state, self._dropped):
+        for part in (self._weights, self._state, self._gradients):
             if part:
                 part.reload()
 
     def _finish_gather(self) -> None:
-        """Weights that the last optimizer step left to be gathered as layers ask for them (overlap_param_gather)."""
+        """Gather the weights that overlap_param_gather would gather in the next forward pass."""
         if isinstance(self.model, DistributedDataParallel) and self.model.ddp_config.overlap_param_gather:
             for bucket in self.model.bucket_groups:
                 bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Moments and fp32 masters; where the weights are their own masters, without those."""
+        """Yield moments and float32 masters, without masters that are the weights themselves."""
         own = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
         for part in self.optimizer.chained_optimizers:
             masters = (p for group in part.param_groups for p in group["params"])
@@ -194,15 +194,15 @@ class Stage:
                 if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in own:
                     yield x
 
-    def _gradients(self) -> list[Tensor]:
+    def _gradient_buffers(self) -> list[Tensor]:
         return [buffer.grad_data for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers)]
 
     def _train(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, head: MakeHead, lr: float
-    ) -> tuple[Update, list[Any]]:
-        """One optimizer step on this data-parallel rank's rows; returns it and what `loss` returned per micro-batch.
+    ) -> tuple[OptimizerStep, list[Any]]:
+        """Take one optimizer step on this replica's rows; return it and the values of `loss` per micro-batch.
 
-        `loss` must divide by the size of the global batch. Values come back on the last pipeline stage alone.
+        `loss` must divide by the size of the global batch. Only the last pipeline stage returns values.
         """
         with span("optimizer step") as came_to:
             batches = self.micro_batches(prompts, responses)
@@ -218,19 +218,18 @@ class Stage:
         prompts: Sequence[Tensor],
         responses: Sequence[Tensor],
         head: MakeHead,
-        of_head: Callable[[Any], Tensor],
+        per_token: Callable[[Any], Tensor],
     ) -> list[Tensor]:
-        """of_head's [R] without gradient as [G] float32 per response, in row order, on every rank of the model's."""
+        """Return per_token(head output) [R], without gradient, as [G] float32 per row on all ranks of the replica."""
         result = [torch.zeros(len(r)) for r in responses]
         if not result:
             return result
 
-        # On the last stage, micro-batch by micro-batch; packing has changed the order of rows.
-        def collect(batch: Packed, made: Any) -> tuple[Tensor, Any]:
-            per_token = of_head(made)
-            for row, values in batch.split(per_token.float().cpu()):
+        def collect(batch: Packed, output: Any) -> tuple[Tensor, Any]:
+            flat = per_token(output)
+            for row, values in batch.split(flat.float().cpu()):
                 result[row] = values
-            return per_token.sum(), None
+            return flat.sum(), None
 
         with torch.no_grad(), span("forward") as came_to:
             batches = self.micro_batches(prompts, responses)
@@ -238,58 +237,62 @@ class Stage:
             self._run(batches, collect, head, forward_only=True)
         if self.grid.pipeline > 1 or self.grid.context > 1:
             flat = torch.cat(result).to(cpu_bridge.default_device())
-            dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its part, and zeros
+            dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its own tokens, and zeros
             source = dist.get_global_rank(self.grid.groups.pp, self.grid.pipeline - 1)
             dist.broadcast(flat, source, group=self.grid.groups.pp)
             result = list(flat.cpu().split([len(r) for r in responses]))
         return result
 
-    def _step(self, lr: float) -> Update:
+    def _step(self, lr: float) -> OptimizerStep:
         optim = self.optim
         assert optim is not None
         with cpu_bridge.bridge():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
-                return Update(norm, applied=False)
+                return OptimizerStep(norm, applied=False)
             for group in self.optimizer.param_groups:
-                group["lr"], group["eps"] = lr, optim.eps  # a checkpoint's groups have those of an earlier start
-                # Megatron only marks the one-dimensional parameters; its scheduler, which is not used, spares them.
+                # The groups of a checkpoint have the settings of an earlier run.
+                group["lr"] = lr
+                group["eps"] = optim.eps
+                # wd_mult is 0 for one-dimensional parameters. Megatron's scheduler, which is not used, would apply it.
                 group["weight_decay"] = optim.weight_decay if group["wd_mult"] else 0.0
             if optim.clip_grad:
                 for optimizer in self.optimizer.chained_optimizers:
                     clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optim.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
-        return Update(norm, applied=True)
+        return OptimizerStep(norm, applied=True)
 
     def reset_optimizer(self) -> None:
-        """Forget the moments and the number of steps; the weights stay."""
+        """Reset moments and step count; the weights stay."""
         for optimizer in self.optimizer.chained_optimizers:
             optimizer.optimizer.state.clear()
             for group in optimizer.optimizer.param_groups:
-                group.pop("step", None)  # where Transformer Engine's Adam keeps the number
+                group.pop("step", None)  # the step count of Transformer Engine's Adam
 
     def tokens(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, float]:
-        """Tokens of these rows [tokens], each with its prompt ("plain"), and those of shared streams ("computed").
+        """Return the tokens of rows with a prompt each ("plain") and of streams with shared prompts ("computed").
 
-        The latter count a prompt once in each micro-batch that holds it.
+        The latter count a prompt once in each micro-batch that has it.
         """
         plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
         gain = token_gain(prompts, responses, self._limit) if self.options.share_prompt else 1.0
         return {"plain": plain, "computed": plain / gain if gain >= LEAST_GAIN else plain}
 
     def micro_batches(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
-        """Rows [tokens] each, packed as they are trained on; those of this rank's share of every sequence."""
-        grid, o = self.grid, self.options
-        batches = pack(prompts, responses, self._limit, self._multiple, o.share_prompt, self._segments_of)
-        return [share(b, grid.groups.cp.rank(), grid.context) for b in batches] if grid.context > 1 else batches
+        """Pack rows of [tokens] each into micro-batches, with this rank's tokens of them in context parallelism."""
+        options = self.options
+        batches = pack(prompts, responses, self._limit, self._multiple, options.share_prompt, self._segments_of)
+        if self.grid.context == 1:
+            return batches
+        return [share(batch, self.grid.groups.cp.rank(), self.grid.context) for batch in batches]
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
         if self._weights:
             self._weights.reload()
 
         def gathered(hidden: Tensor, batch: Packed) -> Any:
-            self._finish_gather()  # of the head, whose module is not called
+            self._finish_gather()  # The head's module is not called, so it would not gather its weight.
             return head(hidden, batch)
 
         with cpu_bridge.bridge():
@@ -306,36 +309,36 @@ class Stage:
 
 
 class Worker(Stage):
-    """The actor's stage on this rank."""
+    """The actor's pipeline stage on this rank."""
 
     def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig | None = None) -> None:
-        self.shape, self.outputs = shape, shape.vocab
+        self.shape = shape
+        self.outputs = shape.vocab
         self.actor = build_actor(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
         table = names.entries(shape, grid.pipeline, self.actor.fused_norms)
-        self.plan = make_plan(table, shape.kv_heads, grid.tensor, grid.pipeline, options.dtype.itemsize)
+        self.buckets = make_buckets(table, options.dtype.itemsize)
         super().__init__(self.actor, options, optim)
 
     def load_hf(self, directory: str | Path) -> None:
-        """Fill the weights from a Hugging Face directory (and the optimizer's fp32 masters from them)."""
-        read = hugging_face.load(
-            self.actor, self.shape, self.grid, directory, self.actor.fused_norms, keep=self._keeps_read
-        )
+        """Fill the weights, and the optimizer's float32 masters, from a Hugging Face directory."""
+        norms = self.actor.fused_norms
+        read = hugging_face.load(self.actor, self.shape, self.grid, directory, norms, keep=self._keeps_read)
         if self.optim is not None:
             self._fill_masters(read)
 
-    def hf_tensors(self) -> Iterator[Sealed]:
-        """The full weights as (Hugging Face name, tensor), with checksums, the same on every rank; a collective."""
+    def hf_tensors(self) -> Iterator[ChecksummedTensor]:
+        """Yield the full weights as (Hugging Face name, tensor) with checksums, the same on every rank. Collective."""
         plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in self._named().items()}
-        return stream(self.plan, plain, self.grid, self.options.dtype)
+        return stream(self.buckets, self.shape.kv_heads, plain, self.grid, self.options.dtype)
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
-        """Log-probabilities [G] float32 of every response, in row order, on every rank of the model-parallel group."""
+        """Return log-probabilities [G] float32 of every response, in row order, on all ranks of the replica."""
         return self._per_token(prompts, responses, self._head(temperature), lambda head: head.log_probs()[0])
 
     def last_logits(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor | None:
-        """Logits [B, V] at temperature 1 that the last token of each response is drawn from, on the CPU; B is not 0.
+        """Return the logits [B, V] on the CPU from which the last token of each of B > 0 responses is drawn.
 
-        A collective of one copy of the model; None but on its last pipeline stage.
+        Collective of the replica; None on all pipeline stages but the last.
         """
         found: dict[int, Tensor] = {}
 
@@ -352,13 +355,13 @@ class Worker(Stage):
         for row, logits in found.items():
             table[row] = logits
         table = table.to(cpu_bridge.default_device())
-        dist.all_reduce(table, group=self.grid.groups.cp)  # each rank has some rows, and zeros
+        dist.all_reduce(table, group=self.grid.groups.cp)  # each rank has its own rows, and zeros
         return table.cpu()
 
     def train(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float, lr: float
-    ) -> tuple[Update, list[Any]]:
-        """One optimizer step on rows [tokens] each, as Stage._train says."""
+    ) -> tuple[OptimizerStep, list[Any]]:
+        """Take one optimizer step on rows of [tokens] each, see Stage._train."""
         return self._train(prompts, responses, loss, self._head(temperature), lr)
 
     def _head(self, temperature: float) -> MakeHead:
@@ -366,7 +369,7 @@ class Worker(Stage):
 
 
 def _reduce_gradients(models: list[Any], _tokens: Any, **kwargs: Any) -> None:
-    """What Megatron's schedule calls after the last micro-batch; what it takes is communication and waiting."""
+    """Reduce the gradients after the last micro-batch; its time is communication and waiting for other ranks."""
     cpu_bridge.wait()
     with span("reduce gradients"):
         finalize_model_grads(models, **kwargs)
@@ -374,7 +377,7 @@ def _reduce_gradients(models: list[Any], _tokens: Any, **kwargs: Any) -> None:
 
 
 def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, head: MakeHead) -> Any:
-    """What Megatron's schedule calls per micro-batch: (this stage's output, output -> (loss, count, values))."""
+    """Run a micro-batch for Megatron's schedule; return (this stage's output, output -> (loss, count, values))."""
     batch = next(batches)
     module = model.module if isinstance(model, DistributedDataParallel) else model
 

@@ -12,7 +12,7 @@ import torch
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.checksum import seal
+from megatron_brorl.ops.checksum import with_checksums
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.process import make_folder
@@ -33,7 +33,7 @@ class Model:
         self.shape = read_shape(directory)
 
     def stream(self, scale: float = 1.0) -> Any:
-        return seal([(n, p.detach() * scale) for n, p in self.module.named_parameters()])
+        return with_checksums([(n, p.detach() * scale) for n, p in self.module.named_parameters()])
 
     def log_probs(self, rollout: Rollout, prompt: tuple[int, ...] = PROMPT.token_ids) -> torch.Tensor:
         """Of the model itself, temperature 1, by transformers."""
@@ -85,9 +85,3 @@ def same(a: list[Rollout], b: list[Rollout]) -> bool:
         and x.finish == y.finish
         for x, y in pairs
     )
-
-
-def handles(tensor: torch.Tensor) -> Any:
-    """(function, seven arguments), of which the worker replaces the last: the form of torch's CUDA handles."""
-    function, arguments = tensor.__reduce_ex__(2)
-    return function, (*arguments, None)

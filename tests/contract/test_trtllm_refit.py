@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-from contract.engines import draw, handles, same
+from contract.engines import draw, same
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.fp8_blocks import dequantize, quantize
-from megatron_brorl.rollout.remote.weights_send import IpcSender, Node
+from megatron_brorl.rollout.remote.weights_send import Node
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
 
 pytestmark = pytest.mark.slow  # as test_trtllm_engine.py
@@ -26,7 +26,7 @@ def broken(model, what):
     if what == "missing":
         return pairs[:-1]
     name, tensor = pairs[3]
-    pairs[3] = Sealed(name, tensor.clone().fill_(1.0), pairs[3].checksum)
+    pairs[3] = ChecksummedTensor(name, tensor.clone().fill_(1.0), pairs[3].checksum)
     return pairs
 
 
@@ -60,31 +60,6 @@ def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, capfd):
         engine.update_weights(model.stream(0.5), 1)
     with pytest.raises(UserError, match="given up"):
         draw(engine)
-
-
-@pytest.mark.parametrize("fault", ["", "missing", "dead"])
-def test_cuda_ipc_path_with_a_stand_in_for_the_handles(fault, model, start, monkeypatch):
-    """Tensors are pickled whole where CUDA would pickle handles; everything else is the path of a GPU."""
-    engine = start()
-    engine.update_weights(model.stream(), 0)
-    old = draw(engine)
-    sender = partial(IpcSender, limit=30_000, reduce=handles)
-    monkeypatch.setattr("megatron_brorl.rollout.remote.engine.IpcSender", sender)
-    engine.ipc = True
-    if fault == "dead":
-        os.kill(engine.supervisor.pid, signal.SIGKILL)
-    if fault == "missing":
-        with pytest.raises(UpdateRefused, match="1 tensors missing"):
-            engine.update_weights(broken(model, "missing"), 1)
-        assert same(draw(engine), old)
-    else:
-        engine.update_weights(model.stream(0.5), 1)
-        new = draw(engine)
-        assert {version for r in new for version, _ in r.spans} == {1}
-        for rollout in new:
-            assert not torch.allclose(rollout.log_probs, model.log_probs(rollout), atol=1e-3)
-        engine.update_weights(model.stream(), 2)
-        assert same(draw(engine), old)
 
 
 def test_fp8_refit_gives_the_quantised_model(model, start):

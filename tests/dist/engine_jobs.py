@@ -122,12 +122,12 @@ def stuck(rank: int, folder: str, name: str, which: int) -> list[str]:
 def updating(rank: int, name: str) -> list[str]:
     """The leader's engine is slow to load: it has the weights when the other rank has gone on, or waits."""
     events = Events(name)
-    agree = weight_sync._agree
+    problem = weight_sync._problem
 
-    def told_agree(*given: Any) -> str:
+    def reported_problem(*given: Any) -> str:
         if rank == 1:
             events.store.set("first of other", "")
-        return agree(*given)
+        return problem(*given)
 
     def update_weights(tensors: Any, version: int) -> None:
         if rank == 0:
@@ -137,8 +137,8 @@ def updating(rank: int, name: str) -> list[str]:
     worker: Any = SimpleNamespace(hf_tensors=lambda: iter(()), grid=SimpleNamespace(rank=rank, world=2))
     engine: Any = SimpleNamespace(update_weights=update_weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync, "_agree", told_agree)
-        weight_sync.refit(worker, engine, 1)
+        patch.setattr(weight_sync, "_problem", reported_problem)
+        weight_sync.sync_weights(worker, engine, 1)
     if rank == 1:
         events.happened("other goes on")
     return events.all()

@@ -16,7 +16,7 @@ from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.rollout.sampler import deal
 from megatron_brorl.train import redistribute as exchanges
 from megatron_brorl.train.assignment import assign_rows
-from megatron_brorl.train.groups import gather, select
+from megatron_brorl.train.groups import gather_outcomes, select_groups
 from megatron_brorl.types import Rollout, ScoredRollout
 
 GROUPS, N = 6, 90
@@ -44,7 +44,7 @@ def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: Cost
     grid = grid_of(**parallel)
     slots = list(product(range(GROUPS), range(N)))
     own = [rollout(*slot) for slot in deal(slots, [0] * grid.world)[rank] if slot not in LOST]
-    outcomes = select(gather(own, GROUPS, N))
+    outcomes = select_groups(gather_outcomes(own, GROUPS, N))
     assigned = assign_rows(outcomes, PROMPTS, algo, costs, grid.data)
 
     sent = []
@@ -74,7 +74,7 @@ def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: Cost
 def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel) -> tuple[list[Any], int, float]:
     """Rows, bytes and balance of a step whose groups were all lost."""
     grid = grid_of(**parallel)
-    outcomes = select(gather([], GROUPS, N))
+    outcomes = select_groups(gather_outcomes([], GROUPS, N))
     assigned = assign_rows(outcomes, PROMPTS, algo, costs, grid.data)
     got = exchanges.exchange([], outcomes, assigned.replica, grid)
     return got.rows, got.moved, assigned.balance

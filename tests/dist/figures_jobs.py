@@ -19,4 +19,4 @@ def told(rank: int, path: str) -> tuple[dict[str, float], list[str]]:
     timeline = Timeline(spans=spans)
     write_trace(Path(path), timeline, rank, -float(rank))
     figures = cluster_figures(timeline, {"train": 2.0, "step": 10.0}, 0.0, None)
-    return figures, collectives.all_gather_text(f"rank {rank}" * (1 + 3 * rank))
+    return figures, collectives.all_gather(f"rank {rank}" * (1 + 3 * rank))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from ops.linear_cases import make
 
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLossSettings
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.families.shape import read_shape
@@ -140,7 +140,7 @@ def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], dtype: 
     zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
     experience = Experience(tuple(prompts), tuple(responses), zeros, None, ones)
     update_policy(worker, experience, [list(range(len(prompts)))], AlgoConfig(), OptimConfig(), 1.0, 0)
-    tensors = [*worker.actor.parameters(), *worker._gradients(), *worker._optimizer_tensors()]
+    tensors = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel() > 1}
     return worker.grid.pp_rank, sum(s.nbytes() for s in storages.values())
 

@@ -11,13 +11,11 @@ from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ReferenceConfi
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.critic import body
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.plan import make_plan
-from megatron_brorl.models.weights.stream import stream
+from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.train.critic_worker import CriticWorker
 from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import mini_batches
-from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.update import update_critic, update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
@@ -91,8 +89,9 @@ def ppo(
 def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
     """The full weights of the body by Hugging Face name and, on the last stage, the value head."""
     shape, grid = body(critic.shape), critic.grid
-    plan = make_plan(names.entries(shape, grid.pipeline), shape.kv_heads, grid.tensor, grid.pipeline, 4)
-    found = {n: t.clone() for n, t in stream(plan, names.global_parameters(critic.critic), grid, torch.float32)}
+    buckets = make_buckets(names.entries(shape, grid.pipeline), 4)
+    parameters = names.global_parameters(critic.critic)
+    found = {n: t.clone() for n, t in stream(buckets, shape.kv_heads, parameters, grid, torch.float32)}
     if grid.last_stage:
         found["value_head"] = critic.critic.output_layer.weight.detach().clone()
     return found

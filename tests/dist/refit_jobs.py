@@ -18,16 +18,15 @@ from safetensors.torch import load_file
 from megatron_brorl.config.schema import Config, TrainConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.models.weights.plan import make_plan
+from megatron_brorl.models.weights.stream import make_buckets
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive
-from megatron_brorl.train.verify import verify_reshard
-from megatron_brorl.train.weight_sync import refit
+from megatron_brorl.train.weight_sync import sync_weights, verify_weights
 from megatron_brorl.train.worker import StageOptions, Worker
 
 OPTIONS = StageOptions(100, backend("fused", torch.device("cpu")))
@@ -59,10 +58,10 @@ def _swap(tensors: Any) -> Any:
     held = None
     for pair in tensors:
         if pair[0] == "model.layers.2.self_attn.k_proj.weight":
-            held = Sealed(pair[0], pair[1].clone(), pair.checksum)
+            held = ChecksummedTensor(pair[0], pair[1].clone(), pair.checksum)
         elif held is not None and pair[0] == "model.layers.2.self_attn.v_proj.weight":
-            yield Sealed(held[0], pair[1], pair.checksum)
-            yield Sealed(pair[0], held[1], held.checksum)
+            yield ChecksummedTensor(held[0], pair[1], pair.checksum)
+            yield ChecksummedTensor(pair[0], held[1], held.checksum)
         else:
             yield pair
 
@@ -73,7 +72,7 @@ def _flip(tensors: Any) -> Any:
         if name == "model.layers.3.mlp.down_proj.weight":
             tensor = tensor.clone()
             tensor.view(torch.uint8).view(-1)[1234] ^= 64
-        yield Sealed(name, tensor, pair.checksum)
+        yield ChecksummedTensor(name, tensor, pair.checksum)
 
 
 def _stop(tensors: Any) -> Any:
@@ -97,10 +96,9 @@ FAULTS = {"drop": _drop, "swap": _swap, "flip": _flip, "stop": _stop, "die": _di
 
 def _small_buckets(worker: Worker) -> None:
     """Several buckets per stage also for a model of some kilobytes."""
-    plan, shape = worker.plan, worker.shape
-    table = [entry for bucket in plan.buckets for entry in bucket.entries]
-    worker.plan = make_plan(table, shape.kv_heads, plan.tensor, plan.pipeline, 4, 30_000)
-    assert len(worker.plan.buckets) > 4
+    table = [entry for bucket in worker.buckets for entry in bucket]
+    worker.buckets = make_buckets(table, 4, limit=30_000)
+    assert len(worker.buckets) > 4
 
 
 def refits(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list[str]:
@@ -110,7 +108,7 @@ def refits(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list
     engine, wrong = Engine(worker), []
     for version, directory in enumerate(directories):
         worker.load_hf(directory)
-        assert refit(worker, engine, version) == 0
+        assert sync_weights(worker, engine, version) == 0
         assert engine.version == version
         expected = load_file(os.path.join(directory, "model.safetensors"))
         expected = {name: expected[name] for name in engine.names}
@@ -124,7 +122,7 @@ def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, wher
     worker = make_worker(directory, parallel)
     _small_buckets(worker)
     engine = Engine(worker)
-    refit(worker, engine, 0)
+    sync_weights(worker, engine, 0)
     old = engine.held
     with torch.no_grad():
         for p in worker.actor.parameters():
@@ -132,11 +130,11 @@ def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, wher
     engine.fault, engine.faults_left = fault, tries if rank == where else 0
     result: dict[str, Any] = {"refused": ""}
     try:
-        result["again"] = refit(worker, engine, 1)
+        result["again"] = sync_weights(worker, engine, 1)
     except UpdateRefused as e:
         result["refused"] = str(e)
         result["kept"] = engine.version == 0 and all(torch.equal(x, old[n]) for n, x in engine.held.items())
-    result["after"] = refit(worker, engine, 2)
+    result["after"] = sync_weights(worker, engine, 2)
     result["right"] = engine.version == 2 and all(torch.equal(x, 2 * old[n]) for n, x in engine.held.items())
     return result
 
@@ -146,7 +144,7 @@ def killed(rank: int, directory: str, parallel: dict[str, Any], where: int) -> t
     worker = make_worker(directory, parallel)
     _small_buckets(worker)
     engine = Engine(worker)
-    refit(worker, engine, 0)
+    sync_weights(worker, engine, 0)
     old = dict(engine.held)
     engine.fault, engine.faults_left = "die", int(rank == where)
     try:
@@ -163,24 +161,24 @@ def drifted(rank: int, directory: str, parallel: dict[str, Any]) -> str:
         with torch.no_grad():
             next(iter(worker.actor.parameters())).view(torch.int32).view(-1)[3] ^= 1
     try:
-        refit(worker, Engine(worker), 0)
+        sync_weights(worker, Engine(worker), 0)
     except UpdateRefused as e:
         return str(e)
     return ""
 
 
 def verified(_rank: int, directory: str, parallel: dict[str, Any], wrong: bool) -> float | str:
-    """verify_reshard of a TorchEngine; wrong: the engine's weights are those of another step."""
+    """verify_weights of a TorchEngine; wrong: the engine's weights are those of another step."""
     worker = make_worker(directory, parallel)
     engine = TorchEngine(worker.shape, hf_shapes(worker.shape), torch.device("cpu"), torch.float32, 100, sample_tokens)
-    refit(worker, engine, 0)
+    sync_weights(worker, engine, 0)
     if wrong:
         with torch.no_grad():
             for p in worker.actor.parameters():
                 p.mul_(1.01)
     config = Config(train=TrainConfig(verify_tolerance=1e-4))
     try:
-        return verify_reshard(worker, Watchdog(engine, 60.0), 0, config)[0].max
+        return verify_weights(worker, Watchdog(engine, 60.0), 0, config)[0].max
     except UserError as e:
         return str(e)
 

@@ -38,7 +38,7 @@ from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
-from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sample_and_score import Rollouts

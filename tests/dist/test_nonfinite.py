@@ -9,8 +9,8 @@ from dist.test_steps import UNEVEN, assert_same
 LAYOUTS = [(2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"pipeline": 2}), (4, {"context": 2})]
 ENGINE = [("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)]
 TOKEN = 40
-# Found in the update itself, and in the pass before several updates.
-CHANGES = [UNEVEN, UNEVEN | {"algo": {"mini_batches": 2, "epochs": 2}, "theory": {"every": 0}}]
+# Before several updates a forward pass of the actor finds the NaN.
+CHANGES = UNEVEN | {"algo": {"mini_batches": 2, "epochs": 2}, "theory": {"every": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +21,13 @@ def directory(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", CHANGES, ids=["one update", "four updates"])
-def test_rows_are_left_out_alike(worlds, directory, changes):
-    expected = worlds(1).run("nonfinite_jobs:steps", directory, {}, changes, TOKEN, ENGINE)[0]
+def test_all_layouts_leave_out_the_same_rows(worlds, directory):
+    expected = worlds(1).run("nonfinite_jobs:steps", directory, {}, CHANGES, TOKEN, ENGINE)[0]
     for figures in expected[0]:
         assert figures["nonfinite_rows"] > 4
-        assert (figures["updates_skipped"], figures["updates"]) == (0, 1 if changes is UNEVEN else 4)
+        assert (figures["updates_skipped"], figures["updates"]) == (0, 4)
     for size, parallel in LAYOUTS:
-        assert_same(worlds(size).run("nonfinite_jobs:steps", directory, parallel, changes, TOKEN, ENGINE), expected)
+        assert_same(worlds(size).run("nonfinite_jobs:steps", directory, parallel, CHANGES, TOKEN, ENGINE), expected)
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {"tensor": 2}), (4, {"pipeline": 2})])

@@ -11,7 +11,7 @@ import torch
 from dist.layouts import pairs
 from dist.world import World
 
-from megatron_brorl.algo.statistics import pass_at_k
+from megatron_brorl.algo.pass_at_k import pass_at_k
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout_log import moments, read_groups, read_rollouts
 

@@ -44,6 +44,7 @@ def test_moments(name):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("n", [0, 5, 21_000])
 def test_whiten(dtype, n):
-    values, batch = (1e3 + 2 * sample(n)).to(dtype), Moments(10.0, 1e3, 40.0)
+    values = (1e3 + 2 * sample(n)).to(dtype)
+    batch = Moments(10.0, 1e3, 40.0)
     got = fused.whiten(values.to(DEVICE), batch)
     torch.testing.assert_close(got.cpu(), algo.whiten(values, batch), rtol=TOLERANCE[dtype], atol=0)

@@ -19,8 +19,10 @@ pytestmark = [*MARKS, pytest.mark.skipif(EMULATED, reason="needs a GPU")]
 
 def test_log_probs_are_those_of_transformers(tmp_path):
     """Check 160 siblings under top-p; the engine decodes at most 100 at a time, so the others wait for free slots."""
-    model, device = tiny.make_model(tmp_path, "qwen3", False), torch.device("cuda")
-    shape, ops = read_shape(tmp_path), backend("fused", device)
+    model = tiny.make_model(tmp_path, "qwen3", False)
+    device = torch.device("cuda")
+    shape = read_shape(tmp_path)
+    ops = backend("fused", device)
     asked = [Request(Prompt(str(i), "", (20 + i, 30, 40), None, "exact"), i, 40) for i in range(4)]
     engine = TorchEngine(shape, hf_shapes(shape), device, torch.float32, 100, ops.sample_tokens, ops.decode)
     engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=0)

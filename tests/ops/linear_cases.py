@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo import policy_loss as algo_loss
-from megatron_brorl.algo.policy_loss import PolicyTokens
-from megatron_brorl.algo.policy_losses import POLICY_LOSSES, PolicyLossSettings
+from megatron_brorl.algo.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.ops.reference import linear as reference
 
@@ -95,7 +94,8 @@ def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def assert_agree(got: Any, expected: Any, tolerance: float) -> None:
-    (result, *grads), (wanted, *wanted_grads) = got, expected
+    (result, *grads) = got
+    (wanted, *wanted_grads) = expected
     # Its terms cancel, so its error is relative to their sum without signs.
     assert result.loss.item() == pytest.approx(wanted.loss.item(), rel=10 * tolerance, abs=tolerance)
     assert close(result.log_probs, wanted.log_probs, tolerance)

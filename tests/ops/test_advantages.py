@@ -35,7 +35,9 @@ def test_gae_equals_the_sum_of_discounted_errors(name, dtype, layer):
 
 
 def test_gae_without_discount_is_the_reward_to_go():
-    rewards, values, lengths = sample(47), sample(47, seed=1), [40, 0, 7]
+    rewards = sample(47)
+    values = sample(47, seed=1)
+    lengths = [40, 0, 7]
     advantages, returns = fused.gae(rewards, values, torch.tensor([0, 40, 40, 47]))
     to_go = torch.cat([x.flip(0).cumsum(0).flip(0) for x in rewards.split(lengths)])
     torch.testing.assert_close(returns, to_go, rtol=1e-12, atol=1e-12)
@@ -43,7 +45,9 @@ def test_gae_without_discount_is_the_reward_to_go():
 
 
 def test_gae_segments_are_independent():
-    rewards, values, starts = sample(375), sample(375, seed=1), torch.tensor([0, 5, 305, 375])
+    rewards = sample(375)
+    values = sample(375, seed=1)
+    starts = torch.tensor([0, 5, 305, 375])
     before = fused.gae(rewards, values, starts)
     rewards[5:305] = float("nan")
     for a, b in zip(before, fused.gae(rewards, values, starts), strict=True):
@@ -75,7 +79,8 @@ def test_moments_show_a_nan():
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(5,), (0,), (), (70, 300)])
 def test_whiten_equals_the_reference(dtype, shape):
-    values, batch = (1e3 + 2 * sample(math.prod(shape))).view(shape).to(dtype), Moments(10.0, 1e3, 40.0)
+    values = (1e3 + 2 * sample(math.prod(shape))).view(shape).to(dtype)
+    batch = Moments(10.0, 1e3, 40.0)
     expected = algo.whiten(values, batch)
     torch.testing.assert_close(fused.whiten(values, batch), expected, rtol=TOLERANCE[dtype], atol=0)
 
@@ -88,7 +93,9 @@ def test_whiten_without_spread_gives_zeros():
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
-    values, other, starts = sample(300_000, 5.0), sample(300_000, seed=7), torch.arange(0, 300_001, 100)
+    values = sample(300_000, 5.0)
+    other = sample(300_000, seed=7)
+    starts = torch.arange(0, 300_001, 100)
     calls: list[Callable[[], Any]] = [
         lambda: fused.moments(values),
         lambda: [x.tolist() for x in fused.gae(values, other, starts, 0.99, 0.9)],
@@ -106,7 +113,8 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 
 def test_results_have_no_gradient():
-    x, starts = torch.randn(10, requires_grad=True), torch.tensor([0, 10])
+    x = torch.randn(10, requires_grad=True)
+    starts = torch.tensor([0, 10])
     assert not any(y.requires_grad for y in fused.gae(x, x, starts))
     assert not fused.group_advantages(x, starts).requires_grad
     with pytest.raises(ValueError, match="values require a gradient"):

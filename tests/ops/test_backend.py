@@ -65,11 +65,6 @@ def test_fused_on_a_gpu_needs_kernels_for_it(monkeypatch):
     assert on_gpu.sample_tokens is plain.sample_tokens
 
 
-def test_an_unknown_name():
-    with pytest.raises(ValueError, match=r"it takes \"reference\" or \"fused\""):
-        backend("fast", CPU)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_logits_agree(dtype):
     g = torch.Generator().manual_seed(0)

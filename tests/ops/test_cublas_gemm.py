@@ -86,7 +86,8 @@ def test_what_was_not_set_is_not_read(library):
 
 
 def test_a_device_has_one_handle_and_a_product_the_stream_it_is_given(library):
-    out, a = torch.zeros(2, 2), torch.ones(2, 2).bfloat16()
+    out = torch.zeros(2, 2)
+    a = torch.ones(2, 2).bfloat16()
     product(library, out, a, a, False)
     before = library.handles()
     for device, stream, new in [(0, 0x10, 0), (5, 0x20, 1), (5, 0x30, 1), (0, 0x40, 1)]:
@@ -96,7 +97,8 @@ def test_a_device_has_one_handle_and_a_product_the_stream_it_is_given(library):
 
 
 def test_refusals_are_words(library):
-    out, a = torch.zeros(3, 2), torch.ones(2, 2).bfloat16()
+    out = torch.zeros(3, 2)
+    a = torch.ones(2, 2).bfloat16()
     overlapping = torch.ones(1, 2).bfloat16().expand(3, 2)
     assert product(library, out, overlapping, a, False) == "CUBLAS_STATUS_INVALID_VALUE"
     huge = torch.empty_strided((2, 2), (2**31, 1), dtype=torch.bfloat16, device="meta")

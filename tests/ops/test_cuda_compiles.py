@@ -60,10 +60,6 @@ def test_the_torch_side_of_a_cuda_build_compiles():
     assert done.returncode == 0, done.stderr
 
 
-def test_there_are_kernels():
-    assert {"policy/softmax.cu", "policy/ppo_tokens.cu", "policy/advantages.cu"} <= set(SOURCES)
-
-
 def _by_architecture(text: str) -> dict[str, str]:
     """ptxas' messages: each kernel's begin with "Compiling entry function ... for 'sm_90'"."""
     parts: dict[str, str] = {}

@@ -26,7 +26,8 @@ def test_attention_agrees_with_float64(number, with_norms, dtype, ops):
 
 
 def test_the_same_bits_for_any_number_of_threads():
-    before, found = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         found.append(make(2, torch.float32).run(FusedDecode()))

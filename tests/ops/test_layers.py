@@ -63,7 +63,8 @@ def compare(
 @pytest.mark.parametrize("shape", [(1, 1), (5, 40), (700, 3, 64), (0, 16)])
 def test_rms_norm(shape, dtype):
     g = torch.Generator().manual_seed(sum(shape))
-    x, up = torch.randn(*shape, generator=g) * 30, torch.randn(*shape, generator=g)
+    x = torch.randn(*shape, generator=g) * 30
+    up = torch.randn(*shape, generator=g)
     weight = torch.rand(shape[-1], generator=g) + 0.5
     if not x.numel():
         out, of_weight = torch.ops.brorl.rms_norm_gradient_(x, x.clone(), weight, torch.zeros(0))
@@ -82,7 +83,9 @@ def test_silu_mul(shape, dtype):
     wide = x.double().requires_grad_()
     expected = swiglu(wide)
     (gradient,) = torch.autograd.grad(expected, wide, up.double())
-    out, made_again, mine = torch.ops.brorl.silu_mul(x), up.clone(), x.clone()
+    out = torch.ops.brorl.silu_mul(x)
+    made_again = up.clone()
+    mine = x.clone()
     torch.ops.brorl.silu_mul_gradient_(made_again, mine)
     assert torch.equal(made_again, out)
     if x.numel():
@@ -95,7 +98,8 @@ def test_silu_mul(shape, dtype):
 def test_products_that_take_a_norm_or_an_activation_along(shape, width, dtype):
     g = torch.Generator().manual_seed(width)
     x, norm_weight, bias = (torch.randn(*s, generator=g) for s in (shape, (shape[-1],), (width,)))
-    weight, up = torch.randn(width, shape[-1], generator=g), torch.randn(*shape[:-1], width, generator=g)
+    weight = torch.randn(width, shape[-1], generator=g)
+    up = torch.randn(*shape[:-1], width, generator=g)
     compare(
         lambda x, n, w, b: ops.norm_linear(x, n, EPS, w, b),
         lambda x, n, w, b: norm(x, n) @ w.t() + b,
@@ -187,7 +191,9 @@ def test_rotate(tokens, heads, dim, width, dtype):
     angle = torch.rand(tokens, dim // 2, generator=g).double() * 100
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     before = torch.randn(tokens, 2, heads + 2, width, generator=g).to(dtype)
-    x, cos, sin = before.clone(), angle.cos().to(wide), angle.sin().to(wide)
+    x = before.clone()
+    cos = angle.cos().to(wide)
+    sin = angle.sin().to(wide)
     torch.ops.brorl.rotate_(x[:, :, :-1], cos, sin, False)
     turned = x[:, :, :-1, :dim]
     close(turned, turn(before[:, :, :-1, :dim].flatten(1, 2).double(), angle).view_as(turned), dtype)
@@ -206,7 +212,8 @@ def test_gradients_by_finite_differences():
 
 
 def test_a_second_backward_pass_over_what_was_overwritten_fails():
-    x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    x = torch.randn(4, 6, requires_grad=True)
+    weight = torch.randn(5, 3, requires_grad=True)
     out = ops.swiglu_linear(x.clone(), weight).sum()
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
@@ -216,7 +223,9 @@ def test_a_second_backward_pass_over_what_was_overwritten_fails():
 def test_results_do_not_depend_on_threads():
     g = torch.Generator().manual_seed(3)
     x, up = torch.randn(2, 1500, 64, generator=g)
-    weight, before, found = torch.rand(64, generator=g), torch.get_num_threads(), []
+    weight = torch.rand(64, generator=g)
+    before = torch.get_num_threads()
+    found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         out, inverse = torch.ops.brorl.rms_norm(x, weight, EPS)

@@ -78,7 +78,8 @@ def test_rows_without_a_gradient_may_hold_anything(group):
     """NaN and infinities in hidden states that no loss reads: the gradients are those without them."""
     g = torch.Generator().manual_seed(2)
     h, w = torch.randn(9, 4, generator=g), torch.randn(7, 4, generator=g)
-    h[2], h[5, 1] = float("nan"), float("inf")
+    h[2] = float("nan")
+    h[5, 1] = float("inf")
     read = torch.tensor([i not in (2, 5) for i in range(9)])
     targets = torch.randint(0, 7, (9,), generator=g)
     expected_inputs = [h[read].clone().requires_grad_(), w.clone().requires_grad_()]

@@ -24,7 +24,9 @@ def test_uniforms_equal_the_reference_bit_for_bit():
     g = torch.Generator().manual_seed(0)
     keys = torch.randint(0, 2**63 - 1, (2000,), generator=g)
     index, position = torch.randint(0, 2**32, (2, 2000), generator=g)
-    keys[:2], index[:2], position[:2] = torch.tensor([0, 2**63 - 1]), 2**32 - 1, 2**32 - 1
+    keys[:2] = torch.tensor([0, 2**63 - 1])
+    index[:2] = 2**32 - 1
+    position[:2] = 2**32 - 1
     got = [EXTENSION.philox_uniform(*x) for x in zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)]
     assert got == philox.uniforms(keys, index, position).tolist()
     assert 0 < min(got) < max(got) < 1
@@ -122,7 +124,8 @@ def test_bfloat16_is_its_float32_value(name):
 
 
 def test_ties():
-    keys, index = torch.full((4000,), 3), torch.arange(4000)
+    keys = torch.full((4000,), 3)
+    index = torch.arange(4000)
 
     def drawn(logits: list[float], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> set[int]:
         rows = torch.tensor(logits, dtype=torch.float32).expand(4000, -1)

@@ -21,7 +21,8 @@ STREAMS = {
 
 
 def table(groups: list[tuple[int, tuple[int, ...]]]) -> Tensor:
-    rows, begin = [], 0
+    rows = []
+    begin = 0
     for prompt, lengths in groups:
         front = begin
         if prompt:
@@ -36,7 +37,8 @@ def table(groups: list[tuple[int, tuple[int, ...]]]) -> Tensor:
 def brute_force(qkv: Tensor, angle: Tensor, segments: Tensor, scale: float) -> Tensor:
     """Pairs (i, i + d / 2) of queries and keys are turned as complex numbers."""
     tokens, _, heads, d = qkv.shape
-    half, heads = d // 2, heads - 2
+    half = d // 2
+    heads = heads - 2
     turn = torch.polar(torch.ones_like(angle), angle)[:, None, None]
     turned = torch.complex(qkv[..., :half], qkv[..., half:]) * turn
     query, key, _ = torch.cat((turned.real, turned.imag), dim=-1).split([heads, 1, 1], dim=2)
@@ -78,10 +80,13 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
 @pytest.mark.parametrize("normed", [False, True])
 def test_gradient_reaches_the_projection(normed, bias, dim):
     """The projection is a view of what a function of ops made, as in FusedSelfAttention; attention overwrites it."""
-    segments, (_, angle) = table([(3, (2, 4))]), inputs(9, 2, 2, dim, seed=6)
+    segments = table([(3, (2, 4))])
+    (_, angle) = inputs(9, 2, 2, dim, seed=6)
     g = torch.Generator().manual_seed(7)
-    x, weight = torch.randn(9, 1, 8, generator=g), torch.randn(2 * 4 * dim, 8, generator=g) / 3
-    norm, offset = torch.rand(8, generator=g) + 0.5, torch.randn(2 * 4 * dim, generator=g) if bias else None
+    x = torch.randn(9, 1, 8, generator=g)
+    weight = torch.randn(2 * 4 * dim, 8, generator=g) / 3
+    norm = torch.rand(8, generator=g) + 0.5
+    offset = torch.randn(2 * 4 * dim, generator=g) if bias else None
     narrow = [t.clone().requires_grad_() for t in (x, weight, norm)]
     wide = [t.double().requires_grad_() for t in (x, weight, norm)]
     up = torch.randn(9, 2 * 2 * dim, generator=g)
@@ -90,7 +95,8 @@ def test_gradient_reaches_the_projection(normed, bias, dim):
         projected = ops.norm_linear(narrow[0], narrow[2], 1e-6, narrow[1], offset)
         rows = torch.nn.functional.rms_norm(wide[0], (8,), wide[2], 1e-6)
     else:
-        projected, rows = ops.linear(narrow[0], narrow[1], offset), wide[0]
+        projected = ops.linear(narrow[0], narrow[1], offset)
+        rows = wide[0]
     got = ops.attend(projected.view(9, 2, 4, dim), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
     qkv = torch.nn.functional.linear(rows, wide[1], offset.double() if bias else None).view(9, 2, 4, dim)
     expected = brute_force(qkv, angle, segments, dim**-0.5)
@@ -127,7 +133,8 @@ def test_who_kept_what_is_overwritten_is_told():
 def test_results_do_not_depend_on_threads():
     segments = table(STREAMS["groups of all kinds"])
     qkv, _ = inputs(int(segments[:, 1].sum()), 2, 2, 32, seed=3)
-    before, found = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         out, sums = OPS.segment_attention(qkv, segments, 0.2)

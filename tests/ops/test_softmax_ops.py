@@ -43,7 +43,8 @@ def test_products_keep_at_least_float32(m, n, k, transposed, dtype):
 def test_products_of_rows_that_overlap(dtype):
     """One row repeated (stride 0), and windows that slide over a vector."""
     g = torch.Generator().manual_seed(7)
-    row, vector = torch.randn(1, 80, generator=g).to(dtype), torch.randn(200, generator=g).to(dtype)
+    row = torch.randn(1, 80, generator=g).to(dtype)
+    vector = torch.randn(200, generator=g).to(dtype)
     windows = vector.as_strided((80, 90), (1, 1))
     for a, b in ((row.expand(70, 80), windows), (windows[:70, :80], row.expand(80, 80).t())):
         out = torch.zeros(len(a), b.shape[1], dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -58,8 +59,10 @@ def test_parts_of_the_vocabulary_merge(dtype, cuts):
     g = torch.Generator().manual_seed(cuts[0])
     logits = (4 * torch.randn(6, 2000, dtype=torch.float64, generator=g)).to(dtype)
     logits[0, :1500] = float("-inf")  # a masked vocabulary: a whole block, and a whole shard, without probability
-    ids, temperature = torch.tensor([1600, 0, 699, 700, 1999, 1023]), 0.6
-    parts, start = [], 0
+    ids = torch.tensor([1600, 0, 699, 700, 1999, 1023])
+    temperature = 0.6
+    parts = []
+    start = 0
     for part in logits.split(list(cuts), dim=1):
         found = softmax.softmax_statistics(part.contiguous(), ids, Shard(start, part.shape[1], temperature, None))
         parts.append(found)
@@ -83,7 +86,8 @@ def test_token_loss_derivative_equals_finite_differences(dtype):
     tokens = case.tokens_in(torch.float64)
     g = torch.Generator().manual_seed(1)
     log_probs = tokens.rollout_log_probs + 0.3 * torch.randn(300, generator=g).double()
-    entropy, h = torch.rand(300, generator=g).double(), 1e-6
+    entropy = torch.rand(300, generator=g).double()
+    h = 1e-6
 
     def losses(lp, ent):
         return softmax.ppo_tokens(lp, ent, tokens, EVERYTHING)[2][:, 0]
@@ -98,7 +102,8 @@ def test_token_loss_derivative_equals_finite_differences(dtype):
 
 
 def test_shapes_and_dtypes_that_do_not_fit():
-    logits, ids = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+    logits = torch.zeros(3, 4)
+    ids = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(TypeError, match="logits must be float32 or float64"):
         OPS.softmax_statistics(logits.half(), ids, 0, 1.0)
     with pytest.raises(ValueError, match="contiguous"):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from ops.value_cases import CASES, Case, assert_agree, by_hand, make
+from ops.value_cases import CASES, Case, assert_agree, make
 
 from megatron_brorl.algo.advantages import explained_variance, merge
 from megatron_brorl.ops.fused.advantages import value_loss
@@ -23,13 +23,6 @@ def test_agrees_with_a_loop_over_floats(name, dtype, op):
     got = CASES[name].call(op, dtype, upstream=-2.5)
     assert got[0].loss.dtype == got[1].dtype == dtype
     assert_agree(got, CASES[name], -2.5, TOLERANCE[dtype])
-
-
-def test_the_cases_clip_and_mask():
-    expected = by_hand(CASES["many"])
-    assert 500 < expected.clipped < 2500
-    assert 3000 < expected.tokens < 4000
-    assert by_hand(CASES["unclipped"]).clipped == 0
 
 
 def test_gradcheck():

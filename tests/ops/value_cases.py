@@ -43,7 +43,11 @@ class Expected:
 
 def by_hand(case: Case) -> Expected:
     """One token at a time, exactly summed."""
-    losses, gradient, clipped, returns, residuals = [], [], 0, [], []
+    losses = []
+    gradient = []
+    clipped = 0
+    returns = []
+    residuals = []
     rows = zip(*(x.tolist() for x in (case.values, case.old_values, case.returns, case.weights)), strict=True)
     for v, old, target, weight in rows:
         if weight == 0:

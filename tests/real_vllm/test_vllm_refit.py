@@ -13,12 +13,11 @@ from vllm_engines import GREEDY, Model, draw, tokens
 import megatron_brorl
 from megatron_brorl.config.schema import Config, RolloutConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import Sealed
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
-from megatron_brorl.train.verify import reshard_gap, verify_reshard
-from megatron_brorl.train.weight_sync import refit
+from megatron_brorl.train.weight_sync import log_prob_gap, sync_weights, verify_weights
 
 CONFIG = Config(rollout=RolloutConfig(engine="vllm"))
 STALE = """
@@ -44,23 +43,26 @@ def test_twenty_refits_each_are_the_actor(family, tied, start, tmp_path):
         assert greedy.spans == ((version, len(greedy.token_ids)),)
 
 
-def _dropped(pairs: list[Sealed]) -> list[Sealed]:
+def _dropped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
     return pairs[:5] + pairs[8:]
 
 
-def _swapped(pairs: list[Sealed]) -> list[Sealed]:
+def _swapped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
     """Two tensors of one shape under each other's name, each with the checksum that it had."""
     a, b = [i for i, (name, _) in enumerate(pairs) if name.endswith("input_layernorm.weight")][:2]
     (name, tensor), (other, another) = pairs[a], pairs[b]
-    pairs[a], pairs[b] = Sealed(name, another, pairs[b].checksum), Sealed(other, tensor, pairs[a].checksum)
+    pairs[a], pairs[b] = (
+        ChecksummedTensor(name, another, pairs[b].checksum),
+        ChecksummedTensor(other, tensor, pairs[a].checksum),
+    )
     return pairs
 
 
-def _flipped(pairs: list[Sealed]) -> list[Sealed]:
+def _flipped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
     name, tensor = pairs[3]
     tensor = tensor.clone()
     tensor.view(torch.int32).view(-1)[1] ^= 1
-    pairs[3] = Sealed(name, tensor, pairs[3].checksum)
+    pairs[3] = ChecksummedTensor(name, tensor, pairs[3].checksum)
     return pairs
 
 
@@ -105,9 +107,9 @@ def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch,
 
     # What is right passes, and costs no restart.
     right = start(model)
-    refit(worker, right, 0)
-    gap, again = verify_reshard(worker, Watchdog(right, 60.0), 0, CONFIG)
-    assert (gap, again) == (reshard_gap(worker, Watchdog(right, 60.0), 0), 0)
+    sync_weights(worker, right, 0)
+    gap, again = verify_weights(worker, Watchdog(right, 60.0), 0, CONFIG)
+    assert (gap, again) == (log_prob_gap(worker, Watchdog(right, 60.0), 0), 0)
     assert gap.max < 1e-4
     right.close()
 
@@ -115,9 +117,9 @@ def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch,
     monkeypatch.setattr(process.megatron_brorl, "__file__", str(planted / "__init__.py"))
     monkeypatch.chdir(tmp_path)  # python -m looks there first
     wrong = start(model)
-    refit(worker, wrong, 0)
+    sync_weights(worker, wrong, 0)
     pid = wrong.supervisor.pid
     with pytest.raises(UserError, match=r"train.verify_reshard: after version 0 an engine's log-probs differ .* by"):
-        verify_reshard(worker, Watchdog(wrong, 60.0), 0, CONFIG)
+        verify_weights(worker, Watchdog(wrong, 60.0), 0, CONFIG)
     assert wrong.supervisor.pid != pid
     assert "starting it again with the weights of version 0" in capfd.readouterr().err

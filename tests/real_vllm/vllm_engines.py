@@ -14,7 +14,7 @@ import torch
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.checksum import seal
+from megatron_brorl.ops.checksum import with_checksums
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.process import make_folder
@@ -39,7 +39,7 @@ class Model:
         self.shape = read_shape(directory)
 
     def stream(self) -> Any:
-        return seal([(n, p.detach()) for n, p in self.module.named_parameters()])
+        return with_checksums([(n, p.detach()) for n, p in self.module.named_parameters()])
 
     def change(self, seed: int, std: float = 0.05) -> None:
         """Move every parameter, as an optimizer would but much further."""

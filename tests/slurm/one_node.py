@@ -66,7 +66,8 @@ class OneNode:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         self.folder.chmod(0o755)  # munged wants others to reach its socket
-        host, ports = socket.gethostname().partition(".")[0], [_free_port() for _ in range(2)]
+        host = socket.gethostname().partition(".")[0]
+        ports = [_free_port() for _ in range(2)]
         conf = self.folder / "slurm.conf"
         conf.write_text(
             SETTINGS.format(host=host, user=getpass.getuser(), folder=self.folder, port=ports[0], other=ports[1])

@@ -18,7 +18,7 @@ from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.cli.run_folder import check_fingerprint, fingerprint
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
-from megatron_brorl.data.prompts import Verifiers, read_rows
+from megatron_brorl.data.prompts import read_rows
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, WEIGHTS, read_shape
 from megatron_brorl.models.weights.names import hf_shapes
@@ -123,7 +123,7 @@ def test_rows(tmp_path, place, value, spoil):
     lines = [json.dumps(row).encode() + b"\n" for row in (ROWS[0], with_value(ROWS[1], place, value))]
     file = tmp_path / "rows.jsonl"
     file.write_bytes(spoiled(b"".join(lines), spoil) if spoil else b"".join(lines))
-    accepted(read_rows, file, Verifiers())
+    accepted(read_rows, file)
 
 
 @QUICK

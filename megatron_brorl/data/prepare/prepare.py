@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_brorl.data.chat import spoken
-from megatron_brorl.data.files import parse_row, raw_rows
 from megatron_brorl.data.prepare.sets import INSTRUCTIONS, SETS, DataSet, Unusable, without_instruction
-from megatron_brorl.data.prompts import Verifiers, check_row
+from megatron_brorl.data.prompts import check_row
+from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 
@@ -103,7 +103,7 @@ def prepare(job: Job) -> Counts:
                 row = job.data_set.row(raw, where)
                 problem = without_instruction(spoken(row["prompt"]))
                 _complete(row, job, problem)
-                check_row(row, where, row["id"], Verifiers())
+                check_row(row, where, row["id"])
                 _check(row, job, problem, contamination, answers, ids)
             except (Unusable, UserError) as e:
                 reason, _, detail = ("refused: " * isinstance(e, UserError) + str(e)).partition(": ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_brorl.models.layers import flex_attention
-from megatron_brorl.models.layers.block_mask import block_mask
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import compute_dtype
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.context import own_tokens, segment_lengths
 from megatron_brorl.parallel.packing import Group
 
@@ -31,10 +32,7 @@ class Segments(PackedSeqParams):
     sin: Tensor | None = None
     local: tuple[Tensor, Tensor] | None = None  # the same of local_layers, where a model has some
     local_layers: tuple[int, ...] = ()
-    mask: BlockMask | None = None  # of groups, made where it is first needed
-    table: Tensor | None = None  # of groups, likewise (models.layers.fused_attention.segment_table)
     context: dist.ProcessGroup | None = None  # over which every segment is cut (parallel.context); T is this rank's
-    boundaries: PackedSeqParams | None = None  # of groups, made where it is first needed
 
     @property
     def shared(self) -> bool:
@@ -49,28 +47,51 @@ class Segments(PackedSeqParams):
         cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(1).to(x.dtype) for half in halves)
         return rope.rotate(x, cos, sin)
 
-    def variable_length(self, where: torch.device) -> PackedSeqParams:
-        """Return Transformer Engine's description of plain segments, made once for all layers."""
-        if self.boundaries is None:
-            lengths = segment_lengths(self.groups)
-            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(where)
-            # Queries and keys are the same tokens. Context parallelism divides the whole stream, padding included.
-            self.boundaries = PackedSeqParams(
-                qkv_format="thd",  # [tokens, heads, d], without a batch dimension
-                cu_seqlens_q=ends,
-                cu_seqlens_kv=ends,
-                cu_seqlens_q_padded=ends,
-                cu_seqlens_kv_padded=ends,
-                max_seqlen_q=max(lengths),
-                max_seqlen_kv=max(lengths),
-            )
-        return self.boundaries
+    @cached_property
+    def table(self) -> Tensor:
+        """segment_table of the groups."""
+        return segment_table(self.groups)
+
+    @cached_property
+    def variable_length(self) -> PackedSeqParams:
+        """Transformer Engine's description of plain segments."""
+        lengths = segment_lengths(self.groups)
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = ends.to(cpu_bridge.default_device())
+        # Queries and keys are the same tokens. Context parallelism divides the whole stream, padding included.
+        return PackedSeqParams(
+            qkv_format="thd",  # [tokens, heads, d], without a batch dimension
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=ends,
+            cu_seqlens_kv_padded=ends,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+
+    @cached_property
+    def mask(self) -> BlockMask:
+        """FlexAttention's description of the groups."""
+        return flex_attention.block_mask(self.table, cpu_bridge.default_device())
 
     def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """query [T, heads, d], key and value [T, kv_heads, d] -> [T, 1, heads * d]."""
-        if self.mask is None:
-            self.mask = block_mask(self.groups, query.device)
         return flex_attention.attend(query, key, value, self.mask, scale).flatten(1).unsqueeze(1)
+
+
+def segment_table(groups: tuple[Group, ...]) -> Tensor:
+    """Return [segments, 4] int64: first token, length, and both of the prompt it attends to (length 0: none)."""
+    rows = []
+    begin = 0
+    for group in groups:
+        front = begin
+        if group.prefix:
+            rows.append((front, group.prefix, 0, 0))
+            begin += group.prefix
+        for count, length in group.segments:
+            rows += [(begin + i * length, length, front, group.prefix) for i in range(count)]
+            begin += count * length
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
 
 
 class PackedAttention(torch.nn.Module):
@@ -99,7 +120,8 @@ class PackedAttention(torch.nn.Module):
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d], not yet rotated -> [T, 1, heads * d]."""
         # Positions, which Megatron would have given the query and key before.
         query, key = (packed_seq_params.rotate(x.squeeze(1), self.layer) for x in (query, key))
-        value, dtype = value.squeeze(1), query.dtype
+        value = value.squeeze(1)
+        dtype = query.dtype
 
         # On a GPU one masked call; over context-parallel ranks every segment is cut.
         if query.is_cuda and packed_seq_params.shared:
@@ -112,7 +134,8 @@ class PackedAttention(torch.nn.Module):
             return out.flatten(1).unsqueeze(1).to(dtype)
 
         # Otherwise group by group: the prompt, if it is shared, by itself, then all that follow it.
-        outputs, begin = [], 0
+        outputs = []
+        begin = 0
         for group in packed_seq_params.groups:
             # A group's tokens lie together: its prompt, then its runs of equally long segments.
             front = slice(begin, begin + group.prefix)
@@ -212,7 +235,8 @@ class _SharedPrompt(torch.autograd.Function):
 
         out, total = _merged(_flat(on_prompt), _flat(prompt_sum), on_own, own_sum)
         ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, total)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.segments = segments
+        ctx.scale = scale
         return out
 
     @staticmethod

@@ -39,19 +39,3 @@ class PostNormRowLinear(RowParallelLinear):
         """[T, 1, in/tp] -> [T, 1, H], and no bias."""
         out, bias = super().forward(x)
         return self.post_layernorm(out), bias
-
-
-class FusedRmsNorm(RmsNorm):
-    """The same by csrc (ops.fused.layers)."""
-
-    taken = False  # by the linear layer after it, which calls `normed` or does the same (models.layers.linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.taken else self.normed(x)
-
-    def normed(self, x: Tensor) -> Tensor:
-        """x [..., H] normed and scaled by the weight."""
-        from megatron_brorl.ops.fused import layers as fused_layers
-
-        assert self.eps is not None
-        return fused_layers.rms_norm(x, self.weight, self.eps)

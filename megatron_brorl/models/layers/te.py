@@ -28,13 +28,11 @@ class PackedTeAttention(TEDotProductAttention):
         **kwargs: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
-        if packed_seq_params.shared:
-            streams = (x.squeeze(1) for x in (query, key, value))
-            return packed_seq_params.attend_on_gpu(*streams, self.config.softmax_scale)  # YaRN's factor is in it
-
-        streams = (x.squeeze(1) for x in (query, key, value))
         # This layout has no batch dimension, which Megatron expects as a dimension of 1.
-        packing = packed_seq_params.variable_length(query.device)
+        streams = (x.squeeze(1) for x in (query, key, value))
+        if packed_seq_params.shared:
+            return packed_seq_params.attend_on_gpu(*streams, self.config.softmax_scale)  # includes YaRN's factor
+        packing = packed_seq_params.variable_length
         out = super().forward(*streams, attention_mask, packed_seq_params=packing, **kwargs)
         return out.reshape(len(query), 1, -1)
 

@@ -23,7 +23,7 @@ def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list
 
         # Stages hold equally many layers; the embedding stands before the first, norm and head after the last.
         if layer is None:
-            stage = 0 if parameter is shape.facts.embedding else pipeline - 1
+            stage = 0 if parameter is shape.model_family.embedding else pipeline - 1
         else:
             stage = layer * pipeline // shape.layers
 
@@ -71,7 +71,7 @@ def global_parameters(actor: Any) -> Mapping[str, Tensor]:
 
 def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, Parameter]]:
     """Every parameter with its layer, or None outside of the layers."""
-    family = shape.facts
+    family = shape.model_family
     yield None, family.embedding
     for layer in range(shape.layers):
         for parameter in family.layer:

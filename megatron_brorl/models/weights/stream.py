@@ -1,74 +1,94 @@
-"""From any training layout to a stream of (Hugging Face name, full tensor), the same on every rank."""
+"""From any training layout to a stream of (Hugging Face name, full tensor), the same on every rank.
+
+A bucket holds consecutive entries of one pipeline stage. It costs one gather over the stage's tensor-parallel ranks and
+one broadcast to the other stages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.models.weights.layouts import to_hf
-from megatron_brorl.models.weights.plan import Bucket, Place, Plan
-from megatron_brorl.ops.checksum import Sealed, checksum
+from megatron_brorl.models.weights.layouts import Entry, to_hf
+from megatron_brorl.ops.checksum import ChecksummedTensor, checksum
 from megatron_brorl.parallel.grid import Grid
 
+BUCKET_BYTES = 64 << 20
 
-def stream(plan: Plan, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype) -> Iterator[Sealed]:
-    """Yield every full tensor [Entry.hf_shapes] once, in the order of plan.names, on every rank of the grid.
+
+def make_buckets(entries: Sequence[Entry], item_bytes: int, limit: int = BUCKET_BYTES) -> list[list[Entry]]:
+    """Cut the entries into buckets of at most `limit` bytes of full tensors; a larger entry has a bucket of its own.
+
+    item_bytes: size of one element.
+    """
+    buckets: list[list[Entry]] = []
+    size = 0
+    for entry in entries:
+        added = item_bytes * sum(math.prod(shape) for shape in entry.hf_shapes)
+        if not buckets or buckets[-1][0].stage != entry.stage or size + added > limit:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(entry)
+        size += added
+    return buckets
+
+
+def stream(
+    buckets: Sequence[Sequence[Entry]], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype
+) -> Iterator[ChecksummedTensor]:
+    """Yield every full tensor [Entry.hf_shapes] once, in the order of the buckets, on every rank of the grid.
 
     parameters holds this rank's parts under Entry.megatron names. A collective: every rank must consume the stream to
-    its end. The checksums are taken on the stage that owns a tensor, before it leaves. The tensors are views of a
+    its end. Checksums are computed on the stage that owns a tensor, before it is sent. The tensors are views of a
     bucket, or of the parameters where nothing had to be gathered: copy what you keep.
     """
-    where = next(iter(parameters.values())).device
-    for bucket in plan.buckets:
+    device = next(iter(parameters.values())).device
+    for bucket in buckets:
+        names = [name for entry in bucket for name in entry.hf]
         full: list[Tensor] = []
-        # On the other stages this is room for what the owner sends.
-        sums = torch.empty(sum(len(e.hf) for e in bucket.entries), dtype=torch.int64, device=where)
-        names = [name for entry in bucket.entries for name in entry.hf]
-
-        # The stage that owns the bucket puts it together ...
-        if bucket.stage == grid.pp_rank:
-            full = _gather(bucket, plan.kv_heads, parameters, grid)
+        sums = torch.empty(len(names), dtype=torch.int64, device=device)
+        if bucket[0].stage == grid.pp_rank:
+            full = _gather(bucket, kv_heads, parameters, grid)
             torch.stack([checksum(name, x) for name, x in zip(names, full, strict=True)], out=sums)
 
-        # ... and sends it to the others, which make room for it.
         if grid.pipeline > 1:
-            message = torch.empty(bucket.full_size, dtype=dtype, device=where)
-            views = [_at(message, place) for places in bucket.full for place in places]
-            for view, tensor in zip(views, full, strict=False):  # the other stages have no tensors yet
-                view.copy_(tensor)
-            owner = dist.get_global_rank(grid.groups.pp, bucket.stage)  # in this rank's own pipeline
+            shapes = [shape for entry in bucket for shape in entry.hf_shapes]
+            if full:
+                message = torch.cat([x.flatten() for x in full]).to(dtype)
+            else:
+                message = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device)
+            owner = dist.get_global_rank(grid.groups.pp, bucket[0].stage)  # in this rank's own pipeline
             dist.broadcast(message, owner, group=grid.groups.pp)
             dist.broadcast(sums, owner, group=grid.groups.pp)
-            full = views
+            full = _split(message, shapes)
 
-        # What the owner summed goes along, so that whoever copies a tensor can tell damage on the way.
-        for name, tensor, own in zip(names, full, sums, strict=True):
-            yield Sealed(name, tensor, own)
+        for name, tensor, total in zip(names, full, sums, strict=True):
+            yield ChecksummedTensor(name, tensor, total)
 
 
-def _gather(bucket: Bucket, kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:
-    """The full Hugging Face tensors of a bucket, on the ranks of its stage."""
-    local = [parameters[entry.megatron].detach() for entry in bucket.entries]
-
-    # One message with all parts of a rank; replicated ones are whole already.
-    messages: list[Tensor] = []
-    if grid.tensor > 1 and bucket.part_size:
-        mine = local[0].new_empty(bucket.part_size)
-        for place, tensor in zip(bucket.parts, local, strict=True):
-            if place is not None:
-                _at(mine, place).copy_(tensor)
-        messages = [torch.empty_like(mine) for _ in range(grid.tensor)]
-        dist.all_gather(messages, mine, group=grid.groups.tp)
+def _gather(bucket: Sequence[Entry], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:
+    """Return the full Hugging Face tensors of a bucket; a collective of the tensor-parallel ranks of its stage."""
+    local = [parameters[entry.megatron].detach() for entry in bucket]
+    sharded = [x for entry, x in zip(bucket, local, strict=True) if entry.layout != "replicated"]
+    parts: Iterator[Sequence[Tensor]] = iter([(x,) for x in sharded])
+    if grid.tensor > 1 and sharded:
+        own = torch.cat([x.flatten() for x in sharded])
+        messages = [torch.empty_like(own) for _ in range(grid.tensor)]
+        dist.all_gather(messages, own, group=grid.groups.tp)
+        shapes = [tuple(x.shape) for x in sharded]
+        parts = zip(*(_split(message, shapes) for message in messages), strict=True)
 
     full: list[Tensor] = []
-    for entry, place, tensor in zip(bucket.entries, bucket.parts, local, strict=True):
-        parts = [tensor] if place is None or not messages else [_at(m, place) for m in messages]
-        full.extend(x.contiguous() for x in to_hf(entry, parts, kv_heads))
+    for entry, tensor in zip(bucket, local, strict=True):
+        of_ranks = (tensor,) if entry.layout == "replicated" else next(parts)
+        full.extend(x.contiguous() for x in to_hf(entry, of_ranks, kv_heads))
     return full
 
 
-def _at(message: Tensor, place: Place) -> Tensor:
-    return message[place.offset : place.end].view(place.shape)
+def _split(message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    parts = message.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

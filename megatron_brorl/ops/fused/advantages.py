@@ -61,7 +61,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Ten
     check_devices("value_loss", values, old_values, returns, weights)
     losses, clipped = _ValueLoss.apply(values, old_values, returns, weights, clip)
     loss = losses.sum()
-    of_returns, of_residuals = moments(returns, weights), moments(returns - values.detach(), weights)
+    of_returns = moments(returns, weights)
+    of_residuals = moments(returns - values.detach(), weights)
     sums = {"loss": float(loss.detach()), "clipped": float(clipped.sum()), "tokens": of_returns.count}
     return ValueLoss(loss, sums, of_returns, of_residuals)
 

@@ -97,7 +97,8 @@ class _NormLinear(torch.autograd.Function):
         gradient = upstream[0].reshape(len(rows), -1).contiguous()
         normed = _product(gradient, weight)  # its gradient; the next line makes it the normed rows
         of_x, of_norm = torch.ops.brorl.rms_norm_gradient_(normed, rows, norm, inverse_rms)
-        of_weight, of_bias = _of_weight(weight, gradient, normed), _of_bias(ctx.bias, gradient)
+        of_weight = _of_weight(weight, gradient, normed)
+        of_bias = _of_bias(ctx.bias, gradient)
         return of_x.view(*upstream[0].shape[:-1], -1), of_norm, None, of_weight, of_bias
 
 

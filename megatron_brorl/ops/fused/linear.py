@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import MAXIMA, SUMS, PolicyLoss, PolicyTokens, policy_loss
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import MAXIMA, SUMS, PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.fused.softmax import Shard, gemm_, merged, ppo_tokens, softmax_gradient_, softmax_statistics
 from megatron_brorl.ops.interface import compute_dtype
@@ -28,7 +27,8 @@ from megatron_brorl.ops.interface import compute_dtype
 # Rows of logits held at a time. With fewer, the products lose speed (the weight's gradient is read and written once per
 # chunk); with more, only memory grows. A very large vocabulary gives way to the limit in bytes.
 CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
-FEWEST_ROWS, CHUNK_BYTES = 64, 1 << 30
+FEWEST_ROWS = 64
+CHUNK_BYTES = 1 << 30
 ROWS_MOVED = 16  # rows of logits copied at a time
 
 
@@ -48,7 +48,7 @@ def linear_log_probs(
     Raises ValueError for a shape, value or device, TypeError for a dtype, and on a CPU IndexError for an id outside the
     vocabulary (on a GPU this check would wait for the device).
     """
-    shard = _checked("linear_log_probs", hidden, weight, ids, temperature, group, vocab)
+    shard = _shard("linear_log_probs", hidden, weight, ids, temperature, group, vocab)
     log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
     return log_probs, entropy
 
@@ -69,14 +69,14 @@ def linear_ppo_loss(
     gradients are found on the way forward and only scaled on the way back, in place: a second backward pass through one
     result raises RuntimeError.
     """
-    shard = _checked("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
-    _check_tokens(tokens, hidden)
+    shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
+    check_devices("linear_ppo_loss", hidden, *vars(tokens).values())
     if settings.ratio == "sequence":
         log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
         return policy_loss(log_probs, entropy, tokens, settings)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     loss, log_probs, entropy, columns = _LinearPpoLoss.apply(hidden, weight, ids, tokens, settings, shard, wanted)
-    return PolicyLoss(loss, log_probs, entropy, *_figures(columns, entropy, tokens.weights))
+    return PolicyLoss(loss, log_probs, entropy, *_metrics(columns, entropy, tokens.weights))
 
 
 def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def _checked(
+def _shard(
     op: str,
     hidden: Tensor,
     weight: Tensor,
@@ -95,59 +95,25 @@ def _checked(
     group: dist.ProcessGroup | None,
     vocab: int | None,
 ) -> Shard:
-    """The shard of this rank, of arguments that fit; see linear_log_probs for what is raised."""
-    # Shapes, dtypes and settings.
+    """Return this rank's shard; csrc checks all other shapes and dtypes. Raises as linear_log_probs says."""
     check_devices(op, hidden, weight, ids)
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not hidden.shape[1]:
-        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
-        raise ValueError(f"{op}: hidden must be [R, H] and weight [V, H], got {shapes}")
-    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise TypeError(
-            f"{op}: hidden and weight must both be float32, float64 or bfloat16, got {hidden.dtype} and {weight.dtype}"
-        )
-
-    # One id per row, in the one type that the kernels read.
     if ids.shape != hidden.shape[:1]:
         raise ValueError(f"{op}: ids must be [{len(hidden)}], got {list(ids.shape)}")
-    if ids.dtype != torch.int64:
-        raise TypeError(f"{op}: ids must be int64, got {ids.dtype}")
-    if temperature <= 0:
-        raise ValueError(f"{op}: temperature must be above 0, got {temperature}")
-
-    # The vocabulary: of all ranks together, without padding.
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     vocab = len(weight) * ranks if vocab is None else vocab
-    # Shards are of one size, padding included.
     if not 0 < vocab <= len(weight) * ranks:
         raise ValueError(f"{op}: a vocabulary of {vocab} does not fit {ranks} x {len(weight)} rows of weight")
+    # On a GPU this check would wait for the device.
+    if ids.device.type == "cpu" and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise IndexError(f"{op}: ids are from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab}")
 
-    # On a GPU looking would wait for the device.
-    if ids.device.type == "cpu" and len(ids):
-        worst = int(ids.min() if ids.min() < 0 else ids.max())
-        if not 0 <= worst < vocab:
-            place = int((ids == worst).nonzero()[0])
-            raise IndexError(f"{op}: ids[{place}] is {worst}, outside a vocabulary of {vocab}")
-
-    # This rank's part of it.
+    # Padding ends the last shards, one of which may hold nothing else.
     start = rank * len(weight)
-    # Padding ends the last shards, of which one may hold nothing else.
     live = min(max(vocab - start, 0), len(weight))
     return Shard(start, live, temperature, group if ranks > 1 else None)
 
 
-def _check_tokens(tokens: PolicyTokens, hidden: Tensor) -> None:
-    dtype = compute_dtype(hidden.dtype)
-    for name, x in vars(tokens).items():
-        if x is None or name == "sequences":
-            continue
-        if x.shape != hidden.shape[:1]:
-            raise ValueError(f"linear_ppo_loss: {name} must be [{len(hidden)}], got {list(x.shape)}")
-        if x.dtype != dtype:
-            raise TypeError(f"linear_ppo_loss: {name} must be {dtype} for {hidden.dtype} matrices, got {x.dtype}")
-    check_devices("linear_ppo_loss", hidden, *vars(tokens).values())
-
-
-def _figures(columns: Tensor, entropy: Tensor, weights: Tensor) -> tuple[dict[str, float], dict[str, float]]:
+def _metrics(columns: Tensor, entropy: Tensor, weights: Tensor) -> tuple[dict[str, float], dict[str, float]]:
     """Sums and maxima [SUMS, MAXIMA] from the columns of ppo_tokens [R, 8], in one transfer from the device."""
     live = weights != 0
     counted = torch.where(live, entropy, 0.0)  # not multiplied: 0 * nan is nan
@@ -187,7 +153,9 @@ def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> Iterat
     buffer = hidden.new_empty((size, shard.live), dtype=compute)
     for begin in range(0, len(hidden), max(size, 1)):
         rows = slice(begin, min(begin + size, len(hidden)))
-        h, t, logits = hidden[rows], ids[rows], buffer[: rows.stop - begin]
+        h = hidden[rows]
+        t = ids[rows]
+        logits = buffer[: rows.stop - begin]
         gemm_(logits, h, weight[: shard.live].t(), accumulate=False)
         yield _Chunk(rows, h, t, logits, merged(softmax_statistics(logits, t, shard), shard))
 
@@ -212,7 +180,8 @@ class _Gradients:
 
     def __init__(self, hidden: Tensor, weight: Tensor, shard: Shard, wanted: tuple[bool, bool]) -> None:
         compute = compute_dtype(hidden.dtype)
-        self.weight, self.shard = weight[: shard.live], shard
+        self.weight = weight[: shard.live]
+        self.shard = shard
         self.of_hidden = hidden.new_empty(hidden.shape, dtype=compute) if wanted[0] else None
         self.of_weight = weight.new_empty(weight.shape, dtype=compute) if wanted[1] else None
         if self.of_weight is not None:
@@ -239,7 +208,8 @@ class _Gradients:
             hidden, ids, statistics = chunk.hidden, chunk.ids, chunk.statistics
 
         # The gradient of the logits takes their place.
-        d, narrow = chunk.logits[: len(order)], hidden.dtype == torch.bfloat16
+        d = chunk.logits[: len(order)]
+        narrow = hidden.dtype == torch.bfloat16
         softmax_gradient_(d, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, narrow)
         if narrow:  # it lies in the first half of each row
             d = d.view(torch.bfloat16)[:, : d.shape[1]]
@@ -301,7 +271,8 @@ class _LinearPpoLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
         # Memory for all rows; logits are only ever there for one chunk.
-        entropy, gradients = torch.empty_like(log_probs), _Gradients(hidden, weight, shard, wanted)
+        entropy = torch.empty_like(log_probs)
+        gradients = _Gradients(hidden, weight, shard, wanted)
 
         # Chunk by chunk: log-probabilities, the loss of each token with its derivatives, and the gradients of both.
         columns = []

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import PolicyTokens
-from megatron_brorl.algo.policy_losses import PolicyLossSettings, policy_loss_entry
+from megatron_brorl.algo.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused import native
 
 
@@ -84,7 +83,7 @@ def ppo_tokens(
         tokens.advantages,
         tokens.weights,
         settings.policy_loss,
-        policy_loss_entry(settings.policy_loss).constants(settings),
+        POLICY_LOSSES[settings.policy_loss].constants(settings),
         settings.is_cap,
         settings.kl_coef,
         settings.kl_estimator,

@@ -54,7 +54,10 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Ten
     infinity: unclipped, and old_values are not looked at.
     """
     kept = weights != 0  # selected, because 0 * nan is nan, forward and backward
-    v, old, target, w = values[kept], old_values[kept], returns[kept], weights[kept]
+    v = values[kept]
+    old = old_values[kept]
+    target = returns[kept]
+    w = weights[kept]
     plain = (v - target).square()
     clipped = plain if math.isinf(clip) else (v.clamp(old - clip, old + clip) - target).square()
     loss = (w * torch.maximum(plain, clipped)).sum() / 2

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyTokens, policy_loss
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.ops.interface import compute_dtype
 
 CHUNK_BYTES = 64 << 20  # of logits held at a time
@@ -82,7 +81,9 @@ class _LinearLogProbs(torch.autograd.Function):
         live = min(max(vocab - start, 0), weight.shape[0])
         # Rows of a chunk, by the size of float32 logits; the same on all ranks, which exchange sums chunk by chunk.
         rows = max(1, CHUNK_BYTES // (4 * max(weight.shape[0], 1)))
-        log_probs, entropies, log_norms = [], [], []
+        log_probs = []
+        entropies = []
+        log_norms = []
         head = weight[:live]
         for h, t in zip(hidden.split(rows), ids.split(rows), strict=True):
             # The largest logit of all ranks, so that no exponential overflows.

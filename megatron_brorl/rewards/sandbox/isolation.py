@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ class Limits:
     files: int = 64  # open at a time
 
 
-def tell_workers(bare: bool, timeout_s: float) -> None:
+def set_environment(bare: bool, timeout_s: float) -> None:
     """Put reward.unsandboxed and reward.timeout_s into the environment of worker processes."""
     os.environ[UNSANDBOXED], os.environ[TIMEOUT_S] = str(int(bare)), str(timeout_s)
 
@@ -81,16 +80,7 @@ def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[in
     life += ["--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
     pipes = ["--seccomp", str(seccomp), "--info-fd", str(info)]
     start = ["/python/bin/python", *_GUARD, "-c", _START.format("/sandbox", _MODULE)]
-    return [_bubblewrap(), *who, *namespaces, *files, *life, *pipes, *start], fds
-
-
-def found() -> bool:
-    """Return whether bubblewrap is installed."""
-    return shutil.which("bwrap") is not None
-
-
-def _bubblewrap() -> str:
-    return shutil.which("bwrap") or "bwrap"
+    return ["bwrap", *who, *namespaces, *files, *life, *pipes, *start], fds
 
 
 @functools.lru_cache(maxsize=1)

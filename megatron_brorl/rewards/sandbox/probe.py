@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import shutil
 import sys
 
 from megatron_brorl.errors import UserError
@@ -20,7 +21,7 @@ def problem() -> str | None:
     """Return why programs cannot be isolated here, and the remedy, in one line; None if they can."""
     if sys.platform != "linux" or not seccomp.known(platform.machine()):
         return f"no sandbox for {sys.platform} on {platform.machine()}; use Linux on x86_64 or aarch64"
-    if not isolation.found():
+    if not shutil.which("bwrap"):
         return "bubblewrap is missing; install it (apt-get install bubblewrap)"
 
     # Only running a program shows whether a container forbids namespaces.

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from types import TracebackType
 from typing import Any
 
 from megatron_brorl.rewards.sandbox import isolation, seccomp
@@ -50,9 +49,7 @@ class SandboxProcess:
     def __enter__(self) -> SandboxProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -61,25 +58,30 @@ class SandboxProcess:
 
     def receive(self) -> dict[str, Any]:
         """Return the next message from inside, of builtin types. Raises Ended."""
-        source, sink = self._source, self._sink
         while b"\n" not in self._incoming:
             left = self._deadline - time.monotonic()
             if left <= 0:
                 raise Ended("out of time")
 
             # Reading and writing alternate, because two full pipes would wait for each other.
-            readable, writable, _ = select.select([source], [sink] if self._outgoing else [], [], left)
+            readable, writable, _ = select.select([self._source], [self._sink] if self._outgoing else [], [], left)
             if writable:
                 self._write()
             if readable:
-                data = os.read(source, _CHUNK)
+                data = os.read(self._source, _CHUNK)
                 self._incoming += data
                 if not data:
                     raise Ended("the program ended its process")
                 if len(self._incoming) > 8 * self._limits.output_bytes:
                     raise Ended("too much output")
         line, _, self._incoming = self._incoming.partition(b"\n")
-        return _message(line)
+        try:
+            message = codec.parse(line)
+        except codec.Unencodable as e:
+            raise Ended("a message that is not JSON") from e
+        if not isinstance(message, dict):
+            raise Ended("a message that is not an object")
+        return message
 
     def close(self) -> None:
         """Kill every process inside and wait until they are gone."""
@@ -93,34 +95,35 @@ class SandboxProcess:
         else:
             self._process.kill()
         self._process.wait()
-        for fd in (self._source, self._sink, self._errors):
-            os.close(fd)
+        for file in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if file:
+                file.close()
         if self._folder:
             self._folder.cleanup()
 
     def _start(self) -> None:
-        (order, self._sink), (self._source, answers), (self._errors, errors) = os.pipe(), os.pipe(), os.pipe()
-        handed = [order, answers, errors]
-        try:
-            if self._isolated:
-                # The kernel kills a namespace with its process 1, so `close` kills that one.
-                (info, tell), filter_ = os.pipe(), _filled(seccomp.program())
-                handed += [tell, filter_]
+        options: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        options["bufsize"] = 0
+        if self._folder:
+            options |= {"cwd": self._folder.name, "env": {}, "start_new_session": True}
+            self._process = subprocess.Popen(isolation.bare_command(), **options)
+        else:
+            info, tell = os.pipe()
+            filter_ = _filled(seccomp.program())
+            try:
                 arguments, fds = isolation.command(self._limits, filter_, tell)
-                self._process = subprocess.Popen(arguments, stdin=order, stdout=answers, stderr=errors, pass_fds=fds)
-            else:
-                assert self._folder
-                arguments, folder = isolation.bare_command(), self._folder.name
-                self._process = subprocess.Popen(
-                    arguments, stdin=order, stdout=answers, stderr=errors, cwd=folder, env={}, start_new_session=True
-                )
-        finally:
-            # The child has copies of its own. These would keep its pipes open.
-            for fd in handed:
-                os.close(fd)
-        os.set_blocking(self._sink, False)
-        if self._isolated:
+                self._process = subprocess.Popen(arguments, pass_fds=fds, **options)
+            finally:
+                # The child has copies of its own. These would keep its pipes open.
+                os.close(tell)
+                os.close(filter_)
+            # The kernel kills a namespace with its process 1, so `close` kills that one.
             self._pidfd = _pidfd(info)
+        assert self._process.stdin
+        assert self._process.stdout
+        self._sink = self._process.stdin.fileno()
+        self._source = self._process.stdout.fileno()
+        os.set_blocking(self._sink, False)
 
     def _order(self) -> dict[str, Any]:
         limits = self._limits
@@ -145,22 +148,13 @@ class SandboxProcess:
             self._outgoing = b""  # `receive` then raises Ended.
 
     def _failure(self) -> str:
+        """Return the last line on stderr."""
         self._process.kill()
         self._process.wait()
-        os.set_blocking(self._errors, False)
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self._errors, _CHUNK).decode("utf-8", "replace").strip().splitlines()[-1]
-        return ""
-
-
-def _message(line: bytes) -> dict[str, Any]:
-    try:
-        message = codec.parse(line)
-    except codec.Unencodable as e:
-        raise Ended("a message that is not JSON") from e
-    if not isinstance(message, dict):
-        raise Ended("a message that is not an object")
-    return message
+        assert self._process.stderr
+        os.set_blocking(self._process.stderr.fileno(), False)
+        lines = (self._process.stderr.read() or b"").decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else ""
 
 
 def _filled(data: bytes) -> int:

@@ -5,7 +5,6 @@ Only the inputs of tests enter the sandbox. The caller compares the text or the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +31,6 @@ class Outcome:
     reason: str = ""
     stdout: str = ""
     value: Any = None  # the return value of a function
-    seconds: float = 0.0  # since the last outcome, or since the start
 
 
 @dataclass(frozen=True)
@@ -68,52 +66,48 @@ class Sandbox:
 
     def _outcomes(self, order: dict[str, Any], requests: Sequence[dict[str, Any]]) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        began = time.monotonic()
         try:
             with SandboxProcess(order, self.limits, self.isolated) as process:
                 for request in requests:
                     process.send(request)
                 for _ in requests:
-                    message, now = process.receive(), time.monotonic()
-                    outcomes.append(_outcome(message, now - began))
-                    began = now
+                    outcomes.append(_outcome(process.receive()))
         except Ended as e:
-            outcomes += [Outcome("ended", str(e), seconds=time.monotonic() - began)] * (len(requests) - len(outcomes))
+            outcomes += [Outcome("ended", str(e))] * (len(requests) - len(outcomes))
         return outcomes
 
     def _judged(self, program: str, function: str, setup: str, tests: Sequence[str]) -> Iterator[Outcome]:
         order = {"mode": "calls", "program": program, "function": function}
-        asks = {"mode": "judge", "program": setup, "function": function}
+        asks = {"mode": "asserts", "program": setup, "function": function}
         with (
             SandboxProcess(order, self.limits, self.isolated) as candidate,
             SandboxProcess(asks, self.limits, self.isolated) as judge,
         ):
             for test in tests:
-                began = time.monotonic()
                 judge.send({"test": test})
 
                 # The program can reach the tests only by the value of each call.
                 while "call" in (message := judge.receive()):
                     candidate.send(message["call"])
-                    judge.send(_answer(_outcome(candidate.receive(), 0.0)))
-                passed, why, seconds = message.get("passed"), message.get("why", ""), time.monotonic() - began
-                yield Outcome("ok" if passed is True else "error", _printable(why), seconds=seconds)
+                    judge.send(_answer(_outcome(candidate.receive())))
+                passed = message.get("passed") is True
+                yield Outcome("ok" if passed else "error", _printable(message.get("why", "")))
 
 
-def _outcome(message: Mapping[str, Any], seconds: float) -> Outcome:
+def _outcome(message: Mapping[str, Any]) -> Outcome:
     """Convert a message from inside to an outcome. Every part of it may be forged by the program."""
     status, why, stdout, result = (message.get(key, "") for key in ("status", "why", "stdout", "result"))
     if status not in _STATUSES or not all(isinstance(part, str) for part in (why, stdout, result)):
-        return Outcome("form", "a message that is no outcome", seconds=seconds)
+        return Outcome("form", "a message that is no outcome")
     reason = _printable(why) or _REASONS.get(status, "")
     if status != "ok":
-        return Outcome(status, reason, stdout, seconds=seconds)
+        return Outcome(status, reason, stdout)
 
     # The result of a script is null.
     try:
-        return Outcome("ok", "", stdout, codec.decode(codec.parse(result)), seconds)
+        return Outcome("ok", "", stdout, codec.decode(codec.parse(result)))
     except codec.Unencodable as e:
-        return Outcome("form", str(e)[:_REASON_CHARS], stdout, seconds=seconds)
+        return Outcome("form", str(e)[:_REASON_CHARS], stdout)
 
 
 def _printable(text: str) -> str:
@@ -121,7 +115,7 @@ def _printable(text: str) -> str:
 
 
 def _answer(outcome: Outcome) -> dict[str, Any]:
-    """Return the message that answers a call of the program's function by a test (inside.judge)."""
+    """Return the message that answers a call of the program's function by a test (runner.asserts)."""
     if outcome.status == "ok":
         return {"value": codec.encode(outcome.value)}
     return {"raised": outcome.reason if outcome.status == "error" else outcome.status}

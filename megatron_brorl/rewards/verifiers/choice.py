@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.answer_text import plain_text, quote, tidy
-from megatron_brorl.rewards.final_answer import final_or_bare_answer, places
+from megatron_brorl.rewards.extract import final_answer, is_short_line, places
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 _LETTERS = "ABCDEFGHIJ"
-_MAX_CHARS = 200  # a longer response is not a bare answer
 # A letter between brackets or before a stop, in either case; a capital alone at the end or before a reason.
 _DRESSED = re.compile(
     r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?"
@@ -33,25 +31,25 @@ _OTHER = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]|(?<![\w'])([B-HJ])(?![\w'])|(?<
 
 def find(response: str) -> str | None:
     """Return the answer in a response; the whole response if it is one short line."""
-    return final_or_bare_answer(response, same, _MAX_CHARS, _names_options)
+    return final_answer(response, same, is_short_line, _names_options)
 
 
 def same(a: str, b: str) -> bool:
     """Return whether two texts are the same answer: the same letter, or the same text."""
-    x, y = letter(a), letter(b)
-    return x == y if x or y else plain_text(a).casefold() == plain_text(b).casefold()
-
-
-def letter(text: str) -> str:
-    """Return the letter that a text names, as a capital; "" if it names none, or several."""
-    return _read(text)[0]
+    x, y = _letter(a)[0], _letter(b)[0]
+    return x == y if x or y else _normal(a) == _normal(b)
 
 
 def check_row(row: VerifierRow, where: str) -> None:
     """Raise UserError unless the reference is a letter, and names one of metadata.choices if they are given."""
-    choices = _choices(row, where)
+    choices = row["metadata"].get("choices")
+    if choices is not None:
+        if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+            raise UserError(f"{where}: metadata.choices must be a list of the options' texts, not {choices!r:.60}")
+        if not 2 <= len(choices) <= len(_LETTERS):
+            raise UserError(f"{where}: metadata.choices has {len(choices)} options; 2 to {len(_LETTERS)} have letters")
     reference = row["answer"] or ""
-    right = _chosen(reference, choices)[0]
+    right = _chosen(reference, choices or ())
     if not right:
         raise UserError(f'{where}: verifier "choice" needs answer, a letter from A to J; {quote(reference)!r} is none')
     if choices and _LETTERS.index(right) >= len(choices):
@@ -61,42 +59,36 @@ def check_row(row: VerifierRow, where: str) -> None:
 def verify(answer: str, row: VerifierRow) -> Score:
     """Return 1 for the letter of the reference, or for the text of its option in metadata.choices."""
     choices = row["metadata"].get("choices") or ()
-    right = _chosen(row["answer"] or "", choices)[0]
+    right = _chosen(row["answer"] or "", choices)
 
     # A response may give its answer in several places, which must agree.
     texts = [_normal(choice) for choice in choices]
     said = places(answer, lambda text: _names_options(text) or _normal(text) in texts) or [answer]
-    chosen = [_chosen(text, choices) for text in said]
-    letters = sorted({one for one, _ in chosen})
-    if len(letters) > 1 and "" not in letters:
-        return Score(0.0, f"no answer: several letters, {' and '.join(letters)}")
-    given, why = chosen[-1]
-    if len(letters) > 1 or not given:
-        return Score(0.0, why or f"no answer: {quote(said[-1])} is no single letter")
+    letters = {_chosen(text, choices) for text in said}
+    given = letters.pop() if len(letters) == 1 else ""
+    if not given:
+        return Score(0.0, f"no answer: no single option in {quote(', '.join(said))}")
     return Score(1.0) if given == right else Score(0.0, f"{given} is not {right}")
 
 
-def _chosen(text: str, choices: Sequence[str]) -> tuple[str, str]:
-    """Return the letter of an answer, or "" and the reason. A letter with the text of another option is refused."""
+def _chosen(text: str, choices: Sequence[str]) -> str:
+    """Return the letter of an answer, or "". A letter with the text of another option is refused."""
     options = [_normal(choice) for choice in choices]
     whole = _normal(text)
     if options.count(whole) == 1:
-        return _LETTERS[options.index(whole)], ""
-    found, behind = _read(text)
-    if found and behind and _normal(behind) in options:
-        other = _LETTERS[options.index(_normal(behind))]
-        if other != found:
-            return "", f"no answer: {found}, but with the text of {other}"
-    return found, ""
+        return _LETTERS[options.index(whole)]
+    found, behind = _letter(text)
+    other = _normal(behind)
+    return found if other not in options or found == _LETTERS[options.index(other)] else ""
 
 
 def _names_options(text: str) -> bool:
     """Return whether a text names one or several options. `42` names none and does not hide another answer."""
-    return len(text) <= _MAX_CHARS and bool(letter(text) or _SEVERAL.fullmatch(tidy(text)))
+    return is_short_line(text) and bool(_letter(text)[0] or _SEVERAL.fullmatch(tidy(text)))
 
 
-def _read(text: str) -> tuple[str, str]:
-    """Return the letter at the start of a text and the rest; "" if the rest names another letter."""
+def _letter(text: str) -> tuple[str, str]:
+    """Return the letter at the start of a text as a capital, and the rest; "" if the rest names another letter."""
     text = _REASON.sub("", " ".join(tidy(text).split()))
     dressed = _DRESSED.match(text)
     if dressed:
@@ -112,16 +104,3 @@ def _read(text: str) -> tuple[str, str]:
 
 def _normal(text: str) -> str:
     return plain_text(text).casefold()
-
-
-def _choices(row: VerifierRow, where: str) -> list[str]:
-    choices: Any = row["metadata"].get("choices")
-    if choices is None:
-        return []
-    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-        raise UserError(
-            f"{where}: metadata.choices must be a list of texts, the options from A on, not {choices!r:.60}"
-        )
-    if not 2 <= len(choices) <= len(_LETTERS):
-        raise UserError(f"{where}: metadata.choices has {len(choices)} options; 2 to {len(_LETTERS)} have letters")
-    return choices

@@ -6,12 +6,10 @@ it in a scoring process.
 
 from __future__ import annotations
 
-import ast
 import builtins
 import itertools
 import re
 import symtable
-import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -23,14 +21,12 @@ _PYTHON = re.compile(r"(?:(?:python|py)\d*)?")
 _MOST_ENDS = 16  # fences that are tried as the end of one block
 _UNTERMINATED = "unterminated triple-quoted"  # how CPython's message begins
 
-# What a program that reads or prints mentions.
-_INPUT = {"input", "stdin", "__stdin__", "fileinput"}
-_OPENS = {"open", "fdopen", "FileIO", "read"}  # with the number 0
-_OUTPUT = {"print", "pprint", "stdout", "__stdout__", "write", "writelines"}
-
-# What a program has besides its own names.
-_KNOWN = {*dir(builtins), "exit", "quit", "__builtins__", "__file__"}
-_LIBRARY = sys.stdlib_module_names
+# How a program prints, how it reads the standard input, and how an example replaces the standard input by its own.
+_PRINTS = re.compile(r"\b(?:p?print|stdout|__stdout__|write|writelines)\b")
+_STDIN = r"\b(?:stdin|__stdin__|fileinput)\b|/dev/stdin|\b(?:open|fdopen|FileIO|read)\(\s*0\b"
+_READS = re.compile(rf"\binput\s*\(|\b(?:iter|map)\(\s*input\b|{_STDIN}")
+_FEEDS = re.compile(rf"\bstdin\s*=(?!=)(?!.*(?:{_STDIN}))")
+_KNOWN = {*dir(builtins), "exit", "quit", "__file__"}
 
 
 def blocks_of(text: str) -> str | None:
@@ -70,12 +66,13 @@ def _rank(block: str, function: str | None, has_input: bool) -> tuple[int, ...]:
     if _error(block) is not None:
         return ()
     try:
+        scope = symtable.symtable(block, "program", "exec")
         if function:
-            return _definition(symtable.symtable(block, "program", "exec"), function.split("."))
-        prints, complete, reads = _traits(ast.parse(block))
+            return _definition(scope, function.split("."))
+        reads = _READS.search(block) and not _FEEDS.search(block)
+        return _PRINTS.search(block) is not None, "import *" in block or _is_complete(scope), bool(reads and has_input)
     except (RecursionError, MemoryError):
         return ()
-    return prints, complete, reads and has_input
 
 
 def _python_blocks(text: str) -> Iterator[str]:
@@ -151,53 +148,13 @@ def _definition(scope: symtable.SymbolTable, path: list[str]) -> tuple[int, ...]
     return 1 + inner, int(not symbol.is_imported())
 
 
-def _traits(tree: ast.Module) -> tuple[bool, bool, bool]:
-    """Return whether a block prints, whether it needs nothing of other blocks, and whether it reads its input."""
-    nodes = list(ast.walk(tree))
-    own = {name for node in nodes for name in _bound(node)}
-    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    complete = (used <= own | _KNOWN or "*" in own) and {m for n in nodes for m in _modules(n)} <= _LIBRARY
-
-    # A block that gives itself an input shows what another program does with it.
-    prints = any(_mentions(node) & _OUTPUT for node in nodes)
-    reads = any(_reads(node, own) for node in nodes) and not any(_feeds(node, own) for node in nodes)
-    return prints, complete, reads
-
-
-def _bound(node: ast.AST) -> set[str]:
-    """Return the names that a node gives a value, in whichever scope."""
-    if isinstance(node, ast.Name):
-        return set() if isinstance(node.ctx, ast.Load) else {node.id}
-    fields = () if isinstance(node, ast.keyword) else ("name", "asname", "arg", "rest")
-    names = (getattr(node, field, None) for field in fields)
-    return {name.partition(".")[0] for name in names if isinstance(name, str)}
-
-
-def _modules(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.Import):
-        return {alias.name.partition(".")[0] for alias in node.names}
-    return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
-
-
-def _mentions(node: ast.AST) -> set[str]:
-    """Return the names, attributes and imports that a node looks up."""
-    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
-        return {node.id if isinstance(node, ast.Name) else node.attr}
-    return {node.name} if isinstance(node, ast.alias) else set()
-
-
-def _reads(node: ast.AST, own: set[str]) -> bool:
-    """Return whether a node looks up the standard input; `own` names are the block's, such as a parameter `input`."""
-    if isinstance(node, ast.Constant):
-        return node.value == "/dev/stdin"
-    if isinstance(node, ast.Call) and node.args and _mentions(node.func) & _OPENS:
-        return isinstance(node.args[0], ast.Constant) and type(node.args[0].value) is int and node.args[0].value == 0
-    return bool(_mentions(node) & (_INPUT - own if isinstance(node, ast.Name) else _INPUT))
-
-
-def _feeds(node: ast.AST, own: set[str]) -> bool:
-    """Return whether a node assigns to sys.stdin what does not come from the standard input."""
-    if not isinstance(node, ast.Assign):
-        return False
-    names = {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
-    return "stdin" in names and not any(_reads(part, own) for part in ast.walk(node.value))
+def _is_complete(module: symtable.SymbolTable) -> bool:
+    """Return whether a block defines or imports each global name that it uses, except builtins."""
+    scopes, used, own = [module], set(), set(_KNOWN)
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        names = [symbol for symbol in scope.get_symbols() if scope is module or symbol.is_global()]
+        own |= {symbol.get_name() for symbol in names if symbol.is_assigned() or symbol.is_imported()}
+        used |= {symbol.get_name() for symbol in names if symbol.is_referenced()}
+    return used <= own

@@ -43,19 +43,19 @@ def format_(answer: str, row: VerifierRow) -> Score:
     known = {f"<{slash}{name}>" for name in names for slash in ("", "/")}
     plain = _TAG.sub(lambda tag: tag[0] if tag[0] in known else ".", answer)
     plain = re.sub(r"\.+", ".", plain)
-    return Score(1.0) if plain in forms else Score(0.0, _why(plain, forms[0]))
+    return Score(1.0) if plain in forms else Score(0.0, f"the tags are {plain[:80]}, not {forms[0]}")
 
 
 def expected_forms(prompt: str, tags: Sequence[str]) -> list[str]:
     """Return the skeletons that a response to the prompt may have. The first is the one that reasons refer to."""
     whole = "".join(f"<{tag}>.</{tag}>" for tag in tags)
-    last = None
-    for last in _TAG.finditer(prompt):  # noqa: B007  the last one is looked at below
-        pass
-    if last is None:
+    tags_of_prompt = _TAG.findall(prompt)
+    if not tags_of_prompt:
         return [whole]
-    tag, after = last[0], prompt[last.end() :].strip()
-    rest, opened = whole.partition(tag)[2], not tag.startswith("</")
+    tag = tags_of_prompt[-1]
+    after = prompt.rpartition(tag)[2].strip()
+    rest = whole.partition(tag)[2]
+    opened = not tag.startswith("</")
 
     # The prompt ends with a tag of the form. After the last closing tag nothing is left: there the prompt only shows
     # the form.
@@ -80,15 +80,3 @@ def check_row(row: VerifierRow, where: str) -> None:
             f"{where}: metadata.format_tags = {str(tags)[:60]}: must be a list of different names of tags, "
             'such as ["think", "answer"]'
         )
-
-
-def _why(plain: str, form: str) -> str:
-    """Say what is wrong: the first tag with a wrong count, or another fault."""
-    for tag in _TAG.findall(form):
-        count = plain.count(tag)
-        if count != 1:
-            return f"{tag} occurs {count} times, not once"
-    for tag in _TAG.findall(plain):
-        if tag not in form:
-            return f"{tag} occurs although the prompt ends after it"
-    return "tags out of order, empty, or text outside them"

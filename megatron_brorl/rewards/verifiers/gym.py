@@ -2,10 +2,10 @@
 
 A scorer runs on text that a policy under optimization wrote. It must not execute that text, spend minutes or gigabytes
 on it, or accept a wrong answer. The source of every `score_answer` of the version below was read, and each was tried
-with hostile and with almost right answers. A task that a later version adds is refused until that has been repeated.
+with hostile and with almost right answers. Another version is refused until that has been repeated.
 
 Some allowed scorers call eval or sympy.parse_expr. Their answers must match a form in which nothing can be called, no
-name has a meaning and no number can grow: brackets hold literals, and the only powers are of one letter to two digits.
+name has a meaning and no number can grow: brackets hold literals, and there are no powers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import decimal
 import difflib
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -26,91 +25,48 @@ from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 PARTIAL_CREDIT_CAP = 0.98
 CHECKED_VERSION = "0.1.25"
 
-_EXECUTES = "its scorer executes the answer as Python code (eval or sympy.parse_expr)"
-_WORK = "a short answer makes its scorer work for minutes or fill the memory"
-_TUPLES = "its scorer compares with Python tuples, which do not survive JSON"
-_FINITE = "its items are a finite list made in advance, not an endless stream"
-
-REFUSED: Mapping[str, str] = {
-    "intermediate_integration": f"{_EXECUTES}, and nested powers never return",
-    "puzzle24": "its scorer does not ask for the numbers of the item: any four that make 24 score 1.0",
-    "simple_integration": f"{_EXECUTES}, and nested powers never return",
-    "number_sorting": "its scorer takes numbers that are off by one",
-    "coin_flip": f"{_WORK} (1e99999999)",
-    "propositional_logic": f"{_WORK} (a truth table over 30 made-up variables)",
-    "rubiks_cube": f"{_WORK} (R99999999)",
-    "rush_hour": f"{_WORK} (A+99999999999)",
-    "complex_arithmetic": "its scorer gives 1.0 to the answer nan",
-    "figlet_font": "its scorer gives 1.0 for ten matching letters, however long the word is",
-    "game_of_life_halting": "its scorer gives 1.0 to any answer at all where the truth is True",
-    "letter_jumble": "its scorer ignores whatever follows the right words",
-    "sokoban": "its scorer reads every R, L, U and D of any text as a move, and an echoed question can score 1.0",
-    "word_sorting": "its scorer ignores whatever follows the right words",
-    "pool_matrix": "making its items reseeds NumPy's global random generator",
-    "arc_agi": _TUPLES,
-    "rearc": _TUPLES,
-    "acre": _FINITE,
-    "gsm_symbolic": _FINITE,
-    "list_functions": _FINITE,
-    "word_ladder": _FINITE,
-    "composite": "it is a mixture: list its parts as separate tasks with weights",
+_REASONS = {
+    "its scorer executes the answer as Python code, and nested powers never return": (
+        "intermediate_integration simple_integration"
+    ),
+    "its scorer does not ask for the numbers of the item: any four that make 24 score 1.0": "puzzle24",
+    "its scorer takes numbers that are off by one": "number_sorting",
+    "a short answer such as 1e99999999 makes its scorer work for minutes or fill the memory": (
+        "coin_flip propositional_logic rubiks_cube rush_hour"
+    ),
+    "its scorer gives 1.0 to the answer nan": "complex_arithmetic",
+    "its scorer gives 1.0 for ten matching letters, however long the word is": "figlet_font",
+    "its scorer gives 1.0 to any answer at all where the truth is True": "game_of_life_halting",
+    "its scorer ignores whatever follows the right words": "letter_jumble word_sorting",
+    "its scorer reads every R, L, U and D as a move, and an echoed question can score 1.0": "sokoban",
+    "making its items reseeds NumPy's global random generator": "pool_matrix",
+    "its scorer compares with Python tuples, which do not survive JSON": "arc_agi rearc",
+    "its items depend on Python's string hashing, which differs between processes": (
+        "isomorphic_strings knight_swap polynomial_multiplication ransom_note"
+    ),
+    "its items are a finite list made in advance, not an endless stream": (
+        "acre gsm_symbolic list_functions word_ladder"
+    ),
+    "it is a mixture: list its parts as separate tasks with weights": "composite",
 }
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
-_NUMBER = r"-?\d{1,9}(?!\d)"
-_LISTED = rf"(?:{_NUMBER}|[\s,\[\]])*"
-_TERM = r"[a-z](?:\s*\*\*\s*\d{1,2}(?!\d|\s*\*\*))?(?![a-z(])"
-_FACTOR = r"\d{1,18}(?![\da-z]|\s*\*\*)"  # no letter may follow, because 1e99999999 is a number in Python
+_LISTED = r"(?:-?\d{1,9}(?!\d)|[\s,\[\]])*"
 
-# Forms of answers with the most characters, far more than a right answer has. Any other text scores 0 unseen.
-_ANSWERS: Mapping[str, tuple[int, re.Pattern[str]]] = {
+# Tasks whose scorers execute the answer: the most characters of an answer, and its form. Other text scores 0 unseen.
+EXECUTING: Mapping[str, tuple[int, re.Pattern[str]]] = {
     "binary_matrix": (4096, re.compile(_LISTED)),
     "spiral_matrix": (4096, re.compile(_LISTED)),
     "n_queens": (4096, re.compile(r"[_Q\s,\[\]\"']*")),
     "string_insertion": (1024, re.compile(r"[A-E\s,\[\]\"']*")),
     "countdown": (200, re.compile(r"(?:\d{1,6}(?!\d)|\*(?!\s*\*)|[\s+\-/()])*")),
-    "polynomial_multiplication": (2048, re.compile(rf"(?:{_TERM}|{_FACTOR}|\*(?!\s*\*)|[\s+\-])*")),
     "bitwise_arithmetic": (64, re.compile(r"\s*-?0x[0-9a-f]{1,32}\s*", re.IGNORECASE)),
 }
-EXECUTING = frozenset(_ANSWERS)  # tasks whose scorers execute the answer
-
-_BITS = re.compile(r"(?:0x[0-9a-f]{1,16}|<<|>>|\*(?!\s*\*)|[\s+\-()&|^~])*")
-
-# The part of a row's item that the scorer executes too, and its form.
-_ROWS: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], re.Pattern[str]]] = {
-    "polynomial_multiplication": (lambda item: item["answer"], _ANSWERS["polynomial_multiplication"][1]),
-    "bitwise_arithmetic": (
-        lambda item: item["metadata"].get("problem"),
-        _BITS,
-    ),
-}
-
-HASH_DEPENDENT = frozenset(["isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"])
-
-# fmt: off
-ALLOWED = HASH_DEPENDENT | EXECUTING | {
-    "ab", "advanced_geometry", "aiw", "arc_1d", "base_conversion",
-    "basic_arithmetic", "bf", "binary_alternation", "boxnet", "caesar_cipher",
-    "calendar_arithmetic", "chain_sum", "circuit_logic", "codeio", "color_cube_rotation",
-    "count_bits", "count_primes", "course_schedule", "cryptarithm", "decimal_arithmetic",
-    "decimal_chain_sum", "dice", "emoji_mystery", "family_relationships", "fraction_simplification",
-    "futoshiki", "game_of_life", "gcd", "graph_color", "group_anagrams",
-    "jugs", "kakurasu", "knights_knaves", "largest_island", "lcm",
-    "leg_counting", "letter_counting", "mahjong_puzzle", "manipulate_matrix", "maze",
-    "mini_sudoku", "modulo_grid", "needle_haystack", "number_filtering", "number_format",
-    "number_sequence", "palindrome_generation", "palindrome_partitioning", "path_star", "polynomial_equations",
-    "power_function", "prime_factorization", "products", "quantum_lock",
-    "rectangle_count", "rotate_matrix", "rotten_oranges", "self_reference", "sentence_reordering",
-    "shortest_path", "simple_equations", "simple_geometry", "spell_backward", "string_manipulation",
-    "string_splitting", "string_synthesis", "sudoku", "survo", "syllogism",
-    "time_intervals", "tower_of_hanoi", "tsumego", "word_sequence_reversal", "zebra_puzzles",
-}
-# fmt: on
 
 
 def load() -> Verifier:
-    """Import the library, which takes a second, and return the verifier."""
-    import reasoning_gym  # noqa: F401
-
+    """Return the verifier after the library is imported."""
+    allowed()
     return score
 
 
@@ -120,12 +76,10 @@ def score(answer: str, row: VerifierRow) -> Score:
     Partial credit is capped, because one wrong cell of a hundred scores 0.99 in the library, which is not right.
     """
     metadata = row["metadata"]
-    task, config = metadata["source_dataset"], metadata.get("config")
+    task, config = metadata["source_dataset"], metadata.get("config") or {}
     if not harmless(task, answer):
         return Score(0.0, f"not of the form of task {task}")
-    if (problem := row_problem(task, metadata["entry"])) is not None:
-        raise UserError(problem)
-    scorer = _scorer(task, json.dumps(config, sort_keys=True) if config else "{}")
+    scorer = _scorer(task, json.dumps(config, sort_keys=True))
     with decimal.localcontext(decimal.DefaultContext):  # Some tasks set the precision.
         value = scorer(answer, metadata["entry"])
     if value == 1:
@@ -140,19 +94,12 @@ def _scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], float]
     return scorer
 
 
-def check_task(name: str, where: str) -> None:
-    """Raise UserError unless the task may be used; `where` is the key or row that names it."""
-    if name in REFUSED:
-        raise UserError(f"{where}: reasoning-gym task {name!r} is refused: {REFUSED[name]}; choose another task")
-    if name not in ALLOWED:
-        close = difflib.get_close_matches(name, sorted(ALLOWED), n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(ALLOWED))}"
-        raise UserError(f"{where}: no checked reasoning-gym task is called {name!r}; {hint}")
-    if name in HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "").isdigit():
-        raise UserError(
-            f"{where}: the items of reasoning-gym task {name!r} depend on Python's string hashing; "
-            "start with PYTHONHASHSEED=0 in the environment of every process, or choose another task"
-        )
+def harmless(task: str, answer: str) -> bool:
+    """Return whether the scorer of this task may see this answer."""
+    if task not in EXECUTING:
+        return True
+    longest, form = EXECUTING[task]
+    return len(answer) <= longest and form.fullmatch(answer) is not None
 
 
 def check_row(row: VerifierRow, where: str) -> None:
@@ -169,31 +116,43 @@ def check_row(row: VerifierRow, where: str) -> None:
     inner = entry["metadata"].get("source_dataset", name)
     if inner != name:
         raise UserError(f"{where}: metadata.source_dataset is {name!r} but the entry is of {inner!r}; make them agree")
-    problem = row_problem(name, entry)
-    if problem:
-        raise UserError(f"{where}: {problem}; make the row again")
     if not isinstance(config, dict):
         raise UserError(f"{where}: metadata.config must be an object, not {config!r}; leave it out for the defaults")
+
+
+def check_task(name: str, where: str) -> None:
+    """Raise UserError unless the task may be used; `where` is the key or row that names it."""
+    if name in REFUSED:
+        raise UserError(f"{where}: reasoning-gym task {name!r} is refused: {REFUSED[name]}; choose another task")
+    known = allowed()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+        raise UserError(f"{where}: no checked reasoning-gym task is called {name!r}; {hint}")
+
+
+@functools.cache
+def allowed() -> list[str]:
+    """Return the names of the tasks that are not refused. Raises UserError for an unchecked version of the library."""
+    installed = metadata.version("reasoning-gym")
+    if installed != CHECKED_VERSION:
+        raise UserError(
+            f"reasoning-gym {installed} is installed, but only the scorers of {CHECKED_VERSION} were checked; "
+            f"pip install reasoning-gym=={CHECKED_VERSION}"
+        )
+    from reasoning_gym.factory import DATASETS  # The import takes a second.
+
+    return sorted(DATASETS.keys() - REFUSED.keys())
 
 
 def create(name: str, seed: int, config: Mapping[str, Any], where: str) -> Any:
     """Return the reasoning-gym data set of an allowed task."""
     check_task(name, where)
-
-    installed = metadata.version("reasoning-gym")
-    if installed != CHECKED_VERSION:
+    if reserved := config.keys() & {"seed", "size"}:
         raise UserError(
-            f"{where}: reasoning-gym {installed} is installed, but only the scorers of {CHECKED_VERSION} were checked; "
-            f"pip install reasoning-gym=={CHECKED_VERSION}"
+            f"{where}: task {name!r}: {min(reserved)} is set by this program; remove it from the task's config"
         )
-
-    from reasoning_gym.factory import DATASETS  # The import takes a second, which runs on files need not spend.
-
-    reserved = [key for key in ("seed", "size") if key in config]
-    if reserved:
-        raise UserError(
-            f"{where}: task {name!r}: {reserved[0]} is set by this program; remove it from the task's config"
-        )
+    from reasoning_gym.factory import DATASETS
 
     dataset_class, config_class = DATASETS[name]
     try:
@@ -204,22 +163,3 @@ def create(name: str, seed: int, config: Mapping[str, Any], where: str) -> Any:
     except (TypeError, ValueError, AssertionError, KeyError) as e:
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UserError(f"{where}: task {name!r} does not accept its config {dict(config)!r}: {reason}") from None
-
-
-def harmless(task: str, answer: str) -> bool:
-    """Return whether the scorer of this task may see this answer."""
-    if task not in _ANSWERS:
-        return True
-    longest, form = _ANSWERS[task]
-    return len(answer) <= longest and form.fullmatch(answer) is not None
-
-
-def row_problem(task: str, entry: Mapping[str, Any]) -> str | None:
-    """Check the part of an item that this task's scorer executes. Return the problem as text, or None."""
-    if task not in _ROWS:
-        return None
-    part, form = _ROWS[task]
-    text = part(entry)
-    if isinstance(text, str) and form.fullmatch(text):
-        return None
-    return f"metadata.entry has {str(text)[:60]!r} where task {task!r} makes an expression"

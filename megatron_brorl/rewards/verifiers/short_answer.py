@@ -7,34 +7,30 @@ no unit is converted: a right answer in other words scores 0.
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
-from collections.abc import Iterator
 from fractions import Fraction
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.answer_text import quote, tidy
-from megatron_brorl.rewards.final_answer import disagreement, final_or_bare_answer, places
-from megatron_brorl.rewards.plain_number import PlainNumber, equal, plain_number
+from megatron_brorl.rewards.answer_text import PlainNumber, plain_number, quote, tidy
+from megatron_brorl.rewards.extract import final_answer, given_answer, is_short_line
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
-_MAX_CHARS = 300  # A longer response is not a bare answer.
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b(?=\s+\w)")
-_SIGNS = re.compile(r"[^\w+\-*/=<>^.%]+|(?<!\d)\.|\.(?!\d)|(?<=[^\W\d])-(?=[^\W\d])")
+_SIGNS = re.compile(r"[^\w+\-*/=<>^.%|]+|(?<!\d)\.|\.(?!\d)|(?<=[^\W\d])-(?=[^\W\d])")
 
 
 def find(response: str) -> str | None:
     """Return the final answer of a response, or the whole response if it is one short line."""
-    return final_or_bare_answer(response, same, _MAX_CHARS)
+    return final_answer(response, same, is_short_line)
 
 
 def same(a: str, b: str) -> bool:
     """Return whether two texts are the same quantity, or the same text after `words`."""
     x, y = plain_number(a), plain_number(b)
     if x and y:
-        return equal(x, y) and (x.unit or {}) == (y.unit or {})
+        return x.equals(y) and (x.unit or {}) == (y.unit or {})
     return words(a) == words(b)
 
 
@@ -51,62 +47,51 @@ def check_row(row: VerifierRow, where: str) -> None:
     answers = row["metadata"].get("answers", [])
     if not isinstance(answers, list) or not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise UserError(f"{where}: metadata.answers must be a list of accepted answers as texts, not {answers!r:.60}")
-    if not (row["answer"] or "").strip() and not answers:
+    accepted = _accepted(row)
+    if not accepted:
         raise UserError(f'{where}: verifier "short_answer" needs answer, or metadata.answers with accepted ones')
-    for answer in _accepted(row):
+    for answer in accepted:
         if not plain_number(answer) and not words(answer):
             raise UserError(f"{where}: accepted answer {quote(answer)!r} has neither letters nor digits")
 
     tolerance = row["metadata"].get("tolerance", 0)
-    number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
-    if not number or not math.isfinite(tolerance) or not 0 <= tolerance < 1:
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
         raise UserError(f"{where}: metadata.tolerance = {tolerance!r}: the relative error allowed, in [0, 1)")
 
 
 def verify(answer: str, row: VerifierRow) -> Score:
     """Return 1 for an answer equal to one of the accepted answers."""
-    said = places(answer) or [answer.strip()]
-    why = disagreement(said, same)
+    given, why = given_answer(answer, same)
     if why:
         return Score(0.0, why)
-    given, number = said[-1], plain_number(said[-1])
-
-    reasons = []
     tolerance = Fraction(row["metadata"].get("tolerance", 0))
-    for accepted in _accepted(row):
-        wanted = plain_number(accepted)
-        if number and wanted:
-            reason = _difference(number, wanted, tolerance)
-        else:
-            reason = "" if words(given) and words(given) == words(accepted) else "is not"
-        if not reason:
-            return Score(1.0)
-        reasons.append(f"{quote(given)} {reason} {quote(accepted)}")
-    return Score(0.0, reasons[0] if reasons else "no accepted answer")
+    reasons = [_difference(given, accepted, tolerance) for accepted in _accepted(row)]
+    return Score(0.0, reasons[0]) if all(reasons) else Score(1.0)
 
 
-def _accepted(row: VerifierRow) -> Iterator[str]:
-    """Yield the answer of the reference, then the others."""
-    reference = (row["answer"] or "").strip()
-    if reference:
-        said = places(reference)
-        yield said[-1] if said else reference
-    yield from row["metadata"].get("answers", [])
+def _accepted(row: VerifierRow) -> list[str]:
+    """Return the answer of the reference, if there is one, and the others."""
+    reference = given_answer(row["answer"] or "", same)[0]
+    return [*filter(None, [reference]), *row["metadata"].get("answers", [])]
 
 
-def _difference(number: PlainNumber, wanted: PlainNumber, tolerance: Fraction) -> str:
-    """Return how two quantities differ, or "" if they are equal within the relative tolerance."""
-    # An answer may have a unit that the reference lacks, not the other way round.
-    if wanted.unit and number.unit != wanted.unit:
-        return "does not have the unit of"
-    if equal(number, wanted):
-        return ""
+def _difference(given: str, accepted: str, tolerance: Fraction) -> str:
+    """Return why an answer is not equal to an accepted one, or ""."""
+    number, wanted = plain_number(given), plain_number(accepted)
+    if not number or not wanted:
+        right = words(given) and words(given) == words(accepted)
+    elif wanted.unit and number.unit != wanted.unit:  # An answer may have a unit that the reference lacks.
+        return f"{quote(given)} does not have the unit of {quote(accepted)}"
+    else:
+        right = number.equals(wanted) or _is_near(number, wanted, tolerance)
+    return "" if right else f"{quote(given)} is not {quote(accepted)}"
 
+
+def _is_near(number: PlainNumber, wanted: PlainNumber, tolerance: Fraction) -> bool:
     # 10% is compared with 0.1 and with 10.
-    value, target = number.value, wanted.value
-    targets = [target]
+    targets = [wanted.value]
     if number.percent and not wanted.percent:
-        targets.append(100 * target)
+        targets.append(100 * wanted.value)
     if wanted.percent and not number.percent:
-        targets.append(target / 100)
-    return "" if any(abs(value - t) <= tolerance * abs(t) for t in targets) else "is not"
+        targets.append(wanted.value / 100)
+    return any(abs(number.value - target) <= tolerance * abs(target) for target in targets)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+from torch.nn.functional import gelu, linear, pad, rms_norm, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_brorl.families import dense, gemma3
@@ -19,9 +19,9 @@ from megatron_brorl.families.family import Parameter
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import PAGE, DecodeBatch, DecodeOps, HeadNorms
-from megatron_brorl.rollout.native.pages import PagePool, pages_for
+from megatron_brorl.rollout.native.pages import PagePool
 
-QUERIES = 1024  # queries of a passage that attend to the earlier tokens at a time
+QUERIES = 1024  # queries of a chunk that attend to the earlier tokens at a time
 LAYOUT_ROWS = 512  # the batch size that oneDNN lays weights out for; others work as well
 
 
@@ -58,7 +58,7 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class Passage:
+class PrefillChunk:
     """Tokens to compute at once, and where the keys and values of the last of them go."""
 
     ids: Sequence[int]
@@ -75,17 +75,19 @@ class Decoder:
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype, ops: DecodeOps) -> None:
         """weights: every tensor of models.hf_names.hf_shapes, on the device to run on."""
-        self.shape, self.dtype, self.ops = shape, dtype, ops
-        facts = shape.facts
+        self.shape = shape
+        self.dtype = dtype
+        self.ops = ops
+        family = shape.model_family
 
         # Outside of the layers.
-        self.embedding = _fused(weights, "", facts.embedding).to(dtype)
+        self.embedding = _fused(weights, "", family.embedding).to(dtype)
         self.device = self.embedding.device
-        self.head = Linear(self.embedding if shape.tied else _fused(weights, "", facts.head).to(dtype))
+        self.head = Linear(self.embedding if shape.tied else _fused(weights, "", family.head).to(dtype))
         self.embedding_scale = (
             None if shape.embedding_scale is None else self.embedding.new_tensor(shape.embedding_scale)
         )
-        self.norm = self._scale(_fused(weights, "", facts.final_norm)).to(dtype)
+        self.norm = self._scale(_fused(weights, "", family.final_norm)).to(dtype)
 
         self.layers = [self._layer(weights, f"model.layers.{i}.", i) for i in range(shape.layers)]
 
@@ -103,7 +105,7 @@ class Decoder:
     def _layer(self, weights: Mapping[str, Tensor], prefix: str, number: int) -> _Layer:
         def find(part: Parameter) -> Tensor | None:
             # Fused once, so that a step has one product for q, k and v, and one for gate and up.
-            found = self.shape.facts.find(part)
+            found = self.shape.model_family.find(part)
             return None if found is None else _fused(weights, prefix, found)
 
         def get(part: Parameter) -> Tensor:
@@ -118,7 +120,9 @@ class Decoder:
             return None if found is None else self._scale(found).to(self.dtype)
 
         # What only some families have.
-        bias, q_norm, k_norm = find(dense.QKV_BIAS), find(dense.Q_NORM), find(dense.K_NORM)
+        bias = find(dense.QKV_BIAS)
+        q_norm = find(dense.Q_NORM)
+        k_norm = find(dense.K_NORM)
         # In float32, as the decode ops take them; prefill casts them to what it computes in.
         norms = None
         if q_norm is not None and k_norm is not None:
@@ -142,20 +146,16 @@ class Decoder:
         """[B, H] -> [B, V]."""
         return self.head(hidden)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [..., d / 2] float32 of positions [...]."""
-        angle = positions.to(self.inv_freq.dtype).unsqueeze(-1) * self.inv_freq
-        return angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
-
-    def _local_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same for the layers that have the second rotation."""
-        angle = positions.to(self.local_inv_freq.dtype).unsqueeze(-1) * self.local_inv_freq
-        return angle.cos(), angle.sin()
+    def angles(self, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [..., d / 2] float32 of positions [...]; local: for the layers of the second rotation."""
+        inv_freq, factor = (self.local_inv_freq, 1.0) if local else (self.inv_freq, self.rope_factor)
+        angle = positions.to(inv_freq.dtype).unsqueeze(-1) * inv_freq
+        return angle.cos() * factor, angle.sin() * factor
 
     def _embed(self, ids: Tensor) -> Tensor:
         """[B] -> [B, H]."""
-        x, scale = self.embedding[ids], self.embedding_scale
-        return x if scale is None else x * scale
+        x = self.embedding[ids]
+        return x if self.embedding_scale is None else x * self.embedding_scale
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         """[B, 2 ffn] -> [B, ffn]."""
@@ -168,9 +168,10 @@ class Decoder:
         """Return the output of a part of a layer, [B, H], as it is added to the residual stream."""
         return x if norm is None else self.ops.add_norm(x, None, norm, self.shape.norm_eps)
 
-    def _through(self, x: Tensor, attend: Any) -> Tensor:
+    def _layers_forward(self, x: Tensor, attend: Any) -> Tensor:
         """Pass x [B, H] through all layers; attend(layer number, layer, qkv) -> [B, heads d]."""
-        delta, eps = None, self.shape.norm_eps
+        delta = None
+        eps = self.shape.norm_eps
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(self.ops.add_norm(x, delta, layer.norm1, eps))
             delta = self._post(layer.o(attend(i, layer, qkv)), layer.post1)
@@ -182,63 +183,61 @@ class Decoder:
         """Feed each row's newest token [B]; returns the hidden states [B, H] after it."""
         local_rows = rows
         if self.shape.local_layers:
-            cos, sin = self._local_angles(rows.prompt_lengths[rows.prompts] + rows.lengths - 1)
+            cos, sin = self.angles(rows.prompt_lengths[rows.prompts] + rows.lengths - 1, local=True)
             local_rows = replace(rows, cos=cos, sin=sin)
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
             where = local_rows if layer.local else rows
             return self.ops.attend(qkv, layer.head_norms, pool.keys[i], pool.values[i], where, self.scale)
 
-        return self._through(self._embed(ids), attend)
+        return self._layers_forward(self._embed(ids), attend)
 
-    def prefill(self, pool: PagePool, passages: Sequence[Passage]) -> Tensor:
-        """Compute passages with equally much before each; returns the hidden states [passages, H] at their ends."""
-        s, device = self.shape, self.device
-        before = torch.stack([p.before for p in passages]).long().to(device)  # [passages, n]
+    def prefill(self, pool: PagePool, chunks: Sequence[PrefillChunk]) -> Tensor:
+        """Compute chunks with equally much before each; returns the hidden states [chunks, H] at their ends."""
+        shape = self.shape
+        before = torch.stack([p.before for p in chunks]).long().to(self.device)  # [chunks, n]
         offset = before.shape[1] * PAGE
 
-        # Passages side by side, padded on the right.
-        lengths = torch.tensor([len(p.ids) for p in passages])
-        ids = pad_sequence([torch.tensor(p.ids) for p in passages], batch_first=True).to(device)
+        # Chunks side by side, padded on the right.
+        lengths = torch.tensor([len(p.ids) for p in chunks])
+        ids = pad_sequence([torch.tensor(p.ids) for p in chunks], batch_first=True).to(self.device)
         batch, width = ids.shape
 
-        # Every passage starts at the same position, so that one table of angles serves all of them.
-        places = torch.arange(offset, offset + width, device=device)
+        # Every chunk starts at the same position, so that one table of angles serves all of them.
+        places = torch.arange(offset, offset + width, device=self.device)
         whole = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(places)]
         # For the layers that have the second rotation.
         local = whole
-        if s.local_layers:
-            local = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self._local_angles(places)]
+        if shape.local_layers:
+            local = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(places, local=True)]
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
             # [B, heads, tokens, d], normed and rotated as training does.
-            parts = qkv.view(batch, width, -1, s.head_dim).transpose(1, 2)
-            q, k, v = parts.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+            parts = qkv.view(batch, width, -1, shape.head_dim).transpose(1, 2)
+            q, k, v = parts.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
             if layer.head_norms is not None:
-                n = layer.head_norms
-                q, k = (
-                    torch.nn.functional.rms_norm(x, (s.head_dim,), w.to(x.dtype), n.eps)
-                    for x, w in ((q, n.q), (k, n.k))
-                )
+                norms = layer.head_norms
+                q = rms_norm(q, (shape.head_dim,), norms.q.to(q.dtype), norms.eps)
+                k = rms_norm(k, (shape.head_dim,), norms.k.to(k.dtype), norms.eps)
 
             # Keys are stored rotated, so that later steps need not touch them again.
             cos, sin = local if layer.local else whole
             q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
 
-            # Every layer's keys and values go to the passages' pages.
-            for p, key, value in zip(passages, k, v, strict=True):
+            # Every layer's keys and values go to the chunks' pages.
+            for p, key, value in zip(chunks, k, v, strict=True):
                 _store(pool.keys[i], pool.values[i], p, key, value)
 
             # Padding stands on the right, so causality alone keeps it away from the real tokens.
             if offset:
-                k, v = (torch.cat(x, dim=2) for x in zip(_load(pool, i, before, s.head_dim), (k, v), strict=True))
-                out = _behind(q, k, v, offset, self.scale)
+                k, v = (torch.cat(x, dim=2) for x in zip(_load(pool, i, before, shape.head_dim), (k, v), strict=True))
+                out = _prefix_attention(q, k, v, offset, self.scale)
             else:
                 out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             return out.transpose(1, 2).reshape(batch * width, -1)  # [B * tokens, heads d], tokens for rows
 
-        # All tokens through all layers; only the last token of a passage is drawn from.
-        hidden = self._through(self._embed(ids.flatten()), attend)
+        # All tokens through all layers; only the last token of a chunk is drawn from.
+        hidden = self._layers_forward(self._embed(ids.flatten()), attend)
         return hidden[torch.arange(batch) * width + lengths - 1]
 
 
@@ -255,15 +254,15 @@ def _fused(weights: Mapping[str, Tensor], prefix: str, parameter: Parameter) -> 
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _store(keys: Tensor, values: Tensor, passage: Passage, key: Tensor, value: Tensor) -> None:
-    """Write key and value [K, tokens, d] of a passage to its pages."""
-    pages, begin, end = passage.pages.long().to(keys.device), passage.start, len(passage.ids)
-    heads, dim = key.shape[0], key.shape[2]
-    padded = key.new_zeros(2, heads, pages_for(end - begin) * PAGE, dim)
-    padded[0, :, : end - begin], padded[1, :, : end - begin] = key[:, begin:end], value[:, begin:end]
-    k, v = padded.unflatten(2, (-1, PAGE)).unbind()  # [K, pages, 16, d]
+def _store(keys: Tensor, values: Tensor, chunk: PrefillChunk, key: Tensor, value: Tensor) -> None:
+    """Write key and value [K, tokens, d] of a chunk to its pages."""
+    pages = chunk.pages.long().to(keys.device)
+    count = len(chunk.ids) - chunk.start
+    padding = (0, 0, 0, -count % PAGE)
+    stored = slice(chunk.start, len(chunk.ids))
+    k, v = (pad(x[:, stored], padding).unflatten(1, (-1, PAGE)) for x in (key, value))  # [K, pages, 16, d]
     keys[pages] = k.permute(1, 0, 3, 2)
-    values[pages, :, :, :dim] = v.transpose(0, 1)
+    values[pages, :, :, : v.shape[-1]] = v.transpose(0, 1)
 
 
 def _load(pool: PagePool, layer: int, pages: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -272,7 +271,7 @@ def _load(pool: PagePool, layer: int, pages: Tensor, dim: int) -> tuple[Tensor, 
     return keys.permute(0, 2, 1, 4, 3).flatten(2, 3), values[..., :dim].transpose(1, 2).flatten(2, 3)
 
 
-def _behind(q: Tensor, k: Tensor, v: Tensor, offset: int, scale: float) -> Tensor:
+def _prefix_attention(q: Tensor, k: Tensor, v: Tensor, offset: int, scale: float) -> Tensor:
     """Return the attention of q [B, heads, tokens, d] behind `offset` tokens; k and v [B, K, offset + tokens, d].
 
     Some queries attend at a time, because the mask of all would be larger than the keys.

@@ -15,11 +15,11 @@ from megatron_brorl.rollout.engine import KvUsage, Request, SampleTokens, Sampli
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
 from megatron_brorl.rollout.native.scheduler import Scheduler
-from megatron_brorl.rollout.native.stopping import Stops
+from megatron_brorl.rollout.native.stopping import StopCriteria
 from megatron_brorl.rollout.weight_receiver import receive
 from megatron_brorl.types import FinishReason, Rollout
 
-ROWS_DRAWN = 128  # rows drawn at a time: their logits stay in a CPU's cache, and their memory serves again
+SAMPLED_ROWS = 128  # rows drawn at a time: their logits stay in a CPU's cache, and their memory serves again
 
 
 class TorchEngine:
@@ -42,8 +42,15 @@ class TorchEngine:
         sample, ops: which implementation draws the tokens and attends (config key ops.implementation). memory: bytes
         for keys and values; 0 = half of what is free. decode: tokens -> text, for stop strings.
         """
-        self.shape, self.names, self.device, self.dtype, self.max_rows = shape, names, device, dtype, max_rows
-        self.sample, self.ops, self.memory, self.decode = sample, ops or ReferenceDecode(), memory, decode
+        self.shape = shape
+        self.names = names
+        self.device = device
+        self.dtype = dtype
+        self.max_rows = max_rows
+        self.sample = sample
+        self.ops = ops or ReferenceDecode()
+        self.memory = memory
+        self.decode = decode
         self.version = -1
         self._decoder: Decoder | None = None
         self._pool: PagePool | None = None
@@ -108,7 +115,7 @@ class TorchEngine:
             raise RuntimeError("the engine has no weights: call update_weights first")
         check_context(requests, sampling, supply, self.shape.context, "model's")
 
-        stops = Stops(sampling.stop_ids, sampling.stop_strings, self.decode)
+        stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, self.decode)
         pool = self._pages(requests, sampling, supply)
         scheduler = Scheduler(decoder, pool, requests, sampling, self.max_rows, self.version, supply)
         found: list[list[Rollout]] = [[] for _ in requests]
@@ -122,7 +129,7 @@ class TorchEngine:
 
         def take() -> None:
             # Take only rows that can begin now, because other ranks can sample the rest of the supply.
-            if supply and (room := scheduler.room()):
+            if supply and (room := scheduler.free_rows()):
                 new = supply.take(room)
                 scheduler.add(new)
                 found.extend([] for _ in new)
@@ -143,15 +150,15 @@ class TorchEngine:
             deliver(self._advance(scheduler, hidden, stops, sampling))
 
             # Rows that continue feed their new token; then waiting rows take the free slots.
-            staying = scheduler.make_room()
+            staying = scheduler.reserve_pages()
             hidden = scheduler.decoder.embedding.new_empty(0, self.shape.hidden)
             if staying:
                 new = scheduler.tokens[scheduler.active, scheduler.produced[scheduler.active] - 1]
-                hidden = decoder.step(pool, scheduler.rows(), new.to(self.device))
+                hidden = decoder.step(pool, scheduler.decode_batch(), new.to(self.device))
 
             # New rows come last: `hidden` is in the order of scheduler.active.
             take()
-            if scheduler.waiting and scheduler.spare:
+            if scheduler.waiting and scheduler.free_slots:
                 hidden = torch.cat((hidden, scheduler.admit()))
 
         # Only a call that was cancelled has any left.
@@ -161,15 +168,15 @@ class TorchEngine:
         return [sorted(rollouts, key=lambda x: x.index) for rollouts in found]
 
     def _advance(
-        self, scheduler: Scheduler, hidden: Tensor, stops: Stops, sampling: Sampling
+        self, scheduler: Scheduler, hidden: Tensor, stops: StopCriteria, sampling: Sampling
     ) -> list[tuple[int, Rollout]]:
         """Draw the next token of every row; returns the rollouts that ended."""
         active = scheduler.active
-        new, log_probs = self._draw(scheduler, hidden, sampling)
+        new, log_probs = self._sample(scheduler, hidden, sampling)
         if bool(log_probs.isnan().any()):  # The fused sampler raises this itself, the reference one does not.
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
 
-        scheduler.write(new, log_probs)
+        scheduler.append(new, log_probs)
         stopped = stops.hit(new, active, scheduler.tokens, scheduler.produced)
         full = scheduler.produced[active] >= scheduler.limit[active]
         gone = (stopped | full).nonzero().squeeze(-1)
@@ -181,15 +188,15 @@ class TorchEngine:
                 return "stop"
             return "length" if scheduler.produced[active[i]] == sampling.max_tokens else "cut"
 
-        return scheduler.leave(gone, [reason(i) for i in gone.tolist()])
+        return scheduler.remove(gone, [reason(i) for i in gone.tolist()])
 
-    def _draw(self, scheduler: Scheduler, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def _sample(self, scheduler: Scheduler, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Token ids and log-probs [rows], on the CPU, for the hidden states [rows, H] of the active rows."""
         assert self._decoder is not None
         active = scheduler.active
         places = (scheduler.key[active], scheduler.sibling[active], scheduler.produced[active])
         settings = (sampling.temperature, sampling.top_p, sampling.top_k)
-        parts = zip(*(x.to(self.device).split(ROWS_DRAWN) for x in (hidden, *places)), strict=True)
+        parts = zip(*(x.to(self.device).split(SAMPLED_ROWS) for x in (hidden, *places)), strict=True)
         drawn = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
         ids, log_probs = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
         return ids, log_probs

@@ -34,12 +34,11 @@ class PagePool:
 
     def __init__(self, shape: ModelShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         """pages: how many there are. On a CPU the system gives memory page by page, so untouched ones take none."""
-        s, width = shape, pages_for(shape.head_dim) * PAGE
         self.size = pages
-        self.keys = [
-            torch.empty(pages, s.kv_heads, s.head_dim, PAGE, dtype=dtype, device=device) for _ in range(s.layers)
-        ]
-        self.values = [torch.empty(pages, s.kv_heads, PAGE, width, dtype=dtype, device=device) for _ in range(s.layers)]
+        width = pages_for(shape.head_dim) * PAGE
+        keys, values = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
+        self.keys = [torch.empty(pages, *keys, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.values = [torch.empty(pages, *values, dtype=dtype, device=device) for _ in range(shape.layers)]
         self.reset()
 
     def reset(self) -> None:
@@ -55,21 +54,23 @@ class PagePool:
     def count_turn(self) -> None:
         """Record how many pages are in use."""
         used = self.size - self.free
-        self.turns, self.most_used, self.used_sum = self.turns + 1, max(self.most_used, used), self.used_sum + used
+        self.turns += 1
+        self.most_used = max(self.most_used, used)
+        self.used_sum += used
 
     def count_prompt(self, tokens: int, found: int) -> None:
         """Record a row that came in; found: tokens of its prompt that it need not compute."""
         self.prompt_tokens += tokens
         self.prompt_found += found
 
-    def take(self, count: int) -> Tensor:
+    def allocate(self, count: int) -> Tensor:
         """Return `count` free pages [count] int32 on the CPU."""
         assert count <= self.free
         taken = self._free[self.free - count : self.free].flip(0)
         self.free -= count
         return taken
 
-    def give(self, pages: Tensor) -> None:
+    def release(self, pages: Tensor) -> None:
         """Take pages [any number] int32 back."""
         self._free[self.free : self.free + len(pages)] = pages.flip(0)
         self.free += len(pages)
@@ -83,7 +84,7 @@ class _Block:
     prompts: int = 0  # in memory that have it
 
 
-class Prefixes:
+class PrefixCache:
     """The blocks of prompts in memory."""
 
     def __init__(self, pool: PagePool) -> None:
@@ -95,7 +96,7 @@ class Prefixes:
         """Return how many free pages the prompt needs: all but those of other prompts."""
         return pages_for(len(prompt)) - PAGES * len(self._found(prompt))
 
-    def enter(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
+    def add(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
         """Return the pages of a whole prompt [n] int32, and how many of its tokens other prompts compute.
 
         The last token is never among these, because the first response tokens are drawn from its hidden state.
@@ -106,21 +107,21 @@ class Prefixes:
         for tokens in _cut(prompt)[len(found) :]:
             self._made += 1
             key = chain[-1].number if chain else 0, tokens
-            self._blocks[key] = _Block(key, self._made, self._pool.take(PAGES))
+            self._blocks[key] = _Block(key, self._made, self._pool.allocate(PAGES))
             chain.append(self._blocks[key])
         for block in chain:
             block.prompts += 1
-        rest = self._pool.take(pages_for(len(prompt)) - PAGES * len(chain))
+        rest = self._pool.allocate(pages_for(len(prompt)) - PAGES * len(chain))
         return torch.cat([*(block.pages for block in chain), rest]), BLOCK * len(found)
 
-    def leave(self, prompt: Sequence[int], pages: Tensor) -> None:
-        """Remove a prompt from memory; pages [n] int32: as enter gave them."""
+    def remove(self, prompt: Sequence[int], pages: Tensor) -> None:
+        """Remove a prompt from memory; pages [n] int32: as add returned them."""
         found = self._found(prompt)
-        self._pool.give(pages[PAGES * len(found) :])
+        self._pool.release(pages[PAGES * len(found) :])
         for block in found:
             block.prompts -= 1
             if not block.prompts:
-                self._pool.give(block.pages)
+                self._pool.release(block.pages)
                 del self._blocks[block.key]
 
     def _found(self, prompt: Sequence[int]) -> list[_Block]:

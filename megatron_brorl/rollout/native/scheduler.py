@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_brorl.ops.interface import PAGE, DecodeBatch
 from megatron_brorl.rollout.engine import Request, Sampling, Supply, extended
-from megatron_brorl.rollout.native.decoder import Decoder, Passage
-from megatron_brorl.rollout.native.pages import BLOCK, PagePool, Prefixes, pages_for
+from megatron_brorl.rollout.native.decoder import Decoder, PrefillChunk
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import FinishReason, Rollout
 
 PREFILL_TOKENS = 8192  # computed at once, padding included
@@ -45,23 +45,28 @@ class Scheduler:
         supply: Supply | None = None,
     ) -> None:
         """supply: the source of requests that may be added later."""
-        self.decoder, self.pool, self.requests, self.version = decoder, pool, list(requests), version
-        self.sampling, self.max_tokens = sampling, sampling.max_tokens
+        self.decoder = decoder
+        self.pool = pool
+        self.requests = list(requests)
+        self.version = version
+        self.sampling = sampling
         self.waiting = deque(_waiting(requests, sampling))
 
         # Per slot.
         slots = min(max_rows, len(self.waiting) + (supply.rows if supply else 0))
-        self.spare = list(range(slots - 1, -1, -1))
+        self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
-        self.holders: list[WaitingRollout | None] = [None] * slots  # what each slot was given to
+        self.held: list[WaitingRollout | None] = [None] * slots  # what each slot was given to
         names = torch.zeros(6, slots, dtype=torch.int64)
         self.request, self.prompt, self.sibling, self.key, self.produced, self.limit = names
-        self.tokens = torch.empty(slots, self.max_tokens, dtype=torch.int64)
-        self.log_probs = torch.empty(slots, self.max_tokens)
-        self.tables = torch.zeros(slots, pages_for(self.max_tokens), dtype=torch.int32)  # pages of a row's own tokens
+        self.tokens = torch.empty(slots, sampling.max_tokens, dtype=torch.int64)
+        self.log_probs = torch.empty(slots, sampling.max_tokens)
+        self.tables = torch.zeros(
+            slots, pages_for(sampling.max_tokens), dtype=torch.int32
+        )  # pages of a row's own tokens
 
         # Per prompt, which is in memory once for all requests that have it, from its first row to its last.
-        self.prefixes = Prefixes(pool)
+        self.prefixes = PrefixCache(pool)
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         longest = max(longest, supply.prompt_tokens if supply else 0)
         self.prompt_tables = torch.zeros(0, pages_for(longest), dtype=torch.int32)
@@ -73,11 +78,11 @@ class Scheduler:
         self.prompt_of: list[int] = []  # the number of each request's
         self._number_prompts(requests)
 
-    def room(self) -> int:
+    def free_rows(self) -> int:
         """Return how many rows could begin now: slots, and pages for half of the longest response each."""
         if self.waiting:
             return 0
-        return min(len(self.spare), self.pool.free // (pages_for(self.max_tokens) // 2 + 1))
+        return min(len(self.free_slots), self.pool.free // (pages_for(self.sampling.max_tokens) // 2 + 1))
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests, numbered on from those before; their rows wait."""
@@ -103,15 +108,17 @@ class Scheduler:
     def admit(self) -> Tensor:
         """Let rows in while there are slots and pages; returns the hidden states [new rows, H] to draw from next."""
         new: list[int] = []
-        passages: list[Passage] = []
-        owner: list[tuple[str, int]] = []  # of each passage: a prompt's number, or a slot
-        while self.waiting and self.spare:
+        chunks: list[PrefillChunk] = []
+        owner: list[tuple[str, int]] = []  # of each chunk: a prompt's number, or a slot
+        while self.waiting and self.free_slots:
             # It needs pages for its prompt, unless a sibling has it in memory, and for its own tokens.
             first = self.waiting[0]
-            prompt, number = self.requests[first.request].prompt.token_ids, self.prompt_of[first.request]
+            prompt = self.requests[first.request].prompt.token_ids
+            number = self.prompt_of[first.request]
             begun = len(first.so_far.token_ids)
             resident = int(self.prompt_lengths[number]) > 0
-            of_prompt, own = 0 if resident else self.prefixes.pages_needed(prompt), pages_for(begun)
+            of_prompt = 0 if resident else self.prefixes.pages_needed(prompt)
+            own = pages_for(begun)
 
             # Keep one page per row free for the next tokens, so that no row has to make room right after this one
             # enters. A single row needs no reserve, because the pool can hold any one row.
@@ -122,22 +129,22 @@ class Scheduler:
 
             found = len(prompt)  # prompt tokens that others have computed
             if not resident:
-                pages, found = self.prefixes.enter(prompt)
+                pages, found = self.prefixes.add(prompt)
                 self.prompt_tables[number, : len(pages)] = pages
                 self.prompt_lengths[number] = len(prompt)
-                passages.append(Passage(prompt[found:], 0, pages[found // PAGE :], pages[: found // PAGE]))
+                chunks.append(PrefillChunk(prompt[found:], 0, pages[found // PAGE :], pages[: found // PAGE]))
                 owner.append(("prompt", number))
-            slot = self._enter(first, begun)
+            slot = self._assign_slot(first, begun)
             # A row that was cut or made room has tokens of its own. The unshared part of its prompt is computed again
             # with them, but only what follows the prompt is stored.
             if begun:
                 shared = (len(prompt) - 1) // BLOCK * BLOCK
                 found = min(found, shared)
-                pages = self.pool.take(own)
+                pages = self.pool.allocate(own)
                 self.tables[slot, :own] = pages
                 ids = (*prompt, *first.so_far.token_ids.tolist())
                 before = self.prompt_tables[number, : shared // PAGE]
-                passages.append(Passage(ids[shared:], len(prompt) - shared, pages, before))
+                chunks.append(PrefillChunk(ids[shared:], len(prompt) - shared, pages, before))
                 owner.append(("row", slot))
             self.pool.count_prompt(len(prompt), found)
             new.append(slot)
@@ -147,35 +154,37 @@ class Scheduler:
 
         # Prefill: all siblings without tokens draw from the last hidden state of their prompt.
         of_row: dict[int, Tensor] = {}
-        for part in _batches(passages):
-            hidden = self.decoder.prefill(self.pool, [passages[i] for i in part])
+        for part in _batches(chunks):
+            hidden = self.decoder.prefill(self.pool, [chunks[i] for i in part])
             for i, h in zip(part, hidden, strict=True):
                 kind, number = owner[i]
                 (self.prompt_hidden if kind == "prompt" else of_row)[number] = h
 
-        # Append new rows at the end, because make_room takes rows from there.
+        # Append new rows at the end, because reserve_pages evicts rows from there.
         self.active = torch.cat((self.active, torch.tensor(new)))
         return torch.stack([of_row[s] if s in of_row else self.prompt_hidden[int(self.prompt[s])] for s in new])
 
-    def _enter(self, waiting: WaitingRollout, begun: int) -> int:
+    def _assign_slot(self, waiting: WaitingRollout, begun: int) -> int:
         """Give a waiting rollout a slot."""
-        slot = self.spare.pop()
-        self.holders[slot] = waiting
-        self.request[slot], self.sibling[slot] = waiting.request, waiting.so_far.index
+        slot = self.free_slots.pop()
+        self.held[slot] = waiting
+        self.request[slot] = waiting.request
+        self.sibling[slot] = waiting.so_far.index
         self.prompt[slot] = self.prompt_of[waiting.request]
         self.key[slot] = self.requests[waiting.request].key
-        self.produced[slot], self.limit[slot] = begun, waiting.limit
+        self.produced[slot] = begun
+        self.limit[slot] = waiting.limit
         self.tokens[slot, :begun] = waiting.so_far.token_ids
         self.log_probs[slot, :begun] = waiting.so_far.log_probs
         return slot
 
-    def write(self, new: Tensor, log_probs: Tensor) -> None:
+    def append(self, new: Tensor, log_probs: Tensor) -> None:
         """Append the next token of every active row: new [B] int64, log_probs [B] float32."""
         place = self.produced[self.active]
         self.tokens[self.active, place], self.log_probs[self.active, place] = new, log_probs
         self.produced[self.active] = place + 1
 
-    def leave(self, gone: Tensor, finish: Sequence[FinishReason]) -> list[tuple[int, Rollout]]:
+    def remove(self, gone: Tensor, finish: Sequence[FinishReason]) -> list[tuple[int, Rollout]]:
         """Remove the given places [gone] of `active`, and return their results as (request, rollout)."""
         results = []
         for slot, reason in zip(self.active[gone].tolist(), finish, strict=True):
@@ -193,32 +202,36 @@ class Scheduler:
         active = [(int(self.request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
         return active + [(w.request, w.so_far) for w in self.waiting]
 
-    def make_room(self) -> int:
+    def reserve_pages(self) -> int:
         """Give a page to every active row whose newest token needs one; returns how many rows stay.
 
         The first rows stay, and the others wait again.
         """
         place = self.produced[self.active] - 1
-        needy = place % PAGE == 0
-        while int(needy.sum()) > self.pool.free:
+        full_page = place % PAGE == 0
+        while int(full_page.sum()) > self.pool.free:
             slot = int(self.active[-1])
-            holder = self.holders[slot]
+            holder = self.held[slot]
             assert holder is not None
             assert len(self.active) > 1  # the pool holds any one row
             self.waiting.appendleft(WaitingRollout(holder.request, self._rollout(slot, "cut"), holder.limit))
             self._release(slot)
-            self.active, needy, place = self.active[:-1], needy[:-1], place[:-1]
+            self.active = self.active[:-1]
+            full_page = full_page[:-1]
+            place = place[:-1]
             if not bool((self.prompt[self.active] == self.prompt[slot]).any()):
                 self._forget_prompt(int(self.prompt[slot]))
 
-        rows = self.active[needy]
-        self.tables[rows, place[needy] // PAGE] = self.pool.take(len(rows))
+        rows = self.active[full_page]
+        self.tables[rows, place[full_page] // PAGE] = self.pool.allocate(len(rows))
         return len(self.active)
 
-    def rows(self) -> DecodeBatch:
+    def decode_batch(self) -> DecodeBatch:
         """Return the places of the active rows on the decoder's device; each has its newest token to be fed."""
-        active, device = self.active, self.decoder.device
-        prompts, lengths = self.prompt[active], self.produced[active]
+        active = self.active
+        device = self.decoder.device
+        prompts = self.prompt[active]
+        lengths = self.produced[active]
         cos, sin = self.decoder.angles((self.prompt_lengths[prompts] + lengths - 1).to(device))
         used = pages_for(int(lengths.max()))
         return DecodeBatch(
@@ -232,7 +245,8 @@ class Scheduler:
         )
 
     def _rollout(self, slot: int, finish: FinishReason) -> Rollout:
-        holder, end = self.holders[slot], int(self.produced[slot])
+        holder = self.held[slot]
+        end = int(self.produced[slot])
         assert holder is not None
         before = holder.so_far
         spans = extended(before.spans, self.version, end - len(before.token_ids))
@@ -242,9 +256,9 @@ class Scheduler:
 
     def _release(self, slot: int) -> None:
         """Free a slot and the pages of all its tokens but the newest, which has none yet."""
-        self.pool.give(self.tables[slot, : pages_for(int(self.produced[slot]) - 1)])
-        self.holders[slot] = None
-        self.spare.append(slot)
+        self.pool.release(self.tables[slot, : pages_for(int(self.produced[slot]) - 1)])
+        self.held[slot] = None
+        self.free_slots.append(slot)
 
     def _end_row(self, prompt: int) -> None:
         self.rows_left[prompt] -= 1
@@ -255,7 +269,7 @@ class Scheduler:
         if self.prompt_hidden.pop(prompt, None) is None:
             return
         length = int(self.prompt_lengths[prompt])
-        self.prefixes.leave(self.prompts[prompt], self.prompt_tables[prompt, : pages_for(length)].clone())
+        self.prefixes.remove(self.prompts[prompt], self.prompt_tables[prompt, : pages_for(length)].clone())
         self.prompt_lengths[prompt] = 0
 
 
@@ -266,14 +280,14 @@ def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) ->
             yield WaitingRollout(i, so_far, min(budget, sampling.max_tokens))
 
 
-def _batches(passages: Sequence[Passage]) -> list[list[int]]:
-    """Batch passages of like length with equally much before them, up to PREFILL_TOKENS a batch.
+def _batches(chunks: Sequence[PrefillChunk]) -> list[list[int]]:
+    """Batch chunks of like length with equally much before them, up to PREFILL_TOKENS a batch.
 
     Those with less before them come first, because others have them before theirs.
     """
     batches: list[list[int]] = [[]]
-    sizes = [(len(p.before), len(p.ids)) for p in passages]
-    for i in sorted(range(len(passages)), key=lambda i: sizes[i]):
+    sizes = [(len(p.before), len(p.ids)) for p in chunks]
+    for i in sorted(range(len(chunks)), key=lambda i: sizes[i]):
         before, tokens = sizes[i]
         others = batches[-1]
         full = (len(others) + 1) * (before * PAGE + tokens) > PREFILL_TOKENS

@@ -15,7 +15,7 @@ _REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not valid UTF-8,
 _MAX_CHARACTER_BYTES = 4
 
 
-class Stops:
+class StopCriteria:
     """Looks at each row's newest token."""
 
     def __init__(
@@ -26,7 +26,9 @@ class Stops:
             raise ValueError("stop strings need an engine that was given a tokenizer's decode")
         if not all(strings):
             raise ValueError("a stop string is empty")
-        self.ids, self.strings, self.decode = torch.tensor(list(ids), dtype=torch.int64), tuple(strings), decode
+        self.ids = torch.tensor(list(ids), dtype=torch.int64)
+        self.strings = tuple(strings)
+        self.decode = decode
         self.last_characters = {s[-1] for s in strings}
 
         # A token that adds text adds at least one byte, so a string spans at most as many tokens as it has bytes. The
@@ -79,7 +81,8 @@ class Stops:
 
     def _window_start(self, ids: Tensor) -> int:
         """Return where the last `window` tokens that add text begin; other tokens, such as padding, do not count."""
-        start, missing = len(ids), self.window
+        start = len(ids)
+        missing = self.window
         while missing > 0 and start > 0:
             end, start = start, max(0, start - missing)
             missing -= sum(bool(self._text(token)) for token in ids[start:end].tolist())

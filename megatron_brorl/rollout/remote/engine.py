@@ -32,8 +32,7 @@ from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
 from megatron_brorl.rollout.remote.process import EngineError, Link, Supervisor, address, make_folder
 from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message
-from megatron_brorl.rollout.remote.weights_receive import own_device
-from megatron_brorl.rollout.remote.weights_send import HostWeights, IpcSender, Node, Update, as_is, in_fp8_blocks, stage
+from megatron_brorl.rollout.remote.weights_send import HostWeights, Node, Update, as_is, in_fp8_blocks, stage
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.types import Rollout
 
@@ -82,7 +81,6 @@ class RemoteEngine:
             if devices is not None:
                 self.supervisor = Supervisor(settings, options, folder, devices, log)
             self.capabilities = self._wait_for_capabilities()
-            self.ipc = self.supervisor is not None and self._by_ipc()
         except UserError:
             self.close()
             raise
@@ -113,27 +111,11 @@ class RemoteEngine:
                 )
         return self._link.capabilities
 
-    def _by_ipc(self) -> bool:
-        """Return whether weights go by CUDA IPC (config key engine.transport)."""
-        why = ""
-        if not cpu_bridge.on_gpu():
-            why = "there is no GPU"
-        elif self.settings.tensor > 1:
-            why = "engine.tensor is above 1, and a rank reaches its own GPU alone"
-        elif self.capabilities.torch != torch.__version__:
-            why = f"the engine has torch {self.capabilities.torch}, the trainer {torch.__version__}"
-        elif self.capabilities.devices != (own_device(),):
-            why = f"the engine runs on {self.capabilities.devices}, this rank on {own_device()}"
-
-        if why and self.settings.transport == "cuda_ipc":
-            raise UserError(f'engine.transport = "cuda_ipc": {why}: use "host"')
-        return not why and self.settings.transport != "host"
-
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; tensors [any shape].
 
-        The ranks of the node write the stream into shared memory and check it before an engine hears of it. By CUDA IPC
-        both happen at once, and an engine that was sent a faulty stream is started again.
+        The ranks of the node write the stream into shared memory and check it as a whole. Then the engine loads it. The
+        previous weights stay in shared memory until then.
         """
         # Other ranks have no engine to tell. train.refit asks all ranks whether the leader's took the weights.
         if self.supervisor is None:
@@ -141,25 +123,10 @@ class RemoteEngine:
             self.version = version  # generate waits until the engine reports this one
             return
 
-        # By CUDA IPC the engine is sent what passes on the way into shared memory.
-        sender = None
-        if self.ipc:
-            sender = IpcSender(self.capabilities.devices[0], self.supervisor.send, self._as_sent)
-            tensors = sender.tee(tensors)
-            sender.failed = not self.supervisor.begin()  # then all is sent from shared memory below
-
-        # The stream is checked as a whole; until then the weights in use stay in shared memory beside the new ones.
-        try:
-            weights = self._stage(tensors, version)
-        except UpdateRefused as e:
-            if sender:  # the engine has a part of them
-                self.supervisor.restart(f"weights of version {version} broke off ({e})")
-            raise
+        weights = self._stage(tensors, version)
         assert weights  # of a leader
-
-        # From here on the engine has the new weights, or those from before, but never a mixture.
         try:
-            self.supervisor.update(weights, sender.names if sender and not sender.failed else None)
+            self.supervisor.update(weights)
         except EngineError as e:
             weights.delete()  # or every refused update would keep a model's size of memory
             raise UpdateRefused(f"weight update: {e}") from None

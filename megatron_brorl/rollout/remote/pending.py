@@ -11,7 +11,7 @@ import torch
 from megatron_brorl.errors import shown
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch, extended
-from megatron_brorl.rollout.native.stopping import Stops
+from megatron_brorl.rollout.native.stopping import StopCriteria
 from megatron_brorl.rollout.remote.protocol import Message
 from megatron_brorl.types import FinishReason, Rollout
 
@@ -75,8 +75,8 @@ class PendingRollouts:
         vocab: int,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """most: rollouts that the engine has at a time. vocab: of the model, with its padding. decode: see Stops."""
-        self._stops = Stops(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
+        """most: rollouts the engine has at a time. vocab: of the model, with padding. decode: see StopCriteria."""
+        self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
         self._sampling, self._watch, self._supply, self._most, self._vocab = sampling, watch, supply, most, vocab
         self.faults: list[str] = []  # of invalid answers, each of which costs its rollout
         self.rows: dict[int, PendingRollout] = {}  # by the number in the engine's answers
@@ -146,16 +146,11 @@ class PendingRollouts:
 
 
 def sibling_seed(key: int, sibling: int, done: int) -> int:
-    """Return the 64-bit seed of what follows a sibling's first `done` tokens; key: of the request.
+    """Return the seed for the tokens of a sibling after its first `done`; key: of the request.
 
-    PyTorch's generator on CPUs reads only the lower half of a seed. That half differs between all siblings of a prompt:
-    it is a bijection (the finalizer of MurmurHash3) of consecutive numbers.
+    The siblings of a prompt differ in the lower half, because PyTorch's CPU generator reads only that half.
     """
-    low = (stream_key("engine", key, done) + sibling) & 0xFFFFFFFF
-    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
-        low = ((low ^ (low >> shift)) * multiplier) & 0xFFFFFFFF
-    low ^= low >> 16
-    return stream_key("engine", key, sibling, done) >> 32 << 32 | low
+    return stream_key("engine", key, done) ^ sibling
 
 
 def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fields: Mapping[str, Any]) -> Message:

@@ -23,7 +23,7 @@ import megatron_brorl
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message, WorkerBucket, decode, encode
+from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message, decode, encode
 from megatron_brorl.rollout.remote.weights_send import HostWeights
 from megatron_brorl.signals import LAUNCHER
 
@@ -33,10 +33,8 @@ _SILENT_S = 1.5  # without a heartbeat, after which the engine is greeted again:
 # Workers of an engine would take themselves for ranks of the trainer's launcher.
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
-# Python's multiprocessing names its shared memory and the semaphores of spawned processes so.
-_SHARED = ("psm_*", "sem.mp-*")
-# By inode: the maker of a semaphore has it mapped by another name, which is gone.
-_INODE = re.compile(r"^\S+ \S+ \S+ \S+ (\d+) +/dev/shm/", re.MULTILINE)
+# Names that Python's multiprocessing gives to shared memory.
+_SHARED = re.compile(r"/dev/shm/psm_\w+")
 
 
 class EngineError(RuntimeError):
@@ -84,27 +82,13 @@ def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) ->
     }
 
 
-def shared_memory_of(group: int) -> set[Path]:
-    """Return the files of /dev/shm that living processes of a process group have mapped."""
-    inodes: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # It ended meanwhile, or is another user's.
-            if os.getpgid(int(process.name)) == group:
-                inodes.update(_INODE.findall((process / "maps").read_text()))
-
-    found = set()
-    for path in (path for name in _SHARED for path in Path("/dev/shm").glob(name)):
-        with contextlib.suppress(OSError):  # Another process removed it.
-            if str(path.stat().st_ino) in inodes:
-                found.add(path)
-    return found
-
-
 def unlink_shared_memory(group: int) -> None:
-    """Unlink the shared memory of a process group that is about to be killed, which could not do it any more."""
-    for path in shared_memory_of(group):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    """Unlink the shared memory of a process group that is about to be killed, because it cannot do so itself."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # The process ended meanwhile, or belongs to another user.
+            if os.getpgid(int(process.name)) == group:
+                for path in _SHARED.findall((process / "maps").read_text()):
+                    Path(path).unlink(missing_ok=True)
 
 
 class Link:
@@ -159,8 +143,7 @@ class Link:
                 if message.kind == "heartbeat":
                     self.boot, self.version = message.fields["boot"], message.fields["version"]
                 elif message.kind == "hello":
-                    fields = {**message.fields, "devices": tuple(message.fields["devices"])}
-                    self.capabilities = Capabilities(**fields)
+                    self.capabilities = Capabilities(**message.fields)
                 else:
                     found.append(message)
         return found
@@ -257,43 +240,21 @@ class Supervisor:
         """Number of the engine process."""
         return self._process.pid
 
-    def update(self, weights: HostWeights, loaded: Sequence[str] | None = None) -> None:
-        """Make these the weights in use, and delete the file of those before.
+    def update(self, weights: HostWeights) -> None:
+        """Send these weights to the engine and delete the file of the previous ones.
 
-        loaded: names that the engine was sent already, by `send`; else all are sent. A process that dies or refuses on
-        the way is started again and sent everything once more. Raises EngineError where that fails too; the weights in
-        use are then those from before.
+        A process that dies or refuses them is started again, and everything is sent once more. Raises EngineError if
+        that fails too; the previous weights then stay in use.
         """
         with self.lock:
             try:
                 self._wake()
-                if loaded is None:
-                    self._push(weights)
-                else:
-                    self._ask(Message("finish", {"names": list(loaded), "version": weights.version}))
+                self._push(weights)
             except EngineError as e:
                 self._restart(str(e), weights)
             old, self.weights = self.weights, weights
             if old:
                 old.delete()
-
-    def begin(self) -> bool:
-        """Announce `send`; until the end of `update` the engine has no weights to generate with.
-
-        Returns whether the engine heard it.
-        """
-        with self.lock:
-            try:
-                self._wake()
-                self._ask(Message("begin"))
-            except EngineError:
-                return False
-            return True
-
-    def send(self, bucket: WorkerBucket) -> None:
-        """Let the workers load a bucket. Raises EngineError."""
-        with self.lock:
-            self._ask(Message("load", {"bucket": bucket}))
 
     def restart(self, why: str) -> None:
         """End the process and start it again with the weights in use. Raises EngineError."""

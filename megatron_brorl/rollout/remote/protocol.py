@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-PROTOCOL = 5  # raised with every change of a message
+PROTOCOL = 6  # raised with every change of a message
 _DTYPES = {"int64": torch.int64, "float32": torch.float32}
 _PROBE_TOKENS = 16  # enough that two independent draws do not agree by chance
 
-# {"path", "records"} in host memory, or {"handles", "records"} by CUDA IPC; records: weights_receive.TensorRecord
+# {"path": file in host memory, "records": list of weights_receive.TensorRecord}
 WorkerBucket = dict[str, object]
 
 
@@ -98,8 +98,6 @@ class Capabilities:
     """Properties of an engine that its leaf determines at startup."""
 
     engine: str  # name and version, for messages
-    torch: str  # version
-    devices: tuple[str, ...]  # UUID of each worker's device, as weights_receive.own_device writes it
     kv_tokens: int  # tokens whose keys and values its memory holds, measured
     rows: int  # rollouts that it computes at a time
 

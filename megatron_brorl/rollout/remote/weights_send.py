@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to engines: one file in shared memory per node, or CUDA IPC handles.
+"""Sending weights from the trainer to engines: one file in shared memory per node.
 
 The ranks of a node write an update together. Every rank is sent every tensor, because making them is a collective; one
 rank copies each tensor to the host, and one of its threads writes and checks it there. Then every engine of the node
@@ -8,9 +8,7 @@ new one gets the same weights without asking the trainer's ranks.
 
 from __future__ import annotations
 
-import base64
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import checksum
 from megatron_brorl.ops.fp8_blocks import quantize
-from megatron_brorl.rollout.remote.protocol import WorkerBucket
 from megatron_brorl.rollout.remote.weights_receive import TensorRecord, mapped, view
 from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive_each
 
@@ -245,52 +241,3 @@ def _write(
         what = f"{len(faults)} tensors are not what was sent (checksum), for example {min(faults)}"
         raise UpdateRefused(f"weight update: {what}")
     return sums
-
-
-class IpcSender:
-    """Copies of the tensors that pass, sent bucket by bucket to the engine on the same GPU. Not yet run on a GPU.
-
-    Handles travel instead of bytes. They are torch's own pickled tuples, so both processes need the same torch.
-    """
-
-    def __init__(
-        self,
-        device: str,
-        send: Callable[[WorkerBucket], None],
-        form: Form,
-        limit: int = BUCKET_BYTES,
-        reduce: Callable[[Tensor], Any] = reduce_tensor,
-    ) -> None:
-        """device: UUID of the engine's. send: returns when a bucket was loaded. limit: bytes of a bucket. reduce:
-        tensor -> (function, arguments) that rebuild it elsewhere."""
-        self.device, self.send, self.form, self.limit, self.reduce = device, send, form, limit, reduce
-        self.names: list[str] = []
-        self.failed = False  # `send` raised; nothing more is sent then
-
-    def tee(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield a stream of (name, tensor [any shape]) to its end, and send it on the way."""
-        bucket: list[tuple[str, Tensor]] = []
-        for pair in tensors:
-            for name, tensor in self.form(*pair):
-                # A copy, because the stream's tensors are views of buffers that are used again.
-                bucket.append((name, tensor.detach().clone()))
-            if sum(x.nbytes for _, x in bucket) >= self.limit:
-                self._flush(bucket)
-            yield pair
-        self._flush(bucket)
-
-    def _flush(self, bucket: list[tuple[str, Tensor]]) -> None:
-        """Send a bucket, whose copies are held until the engine has loaded them."""
-        if bucket and not self.failed:
-            handles = [(name, self.reduce(x)) for name, x in bucket]
-            records = [
-                TensorRecord(name, str(x.dtype).removeprefix("torch."), tuple(x.shape), 0, int(checksum(name, x)))
-                for name, x in bucket
-            ]
-            pickled = base64.b64encode(pickle.dumps(handles)).decode()
-            try:
-                self.send({"handles": {self.device: pickled}, "records": records})
-            except RuntimeError:  # All weights are sent again from host memory.
-                self.failed = True
-            self.names += [name for name, _ in bucket]
-        bucket.clear()

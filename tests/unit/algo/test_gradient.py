@@ -6,8 +6,7 @@ import pytest
 import tiny
 import torch
 
-from megatron_brorl.algo.policy_loss import PolicyTokens
-from megatron_brorl.algo.policy_losses import PolicyLossSettings
+from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.gpt import build_actor

@@ -105,7 +105,7 @@ def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config,
         assert found["chat_template_kwargs"] == {"enable_thinking": False}
     compared = brorl("compare", tmp_path / "parts", tmp_path / "elsewhere")
     assert compared.returncode == 0, compared.stderr
-    assert "warning: the chat template wrote other dates: 2026-01-31 in" in compared.stderr
+    assert "warning: the chat templates wrote other dates: 2026-01-31 and " in compared.stderr
 
     # Without its date the run is another one; a run that starts anew takes today's.
     (tmp_path / "parts" / TEMPLATE_DATE).unlink()
@@ -134,7 +134,7 @@ def test_a_file_without_a_date_is_an_error(tmp_path):
 
 
 def test_ranks_that_start_on_two_days_do_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder.collectives, "all_gather_text", lambda text: [text, str(NEXT)])
+    monkeypatch.setattr(run_folder.collectives, "all_gather", lambda text: [text, str(NEXT)])
     with pytest.raises(UserError, match="ranks started on different days, 2026-01-31 and 2026-02-01"):
         run_folder.keep_template_date(tmp_path, FIRST, True)
     assert not list(tmp_path.iterdir())

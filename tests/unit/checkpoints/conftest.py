@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_brorl.checkpoints.training import Part
+from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.backend import backend
@@ -18,4 +18,4 @@ def part(processes, model):
     options = StageOptions(100, backend("fused", torch.device("cpu")))
     worker = Worker(read_shape(model[0]), processes, options, OptimConfig())
     worker.load_hf(model[0])
-    return Part("", worker.actor, worker.optimizer)
+    return ModelState("", worker.actor, worker.optimizer)

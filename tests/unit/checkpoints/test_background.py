@@ -32,7 +32,8 @@ class Held:
     """Saves that stop where a file of this name is about to be written, until they are let go."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
-        self.reached, self.go = threading.Event(), threading.Event()
+        self.reached = threading.Event()
+        self.go = threading.Event()
         write = writer.write_verified
 
         def held(path, fill):
@@ -51,7 +52,8 @@ def test_latest_is_the_old_one_until_all_of_the_new_one_is_there(begin, tmp_path
     first = begin(1)
     first.write()
     first.agree()
-    held, saving = Held(monkeypatch, name), BackgroundSaver()
+    held = Held(monkeypatch, name)
+    saving = BackgroundSaver()
     saving.start(begin(2), SOON)
     assert held.reached.wait(60)
 
@@ -85,7 +87,8 @@ def test_latest_does_not_name_a_checkpoint_that_reads_back_with_other_bytes(begi
     saving = BackgroundSaver()
     saving.start(begin(1), SOON)
     saving.settle()
-    fsync, flipped = os.fsync, []
+    fsync = os.fsync
+    flipped = []
 
     def flip(file: int) -> None:
         fsync(file)
@@ -120,7 +123,9 @@ def test_the_manifest_has_the_hash_of_every_file(begin, tmp_path):
 
 
 def test_an_error_of_the_run_waits_for_the_checkpoint(begin, tmp_path, monkeypatch):
-    held, saving, told = Held(monkeypatch, ".metadata"), BackgroundSaver(), []
+    held = Held(monkeypatch, ".metadata")
+    saving = BackgroundSaver()
+    told = []
     saving.start(begin(1), SOON)
     assert held.reached.wait(60)
     threading.Timer(0.05, held.go.set).start()

@@ -1,16 +1,195 @@
-"""Reading config.json, and refusing what the project cannot train."""
+"""Hugging Face directories: weight files as transformers chooses them, tensor names and shapes, and errors."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from megatron_brorl.api.engine import Engine
+from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
+from megatron_brorl.data.hub import model_directory
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.families.shape import parse_shape, read_shape
+from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture twice, as one file and as shards of other values."""
+    root = tmp_path_factory.mktemp("made")
+    tiny.make_model(root / "one", "llama", False, seed=1)
+    tiny.make_model(root / "other", "llama", False, seed=2).save_pretrained(root / "shards", max_shard_size="80KB")
+    return root
+
+
+def shards(directory: Path) -> list[Path]:
+    return sorted(directory.glob("model-*.safetensors"))
+
+
+def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def reindex(directory: Path, **files: str) -> None:
+    """Write other files for some tensors into the index; "" removes a tensor from it."""
+    index = json.loads((directory / INDEX).read_text())
+    index["weight_map"] |= {name.replace("__", "."): file for name, file in files.items()}
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file}
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def index_next_to_one_file(one: Path, sharded: Path) -> Path:
+    """A stale index whose shards are there."""
+    for path in (*shards(sharded), sharded / INDEX):
+        shutil.copy(path, one)
+    return one
+
+
+def a_tensor_that_the_index_lacks(one: Path, sharded: Path) -> Path:
+    reindex(sharded, model__norm__weight="")
+    return sharded
+
+
+def a_tensor_in_another_shard(one: Path, sharded: Path) -> Path:
+    """The index is wrong about one tensor."""
+    other = next(p.name for p in shards(sharded) if "model.norm.weight" not in load_file(p))
+    reindex(sharded, model__norm__weight=other)
+    return sharded
+
+
+READ = [
+    index_next_to_one_file,
+    a_tensor_that_the_index_lacks,
+    a_tensor_in_another_shard,
+]
+
+
+def copies(made: Path, tmp_path: Path) -> tuple[Path, Path]:
+    return tuple(shutil.copytree(made / name, tmp_path / name) for name in ("one", "shards"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("arrange", READ)
+def test_weights_are_those_that_transformers_loads(made: Path, tmp_path: Path, arrange: Any) -> None:
+    directory = arrange(*copies(made, tmp_path))
+    expected = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    names = hf_shapes(read_shape(directory))
+    checkpoint = Checkpoint(directory)
+    checkpoint.check(names)
+    assert set(names) == set(expected)
+    for name in names:
+        assert torch.equal(checkpoint.tensor(name), expected[name]), name
+
+
+def twice(one: Path, sharded: Path) -> Path:
+    first, second = shards(sharded)[:2]
+    tensors = load_file(second)
+    save(tensors | {"model.norm.weight": torch.ones(48)}, second)
+    if "model.norm.weight" not in load_file(first):
+        save(load_file(first) | {"model.norm.weight": torch.zeros(48)}, first)
+    return sharded
+
+
+def a_shard_is_gone(one: Path, sharded: Path) -> Path:
+    shards(sharded)[1].unlink()
+    return sharded
+
+
+def pickled(one: Path, sharded: Path) -> Path:
+    torch.save(load_file(one / WEIGHTS), one / "pytorch_model.bin")
+    (one / WEIGHTS).unlink()
+    return one
+
+
+def an_index_of_another_folder(one: Path, sharded: Path) -> Path:
+    reindex(sharded, model__norm__weight="../one/model.safetensors")
+    return sharded
+
+
+REFUSED = [
+    (twice, "model.norm.weight is stored in both model-0000"),
+    (a_shard_is_gone, "missing, but named in model.safetensors.index.json"),
+    (pickled, "save_pretrained"),
+    (an_index_of_another_folder, "model.norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("arrange", "message"), REFUSED)
+def test_other_directories_end_in_one_line(made: Path, tmp_path: Path, arrange: Any, message: str) -> None:
+    directory = arrange(*copies(made, tmp_path))
+    with pytest.raises(UserError) as e:
+        Checkpoint(directory)
+    assert str(directory) in str(e.value)
+    assert message in str(e.value)
+
+
+def test_an_export_has_no_index_of_other_files(made: Path, tmp_path: Path) -> None:
+    from megatron_brorl.checkpoints.hugging_face import copy_companions
+
+    one, sharded = copies(made, tmp_path)
+    (sharded / "pytorch_model.bin.index.json").write_text("{}")
+    copy_companions(sharded, one)
+    assert not list(one.glob("*.index.json"))
+
+
+def gguf_file(path: Path) -> Path:
+    path.write_bytes(b"GGUF" + bytes(100))
+    return path
+
+
+def a_gguf_file(one: Path) -> Path:
+    return gguf_file(one.parent / "model-q4.gguf")
+
+
+def gguf_next_to_config_and_tokenizer(one: Path) -> Path:
+    (one / WEIGHTS).unlink()
+    return gguf_file(one / "model.gguf").parent
+
+
+GGUF = [a_gguf_file, gguf_next_to_config_and_tokenizer]
+
+
+@pytest.mark.parametrize("arrange", GGUF)
+def test_gguf_is_answered_wherever_a_model_is_given(made: Path, tmp_path: Path, arrange: Any) -> None:
+    given = arrange(copies(made, tmp_path)[0])
+    for use in (read_shape, load_tokenizer, Engine.from_pretrained):
+        with pytest.raises(UserError, match=r"GGUF.*convert"):
+            use(given)
+
+
+def test_a_file_in_the_place_of_a_directory(made: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.safetensors: is a file; give the Hugging Face directory"):
+        read_shape(made / "one" / WEIGHTS)
+    for empty in ("", " "):
+        with pytest.raises(UserError, match=r"model\.path is empty"):
+            model_directory(empty)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_tells_whether_weights_changed(made: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    stored = load_file(made / "one" / WEIGHTS)
+
+    def differs(**changed: torch.Tensor) -> bool:
+        tensors = {n: changed.get(n.replace(".", "_"), t).to(dtype) for n, t in stored.items()}
+        return hugging_face.save(tensors.items(), made / "one", tmp_path / "out", str(dtype).removeprefix("torch."))
+
+    norm = stored["model.norm.weight"]
+    assert not differs()
+    assert differs(model_norm_weight=norm + 1)
+    # A difference that the exported type cannot hold does not count.
+    assert differs(model_norm_weight=norm + 2**-20) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize(("family", "tied"), tiny.CASES)
@@ -21,46 +200,6 @@ def test_shapes_equal_those_transformers_writes(tmp_path, family, tied):
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}  # named_parameters lists ties once
     assert hf_shapes(shape) == expected
     Checkpoint(tmp_path).check(hf_shapes(shape))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM' is not supported"),
-        ({"architectures": None}, "architecture None is not supported"),
-        ({"hidden_size": "48"}, "hidden_size = '48': must be of type int"),
-        ({"num_attention_heads": 0}, "num_attention_heads = 0: must be at least 1"),
-        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
-    ],
-)
-def test_refusals_name_file_and_key(tmp_path, change, message):
-    tiny.make_model(tmp_path, "qwen2", True)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UserError) as caught:
-        read_shape(tmp_path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert message in str(caught.value)
-
-
-def test_what_qwen2_says_of_attention_bias_does_not_matter(tmp_path):
-    """transformers' Qwen2 always has a bias of queries, keys and values, and never one of the output."""
-    tiny.make_model(tmp_path, "qwen2", True)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    assert parse_shape(raw | {"attention_bias": False}, "") == parse_shape(raw | {"attention_bias": True}, "")
-    assert parse_shape(raw, "").qkv_bias
-
-
-def test_missing_directory_and_broken_json(tmp_path):
-    with pytest.raises(UserError, match="no such Hugging Face directory"):
-        read_shape(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"config\.json: missing"):
-        read_shape(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        read_shape(tmp_path)
-    with pytest.raises(UserError, match="must be of type int"):
-        parse_shape({"architectures": ["LlamaForCausalLM"]}, "config.json")
 
 
 def test_checkpoint_that_does_not_fit_is_refused(tmp_path):

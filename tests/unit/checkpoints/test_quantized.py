@@ -63,7 +63,9 @@ def test_shift_against_loops():
     g = torch.Generator().manual_seed(0)
     logits = [[torch.randn(n, 7, generator=g) for n in (3, 5)] for _ in range(2)]
     targets = [torch.randint(0, 7, (n,), generator=g) for n in (3, 5)]
-    kl, gap, same = [], [], []
+    kl = []
+    gap = []
+    same = []
     for a, b, ids in zip(*logits, targets, strict=True):
         for x, y, t in zip(a.tolist(), b.tolist(), ids.tolist(), strict=True):
             p = [math.exp(v) / sum(map(math.exp, x)) for v in x]
@@ -95,7 +97,8 @@ def test_export_holds_the_weights(model, tmp_path):
     """float8 weights times their scale are the weights, to half a step of three fraction bits; the rest is bf16."""
     out = tmp_path / "out"
     assert quantize("export", *model, out) == 0
-    original, found = load_file(model[0] / "model.safetensors"), load_file(out / "model.safetensors")
+    original = load_file(model[0] / "model.safetensors")
+    found = load_file(out / "model.safetensors")
     assert found.keys() >= original.keys()
     linears = [n for n in original if n.endswith("_proj.weight")]
     assert linears
@@ -103,7 +106,8 @@ def test_export_holds_the_weights(model, tmp_path):
         if name not in linears:
             assert torch.allclose(found[name].float(), original[name], rtol=2**-8, atol=0)
             continue
-        weight, scale = found[name], found[name.replace("weight", "weight_scale")]
+        weight = found[name]
+        scale = found[name.replace("weight", "weight_scale")]
         assert weight.dtype == torch.float8_e4m3fn
         assert float(scale) == pytest.approx(float(original[name].abs().max()) / 448, rel=1e-2)
         error = (weight.float() * scale - original[name]).abs()

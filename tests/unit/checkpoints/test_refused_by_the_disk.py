@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversions import save_checkpoint
 
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
@@ -18,7 +19,7 @@ from megatron_brorl.errors import UserError
 
 @pytest.fixture
 def save(part, tmp_path):
-    return lambda step: checkpoint.save(tmp_path, step, [part], {}, 2)
+    return lambda step: save_checkpoint(tmp_path, step, part, keep=2)
 
 
 def fails(save, step: int, root: Path, reason: str) -> None:

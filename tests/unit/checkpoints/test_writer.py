@@ -16,7 +16,8 @@ from megatron_brorl.checkpoints import writer
 class Disk(io.FileIO):
     """A file, one of whose writes is refused."""
 
-    at, written = 0, 0
+    at = 0
+    written = 0
 
     def write(self, data):
         Disk.written += 1

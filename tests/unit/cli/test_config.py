@@ -51,11 +51,13 @@ def test_what_brorl_says_without_a_command(capsys):
     shown = said(capsys)
     assert shown.startswith("usage: brorl")
     assert "reinforcement learning: sample, score" in shown
-    assert "generate" in said(capsys, "data")
+    assert "generate" in said(capsys, "data", code=2)
 
 
 def test_init_writes_what_load_reads(capsys, tmp_path):
-    path, data, model = tmp_path / "own.toml", tmp_path / "gsm8k.jsonl", tmp_path / "model"
+    path = tmp_path / "own.toml"
+    data = tmp_path / "gsm8k.jsonl"
+    model = tmp_path / "model"
     data.write_text(json.dumps({"question": "1+1?", "answer": "One and one.\n#### 2"}) + "\n")
     model.mkdir()
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

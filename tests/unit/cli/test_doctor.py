@@ -19,7 +19,7 @@ from megatron_brorl.cli import main, preflight
 from megatron_brorl.cli.memory_plan import plan_of
 from megatron_brorl.cli.preflight import Finding
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES
 
 ROOT = Path(__file__).parents[3]
@@ -29,29 +29,24 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 def test_this_machine_passes_and_problems_are_marked():
     lines, status = preflight.report(preflight.examine())
     assert status == 0, lines
-    assert any(torch.__version__ in line for line in lines)
-    found = [
-        Finding("a", "1"),
-        Finding("b", "2", "fix it"),
-        Finding("c", "3", "get it", False),
-    ]
+    found = [Finding("a", "1"), Finding("b", "2", "fix it"), Finding("c", "3", "get it", False)]
     lines, status = preflight.report(found)
     assert status == 1
-    assert [line.split(maxsplit=2) for line in lines] == [
-        ["ok", "a", "1"],
-        ["BAD", "b", "2: fix it"],
-        ["note", "c", "3: get it"],
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["ok", "a                    1"],
+        ["BAD", "b                    2: fix it"],
+        ["note", "c                    3: get it"],
     ]
     assert preflight.report(found[::2])[1] == 0
 
 
-def small(name, **amounts):
-    """Of a file system that is asked for as shutil.disk_usage."""
+def disk_usage(gpu=False, **amounts):
+    """Replace what shutil.disk_usage returns."""
 
     def plant(monkeypatch):
         usage = shutil.disk_usage("/")._replace(**amounts)
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: name == "gpu")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
 
     return plant
 
@@ -59,16 +54,11 @@ def small(name, **amounts):
 MEGATRON = "0.16" if sys.version_info < (3, 12) else "0.19"
 
 
-def version(found):
-    def plant(monkeypatch):
-        def look(package):
-            if found is None:
-                raise preflight.metadata.PackageNotFoundError(package)
-            return found
+def no_megatron(monkeypatch):
+    def missing(package):
+        raise preflight.metadata.PackageNotFoundError(package)
 
-        monkeypatch.setattr(preflight.metadata, "version", look)
-
-    return plant
+    monkeypatch.setattr(preflight.metadata, "version", missing)
 
 
 def no_kernels(monkeypatch):
@@ -85,26 +75,16 @@ def no_kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("plant", "check", "mark", "remedy"),
     [
-        (lambda m: m.setattr(torch, "__version__", "2.4.1+cpu"), "_torch", "BAD", 'pip install "torch>=2.6"'),
-        (version(None), "_megatron", "BAD", f'pip install "megatron-core=={MEGATRON}.*"'),
+        (no_megatron, "_megatron", "BAD", f'pip install "megatron-core=={MEGATRON}.*"'),
         (no_kernels, "csrc", "BAD", "pip install . in the checkout"),
-        (small("cpu", free=10 << 20), "_disk", "BAD", "give a run.dir on a larger disk"),
-        (small("gpu", total=64 << 20), "_shared_memory", "BAD", "docker run --shm-size=16g"),
-        (small("cpu", total=64 << 20), "_shared_memory", "note", "docker run --shm-size=16g"),
-        (
-            lambda m: m.setattr(preflight.resource, "getrlimit", lambda _: (256, 256)),
-            "_open_files",
-            "note",
-            "ulimit -n 1024",
-        ),
-        (lambda m: m.setattr(isolation, "found", lambda: None), "_sandbox", "note", "apt-get install bubblewrap"),
-        (lambda m: m.setattr(shutil, "which", lambda _: "/bin/smi"), "_gpus", "BAD", "install a torch with CUDA"),
+        (disk_usage(free=10 << 20), "_disk", "BAD", "give a run.dir on a larger disk"),
+        (disk_usage(gpu=True, total=64 << 20), "_shared_memory", "BAD", "docker run --shm-size=16g"),
+        (disk_usage(total=64 << 20), "_shared_memory", "note", "docker run --shm-size=16g"),
+        (lambda m: m.setattr(shutil, "which", lambda _: None), "_sandbox", "note", "apt-get install bubblewrap"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_problem_is_reported_with_its_remedy(plant, check, mark, remedy, monkeypatch):
-    if torch.cuda.is_available() and check in ("_gpus", "_shared_memory"):
-        pytest.skip("there is a GPU")
     probe.problem.cache_clear()
     with monkeypatch.context() as patched:
         plant(patched)
@@ -150,14 +130,15 @@ def test_the_plan_of_a_configuration(tmp_path):
     """The 1.5B example on 64 GPUs of 80 GiB of another machine, and on this machine."""
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
     (tmp_path / "config.json").write_text(json.dumps({**qwen2_config(**sizes), "tie_word_embeddings": False}))
-    example, model = ROOT / "examples" / "brorl_1.5b.toml", f"model.path={tmp_path}"
+    example = ROOT / "examples" / "brorl_1.5b.toml"
+    model = f"model.path={tmp_path}"
     there = ["--ranks", "64", "--ranks-per-node", "8", "--gpu-gib", "80"]
     training, generating, keys, node = doctor_of(example, model, *there)
     # 1,777,088,000 parameters: bf16, fp32 gradients, twelve bytes over 64 ranks.
     assert "weights 3.3 GiB, optimizer 0.3 GiB, reference 3.3 GiB, gradients 6.6 GiB" in training
     assert "engine's weights 3.3 GiB" in generating
     assert keys.endswith("148 rollouts of 16384 tokens at a time")
-    assert node.startswith("memory of a node: 6.6 GiB shared")
+    assert node.startswith("memory of a node: 6.6 GiB of engine weights")
     assert node.endswith("55.4 GiB of offloaded states")
     with pytest.raises(UserError, match=r"training needs about .* GiB on a GPU, which has 12\.0 GiB"):
         doctor_of(example, model, "--ranks", "64", "--gpu-gib", "12")
@@ -197,11 +178,3 @@ def test_the_files_copied_into_the_image_build_the_package(tmp_path):
     assert Path("megatron_brorl/py.typed") in files(tmp_path / "wheel")
     asked = (tmp_path / "megatron_brorl.egg-info" / "requires.txt").read_text().splitlines()
     assert [x for x in asked if x.startswith("torch")] == [f"torch=={torch.__version__.split('+')[0]}"]
-
-
-def test_versions_of_the_image_are_kept():
-    pattern = re.search(r"grep -iE '([^']+)'", DOCKERFILE)
-    assert pattern
-    kept = ["torch==2.9.1", "numpy==1.26.4", "transformers==4.57.3", "transformer_engine_torch==2.9.0", "triton==3.5.1"]
-    other = ["pytest==8.0", "torchvision==0.24", "numpydoc==1.0"]
-    assert [x for x in kept + other if re.search(pattern[1], x, re.I)] == kept

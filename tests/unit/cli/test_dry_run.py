@@ -78,7 +78,7 @@ def dry(capfd, *overrides: str, told: str = "") -> tuple[int, list[str], str]:
 @pytest.fixture
 def ranks(monkeypatch):
     """Signals and children are the test process's own."""
-    monkeypatch.setattr(main.signals, "begin", lambda **_: None)
+    monkeypatch.setattr(main.signals, "install", lambda **_: None)
 
 
 pytestmark = pytest.mark.usefixtures("ranks")
@@ -137,19 +137,13 @@ def old_engine(folder: Path) -> None:
             "'own.py:score' fails on the reference answer of row rows.jsonl:1: broken: NameError",
         ),
         (
-            lambda f: None,
-            ["rollout.engine=trtllm", "engine.python=/none"],
-            "checkpoint",
-            "engine.python = /none: No such",
-        ),
-        (
             old_engine,
             ["rollout.engine=vllm", "engine.python=./python"],
             "checkpoint",
             "engine.python = ./python: vLLM 0.31.2 is too old: install 0.32 or newer",
         ),
     ],
-    ids=["tokenizer", "layout", "weights", "verifier", "interpreter", "old engine"],
+    ids=["tokenizer", "layout", "weights", "verifier", "old engine"],
 )
 def test_the_first_problem_ends_it_in_one_line(folder, capfd, fault, overrides, last, says):
     fault(folder)
@@ -171,13 +165,14 @@ def test_a_run_ends_at_once_if_disk_or_memory_is_too_small(folder, capfd, monkey
         patched.setattr(run_folder, "shutil", SimpleNamespace(disk_usage=lambda _: usage))
         refused("and 0.5 MiB are free: free some, lower train.keep_checkpoints")
     monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
-    refused("of memory for 1 ranks here, and there are 1.0 MiB")
+    refused("of host memory for the training of 1 ranks, and has 1.0 MiB")
     assert not list((folder / "run").glob("*.json*"))
 
 
 def test_the_bytes_of_a_checkpoint(folder):
     """12 bytes per parameter of transformers' model, and Megatron's own; 16 with a reference in bf16."""
-    config, shape = load("run.toml"), read_shape("model")
+    config = load("run.toml")
+    shape = read_shape("model")
     parameters = sum(t.numel() for t in tiny.weights("model").values())
     assert run_folder.checkpoint_bytes(config, shape) == 12 * parameters
     train("run.toml", overrides=["algo.dynamic_sampling=false"])  # an optimizer that never stepped has no moments

@@ -34,7 +34,7 @@ def wait(name):
 
 (folder / f"started_{rank}").touch()
 wait("begin")
-signals.begin(saves=True)
+signals.install(saves=True)
 pid = os.fork()
 if pid == 0:
     time.sleep(600)

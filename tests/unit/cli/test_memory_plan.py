@@ -52,13 +52,13 @@ def test_the_1_5b_model_on_one_gpu():
     assert plan.kv_per_token == 28 * 1024
     assert plan.kv_tokens(H100) == int(0.85 * (H100 - 2 * WEIGHTS - 2**26)) // 28672 == 2_439_186
     assert plan.rows(H100) == 148
-    (training, generating, keys, node) = memory.lines(plan, H100, 8)
+    (training, generating, keys, node) = memory.plan_lines(plan, memory.Machines(1, 8, H100))
     assert training.startswith("memory of a GPU, training: 34.7 GiB of 80.0 GiB (weights 3.3 GiB, optimizer 19.9 GiB")
     assert "keys and values 65.1 GiB" in generating
     assert keys == (
         "keys and values: 28 KiB a token on each GPU, 2439186 tokens, 148 rollouts of 16384 tokens at a time"
     )
-    assert node.startswith("memory of a node: 6.6 GiB shared")
+    assert node.startswith("memory of a node: 6.6 GiB of engine weights")
     assert "185.4 GiB of offloaded states" in node
 
 
@@ -111,19 +111,26 @@ def test_fp8_weights_take_half_and_their_scales():
 
 def test_a_plan_that_does_not_fit_is_refused_in_one_line():
     plan = plan_of()
-    shared = 16 * 2**30
-    memory.check_plan(plan, H100, 2**40, shared, 8, "/dev/shm")
-    for arguments, message in [
-        ((30 * 2**30, 2**40, shared), r"about 34\.7 GiB on a GPU, which has 30\.0 GiB: lower train\.tokens_per_micro"),
-        ((H100, 2**37, shared), r"needs 192\.0 GiB of host memory .* has 128\.0 GiB: set train\.offload = false"),
-        ((H100, 2**40, 2**30), r"/dev/shm has room for 1\.0 GiB and a node needs 6\.6 GiB, .* --shm-size=7g"),
+
+    def check(plan, gpu=H100, host=2**40, shared=2**34):
+        memory.check_plan(plan, memory.Machines(8, 8, gpu), host, shared, "/dev/shm")
+
+    check(plan)
+    for changes, message in [
+        ({"gpu": 30 * 2**30}, r"about 34\.7 GiB on a GPU, which has 30\.0 GiB: lower train\.tokens_per_micro"),
+        ({"host": 2**37}, r"needs 192\.0 GiB of host memory .* has 128\.0 GiB: set train\.offload = false"),
+        ({"shared": 2**30}, r"/dev/shm has room for 1\.0 GiB and a node needs 6\.6 GiB, .* --shm-size=7g"),
+        (
+            {"gpu": 0, "host": 2**37},
+            r"needs 277\.\d GiB of host memory for the training of 8 ranks",
+        ),
     ]:
         with pytest.raises(UserError, match=message) as caught:
-            memory.check_plan(plan, *arguments, 8, "/dev/shm")
+            check(plan, **changes)
         assert "\n" not in str(caught.value)
 
-    # Without offload the optimizer stays beside the engine.
+    # Without offload the optimizer stays on the GPU while the engine generates.
     staying = plan_of(train={"offload": False, "tokens_per_micro_batch": 1}, model={"context": 131_072})
     message = r"\d+ tokens of keys and values fit .* may take 131072: set train\.offload = true"
     with pytest.raises(UserError, match=message):
-        memory.check_plan(staying, 30 * 2**30, 2**40, shared, 8, "/dev/shm")
+        check(staying, gpu=30 * 2**30)

@@ -127,7 +127,8 @@ def test_what_must_stay_is_refused(before, after, key):
 
 
 def test_another_model_is_refused():
-    before, now = of({}), fingerprint(Config(), dataclasses.replace(SHAPE, heads=8), {}, INPUTS)
+    before = of({})
+    now = fingerprint(Config(), dataclasses.replace(SHAPE, heads=8), {}, INPUTS)
     with pytest.raises(UserError, match=r"was written with another model in model\.path \(heads = 1, now 8\)"):
         check_fingerprint(before, now, WHERE)
 

@@ -19,7 +19,6 @@ GAE = ["algo.advantage=gae"]
         (["run.dir="], "run.dir = '': name a folder for the results"),
         (["rollout.stop_strings=['']"], "rollout.stop_strings = ('',): an empty string would stop every response"),
         (["rollout.engine=trtllm", "rollout.stop_strings=['a']"], "stops only at tokens: leave it empty"),
-        (["engine.tensor=2", "engine.transport=cuda_ipc"], 'must be "host" or "auto" with engine.tensor > 1'),
         (
             ["rollout.partial_tokens=100", "rollout.max_tokens=1001", "rollout.max_carried_steps=9"],
             "rollout.max_carried_steps = 9: a response of rollout.max_tokens = 1001 is carried over 10 steps",

@@ -79,7 +79,6 @@ def test_what_a_template_refuses_is_told_with_the_row(directory: Path, tmp_path:
 
 BAD: dict[str, tuple[Any, str]] = {
     "empty": ([], "prompt must be a string or a list of messages that is not empty"),
-    "misspelt": ([{"role": "user", "contents": "x"}], "prompt[0] must be"),
     "content type": ([{"role": "user", "content": 3}], "prompt[0] must be"),
     "role": ([{"role": "human", "content": "x"}], "prompt[0]: unknown role 'human'; known: system, user, assistant"),
     "late system": ([TURNS[0], SYSTEM, TURNS[2]], "prompt[1]: a system message may only come first"),

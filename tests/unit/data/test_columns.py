@@ -8,7 +8,7 @@ import pytest
 
 from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.columns import guess
-from megatron_brorl.data.prompts import read_rows
+from megatron_brorl.data.prompts import RowFormat, read_rows
 from megatron_brorl.errors import UserError
 
 GSM8K = {"question": "Ann has 3 nuts and gets 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
@@ -22,7 +22,7 @@ VERL = {
 def read(tmp_path, *rows, **columns):
     path = tmp_path / "f.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_rows(path, columns=ColumnsConfig(**columns))
+    return read_rows(path, RowFormat(columns=ColumnsConfig(**columns)))
 
 
 def test_a_regex_on_the_answer_keeps_the_worked_one_to_imitate(tmp_path):
@@ -34,7 +34,6 @@ def test_a_regex_on_the_answer_keeps_the_worked_one_to_imitate(tmp_path):
     ("raw", "columns", "answer", "target"),
     [
         ({"q": "x", "a": 42, "split": "train"}, {"prompt": "q", "answer": "a"}, "42", None),
-        ({"q": "x", "a": 0.5}, {"prompt": "q", "answer": "a"}, "0.5", None),
         ({"q": "x", "a": "1", "cot": "so 1"}, {"prompt": "q", "answer": "a", "target": "cot"}, "1", "so 1"),
         ({"prompt": "x", "a": {"b": {"c": "9"}}}, {"answer": "a.b.c"}, "9", None),
         ({"prompt": "x", "a.b": "3", "a": {"b": "4"}}, {"answer": "a.b"}, "3", None),  # as it is spelled
@@ -65,9 +64,6 @@ def test_a_conversation_that_ends_with_its_answer(tmp_path):
         (GSM8K, {"prompt": "problem"}, "data.columns.prompt = 'problem': there is no such column, only question"),
         (GSM8K, {"prompt": "question", "answer_regex": "@(.+)"}, "f.jsonl:1: the answer has no match of data.columns"),
         (GSM8K, {"prompt": "question", "answer_regex": "("}, "data.columns.answer_regex '(': not a regular expression"),
-        (GSM8K, {}, "unknown key 'question'; known: prompt, answer, target, verifier, id, metadata; put the rest in"),
-        ({"prompt": "x", "answer": "1", "target": 3}, {}, "target must be a string that is not empty, not 3"),
-        ({"q": "x", "answer": float("nan")}, {"prompt": "q"}, "answer must be a string or null, not NaN"),
         (
             {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "target": "z"},
             {},
@@ -95,7 +91,7 @@ def test_columns_are_guessed_so_that_the_file_can_be_read(tmp_path, row, columns
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert guess(path) == columns
-    assert len(read_rows(path, columns=ColumnsConfig(**columns))) == 1
+    assert len(read_rows(path, RowFormat(columns=ColumnsConfig(**columns)))) == 1
     path.write_text('{"x": 1}\n')
     with pytest.raises(UserError, match="no column looks like a prompt, only x"):
         guess(path)

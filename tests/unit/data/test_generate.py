@@ -15,7 +15,8 @@ import pytest
 from megatron_brorl.cli.main import main
 from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.generate import GeneratedPrompts, generated_rows
-from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 from megatron_brorl.rewards.verifiers import gym
@@ -36,7 +37,7 @@ def stream(config: DataConfig, tokenizer: Tokenizer, seed: int = 5, limit: int =
 
 
 def test_prompts_are_true_tasks(tokenizer: Tokenizer) -> None:
-    prompts = [stream(MIX, tokenizer).prompt(i) for i in range(60)]
+    prompts = stream(MIX, tokenizer).prompts(0, 60)
     for i, prompt in enumerate(prompts):
         question, answer = prompt.text.removesuffix("="), prompt.answer
         if prompt.id.startswith("chain_sum"):
@@ -59,23 +60,20 @@ def test_prompts_are_true_tasks(tokenizer: Tokenizer) -> None:
 def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
     random.seed(0)
     state, precision = random.getstate(), decimal.getcontext().prec
-    one = stream(MIX, tokenizer)
-    forward = [one.prompt(i) for i in range(30)]
-    backward = [stream(MIX, tokenizer).prompt(i) for i in reversed(range(30))]
-    assert forward == backward[::-1]
-    assert one.prompt(7) == forward[7]
+    forward = stream(MIX, tokenizer).prompts(0, 30)
+    other = stream(MIX, tokenizer)
+    assert [other.prompts(i, 1)[0] for i in reversed(range(30))] == forward[::-1]
     assert random.getstate() == state
     assert decimal.getcontext().prec == precision
-    assert one.prompt(10**9) == one.prompt(10**9)
+    assert other.prompts(10**9, 1) == stream(MIX, tokenizer).prompts(10**9, 1)
 
 
 def test_one_task_does_not_change_the_items_of_another(tokenizer: Tokenizer) -> None:
     power = TaskConfig("decimal_chain_sum", config={"min_digits": 14, "max_digits": 14})  # longer than 12 digits
     rounding = TaskConfig("decimal_arithmetic")  # sets the precision of the process to 12
     mixed = stream(DataConfig(tasks=(power, rounding)), tokenizer)
-    for i in range(20):
-        mixed.prompt(i)
-    sums = [p for p in map(mixed.prompt, range(20)) if p.id.startswith("decimal_chain_sum")]
+    mixed.prompts(0, 20)
+    sums = [p for p in mixed.prompts(0, 20) if p.id.startswith("decimal_chain_sum")]
     assert sums
     for prompt in sums:
         (expression,) = re.findall(r"[-+\d. ]{20,}", prompt.text)
@@ -93,17 +91,16 @@ from megatron_brorl.config.schema import ColumnsConfig, DataConfig, TaskConfig
 from megatron_brorl.data.generate import GeneratedPrompts
 from megatron_brorl.data.tokenizers import load_tokenizer
 stream = GeneratedPrompts({MIX!r}, 5, load_tokenizer(Path({str(tokenizer.directory)!r})), 1000)
-print([stream.prompt(i).text for i in range(20)])
+print([prompt.text for prompt in stream.prompts(0, 20)])
 """
     run = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONHASHSEED": "77"}, capture_output=True, text=True, check=True
     )
-    assert run.stdout.strip() == str([stream(MIX, tokenizer).prompt(i).text for i in range(20)])
+    assert run.stdout.strip() == str([prompt.text for prompt in stream(MIX, tokenizer).prompts(0, 20)])
 
 
 def test_tasks_are_drawn_by_weight(tokenizer: Tokenizer) -> None:
-    one = stream(MIX, tokenizer)
-    names = Counter(one.prompt(i).id.split(":")[0] for i in range(2000))
+    names = Counter(prompt.id.split(":")[0] for prompt in stream(MIX, tokenizer).prompts(0, 2000))
     assert abs(names["chain_sum"] - 1500) < 4 * (2000 * 0.75 * 0.25) ** 0.5  # four standard deviations
 
 
@@ -111,17 +108,17 @@ def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> No
     small = TaskConfig("chain_sum", 1.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 1})
     config = DataConfig(tasks=(small,))
     held_out = stream(config, tokenizer, 2).held_out(100)  # of 9 * 9 * 2 or 10 * 10 * 2
-    texts = {p.text for p in held_out}
+    texts = {p.text for p in held_out.values()}
     assert len(texts) == 100
-    assert [p.id for p in held_out] == [f"chain_sum:2:{i}" for i in range(100)]
-    train = stream(config, tokenizer, 1, exclude=frozenset(texts))
-    prompts = [train.prompt(i) for i in range(500)]
+    assert [p.id for p in held_out.values()] == [f"chain_sum:2:{i}" for i in range(100)]
+    train = stream(config, tokenizer, 1, excluded=held_out.keys())
+    prompts = train.prompts(0, 500)
     assert not texts & {p.text for p in prompts}
-    assert [train.prompt(i) for i in (499, 3)] == [prompts[499], prompts[3]]
-    free = stream(config, tokenizer, 1)
-    same = sum(free.prompt(i) == p for i, p in enumerate(prompts))
+    assert train.prompts(499, 1) == prompts[499:]
+    free = stream(config, tokenizer, 1).prompts(0, 500)
+    same = sum(a == b for a, b in zip(free, prompts, strict=True))
     assert 100 < same < 450  # only what was held out has moved
-    with pytest.raises(UserError, match=r"data\.tasks: 1000 draws in a row .*lower data\.held_out_prompts"):
+    with pytest.raises(UserError, match=r"data\.tasks: 1000 draws in a row .*ask for fewer"):
         stream(config, tokenizer, 2).held_out(300)
 
 

@@ -65,36 +65,13 @@ def export(source: Path, target: Path) -> Path:
 def texts(pieces: list[str]) -> list[str]:
     """Digits, white space, emoji, control characters and any other; and pieces in any order."""
     draw = random.Random(20)
-    found = [
-        "",
-        " ",
-        "  ",
-        "12, 18=",
-        " 12",
-        "12 ",
-        "  1  +  2  ",
-        "007",
-        "\n",
-        "a\n\n b\t",
-        "\r\n",
-        "🙂 🙂🏽‍🚀",
-        "e\u0301é",
-    ]
-    found += [
-        "</s>",
-        "<s>1</s><pad><unk>",
-        "<0x41>",
-        "\u2581\u2581",
-        "\x00\x01\x7f\x85",
-        "\u2028\ufeff\ufffd",
-        "aaaaaaa",
-    ]
+    found = ["", " ", "  ", "12, 18=", " 12", "12 ", "  1  +  2  ", "007", "\n", "a\n\n b\t", "e\u0301é", "aaaaaaa"]
+    found += ["🙂 🙂🏽‍🚀", "</s>", "<s>1</s><pad><unk>", "<0x41>", "\u2581\u2581", "\x00\x7f\x85", "\u2028\ufffd"]
     kinds: list[list[str]] = [
         list("0123456789,= +"),
         list("ab  \n\t"),
         [chr(c) for c in range(128)],
         [chr(c) for c in (*range(0x80, 0xD800), *range(0xE000, 0x110000))],
-        [chr(c) for c in range(0x1F300, 0x1FAFF)],
         pieces,
     ]
     return found + ["".join(draw.choices(kind, k=draw.randint(1, 24))) for kind in kinds for _ in range(150)]
@@ -218,19 +195,6 @@ def test_training_reads_the_sentencepiece_model_of_an_unchanged_export(init, tmp
     assert kind() == "SentencePieceTokenizer"
     assert kind({"chat_template": "{{ messages[0].content }}"}) == "HuggingFaceTokenizer"
     assert kind({"normalizer": {"type": "Lowercase"}}, "tokenizer.json") == "HuggingFaceTokenizer"
-
-
-def test_an_export_says_when_to_stop(init, tmp_path):
-    """transformers' generate stops where the trainer's rollouts do; what the source says of it is kept."""
-    exported = export(init, tmp_path / "out")
-    read, tokenizer = GenerationConfig.from_pretrained(exported), load_tokenizer(init)
-    assert (read.eos_token_id, read.bos_token_id, read.pad_token_id) == (2, 1, 3)
-    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) == (2, 1, 3)
-    (init / "generation_config.json").write_text('{"eos_token_id": [2, 7], "temperature": 0.5}')
-    assert (
-        export(init, tmp_path / "out").joinpath("generation_config.json").read_bytes()
-        == (init / "generation_config.json").read_bytes()
-    )
 
 
 def test_a_conversion_back_is_an_export_too(tmp_path):

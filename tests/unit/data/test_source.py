@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from megatron_brorl.config.schema import DataConfig, MixtureConfig, TaskConfig
-from megatron_brorl.data.sft_rows import sft_examples
+from megatron_brorl.data.prompts import sft_examples
+from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.source import (
     FileSource,
-    MixturePlace,
     MixtureSource,
     load_sources,
-    mixture_places,
+    mixture_positions,
     prompts_digest,
     tokenizer_digest,
     whole_weights,
 )
-from megatron_brorl.data.tokenizers import Tokenizer, train_sentencepiece
+from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.types import Prompt
 
@@ -162,13 +162,13 @@ def test_sft_examples(tokenizer: Tokenizer) -> None:
 WEIGHTS = [[1], [1, 1], [2, 3, 5], [1, 100], [333, 333, 334], [1, 2, 3, 4, 5, 6, 7]]
 
 
-def sainte_lague(weights: list[int], count: int) -> list[MixturePlace]:
+def sainte_lague(weights: list[int], count: int) -> list[tuple[int, int]]:
     """Give each seat to the party with the largest votes / (2 seats + 1), by definition."""
     seats = [0] * len(weights)
     order = []
     for _ in range(count):
         best = max(range(len(weights)), key=lambda i: (Fraction(weights[i], 2 * seats[i] + 1), -i))
-        order.append(MixturePlace(best, seats[best]))
+        order.append((best, seats[best]))
         seats[best] += 1
     return order
 
@@ -182,22 +182,9 @@ def test_whole_weights() -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_places_of_a_mixture_are_seats_by_sainte_lague(weights: list[int]) -> None:
     whole = sainte_lague(weights, 400)
-    assert mixture_places(weights, 0, 400) == whole
+    assert mixture_positions(weights, 0, 400) == whole
     for start in (1, 7, 123, 399):
-        assert mixture_places(weights, start, 30)[: 400 - start] == whole[start : start + 30]
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_shares_are_exact_at_every_multiple_and_near_in_between(weights: list[int]) -> None:
-    total, k = sum(weights), len(weights)
-    had: Counter[int] = Counter()
-    for p, (source, position) in enumerate(mixture_places(weights, 0, 3 * total + 11), start=1):
-        assert position == had[source]
-        had[source] += 1
-        for i, w in enumerate(weights):
-            assert abs(had[i] - Fraction(p * w, total)) <= Fraction(1, 2) + Fraction(k * w, 2 * total)
-            if p % total == 0:
-                assert had[i] == p * w // total
+        assert mixture_positions(weights, start, 30)[: 400 - start] == whole[start : start + 30]
 
 
 def test_sources_of_a_mixture_have_epochs_of_their_own_and_can_be_resumed() -> None:

@@ -11,7 +11,8 @@ import tiny
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatron_brorl.checkpoints import hugging_face
-from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids, train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
 
 EOS = 2  # of the tokenizer

@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 
 SUMS = [f"{a} + {b} = {a + b}" for a in range(30) for b in range(30)]
@@ -121,32 +122,10 @@ def test_control_pieces_of_sentencepiece_are_part_of_a_response(tmp_path: Path) 
         assert not {4, 5, 6, 7} & set(tokenizer.encode("<think></answer>"))  # a text is data
 
 
-def test_decoding_leaves_out_the_tokens_that_frame_a_sequence(tmp_path: Path) -> None:
-    spm = train_sentencepiece(SUMS, tmp_path / "spm", 64)
-    hf = load_tokenizer(make_hf(tmp_path / "hf", pad_token="<|user|>"))
-    for tokenizer in (spm, hf):
-        ids = tokenizer.encode("1 + 2")
-        assert tokenizer.bos_id is not None
-        assert tokenizer.pad_id is not None
-        assert (
-            tokenizer.decode([tokenizer.bos_id, tokenizer.pad_id, *ids, tokenizer.pad_id, tokenizer.eos_id]) == "1 + 2"
-        )
-        assert tokenizer.decode_all([tokenizer.bos_id, *ids, tokenizer.eos_id]) == "<s>1 + 2</s>"
-        assert tokenizer.decode([]) == ""
-        assert tokenizer.decode([tokenizer.eos_id]) == ""
-
-
 def test_training_is_deterministic(tmp_path: Path) -> None:
     for name in "ab":
         train_sentencepiece(SUMS, tmp_path / name, 64)
     assert (tmp_path / "a/tokenizer.model").read_bytes() == (tmp_path / "b/tokenizer.model").read_bytes()
-
-
-def test_impossible_training_is_an_error_in_one_line(tmp_path: Path) -> None:
-    for texts, size in ((SUMS, 5), ([], 64)):
-        with pytest.raises(UserError, match=rf"tokenizer.model: cannot train a tokenizer of {size} pieces") as e:
-            train_sentencepiece(texts, tmp_path, size)
-        assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("bos", [False, True])

@@ -25,7 +25,7 @@ def shape(**changes: int) -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "capability", "cuda", "engine", "message"),
+    ("recipe", "capability", "cuda", "te", "message"),
     [
         ("delayed", H100, "12.4", "2.9.0", ""),
         ("tensorwise", L40, "12.4", "2.11", ""),
@@ -40,8 +40,8 @@ def shape(**changes: int) -> ModelShape:
         ("tensorwise", H100, "12.9", "2.8.1", "Transformer Engine 2.8.1 is too old: install 2.9"),
     ],
 )
-def test_devices_and_versions(recipe, capability, cuda, engine, message):
-    found = fp8.problem(Fp8Config(recipe=recipe), shape(), 1, capability, cuda, engine)
+def test_devices_and_versions(recipe, capability, cuda, te, message):
+    found = fp8.problem(Fp8Config(recipe=recipe), shape(), 1, capability, cuda, te)
     assert message in found
     assert bool(message) == bool(found)
 

@@ -15,8 +15,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import parse_shape, read_shape
 from megatron_brorl.models.gpt import build_actor
 from megatron_brorl.models.weights.names import entries, global_parameters
-from megatron_brorl.models.weights.plan import make_plan
-from megatron_brorl.models.weights.stream import stream
+from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.ops.backend import backend
 
 
@@ -24,8 +23,9 @@ def load(directory, processes):
     shape = read_shape(directory)
     actor = build_actor(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
     hugging_face.load(actor, shape, processes, directory, fused_norms=False)
-    plan = make_plan(entries(shape, 1), shape.kv_heads, 1, 1, 4)
-    return stream(plan, global_parameters(actor), processes, torch.float32)
+    return stream(
+        make_buckets(entries(shape, 1), 4), shape.kv_heads, global_parameters(actor), processes, torch.float32
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.rewards.judge import Judge
-from megatron_brorl.rewards.verifier import Score, VerifierRow
+from megatron_brorl.rewards.verifier import Judge, Score, VerifierRow
 
 
 def echo(answer: str, row: VerifierRow) -> float:

@@ -14,7 +14,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.preflight import CheckedVerifiers, check_verifiers
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
-from megatron_brorl.types import Prompt, Verdict
+from megatron_brorl.types import Prompt, ScoreResult
 
 GOOD = """
 import neighbour  # of its own folder
@@ -57,7 +57,7 @@ def ask(name: str, *answers: str) -> list[ScoreRequest]:
 
 def test_a_file_of_ones_own(place: Path) -> None:
     with RewardPool(1, 20.0) as pool:
-        assert pool.score(ask("my_rewards.py:score", "4", "5")) == [Verdict(1.0, "ok"), Verdict(0.0, "ok")]
+        assert pool.score(ask("my_rewards.py:score", "4", "5")) == [ScoreResult(1.0, "ok"), ScoreResult(0.0, "ok")]
         (verdict,) = pool.score(ask("my_rewards.py:full", "4"))
     assert (verdict.reward, verdict.reason, verdict.parts) == (0.5, "row7 text 2", {"a": 1.0})
 

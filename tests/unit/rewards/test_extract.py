@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_brorl.rewards.extract import FINDERS, extract
+from megatron_brorl.rewards.extract import FINDERS, extract, final_answer, given_answer, places, same_text
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,79 @@ def test_extract(how: str, text: str, answer: str | None) -> None:
         ("<answer>77</answer>", "answer_tag", 1, None),
     ],
 )
-def test_a_long_answer_is_none(text: str, how: str, most: int, answer: str | None) -> None:
+def test_long_answers_are_refused(text: str, how: str, most: int, answer: str | None) -> None:
     found = extract(text, FINDERS[how], most)  # type: ignore[index]
     assert found == (answer, "" if answer else f"the answer has more than {most} characters")
 
 
-def test_a_hundred_megabytes_are_not_looked_at() -> None:
+def test_long_responses_are_not_searched() -> None:
     text = r"\boxed{" + "{" * 100_000_000
 
     def never(text: str) -> str | None:
-        raise AssertionError("was looked at")
+        raise AssertionError("was searched")
 
     assert extract(text, never, 10**9) == (None, "the response has more than 1048576 characters")
     assert extract(text[: 1 << 20], FINDERS["boxed"], 10) == (None, "no answer in the response")
+
+
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        (r"\boxed{\boxed{5}}", [r"\boxed{5}"]),
+        (r"\boxed{\frac{1}{2}} \fbox{2}", [r"\frac{1}{2}", "2"]),
+        (r"\boxed{1 and \boxed{2}", ["2"]),  # the first is never closed
+        (r"\boxed{5", []),
+        (r"\boxed{\{1, 2\}}", [r"\{1, 2\}"]),
+        ("<answer> 5 </answer>", ["5"]),
+        (r"<answer>It is \boxed{5}.</answer>", ["5"]),
+        ("x\n#### 1,234", ["1,234"]),
+        ("x #### -3", ["-3"]),
+        ("x\n#### **42** apples", ["42 apples"]),
+        ("#### 42 (apples)", ["42"]),
+        ("#### 42, because 6 * 7 = 42", ["42"]),
+        ("#### 42 or 43", ["42 or 43"]),
+        ("#### 42, not", ["42, not"]),
+        ("#### (C)", ["(C)"]),
+        ("#### **2. Next**", []),
+        ("#### 1. Set up\n#### Step two", []),
+        ("The answer is 42. I am sure.", ["42"]),
+        ("**Answer:** 42", ["42"]),
+        ("**Final Answer**: The final answer is $42$. I hope it is correct.", ["$42$"]),
+        ("The answer to the question is 3.5 m.", ["3.5 m"]),
+        ("The answer is\n\\[\n42\n\\]", ["42"]),
+        ("The answer is 41, no, the answer is 42.", ["41, no, the", "42"]),
+        ("The unanswered question is 42", []),
+        ("<think>The answer is 41.</think>The answer is 42.", ["42"]),
+        ("", []),
+    ],
+)
+def test_places(response: str, said: list[str]) -> None:
+    assert places(response) == said
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"The answer is 1. \boxed{2}", "2"),
+        (r"\boxed{x + 1} \boxed{x+1}", "x+1"),
+        (r"\boxed{1} \boxed{2} \boxed{2}", None),
+        (" 12 ", "12"),
+        ("twelve", None),
+    ],
+)
+def test_final_answer_is_unique_or_bare(response: str, answer: str | None) -> None:
+    assert final_answer(response, same_text, str.isdigit) == answer
+
+
+def test_forms_without_a_possible_answer_are_skipped() -> None:
+    response = r"<answer>x</answer> \boxed{y} #### 42 The answer is z. The answer is 7."
+    assert places(response, str.isdigit) == ["7"]
+    assert places(response, lambda text: text == "y") == ["y"]
+    assert places(response, lambda text: False) == places(response) == ["x"]
+    assert places(r"<answer>\boxed{x} Answer: 7</answer>", str.isdigit) == ["7"]
+
+
+def test_many_spellings_are_not_compared() -> None:
+    spellings = [rf"\boxed{{5{' ' * i}.}}" for i in range(50)]
+    assert given_answer(" ".join(spellings[:5]), same_text)[1] == ""
+    assert given_answer(" ".join(spellings), same_text)[1]

@@ -72,7 +72,7 @@ def test_bare_references_are_accepted(own: None, verifier: str, answers: list[st
         ("nothing", "invalid: returned None for a reward"),
         ("waits", "invalid: returned an object of type coroutine for a reward"),
         ("leaves", "broken: SystemExit"),
-        ("slow", "timeout: no verdict in 1 s"),
+        ("slow", "timeout: no score in 1 s"),
     ],
 )
 def test_a_verifier_that_fails_on_a_reference_is_refused(own: None, function: str, why: str) -> None:

@@ -13,9 +13,9 @@ import torch
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.scoring import Scorer, Scores, worth
+from megatron_brorl.rewards.scoring import Scorer, Scores, final_reward
 from megatron_brorl.rewards.worker_pool import RewardPool
-from megatron_brorl.types import FinishReason, Prompt, Rollout, Status, Verdict
+from megatron_brorl.types import FinishReason, Prompt, Rollout, ScoreResult, Status
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +107,9 @@ BELOW = math.nextafter(1.0, 0.0)
     ],
 )
 def test_a_reward_is_correct_from_correct_at_on(reward: float, correct_at: float, right: bool) -> None:
-    verdict = Verdict(reward, "ok")
-    assert worth(verdict, False, RewardConfig(correct_at=correct_at)) == (reward, right)
-    assert worth(verdict, False, RewardConfig(correct_at=correct_at, strict=True)) == (float(right), right)
+    verdict = ScoreResult(reward, "ok")
+    assert final_reward(verdict, False, RewardConfig(correct_at=correct_at)) == (reward, right)
+    assert final_reward(verdict, False, RewardConfig(correct_at=correct_at, strict=True)) == (float(right), right)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_a_reward_is_correct_from_correct_at_on(reward: float, correct_at: float
 )
 def test_a_response_that_was_cut_off(reward: float, factor: float, strict: bool, expected: float, right: bool) -> None:
     config = RewardConfig(cut_off_factor=factor, strict=strict)
-    assert worth(Verdict(reward, "ok"), True, config) == (expected, right)
+    assert final_reward(ScoreResult(reward, "ok"), True, config) == (expected, right)
 
 
 @pytest.mark.parametrize("status", [status for status in get_args(Status) if status != "ok"])
 def test_what_was_not_scored_is_never_correct(status: Status) -> None:
     """Where 0 is the best reward as well."""
-    assert worth(Verdict(0.0, status), False, RewardConfig(correct_at=0.0)) == (0.0, False)
-    assert worth(Verdict(0.0, status), False, RewardConfig(correct_at=-1.0, strict=True)) == (0.0, False)
+    assert final_reward(ScoreResult(0.0, status), False, RewardConfig(correct_at=0.0)) == (0.0, False)
+    assert final_reward(ScoreResult(0.0, status), False, RewardConfig(correct_at=-1.0, strict=True)) == (0.0, False)
 
 
 def test_negative_rewards_are_asked_for_where_a_response_was_cut_off(pool: RewardPool, tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.engine import Request
-from megatron_brorl.rollout.rows import from_tensors, in_order, to_tensors
-from megatron_brorl.rollout.sampler import LEAST_NATS, deal, even_shares, improbable, requests
-from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, Verdict
+from megatron_brorl.rollout.engine import Request, from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.sampler import MIN_NATS, deal, even_shares, improbable_rollouts, requests
+from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, ScoreResult
 
 
 def best_by_search(total: int, loads: list[int]) -> list[int]:
@@ -88,13 +87,11 @@ def test_rows_travel_bit_for_bit():
         reward = float("nan") if finish == "cut" else 1 / 3
         rollout = Rollout(i, ids, torch.randn(length, generator=g), finish, spans)
         rows.append(ScoredRollout(i % 2, rollout, reward, i == 2, 2**52 - i))
-    half = Verdict(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
-    rows[0], rows[2] = (replace(row, verdict=half) for row in (rows[0], rows[2]))
+    half = ScoreResult(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
+    rows[0], rows[2] = (replace(row, score=half) for row in (rows[0], rows[2]))
     for sent in (rows, []):
         back = from_tensors(to_tensors(sent))
-        assert [vars(r.verdict) if r.verdict else None for r in back] == [
-            vars(r.verdict) if r.verdict else None for r in sent
-        ]
+        assert [vars(r.score) if r.score else None for r in back] == [vars(r.score) if r.score else None for r in sent]
         for a, b in zip(sent, back, strict=True):
             assert (a.group, a.rollout.index, a.rollout.finish, a.rollout.spans) == (
                 b.group,
@@ -114,13 +111,13 @@ def test_duplicates_are_told_from_likely_repeats():
         return Rollout(index, torch.tensor(ids), torch.full((len(ids),), -nats / len(ids)), "length")
 
     prompts = [Request(Prompt(str(k), "", (1,), None, ""), k, 3) for k in (4, 5)]
-    likely, rare = LEAST_NATS - 1, LEAST_NATS + 1
+    likely, rare = MIN_NATS - 1, MIN_NATS + 1
     first = [rollout(0, [1, 2], rare), rollout(1, [1, 2], rare), rollout(2, [1, 3], rare)]
     second = [rollout(0, [1, 2], rare), rollout(1, [9, 9], likely), rollout(2, [9, 9], likely)]
     nan = Rollout(3, torch.tensor([1, 2]), torch.full((2,), float("nan")), "length")
-    hashes, names = improbable(prompts, [first, [*second, nan]])
+    hashes, names = improbable_rollouts(prompts, [first, [*second, nan]])
     assert names == [f"prompt 4: sibling {i}" for i in range(3)] + ["prompt 5: sibling 0"]
     assert hashes[0] == hashes[1]
     assert len(set(hashes.tolist())) == 3  # another prompt's rollouts are others
     again = Request(prompts[0].prompt, 6, 3)  # a second group of the prompt, by a key of its own
-    assert improbable([again], [first[:1]])[0] == hashes[0]
+    assert improbable_rollouts([again], [first[:1]])[0] == hashes[0]

@@ -11,7 +11,7 @@ import torch
 
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.checksum import Sealed, seal
+from megatron_brorl.ops.checksum import ChecksummedTensor, with_checksums
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
@@ -40,7 +40,7 @@ def swapped(pairs, with_checksums):
     )
     a, b = pairs[k], pairs[v]
     first, second = (b.checksum, a.checksum) if with_checksums else (a.checksum, b.checksum)
-    pairs[k], pairs[v] = Sealed(a[0], b[1], first), Sealed(b[0], a[1], second)
+    pairs[k], pairs[v] = ChecksummedTensor(a[0], b[1], first), ChecksummedTensor(b[0], a[1], second)
     return pairs
 
 
@@ -49,16 +49,16 @@ def flipped(pairs):
     name, tensor = pairs[5]
     data = tensor.detach().clone()
     data.view(torch.uint8).view(-1)[17] ^= 4
-    pairs[5] = Sealed(name, data, pairs[5].checksum)
+    pairs[5] = ChecksummedTensor(name, data, pairs[5].checksum)
     return pairs
 
 
 def renamed(pairs):
-    return [Sealed("model.other", *pairs[0][1:], pairs[0].checksum), *pairs[1:]]
+    return [ChecksummedTensor("model.other", *pairs[0][1:], pairs[0].checksum), *pairs[1:]]
 
 
 def cut(pairs):
-    return [Sealed(pairs[0][0], pairs[0][1][:-1], pairs[0].checksum), *pairs[1:]]
+    return [ChecksummedTensor(pairs[0][0], pairs[0][1][:-1], pairs[0].checksum), *pairs[1:]]
 
 
 def unsealed(pairs):
@@ -90,7 +90,7 @@ def names(model):
 
 def test_an_update_arrives_as_it_is(model):
     for dtype in (torch.float32, torch.bfloat16):
-        got = receive(seal(model[1].items()), names(model), CPU, dtype)
+        got = receive(with_checksums(model[1].items()), names(model), CPU, dtype)
         assert got.keys() == model[1].keys()
         for name, tensor in got.items():
             assert torch.equal(tensor, model[1][name].detach().to(dtype))
@@ -101,7 +101,7 @@ def test_an_update_arrives_as_it_is(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_faults_are_named(model, fault, message, dtype):
     with pytest.raises(UpdateRefused, match=message):
-        receive(fault(list(seal(model[1].items()))), names(model), CPU, dtype)
+        receive(fault(list(with_checksums(model[1].items()))), names(model), CPU, dtype)
 
 
 @pytest.mark.parametrize("fault", [flipped, killed])
@@ -115,13 +115,13 @@ def test_the_old_version_stays_and_the_next_update_works(model, fault):
         (group,) = engine.generate(request, sampling)
         return engine.version, [(r.token_ids.tolist(), r.log_probs.tolist(), r.spans) for r in group]
 
-    engine.update_weights(seal(model[1].items()), 3)
+    engine.update_weights(with_checksums(model[1].items()), 3)
     before = sampled()
     doubled = [(name, 2 * p.detach()) for name, p in model[1].items()]
     with pytest.raises(UpdateRefused):
-        engine.update_weights(fault(list(seal(doubled))), 4)
+        engine.update_weights(fault(list(with_checksums(doubled))), 4)
     assert sampled() == before
-    engine.update_weights(seal(doubled), 4)
+    engine.update_weights(with_checksums(doubled), 4)
     version, rollouts = sampled()
     assert version == 4
     assert rollouts != before[1]
@@ -129,8 +129,8 @@ def test_the_old_version_stays_and_the_next_update_works(model, fault):
 
 def test_a_refused_stream_is_read_to_its_end(model):
     """Other ranks take part in it, and would wait for this one."""
-    pairs = list(seal(model[1].items()))
-    stream = iter([Sealed("model.other", pairs[0][1], pairs[0].checksum), *pairs])
+    pairs = list(with_checksums(model[1].items()))
+    stream = iter([ChecksummedTensor("model.other", pairs[0][1], pairs[0].checksum), *pairs])
     with pytest.raises(UpdateRefused, match=r"model\.other is unknown"):
         receive(stream, names(model), CPU, torch.float32)
     assert list(itertools.islice(stream, 1)) == []

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_brorl.rewards.judge import Judge
-from megatron_brorl.rewards.verifier import VerifierRow
+from megatron_brorl.rewards.verifier import Judge, VerifierRow
 
 RULES: dict[str, Callable[[list[int]], float]] = {
     "right": lambda ids: 1.0,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_brorl.train.groups import CUT, LOST, gather, give_up, group_metrics, mini_batches, select
+from megatron_brorl.train.groups import CUT, LOST, drop_cut, gather_outcomes, group_metrics, mini_batches, select_groups
 from megatron_brorl.types import Rollout, ScoredRollout
 
 # Rewards by sibling; None: lost, "cut": goes on. Eight siblings each.
@@ -37,22 +37,22 @@ def all_rows() -> list[ScoredRollout]:
 
 @pytest.fixture(scope="module")
 def outcomes(processes):
-    return gather(all_rows(), len(TABLE), 8)
+    return gather_outcomes(all_rows(), len(TABLE), 8)
 
 
 def test_closed_and_kept(outcomes):
-    selection = select(outcomes)
+    selection = select_groups(outcomes)
     assert selection.closed == [0, 1, 2, 3, 4, 6]
     assert selection.kept == [0, 6]
-    closed, lost = give_up(outcomes, [2, 5])
+    closed, lost = drop_cut(outcomes, [2, 5])
     assert lost == 1
-    assert select(closed).kept == [0, 5, 6]
+    assert select_groups(closed).kept == [0, 5, 6]
     assert closed.state[5, 2] == LOST
     assert outcomes.state[5, 2] == CUT
 
 
 def test_figures_are_over_survivors_of_closed_groups(outcomes):
-    got = group_metrics(select(outcomes))
+    got = group_metrics(select_groups(outcomes))
     alive = [(g, i, r) for g, rewards in enumerate(TABLE) if g != 5 for i, r in enumerate(rewards) if r is not None]
     assert len(alive) == 7 + 8 + 7 + 1 + 0 + 6
     mean = sum(r for _, _, r in alive) / 29

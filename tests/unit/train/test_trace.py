@@ -26,7 +26,7 @@ def test_two_ranks_in_one_file(monkeypatch, tmp_path):
     path, lines = tmp_path / "traces" / "step_000007.json", []
     for rank in (1, 0):
         timeline, origin = ranks[rank]
-        monkeypatch.setattr(collectives, "all_gather_text", lambda line: lines.insert(0, line) or lines)
+        monkeypatch.setattr(collectives, "all_gather", lambda line: lines.insert(0, line) or lines)
         write_trace(path, timeline, rank, origin)
         assert path.exists() == (rank == 0)  # the main rank alone writes
 

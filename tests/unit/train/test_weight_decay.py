@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from conversions import save_checkpoint
 
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.train.critic_worker import CriticWorker
+from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.sft import sft_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 
@@ -77,8 +79,8 @@ def test_a_resumed_run_decays_by_its_own_configuration(processes, model, tmp_pat
     """The optimizer's groups in the checkpoint have another weight decay."""
     older = stage_of(Worker, model[0], processes, replace(OPTIM, weight_decay=0.5))
     step(older)
-    saved = checkpoint.save(tmp_path, 1, [checkpoint.Part("", older.actor, older.optimizer)], {}, 1)
+    saved = save_checkpoint(tmp_path, 1, ModelState("", older.actor, older.optimizer))
     newer = stage_of(Worker, model[0], processes, OPTIM)
-    checkpoint.load(saved, [checkpoint.Part("", newer.actor, newer.optimizer)])
+    checkpoint.load(saved, [ModelState("", newer.actor, newer.optimizer)])
     assert_decayed(*step(newer))
     assert {int(state["step"]) for state in newer.optimizer.optimizer.state.values()} == {2}

@@ -6,12 +6,12 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 _CHUNK = 1 << 16
-_LONG = 1 << 63  # CPython exits with 255 for a code that C's long cannot hold
 
 
 class Fork:
@@ -19,15 +19,18 @@ class Fork:
 
     def __init__(self, order: dict[str, Any], stdin: bytes = b"") -> None:
         self._stdin = memoryview(stdin)
-        self._seconds, self._cap, self._alone = order["test_seconds"], order["output_bytes"], order["alone"]
+        self._seconds = order["test_seconds"]
+        self._max_bytes = order["output_bytes"]
+        self._has_namespace = order["has_namespace"]
         self._texts: dict[int, bytearray] = {}
         self._open: set[int] = set()
         self._stopped = ""
 
     def run(self, body: Callable[[], bytes]) -> dict[str, Any]:
-        """Return {"status": "ok" or what went wrong, "why", "stdout", "result": what body returned, as text}.
+        """Return {"status": "ok" or the kind of failure, "why", "stdout", "result": the bytes of `body`, as text}.
 
-        The status is also "ok" where the process exits with 0 before `body` returns. The result is "" then.
+        If `body` raises SystemExit, the child ends as CPython does at the end of a script. The status is also "ok" if
+        the process exits with 0 before `body` returns; the result is "" then.
         """
         (stdin, give), (out, stdout), (told, tell) = os.pipe(), os.pipe(), os.pipe()
         child = os.fork()
@@ -43,7 +46,7 @@ class Fork:
         finally:
             os.kill(child, signal.SIGKILL)
             _, ended = os.waitpid(child, 0)
-            if self._alone:
+            if self._has_namespace:
                 _kill_all()
             for end in self._open:
                 os.close(end)
@@ -51,7 +54,8 @@ class Fork:
 
     def _watch(self, child: int, give: int, out: int, told: int) -> None:
         """Wait until the child ends, its time is up, or it writes too much."""
-        exited, poll = os.pidfd_open(child), select.poll()
+        exited = os.pidfd_open(child)
+        poll = select.poll()
         self._texts = {out: bytearray(), told: bytearray()}
         for fd in (out, told, exited):
             poll.register(fd, select.POLLIN)
@@ -88,12 +92,13 @@ class Fork:
     def _drain(self, fd: int) -> bool:
         data = os.read(fd, _CHUNK)
         self._texts[fd] += data
-        if len(self._texts[fd]) > self._cap:
+        if len(self._texts[fd]) > self._max_bytes:
             self._stopped = "output"
         return bool(data)
 
     def _message(self, ended: int, out: bytes, told: bytes) -> dict[str, Any]:
-        text, why = out.decode("utf-8", "replace"), told.decode("utf-8", "replace")
+        text = out.decode("utf-8", "replace")
+        why = told.decode("utf-8", "replace")
         if self._stopped:
             return {"status": self._stopped, "why": "", "stdout": ""}
         if os.WIFSIGNALED(ended):
@@ -103,32 +108,21 @@ class Fork:
         return {"status": "ok", "why": "", "stdout": text, "result": why}
 
 
-def exit_code(code: object) -> int:
-    """Return the exit status of a process after SystemExit(code)."""
-    if code is None:
-        return 0
-    if not isinstance(code, int):
-        return 1
-    # The program may define a subclass of int. This call ignores the methods that it overrides.
-    number = int.__index__(code)
-    return number & 0xFF if -_LONG <= number < _LONG else 0xFF
-
-
 def _child(stdin: int, stdout: int, tell: int, body: Callable[[], bytes]) -> NoReturn:
-    pid, code = os.getpid(), 1
+    pid = os.getpid()
+    # The pipes get the usual numbers, and every other file is closed.
+    for end, number in ((os.dup(stdin), 0), (os.dup(stdout), 1), (os.dup(tell), 3)):
+        os.dup2(end, number)
+    os.closerange(4, 256)
     try:
-        # The pipes get the usual numbers, and every other file is closed.
-        for end, number in ((os.dup(stdin), 0), (os.dup(stdout), 1), (os.dup(tell), 3)):
-            os.dup2(end, number)
-        os.closerange(4, 256)
-        _tell(pid, body())
-        code = 0
-    except SystemExit as e:
-        code = exit_code(e.code)
+        result = body()
+    except SystemExit:
+        raise  # The interpreter runs its own shutdown.
     except BaseException as e:
         _tell(pid, type(e).__name__.encode("utf-8", "replace")[:100])
-    finally:
-        os._exit(code)
+        sys.exit(1)
+    _tell(pid, result)
+    os._exit(0)
 
 
 def _tell(pid: int, text: bytes) -> None:

@@ -13,10 +13,10 @@ import select
 import signal
 from typing import Any
 
-from megatron_brorl.rewards.sandbox.inside import codec, judge, runner
+from megatron_brorl.rewards.sandbox.inside import codec, runner
 from megatron_brorl.rewards.sandbox.inside.codec import Wire
 
-_MODES = {"scripts": runner.scripts, "calls": runner.calls, "judge": judge.judge}
+_MODES = {"scripts": runner.scripts, "calls": runner.calls, "asserts": runner.asserts}
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     wire = Wire(os.dup(0), os.dup(1))
     silence = os.open(os.devnull, os.O_RDWR)
     order = codec.parse(wire.read() or b"{}")
-    order["alone"] = os.getpid() == 1  # In a namespace of its own it may kill every process.
+    order["has_namespace"] = os.getpid() == 1  # In a namespace of its own it may kill every process.
     confine(order)
     wire.write({"up": True})
     for number in (0, 1, 2):
@@ -45,7 +45,7 @@ def main() -> None:
     poll.register(wire.source, 0)
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.poll()
-    if not order["alone"]:
+    if not order["has_namespace"]:
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 

@@ -1,16 +1,13 @@
 """Run a program inside the sandbox: every test in a fork of its own, with a deadline and a limit on its output.
 
 A program that has been loaded may control the runner. That gains it nothing: the messages are its results, and the
-expected results are known only outside.
+expected results are known only outside. Asserts, which contain expected results, run in a different sandbox.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import gc
-import io
 import json
 import os
 import site
@@ -21,7 +18,20 @@ from typing import Any, NoReturn
 
 from megatron_brorl.rewards.sandbox.inside import codec
 from megatron_brorl.rewards.sandbox.inside.codec import Wire
-from megatron_brorl.rewards.sandbox.inside.fork import Fork, exit_code
+from megatron_brorl.rewards.sandbox.inside.fork import Fork
+
+# Exceptions of the program that are raised in a test. StopIteration is not one: it would end a loop of the test early.
+_RAISED: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *(ArithmeticError, OverflowError, ZeroDivisionError, LookupError, IndexError, KeyError),
+        *(AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError),
+    )
+}
+
+
+class ProgramError(Exception):
+    """The program raised another exception, or gave no result."""
 
 
 def scripts(wire: Wire, order: dict[str, Any]) -> None:
@@ -52,60 +62,39 @@ def calls(wire: Wire, order: dict[str, Any]) -> None:
         if isinstance(function, str):
             wire.write({"status": "error", "why": function})
             continue
-        message = Fork(order).run(functools.partial(_called, function, line))
+        message = Fork(order).run(functools.partial(_call, function, line))
         if message["status"] == "ok" and not message["result"]:
             message = {"status": "error", "why": "the program exited before the function returned"}
         wire.write(message)
 
 
-def _run_script(code: CodeType) -> NoReturn:
-    """Execute `code` as __main__, do what an interpreter does at its end, and exit with the program's code.
+def asserts(wire: Wire, order: dict[str, Any]) -> None:
+    """Run the test {"test"} of each request. Write {"call"} for each call, and {"passed", "why"} at the end.
 
-    Exceptions other than SystemExit pass. The interpreter's own end would free every module in a fresh fork, which
-    takes several milliseconds per test.
+    The tests call a stand-in for the program's function. The stand-in sends the arguments out as JSON and returns the
+    decoded result, which has only builtin types. The program therefore cannot read or change a test.
     """
+    function = _stand_in(wire)
+    while (line := wire.read()) is not None:
+        names: dict[str, Any] = {"__name__": "tests", order["function"]: function}
+        try:
+            exec(compile(order["program"], "setup.py", "exec", dont_inherit=True), names)
+            exec(compile(codec.parse(line)["test"], "test.py", "exec", dont_inherit=True), names)
+            if callable(names.get("check")):  # HumanEval's form
+                names["check"](function)
+        except BaseException as e:  # Includes SystemExit: a test that ends early has not passed.
+            wire.write({"passed": False, "why": f"{type(e).__name__}: {e}".removesuffix(": ")[:200]})
+        else:
+            wire.write({"passed": True, "why": ""})
+
+
+def _run_script(code: CodeType) -> NoReturn:
+    """Execute `code` as __main__. SystemExit at the end makes the interpreter shut down as it does after a script."""
     module = ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = ["solution.py"]
-    status = 0
-    try:
-        exec(code, module.__dict__)
-    except SystemExit as e:
-        status = exit_code(e.code)
-    finally:
-        flushed = _finish(module)
-    os._exit(status if flushed else 120)
-
-
-def _finish(module: ModuleType) -> bool:
-    """Wait for threads, call atexit's functions, flush. Return False if text for standard output was lost."""
-    if "threading" in sys.modules:
-        sys.modules["threading"]._shutdown()
-    atexit._run_exitfuncs()
-    flushed = _flush_stdout()
-
-    # Freeing the program's objects writes out its open files, closes its generators and calls __del__.
-    sys.stdout = sys.__stdout__
-    names = vars(module)
-    for name in [name for name in names if name != "__builtins__"]:
-        names[name] = None
-
-    # The collector may close a file in a cycle before its buffer is written.
-    for stream in gc.get_objects():
-        if issubclass(type(stream), (io.TextIOWrapper, io.BufferedWriter)):
-            with contextlib.suppress(Exception):
-                stream.flush()
-    gc.collect()
-    return _flush_stdout() and flushed
-
-
-def _flush_stdout() -> bool:
-    stdout: Any = getattr(sys, "stdout", None)
-    with contextlib.suppress(Exception):
-        if stdout is not None and not getattr(stdout, "closed", False):
-            stdout.flush()
-        return True
-    return False
+    exec(code, module.__dict__)
+    sys.exit()
 
 
 def _load(code: CodeType, module: ModuleType) -> None:
@@ -114,7 +103,7 @@ def _load(code: CodeType, module: ModuleType) -> None:
     try:
         exec(code, module.__dict__)
     except SystemExit as e:
-        if exit_code(e.code):
+        if e.code not in (None, 0):
             raise
     finally:
         if os.getpid() != pid:
@@ -140,6 +129,24 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
     return found
 
 
-def _called(function: Callable[..., Any], line: bytes) -> bytes:
+def _call(function: Callable[..., Any], line: bytes) -> bytes:
     request = codec.decode(codec.parse(line))
-    return json.dumps(codec.encode(function(*request["args"], **request["kwargs"]))).encode()
+    try:
+        return json.dumps(codec.encode(function(*request["args"], **request["kwargs"]))).encode()
+    except SystemExit:
+        os._exit(0)  # `calls` sees that there is no result.
+
+
+def _stand_in(wire: Wire) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        """Call the program's function in its own sandbox."""
+        wire.write({"call": {"args": codec.encode(list(args)), "kwargs": codec.encode(kwargs)}})
+        line = wire.read()
+        if line is None:
+            raise ProgramError("no answer")
+        answer = codec.parse(line)
+        if "value" in answer:
+            return codec.decode(answer["value"])
+        raise _RAISED.get(answer["raised"], ProgramError)(answer["raised"])
+
+    return function

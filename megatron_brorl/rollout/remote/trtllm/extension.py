@@ -22,7 +22,7 @@ class BrorlExtension(WorkerExtension):
 
     def brorl_begin(self) -> None:
         """A new version of the weights begins."""
-        self._brorl_reader = BucketReader(self.device_id, get_device_uuid(self.device_id))
+        self._brorl_reader = BucketReader(self.device_id)
 
     def brorl_load(self, bucket: WorkerBucket) -> None:
         """Load a bucket that is what was sent. Raises ValueError as BucketReader.read."""
@@ -47,10 +47,6 @@ class BrorlExtension(WorkerExtension):
         manager = self.engine.resource_manager.get_resource_manager(ResourceManagerType.KV_CACHE_MANAGER)
         stats = manager.get_kv_cache_stats()
         return int(stats.max_num_blocks * stats.tokens_per_block)
-
-    def brorl_device(self) -> str:
-        """UUID of the worker's device."""
-        return get_device_uuid(self.device_id)
 
 
 def _held(tensor: Tensor, *_: object) -> Tensor:

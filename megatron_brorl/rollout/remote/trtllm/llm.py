@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorrt_llm
-import torch
 from tensorrt_llm import AsyncLLM, SamplingParams
 from tensorrt_llm.llmapi.llm_args import (
     CapacitySchedulerPolicy,
@@ -102,8 +101,6 @@ class Llm(EngineLeaf):
         tokens = min(await self.call_workers("brorl_kv_tokens"))
         return Capabilities(
             engine=name,
-            torch=torch.__version__,
-            devices=tuple(await self.call_workers("brorl_device")),
             kv_tokens=tokens,
             rows=rows_at_a_time(tokens, self.options.context, self.rows),
         )

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_brorl.rollout.remote.protocol import WorkerBucket
-from megatron_brorl.rollout.remote.weights_receive import BucketReader, own_device
+from megatron_brorl.rollout.remote.weights_receive import BucketReader
 
 
 class BrorlExtension:
@@ -29,8 +29,7 @@ class BrorlExtension:
 
     def brorl_begin(self) -> None:
         """A new version of the weights begins."""
-        index = self.device.index or 0
-        self._brorl_reader = BucketReader(index, self.brorl_device())
+        self._brorl_reader = BucketReader(self.device.index or 0)
         self._brorl_loaded: set[str] = set()
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
@@ -38,11 +37,6 @@ class BrorlExtension:
     def brorl_load(self, bucket: WorkerBucket) -> None:
         """Load a bucket that is what was sent. Raises ValueError as BucketReader.read."""
         tensors = self._brorl_reader.read(bucket)
-
-        # A layer keeps its tensors until all of them are there, which may be in another bucket: handles of the
-        # trainer's memory do not last so long.
-        if "handles" in bucket:
-            tensors = {name: x.clone() for name, x in tensors.items()}
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             self._brorl_loaded |= set(self.model_runner.get_model().load_weights(tensors.items()) or ())
 
@@ -64,10 +58,6 @@ class BrorlExtension:
     def brorl_kv_tokens(self) -> int:
         """Tokens whose keys and values this worker's memory holds."""
         return int(self.cache_config.num_gpu_blocks * self.cache_config.block_size)
-
-    def brorl_device(self) -> str:
-        """UUID of the worker's device, as own_device writes it; "cpu" without one."""
-        return own_device(self.device.index)
 
     def brorl_tensor(self, name: str) -> list[float]:
         """The values of a parameter by vLLM's name, for tests."""

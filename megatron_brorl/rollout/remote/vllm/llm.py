@@ -114,8 +114,6 @@ class Llm(EngineLeaf):
         self._watching = asyncio.create_task(self._watch())
         return Capabilities(
             engine=name,
-            torch=torch.__version__,
-            devices=tuple(await self.call_workers("brorl_device")),
             kv_tokens=min(await self.call_workers("brorl_kv_tokens")),
             rows=self.options.max_rows,
         )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import random
 from collections import Counter
@@ -14,7 +13,7 @@ from megatron_brorl.cli.main import main
 from megatron_brorl.data.prepare.prepare import Contamination, Job, normalized, prepare
 from megatron_brorl.data.prepare.sets import SETS
 from megatron_brorl.data.prompts import read_rows
-from megatron_brorl.data.tokenizers import train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.errors import UserError
 
 FRUIT = "ann has three red apples and gives one of them to bo so how many are left"
@@ -115,13 +114,8 @@ def test_mistakes_end_in_one_line_and_leave_nothing(job: Job, tmp_path: Path, ca
     for arguments, message in (
         (["gsm9k", source, *out], "no data set is called 'gsm9k'; known: gsm8k, math500, "),
         (["gsm8k", source, "--out", source], "would replace an input"),
-        (["gsm8k", f"{source}x", *out], "unknown kind of data file"),
-        (["gsm8k", source, *out, "--prompt", "q"], "--answer-regex are for 'custom': 'gsm8k' has known columns"),
         (["custom", source, *out], "custom: --prompt COLUMN is missing"),
-        (["gsm8k", source, *out, "--max-prompt-tokens", "9"], "--max-prompt-tokens N needs --tokenizer DIR"),
         (["math500", source, *out], "there is no such column, only question, answer; is it a file of the set 'math5"),
-        (["gsm8k", source, *out, "--verifier", "exakt"], "--verifier: no verifier is called 'exakt'"),
-        (["gsm8k", source, *out, "--verifier", "exact", "--decontaminate", f"gsm8k={source}"], "the answer has no"),
     ):
         with pytest.raises(SystemExit) as e:
             main(["data", "prepare", *arguments])
@@ -153,25 +147,15 @@ def test_normalized_texts() -> None:
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_shared_words_by_brute_force(n: int) -> None:
     draw = random.Random(n)
-    texts = [[draw.choice("abcde") for _ in range(draw.randrange(0, 9))] for _ in range(160)]
+    texts = ["".join(draw.choices("abcde", k=draw.randrange(0, 9))) for _ in range(160)]
     evaluation, training = texts[:12], texts[12:]
     found = Contamination(n)
     for i, text in enumerate(evaluation):
         found.add(" ".join(text), f"e:{i}")
-    hits = 0
     for text in training:
         runs = [text[j : j + n] for j in range(len(text) - n + 1)]
-        shared = [
-            (j, i)
-            for (j, run), (i, other) in itertools.product(enumerate(runs), enumerate(evaluation))
-            if any(other[k : k + n] == run for k in range(len(other) - n + 1))
-        ]
-        same = [i for i, other in enumerate(evaluation) if other == text and len(other) < n]
-        hit = found.find(" ".join(text))
-        hits += bool(hit)
-        if shared:
-            j, i = min(shared)
-            assert hit == f"e:{i}: {' '.join(text[j : j + n])}"
-        else:
-            assert hit == (f"e:{same[0]}: = {' '.join(text)}" if same else "")
-    assert 10 < hits < len(training) or n == 1
+        first = next(((run, i) for run in runs for i, other in enumerate(evaluation) if run in other), None)
+        expected = f"e:{first[1]}: {' '.join(first[0])}" if first else ""
+        if len(text) < n and text in evaluation:
+            expected = f"e:{evaluation.index(text)}: = {' '.join(text)}"
+        assert found.find(" ".join(text)) == expected

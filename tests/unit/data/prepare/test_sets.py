@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_brorl.data.prepare.sets import INSTRUCTIONS, SETS, DataSet, Unusable, without_instruction
+from megatron_brorl.data.prepare.sets import INSTRUCTIONS, SETS, Unusable, without_instruction
 from megatron_brorl.errors import UserError
 
 DAPO = (
@@ -60,7 +60,6 @@ MATH: list[tuple[str, dict[str, Any], str, str]] = [
     ("gsm8k", {"question": "Bo?", "answer": "3 <<3=3>>\n####  -1,200 "}, "Bo?", "-1,200"),
     ("math500", {"problem": "Find $x$.", "answer": "\\frac{1}{2}", "unique_id": "a.json"}, "Find $x$.", "\\frac{1}{2}"),
     ("aime", {"id": 60, "problem": "Find n.", "answer": "033"}, "Find n.", "033"),
-    ("aime", {"Problem": "Find n.", "Answer": 204}, "Find n.", "204"),
     ("deepscaler", {"problem": "Find $y$.", "answer": "3\\pi", "solution": ""}, "Find $y$.", "3\\pi"),
     ("dapo", dapo("Let $a=1$.\n\nFind $a$.", "1"), "Let $a=1$.\n\nFind $a$.", "1"),
     ("dapo", {"prompt": "Find $b$.", "reward_model": {"ground_truth": "2"}}, "Find $b$.", "2"),
@@ -142,10 +141,8 @@ def test_unusable_rows_have_a_reason(name: str, raw: dict[str, Any], reason: str
     ("name", "raw", "message"),
     [
         ("gsm8k", {"problem": "x"}, "there is no such column, only problem"),
-        ("gsm8k", {"question": "x", "answer": "3"}, "the answer has no match"),
         ("eurus", eurus([1]), "not a row of PRIME-RL/Eurus-2-RL-Data"),
         ("humaneval", {"prompt": "x", "task_id": "1"}, "not a row of openai/openai_humaneval: KeyError: 'entry_point'"),
-        ("gsm8k", [1], "a row must be an object"),
     ],
 )
 def test_rows_of_another_set_are_named(name: str, raw: Any, message: str) -> None:
@@ -153,12 +150,6 @@ def test_rows_of_another_set_are_named(name: str, raw: Any, message: str) -> Non
         SETS[name].row(raw, "f.jsonl:3")
     assert str(e.value).startswith("f.jsonl:3: ")
     assert message in str(e.value)
-
-
-def test_columns_by_name() -> None:
-    custom = DataSet("", "", "", "q", "worked", r"answer is (\d+)")
-    row = custom.row({"q": "Two and two?", "worked": "2 + 2 = 4, so the answer is 4."}, "f:1")
-    assert (row["prompt"], row["answer"]) == ("Two and two?", "4")
 
 
 def test_instructions_are_removed_again() -> None:

@@ -15,7 +15,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply
 from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.models.gpt import transformer_config
 from megatron_brorl.models.layers import attention
-from megatron_brorl.models.layers.attention import PackedAttention, Segments
+from megatron_brorl.models.layers.attention import PackedAttention, Segments, segment_table
+from megatron_brorl.models.layers.flex_attention import block_mask
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel.packing import Group
@@ -24,6 +25,45 @@ GROUPS = [
     (Group(7, ((2, 3), (1, 5))),),
     (Group(4, ((3, 1),)), Group(0, ((1, 6), (2, 4))), Group(130, ((1, 140),)), Group(3, ())),
 ]
+
+
+STREAMS = {
+    "one token": (Group(0, ((1, 1),)),),
+    "one causal segment": (Group(0, ((1, 384),)),),
+    "segments end at blocks": (Group(0, ((3, 128), (1, 256))),),
+    "segments end in blocks": (Group(0, ((7, 19), (2, 131), (1, 300))),),
+    "a prompt of whole blocks": (Group(256, ((3, 128), (1, 257))),),
+    "prompts and a pad": (Group(40, ((2, 70), (1, 200))), Group(131, ((5, 33),)), Group(0, ((1, 6),))),
+    "a prompt alone": (Group(130, ()), Group(5, ((4, 90), (3, 91)))),
+    "many short ones": tuple(Group(3 + i % 5, ((2, 1 + i % 7), (1, 9))) for i in range(40)),
+}
+
+
+def by_definition(groups) -> torch.Tensor:
+    """Bool [T, T], pair by pair."""
+    segments = []  # (tokens, tokens of the prompt)
+    at = 0
+    for group in groups:
+        prompt = range(at, at + group.prefix)
+        lengths = [group.prefix, *(n for count, n in group.segments for _ in range(count))]
+        for n in lengths:
+            segments.append((range(at, at + n), prompt))
+            at += n
+    mask = torch.zeros(at, at, dtype=torch.bool)
+    for tokens, prompt in segments:
+        for i in tokens:
+            for j in (*tokens, *prompt):
+                mask[i, j] = j <= i
+    return mask
+
+
+@pytest.mark.parametrize("groups", STREAMS.values(), ids=STREAMS)
+def test_mask_allows_exactly_the_pairs_of_the_definition(groups):
+    expected = by_definition(groups)
+    place = torch.arange(len(expected))
+    mask = block_mask(segment_table(groups), torch.device("cpu"))
+    assert mask.seq_lengths == expected.shape
+    assert torch.equal(mask.mask_mod(None, None, place[:, None], place[None, :]), expected)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

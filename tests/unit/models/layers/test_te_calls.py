@@ -65,12 +65,12 @@ def test_every_call_fits_its_signature():
 def test_boundaries_of_segments_are_made_once():
     """Three rows of 4 tokens, then one of 7, counted by hand."""
     segments = Segments(groups=(Group(0, ((3, 4), (1, 7))),))
-    made = segments.variable_length(torch.device("cpu"))
+    made = segments.variable_length
     for boundaries in (made.cu_seqlens_q, made.cu_seqlens_kv, made.cu_seqlens_q_padded, made.cu_seqlens_kv_padded):
         assert boundaries.dtype == torch.int32
         assert boundaries.tolist() == [0, 4, 8, 12, 19]
     assert (made.max_seqlen_q, made.max_seqlen_kv, made.qkv_format) == (7, 7, "thd")
-    assert segments.variable_length(torch.device("cpu")) is made
+    assert segments.variable_length is made
 
 
 def test_attention_is_called_as_megatron_s_wrapper_takes_it():

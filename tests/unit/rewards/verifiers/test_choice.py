@@ -48,7 +48,7 @@ def test_the_text_of_an_option():
     to = row("B", choices=CHOICES)
     assert reward("The answer is Paris.", to) == reward(r"\boxed{B. Paris}", to) == reward("paris", to) == 1
     assert reward("London", to) == reward("The answer is Rome.", to) == 0
-    assert verify("B. London", to).reason == "no answer: B, but with the text of A"
+    assert verify("B. London", to).reason == "no answer: no single option in B. London"
     assert reward(r"\boxed{12\text{ m}}", row("D", choices=CHOICES)) == 1
     assert verify("A", to).reason == "A is not B"
 

@@ -11,28 +11,27 @@ def row(**metadata: object) -> VerifierRow:
     return VerifierRow(id="r", prompt="?", answer=None, metadata=metadata)
 
 
-OUT = "tags out of order, empty, or text outside them"
-
-
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "right"),
     [
-        ("<think>a</think><answer>4</answer>", ""),
-        ("<think> a < b </think>\n <answer>x <y> z</answer>\n", ""),
-        ("<think>a <b>c</b></think><answer><b></answer>", ""),
-        ("<think></think><answer>4</answer>", OUT),
-        ("<think>a</think><answer> \n</answer>", OUT),
-        ("Well: <think>a</think><answer>4</answer>", OUT),
-        ("<think>a</think><answer>4</answer>!", OUT),
-        ("<answer>4</answer><think>a</think>", OUT),
-        ("<think>a<answer>4</answer></think>", OUT),
-        ("<think>a</think><answer>4</answer><answer>5</answer>", "<answer> occurs 2 times, not once"),
-        ("<think>a<answer>4</answer>", "</think> occurs 0 times, not once"),
-        ("4", "<think> occurs 0 times, not once"),
+        ("<think>a</think><answer>4</answer>", 1),
+        ("<think> a < b </think>\n <answer>x <y> z</answer>\n", 1),
+        ("<think>a <b>c</b></think><answer><b></answer>", 1),
+        ("<think></think><answer>4</answer>", 0),
+        ("<think>a</think><answer> \n</answer>", 0),
+        ("Well: <think>a</think><answer>4</answer>", 0),
+        ("<think>a</think><answer>4</answer>!", 0),
+        ("<answer>4</answer><think>a</think>", 0),
+        ("<think>a<answer>4</answer></think>", 0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0),
+        ("<think>a<answer>4</answer>", 0),
+        ("4", 0),
     ],
 )
-def test_think_then_answer(text: str, why: str) -> None:
-    assert format_(skeleton(text), row()) == Score(0.0 if why else 1.0, why)
+def test_think_then_answer(text: str, right: int) -> None:
+    score = format_(skeleton(text), row())
+    assert score.reward == right
+    assert bool(score.reason) == (not right)
 
 
 def test_tags_of_the_row() -> None:

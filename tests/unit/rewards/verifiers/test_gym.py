@@ -19,11 +19,6 @@ from megatron_brorl.rewards.verifiers import gym
 ITEM = {"question": "1 + 2", "answer": "3", "metadata": {"source_dataset": "chain_sum"}}
 
 
-@pytest.fixture(autouse=True)
-def _fixed_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-
-
 def item(name: str, index: int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(gym.create(name, 11, {}, "test")[index]))
     return found
@@ -45,12 +40,12 @@ def score(name: str, answer: str, entry: dict[str, Any]) -> float | None:
         return None
 
 
-def test_every_task_of_the_library_is_either_allowed_or_refused() -> None:
-    assert set(DATASETS) == gym.ALLOWED | gym.REFUSED.keys()
-    assert not gym.ALLOWED & gym.REFUSED.keys()
+def test_refused_tasks_exist_and_the_others_are_those_that_were_checked() -> None:
+    assert gym.REFUSED.keys() < set(DATASETS)
+    assert len(gym.allowed()) == 80
 
 
-@pytest.mark.parametrize("name", sorted(gym.ALLOWED))
+@pytest.mark.parametrize("name", gym.allowed())
 def test_no_allowed_scorer_executes_an_answer_or_pays_for_a_wrong_one(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,15 +106,6 @@ def test_refused_and_unknown_tasks_are_named_with_a_reason() -> None:
         reward("1", {"source_dataset": "puzzle24", "entry": ITEM})
 
 
-def test_hash_dependent_tasks_need_a_fixed_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gym.check_task("ransom_note", "x")
-    for value in ("random", ""):
-        monkeypatch.setenv("PYTHONHASHSEED", value)
-        with pytest.raises(UserError, match="PYTHONHASHSEED=0"):
-            gym.check_task("ransom_note", "x")
-    gym.check_task("chain_sum", "x")
-
-
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -165,7 +151,7 @@ def test_a_bad_task_config_is_an_error_in_one_line(config: dict[str, Any], messa
 def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym.metadata, "version", lambda name: "0.2.0")
     with pytest.raises(UserError, match=r"0\.2\.0 is installed.*pip install reasoning-gym==0\.1\.25"):
-        gym.create("chain_sum", 1, {}, "x")
+        gym.allowed.__wrapped__()
 
 
 @pytest.mark.parametrize("name", sorted(gym.EXECUTING))
@@ -173,35 +159,10 @@ def test_an_executed_answer_is_harmless(name: str) -> None:
     for index in range(50):
         entry = item(name, index)
         assert gym.harmless(name, entry["answer"])
-        assert gym.row_problem(name, entry) is None
-    for text in (
-        "__import__('os')",
-        "print()",
-        "open",
-        "9**9**9**9",
-        "x**9**9",
-        "9 * * 9",
-        "x**999",
-        "9**9",
-        "lambda: 0",
-    ):
+    calls = ("__import__('os')", "print()", "open", "lambda: 0")
+    powers = ("9**9**9**9", "x**9**9", "9 * * 9", "x**999", "9**9")
+    for text in (*calls, *powers, " " * 5000, "1" * 40):
         assert not gym.harmless(name, text)
-    assert not gym.harmless(name, " " * 5000)
-    assert not gym.harmless(name, "1" * 40)
-
-
-def test_a_row_cannot_bring_code_that_its_scorer_executes() -> None:
-    for name, part in (("polynomial_multiplication", "answer"), ("bitwise_arithmetic", "problem")):
-        entry = item(name, 1)
-        data = {"source_dataset": name, "entry": entry}
-        gym.check_row(row(data), "f.jsonl:1")
-        (entry if part == "answer" else entry["metadata"])[part] = "__import__('os').getcwd()"
-        with pytest.raises(
-            UserError, match=r"^f\.jsonl:1: metadata\.entry has .*makes an expression; make the row again"
-        ):
-            gym.check_row(row(data), "f.jsonl:1")
-        with pytest.raises(UserError, match="makes an expression"):
-            gym.score("0x1" if part == "problem" else "1", row(data))
 
 
 def test_partial_credit_is_capped() -> None:

@@ -24,7 +24,9 @@ STOPS = (2, 5, 7, 11)
 
 def make_engine(directory, model, max_rows=1000, sample=sample_tokens, ops=None, memory=0, decode=None):
     shape = read_shape(directory)
-    device, dtype, ops = torch.device("cpu"), torch.float32, ops or FusedDecode()
+    device = torch.device("cpu")
+    dtype = torch.float32
+    ops = ops or FusedDecode()
     engine = TorchEngine(shape, hf_shapes(shape), device, dtype, max_rows, sample, ops, memory, decode)
     engine.update_weights([(n, p) for n, p in model.state_dict().items() if n in engine.names], version=3)
     return engine
@@ -78,7 +80,8 @@ def test_log_probs_are_those_of_the_sampling_distribution(pair):
                 logits = pair[1](ids[None]).logits[0, len(prompt.token_ids) - 1 : -1]
             expected = (logits / 0.8).log_softmax(-1).gather(-1, rollout.token_ids[:, None]).squeeze(-1)
             torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
-            body, last = rollout.token_ids[:-1].tolist(), int(rollout.token_ids[-1])
+            body = rollout.token_ids[:-1].tolist()
+            last = int(rollout.token_ids[-1])
             assert not set(body) & set(STOPS)
             assert rollout.finish == ("stop" if last in STOPS else "length")
             assert rollout.finish == "stop" or len(rollout.token_ids) == 40
@@ -108,12 +111,15 @@ class Drawer:
     """A supply of requests, so many at a time; notes how many rows there was room for."""
 
     def __init__(self, requests, rows):
-        self.left, self.rows, self.prompt_tokens = list(requests), rows, 9
+        self.left = list(requests)
+        self.rows = rows
+        self.prompt_tokens = 9
         self.rooms = []
 
     def take(self, room):
         self.rooms.append(room)
-        taken, rows = [], 0
+        taken = []
+        rows = 0
         while self.left and rows < room:
             taken.append(self.left.pop(0))
             rows += taken[-1].n
@@ -126,7 +132,8 @@ class Drawer:
 @pytest.mark.parametrize("memory", [0, 24])
 def test_what_is_taken_as_there_is_room_is_what_was_asked_at_once(one, memory):
     """Few slots, or few pages: never more rows in flight than fit, all of a supply in the end, the same tokens."""
-    shape, sampling = one[0], Sampling(1.0, 0.95, 0, 30, STOPS)
+    shape = one[0]
+    sampling = Sampling(1.0, 0.95, 0, 30, STOPS)
     asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
     together = make_engine(*one).generate(asked, sampling)
 
@@ -207,7 +214,8 @@ class Watching:
     """Counts what ends; cancels once `most` rollouts did."""
 
     def __init__(self, most=10**9):
-        self.most, self.ended = most, []
+        self.most = most
+        self.ended = []
 
     def finished(self, request, rollout):
         self.ended.append((request, rollout.index))
@@ -243,7 +251,9 @@ def test_rollouts_cut_by_a_budget_go_on_as_if_nothing_had_been(one, ops):
     whole = engine.generate(asked, Sampling(1.0, 1, 0, 50, STOPS))
     engine.version = 5
     budget = Sampling(1.0, 1, 0, 50, STOPS, budget=13)
-    requests, rounds, done = asked, 0, {}
+    requests = asked
+    rounds = 0
+    done = {}
     while requests:
         groups = engine.generate(requests, budget)
         pairs = list(zip(requests, groups, strict=True))

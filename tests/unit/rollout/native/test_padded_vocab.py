@@ -11,7 +11,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused import decode as fused_decode
@@ -77,7 +78,8 @@ def test_ids_that_the_tokenizer_does_not_have_decode_to_nothing(padded):
 def test_the_engine_samples_them_with_the_models_probabilities(padded):
     """Log-probs are those of transformers' softmax over the whole vocabulary; what is padded stops nothing."""
     directory, tokenizer, decode, module = padded
-    sample, ops = fused_decode.sample_tokens, FusedDecode()
+    sample = fused_decode.sample_tokens
+    ops = FusedDecode()
     shape = read_shape(directory)
     names = hf_shapes(shape)
     cpu = torch.device("cpu")

@@ -15,7 +15,7 @@ from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native import decoder
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.native.pages import BLOCK, PagePool, Prefixes, pages_for
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import Prompt
 
 COUNTS = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5]
@@ -37,7 +37,9 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
     pages = 26
     pool.size = pages
     pool.reset()
-    prefixes, draw, held = Prefixes(pool), random.Random(5), []
+    prefixes = PrefixCache(pool)
+    draw = random.Random(5)
+    held = []
     written: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to its last
     found_some = 0
     for _ in range(600):
@@ -45,7 +47,7 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
         before = {p for _, given in held for p in given.tolist()}
         if pool.free >= prefixes.pages_needed(prompt) and draw.random() < 0.6:
             free = pool.free - prefixes.pages_needed(prompt)
-            given, found = prefixes.enter(prompt)
+            given, found = prefixes.add(prompt)
             assert pool.free == free
             assert len(given) == pages_for(len(prompt)) == len(set(given.tolist()))
             assert found % BLOCK == 0
@@ -62,12 +64,12 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
             found_some += found > 0
             held.append((prompt, given))
         elif held:
-            prefixes.leave(*held.pop(draw.randrange(len(held))))
+            prefixes.remove(*held.pop(draw.randrange(len(held))))
     assert found_some > 50
     for prompt, given in held:
-        prefixes.leave(prompt, given)
+        prefixes.remove(prompt, given)
     assert pool.free == pages
-    assert sorted(pool.take(pages).tolist()) == list(range(pages))  # each once
+    assert sorted(pool.allocate(pages).tolist()) == list(range(pages))  # each once
 
 
 def instruction(counts, shared, seed=0):

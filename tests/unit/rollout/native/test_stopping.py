@@ -12,8 +12,9 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_brorl.data.tokenizers import load_tokenizer, train_sentencepiece
-from megatron_brorl.rollout.native.stopping import Stops
+from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.rollout.native.stopping import StopCriteria
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<|im_end|>", "<pad>"]
 WORDS = ["the", "answer", "is", "step", "so", "User", "done", "stop", "ab", "abc", "12", "7"]
@@ -105,7 +106,8 @@ def brute_force(decode, strings, ids):
 
 def ids_with(tokenizer, text):
     """The ids of a text in which tags are special tokens."""
-    parts, rest = [], text
+    parts = []
+    rest = text
     tags = {tag: [i for i in range(3, 12) if tokenizer.decode_all([i]) == tag] for tag in TAGS}
     while rest:
         at, tag = min(((rest.find(t), t) for t, ids in tags.items() if ids and t in rest), default=(len(rest), ""))
@@ -132,10 +134,12 @@ def responses(tokenizer, strings, draw):
 
 
 def test_a_response_ends_where_brute_force_ends_it(tokenizer):
-    draw, wrong, ended = random.Random(1), [], 0
+    draw = random.Random(1)
+    wrong = []
+    ended = 0
     for decode in (tokenizer.decode, tokenizer.decode_all):
         for strings in [*((s,) for s in STRINGS), *PAIRS]:
-            stops = Stops((), strings, decode)
+            stops = StopCriteria((), strings, decode)
             for ids in responses(tokenizer, strings, draw):
                 expected = brute_force(decode, strings, ids)
                 ended += expected is not None
@@ -153,7 +157,7 @@ def test_byte_runs_that_are_long(tmp_path):
             ids = tokenizer.encode(filler * 40 + string + filler)
             expected = brute_force(tokenizer.decode, (string,), ids)
             assert expected is not None
-            assert Stops((), (string,), tokenizer.decode).first_end(torch.tensor(ids)) == expected
+            assert StopCriteria((), (string,), tokenizer.decode).first_end(torch.tensor(ids)) == expected
 
 
 def test_most_tokens_decode_a_short_window(tmp_path):
@@ -166,7 +170,7 @@ def test_most_tokens_decode_a_short_window(tmp_path):
         return tokenizer.decode(ids)
 
     ids = tokenizer.encode("the answer 你好 is\n" * 100 + "stop")
-    assert Stops((), ("\nstop", "\n\n"), decode).first_end(torch.tensor(ids)) == len(ids)
+    assert StopCriteria((), ("\nstop", "\n\n"), decode).first_end(torch.tensor(ids)) == len(ids)
     assert sorted(lengths)[-2] <= 20
 
 
@@ -174,7 +178,7 @@ def test_rows_end_by_their_own_tokens(tmp_path):
     """Of several rows that are decoded together; a stop token ends a row whatever its text is."""
     tokenizer = byte_level(tmp_path)
     end = tokenizer.encode("q")[0]
-    stops = Stops((end,), ("ab", "答"), tokenizer.decode)
+    stops = StopCriteria((end,), ("ab", "答"), tokenizer.decode)
     rows = [tokenizer.encode(text) for text in ("x ab", "x 答 y", "xq", "a b")]
     tokens = torch.zeros(6, 30, dtype=torch.int64)
     for row, ids in zip((4, 0, 5, 2), rows, strict=True):

@@ -30,7 +30,7 @@ def test_messages_arrive_as_they_were():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: [f[0].replace(b'"protocol": 5', b'"protocol": 6'), f[1]], "different protocols (6 and 5)"),
+        (lambda f: [f[0].replace(b'"protocol": 6', b'"protocol": 7'), f[1]], "different protocols (7 and 6)"),
         (lambda f: [b"\x00\x01"], "not a message"),
         (lambda f: [json.dumps([1]).encode()], "not a message"),
         (lambda f: f[:1], "0 tensors came, the header lists 1"),

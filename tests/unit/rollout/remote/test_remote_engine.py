@@ -39,7 +39,7 @@ class Leaf(EngineLeaf):
         self.given_up = asyncio.Event()
 
     async def start(self) -> Capabilities:
-        return Capabilities("Other 1.0", "0", (), 4000, 8)
+        return Capabilities("Other 1.0", 4000, 8)
 
     def params(self, temperature, top_p, top_k, tokens, seed, log_probs=True, stop_strings=()):
         return seed, tokens

@@ -11,7 +11,7 @@ import zmq
 from megatron_brorl.rollout.remote.protocol import Capabilities, Message, decode, encode
 from megatron_brorl.rollout.remote.server import Server
 
-CAPABILITIES = Capabilities("none", torch.__version__, ("cpu",), 1000, 10)
+CAPABILITIES = Capabilities("none", 1000, 10)
 ANSWERS = 5000
 
 

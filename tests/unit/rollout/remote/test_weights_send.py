@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import Sealed, checksum, seal
+from megatron_brorl.ops.checksum import ChecksummedTensor, checksum, with_checksums
 from megatron_brorl.rollout.remote.weights_receive import TensorRecord, mapped, view
 from megatron_brorl.rollout.remote.weights_send import (
     HostWeights,
@@ -74,7 +74,7 @@ def together(tmp_path, streams, dtype=torch.float32, form=as_is):
 def test_one_file_on_a_node(ranks, kind, tmp_path):
     dtype, form = {"as it is": (torch.float32, as_is), "bf16": (BF16, as_is), "fp8": (BF16, in_fp8_blocks)}[kind]
     sent = model()
-    found, copies = together(tmp_path, [seal(sent.items()) for _ in range(ranks)], dtype, form)
+    found, copies = together(tmp_path, [with_checksums(sent.items()) for _ in range(ranks)], dtype, form)
 
     # Every tensor is copied once, by one of the ranks; all engines have the same bytes of memory.
     assert sorted(name for part in copies for name in part) == sorted(SHAPES)
@@ -113,14 +113,14 @@ def test_fp8_is_that_of_the_engine_dtype():
 
 
 def damaged(pairs, name):
-    return [Sealed(name, p[1] + 1, p.checksum) if p[0] == name else p for p in pairs]
+    return [ChecksummedTensor(name, p[1] + 1, p.checksum) if p[0] == name else p for p in pairs]
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "breaks off"])
 def test_a_fault_of_one_rank_is_one_of_all(fault, tmp_path):
     owner = shares(SHAPES, 3)
     name = next(n for n, rank in owner.items() if rank == 1)
-    pairs = list(seal(model().items()))
+    pairs = list(with_checksums(model().items()))
 
     def broken():
         yield from pairs[:9]
@@ -139,7 +139,7 @@ def test_a_folder_without_room_is_told_on_all_ranks(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    streams = [iter(list(seal(model().items()))) for _ in range(2)]
+    streams = [iter(list(with_checksums(model().items()))) for _ in range(2)]
     found, _ = together(tmp_path, streams)
     assert all("engine.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in found)
     assert all(isinstance(x, UserError) for x in found)

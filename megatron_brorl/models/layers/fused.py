@@ -1,0 +1,121 @@
+"""Megatron's layers with csrc's ops on CPUs (ops.fused.layers). Importing this module loads the extension.
+
+A product computes the norm or the activation before it as well, so that the result between the two is not kept for the
+backward pass. Communication stays Megatron's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_brorl.models.layers.attention import Segments
+from megatron_brorl.models.layers.norm import RmsNorm
+from megatron_brorl.ops.fused import layers as ops
+from megatron_brorl.ops.interface import compute_dtype
+
+
+class FusedRmsNorm(RmsNorm):
+    """RmsNorm by csrc, which the linear layer after it may take over."""
+
+    in_linear = False  # True: FusedColumnLinear computes this norm, and forward() passes its input through
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.in_linear else self.normed(x)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return x [..., H] normed and scaled by the weight."""
+        assert self.eps is not None
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class FusedColumnLinear(ColumnParallelLinear):
+    """ColumnParallelLinear of its normed input. A product interleaved with communication is Megatron's."""
+
+    def fuse_norm(self, norm: FusedRmsNorm) -> None:
+        """Compute `norm`, the module before this one, here. Its weight stays that module's parameter."""
+        norm.in_linear = True
+        self._norm = (norm,)  # in a tuple, so that it does not become a submodule
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        (norm,) = self._norm
+        if kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]:
+            return super()._forward_impl(norm.normed(input), weight, *args, **kwargs)
+        assert norm.eps is not None
+        return ops.norm_linear(input, norm.weight, norm.eps, weight, kwargs["bias"])
+
+
+class FusedRowLinear(RowParallelLinear):
+    """RowParallelLinear, whose communication is outside of the product."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return ops.linear(input, weight, kwargs["bias"])
+
+
+class PassThroughActivation(MegatronModule):
+    """The MLP's activation as Megatron sees it; FusedSwiGluLinear after it computes SwiGLU."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return gate_up
+
+
+class FusedSwiGluLinear(RowParallelLinear):
+    """RowParallelLinear of silu(gate) * up [..., K], given gate_up [..., 2 K]; without bias."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert kwargs["bias"] is None
+        return ops.swiglu_linear(input, weight)
+
+
+class FusedSelfAttention(SelfAttention):
+    """SelfAttention that passes the projection to FusedAttention uncut.
+
+    Megatron orders the projection by kv head: its queries, its key and its value.
+    """
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None, None]:
+        """hidden_states [T, 1, H] -> [T, kv_heads, heads of each + 2, d], not yet rotated, in place of the query."""
+        projected, _ = self.linear_qkv(hidden_states)
+        qkv = projected.view(
+            len(projected), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+        )
+        # Without norms Megatron-Core 0.16 has an IdentityOp here and 0.19 None: do not split and copy for nothing.
+        if self.config.qk_layernorm:
+            query, key, value = qkv.split([qkv.shape[2] - 2, 1, 1], dim=2)
+            qkv = torch.cat((self.q_layernorm(query), self.k_layernorm(key), value), dim=2)
+        return qkv, None, None
+
+
+class FusedAttention(torch.nn.Module):
+    """Causal attention within each segment and to its group's prompt, in float32."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self._called_twice = config.recompute_granularity == "selective"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: None,
+        value: None,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: Segments,
+        **_: Any,
+    ) -> Tensor:
+        """query: the result of FusedSelfAttention, which is overwritten -> [T, 1, heads * d]."""
+        packing = packed_seq_params
+        assert packing.cos is not None
+        assert packing.sin is not None
+        qkv = query.to(compute_dtype(query.dtype))
+        if self._called_twice and qkv is query:
+            qkv = query.clone()  # recomputation calls this again with the same tensor
+        out = ops.attend(qkv, packing.cos, packing.sin, packing.table, self.scale or qkv.shape[-1] ** -0.5)
+        return out.unsqueeze(1).to(query.dtype)

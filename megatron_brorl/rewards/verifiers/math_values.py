@@ -1,0 +1,471 @@
+r"""Read LaTeX as values, and compare two values exactly.
+
+Lists, brackets and relations are read here, because latex2sympy drops parts of them or evaluates them: it reads the
+pair (2, 1) as an empty interval. latex2sympy reads the expressions between them. `read` raises an exception for a text
+that it does not understand, so no part of an answer is dropped before the comparison.
+
+Two expressions are equal if their difference, evaluated with as many digits as its cancellation needs, has only zeros
+among the first 1,000 digits. Expressions with letters are compared so at three points. No equation is solved.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Iterator, Sequence
+from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Context, Decimal
+from typing import Any, NamedTuple
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from mpmath.libmp import prec_to_dps
+from sympy.core.function import AppliedUndef
+
+from megatron_brorl.rewards import answer_text
+from megatron_brorl.rewards.answer_text import NAME, THIN, PlainNumber, Unit, names_clash, plain_number
+
+# A number or an expression of sympy (a Float is a decimal with its digits as written), a matrix, a set, Group, Named or
+# Relation.
+Value = Any
+
+_DIGITS = 1000
+_GAMMA_DIGITS = 100  # of factorials of fractions, which take seconds for more
+_DECIMALS = 6  # digits that a decimal needs to stand for an irrational number
+
+_LATEX2SYMPY = functools.partial(
+    latex2sympy, is_real=True, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
+)
+# latex2sympy drops a part of these: the base of a numeral, a modulus, a prime, the T of A^T. It multiplies numbers in a
+# row, reads 1:2:3 as 1/6 and 0x1F as a product.
+_MISREAD = re.compile(
+    r"[\d)}]\s*_|\d\s+[\d.]|\\[a-z]*mod|['?#]|\.\.|:|[A-Za-z]\s*\^\s*\{?\s*(?:T|\\top)(?!\w)|(?<![\w.])0[A-Za-z]\w"
+)
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+_WITH_ARGUMENTS = re.compile(r"\\(?:frac|binom|(sqrt))(?![A-Za-z])(?:\s*\[[^\[\]]*\])?")
+
+# A numeral with its base: 2516_9, (A3)_{16}, 101_\text{two}, 101 (base 2). One letter with an index is a variable.
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
+          "twelve": 12, "sixteen": 16}  # fmt: skip
+_BASE = rf"\d{{1,2}}(?!\d)|{'|'.join(_BASES)}"
+_BASED = re.compile(
+    r"(?<![\w.\\])[({]?\s*0*(?=[A-Fa-f]*\d|[A-F]{2})(?P<whole>[0-9A-Fa-f]+)(?P<decimals>\.[0-9A-Fa-f]+)?\s*[)}]?\s*(?:"
+    rf"_[\s{{(]*(?:base\s*)?(?P<base>{_BASE})[\s)}}]*|\(?\s*(?:in\s+)?base\s+(?P<base2>{_BASE})\s*\)?)"
+)
+
+# Different ways to write the same, in the order in which they are replaced.
+_FONT = re.compile(r"\\(?:text|math)(?:rm|it|bf|sf|normal)?(?![A-Za-z])\s*\{([^{}]*)\}|\\[mh]box\s*\{([^{}]*)\}")
+_UNWRAPPED = re.compile(rf"or|and|(?:in\s+)?base\s*(?:\d+|{'|'.join(_BASES)})?|{'|'.join(_BASES)}|[A-F]{{2,}}")
+_SPELLINGS = [
+    (re.compile(pattern), spelling)
+    for pattern, spelling in (
+        (r":=", "="),
+        (r",?\s*\bor\b", r" \\lor "),
+        (r"\\wedge(?![A-Za-z])|,?\s*\band\b", " ; "),
+        (r"\\operatorname\s*\{([a-z]+)\}", r"\\\1 "),
+        (r"(?<![\\A-Za-z])(pi|infty|sin|cos|tan|ln|log|exp|sqrt)(?![A-Za-z])", r"\\\1 "),
+        (r"(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
+        (r"\\log\s*_\s*(\d+(?=\s)|\w)", r"\\log_{\1}"),
+        (r"(\\sqrt\s*|\^\s*)\(([^()]*)\)", r"\1{\2}"),
+        (rf"(?<=\d){THIN}(?=\d{{3}}(?!\d))", ""),
+        (THIN, " "),
+        (r"(?<=[\w)}])\*\*(?=[\w({])", "^"),
+        (r"(?<![\\A-Za-z])([A-Za-z])'(?!')", r"\1_{p}"),
+    )
+]
+_DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])|\\\$")
+_BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))")
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_NAME = re.compile(rf"\s*({NAME})\s*")
+_SUCH_THAT = re.compile(rf"\s*{NAME}\s*(?:\\mid(?![a-z])|[|:])(.*)", re.DOTALL)
+_TUPLE_OF_NAMES = re.compile(rf"\s*\(({NAME}(?:\s*,\s*{NAME})+)\s*\)\s*")
+
+# Where a text is split outside brackets.
+_BRACKETS = re.compile(r"(?P<open>\\?[{(\[])|(?P<close>\\?[})\]])|\\[A-Za-z]+|\\?\S", re.DOTALL)
+_OR, _LIST = r"\\lor(?![A-Za-z])", "[,;]"
+_RELATION = r"[<>!]=|[<>=]|\\(?:in|approx|le|ge|ne)(?![A-Za-z])"
+_SIGNS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!="}
+
+
+class Group(NamedTuple):
+    """Values in brackets; `bracket` is empty for a bare list."""
+
+    bracket: str
+    items: tuple[Value, ...]
+
+
+class Named(NamedTuple):
+    """`x = value`, or `x` in a set of numbers."""
+
+    name: str
+    value: Value
+
+
+class Relation(NamedTuple):
+    """An equation or inequality that is not solved for a name: `difference` is =, !=, < or <= 0."""
+
+    sign: str
+    difference: Any
+
+
+def read(text: str) -> tuple[Value, Unit | None]:
+    """Return the value of a text, and the unit of measurement at its end, if there is one."""
+    text = answer_text.commands(_BRACED_COMMA.sub("", answer_text.ascii_text(text)))
+    text, measured = answer_text.without_unit(_DELIMITER.sub("", text))
+    text = _FONT.sub(_without_font, text)
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    # In brackets, a comma between digits separates the members of a tuple or a set.
+    if not re.search(r"[(\[]|\\\{", text):
+        text = _GROUPED.sub(lambda m: m[0].replace(",", ""), text)
+    return _value(_BASED.sub(_numeral, text)), measured
+
+
+def _without_font(match: re.Match[str]) -> str:
+    r"""Keep words as \text{...}, which is one symbol. Take anything else out of the font."""
+    inside = (match[1] or match[2] or "").strip()
+    is_word = re.fullmatch(r"[A-Za-z][A-Za-z .'-]+", inside) and not _UNWRAPPED.fullmatch(inside)
+    return rf"\text{{{inside}}}" if is_word else f" {inside} "
+
+
+def _numeral(match: re.Match[str]) -> str:
+    """Return a numeral as one symbol for its digits and its base, or as digits if the base is ten."""
+    name = match["base"] or match["base2"]
+    base, decimals = _BASES.get(name) or int(name), (match["decimals"] or "").rstrip(".0")
+    if base == 10:
+        return f" {match['whole']}{decimals} "
+    return rf"\variable{{n{match['whole'].upper()}o{decimals[1:].upper()}base{base}}}"
+
+
+def _value(text: str) -> Value:
+    text = text.strip().rstrip(".,;").strip()
+    parts, cuts = _split(text, _OR)
+    if cuts:
+        return _union([_value(part) for part in parts])
+    parts, cuts = _split(text, _LIST)
+    parts = [sign for part in parts for sign in _plus_minus(part)]
+    if len(parts) > 1:
+        return _list([_value(part) for part in parts], ";" in cuts)
+    parts, cuts = _split(text, _RELATION)
+    return _relation(parts, [_SIGNS.get(cut, cut) for cut in cuts]) if cuts else _atom(text)
+
+
+def _split(text: str, cut: str) -> tuple[list[str], list[str]]:
+    """Return the parts of a text between the cuts outside brackets, and the cuts."""
+    tokens = re.compile(rf"(?P<cut>{cut})|{_BRACKETS.pattern}", re.DOTALL)
+    parts, cuts, depth, start = [], [], 0, 0
+    for token in tokens.finditer(text):
+        depth += bool(token["open"]) - bool(token["close"])
+        if token["cut"] and depth == 0:
+            parts.append(text[start : token.start()])
+            cuts.append(token["cut"])
+            start = token.end()
+    return [*parts, text[start:]], cuts
+
+
+def _group_end(text: str, start: int = 0) -> int:
+    """Return where the first token from `start` on ends, or the brackets that it opens."""
+    depth = 0
+    for token in _BRACKETS.finditer(text, start):
+        depth += bool(token["open"]) - bool(token["close"])
+        if depth == 0:
+            return token.end()
+    raise ValueError("brackets that are not closed, or no argument")
+
+
+def _plus_minus(text: str) -> list[str]:
+    if r"\pm" not in text or text.lstrip().startswith(r"\{"):
+        return [text]
+    signs = (("+", "-"), ("-", "+"))
+    return [re.sub(r"\\pm(?![a-z])", plus, re.sub(r"\\mp(?![a-z])", minus, text)) for plus, minus in signs]
+
+
+def _union(values: list[Value]) -> Value:
+    """Return the union of values that "or" separates, such as inequalities; a number counts as a set of one element.
+
+    Return a list instead if all values are numbers or Groups, or if they belong to different names.
+    """
+    names = {value.name for value in values if isinstance(value, Named)}
+    sets = [as_set(value) for value in values]
+    if len(names) > 1 or all(one is None or isinstance(value, Group) for one, value in zip(sets, values, strict=True)):
+        return _list(values, True)
+    points = [sympy.FiniteSet(exact(_without_name(v))) for one, v in zip(sets, values, strict=True) if one is None]
+    union = sympy.Union(*points, *(one for one in sets if one is not None))
+    return Named(names.pop(), union) if names else union
+
+
+def _list(values: list[Value], strict: bool) -> Value:
+    """Return a bare list; inequalities of one name as their intersection, or as their union if that is empty."""
+    sets = [value.value for value in values if isinstance(value, Named) and isinstance(value.value, sympy.Set)]
+    names = {value.name for value in values if isinstance(value, Named)}
+    if len(sets) == len(values) and len(names) == 1:
+        both = sympy.Intersection(*sets)
+        return Named(names.pop(), sympy.Union(*sets) if both is sympy.S.EmptySet and not strict else both)
+    return Group("", tuple(item for value in values for item in (value.items if _is_bare(value) else [value])))
+
+
+def _is_bare(value: Value) -> bool:
+    return isinstance(value, Group) and not value.bracket
+
+
+def _relation(sides: list[str], signs: list[str]) -> Value:
+    if not sides[0].strip() and signs[0] in ("=", r"\approx"):
+        return _relation(sides[1:], signs[1:]) if signs[1:] else _value(sides[1])
+
+    # "\pi/4 \approx 0.785" is its left side. A name has no value: "x \approx 0.785" is its right side.
+    if r"\approx" in signs:
+        first = signs.index(r"\approx")
+        if first or not _NAME.fullmatch(sides[0]):
+            sides, signs = sides[: first + 1], signs[:first]
+        if not signs:
+            return _value(sides[0])
+    named = _named(sides[0], sides[-1]) if set(signs) <= {"=", r"\approx", r"\in"} else None
+    return _unsolved([exact(_atom(side)) for side in sides], signs) if named is None else named
+
+
+def _named(left: str, right: str) -> Value | None:
+    """Return the right side of an equation whose left side is a name, or a tuple of names; None for any other."""
+    name, names = _NAME.fullmatch(left), _TUPLE_OF_NAMES.fullmatch(left)
+    if name:
+        return Named(_plain_name(name[1]), _value(right))
+    if not names:
+        return None
+    # (x, y) may be in a set of points; (x, y) = (1, 2) gives each name its value.
+    value = _value(right)
+    if not isinstance(value, Group) or value.bracket != "(":
+        return value
+    each = zip(names[1].split(","), value.items, strict=True)
+    return Group("(", tuple(Named(_plain_name(one), item) for one, item in each))
+
+
+def _unsolved(terms: list[Any], signs: list[str]) -> Value:
+    """Return the set of an inequality between one name and numbers, or else the difference of both sides."""
+    symbols = set().union(*(term.free_symbols for term in terms))
+    if "=" not in signs and len(symbols) == 1 and all(term in symbols or not term.free_symbols for term in terms):
+        bounds = [sympy.Rel(*pair) for pair in zip(terms, terms[1:], signs, strict=False)]
+        return Named(_plain_name(symbols.pop().name), sympy.And(*bounds).as_set())
+
+    # A true equation of numbers is their value.
+    (left, right), (sign,) = terms, signs
+    if sign == "=" and left == right:
+        return right
+    return Relation(sign.replace(">", "<"), right - left if sign[0] == ">" else left - right)
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[\\{}\s]", "", name)
+
+
+def _atom(text: str) -> Value:
+    """Read a text that has no parts outside brackets."""
+    text = text.strip()
+    number = plain_number(text)
+    if number:
+        return _number(number, text)
+    opened = re.match(r"\\?[{(\[]", text)
+    if not opened or _group_end(text) < len(text):
+        return _expression(text)
+
+    # Different brackets make a half-open interval. One value in brackets is that value, and in braces a set.
+    bracket = opened[0][-1] if opened[0] != "{" else ""
+    inside = text[opened.end() : -2 if text.endswith("\\}") else -1]
+    if {bracket, text[-1]} in ({"(", "]"}, {"[", ")"}) or not inside.strip():
+        return _expression(text)
+    condition = _SUCH_THAT.fullmatch(inside) if bracket == "{" else None
+    if condition:
+        return as_set(_value(condition[1]))
+    value = _value(inside)
+    items = value.items if _is_bare(value) else (value,)
+    return value if not bracket or (len(items) == 1 and bracket != "{") else Group(bracket, items)
+
+
+def _number(number: PlainNumber, text: str) -> Any:
+    value = sympy.Rational(number.value.numerator, number.value.denominator) / (100 if number.percent else 1)
+    # A decimal may be a rounded value, so its digits count. A fraction never is.
+    decimal = re.fullmatch(r"\D*?([\d,]*\.\d+)(?:[^.\d/].*)?", text, re.DOTALL)
+    if decimal:
+        value = sympy.Float(value, max(1, len(re.sub(r"[,.]", "", decimal[1]).lstrip("0"))))
+    others = {name: power for name, power in (number.unit or {}).items() if name != "°"}
+    return value * sympy.Symbol(f"unit {others}") if others else value
+
+
+def _expression(text: str) -> Any:
+    """Return what latex2sympy reads, with decimals as fractions and with i as the imaginary unit."""
+    if _MISREAD.search(text):
+        raise ValueError("a notation that latex2sympy misreads")
+
+    # Degrees count only in a trigonometric function. Elsewhere both sides are in degrees.
+    degree = r"(\1\\cdot\\frac{\\pi}{180})" if _TRIGONOMETRIC.search(text) else r"\1"
+    parsed = _LATEX2SYMPY(re.sub(r"([\d.]+)\s*°", degree, _braced(text)))
+    if not isinstance(parsed, (sympy.Expr, sympy.MatrixBase, sympy.MatrixExpr, sympy.Set)):
+        raise ValueError("no expression")
+    parsed = exact(parsed)
+    parsed = parsed.replace(lambda e: isinstance(e, AppliedUndef), lambda e: sympy.Symbol(str(e), real=True)).doit()
+
+    # i is an index in a sum.
+    i = sympy.Symbol("i", real=True)
+    is_index = i not in parsed.free_symbols or parsed.has(sympy.Sum, sympy.Product)
+    return parsed if is_index else parsed.xreplace({i: sympy.I})
+
+
+def _braced(text: str) -> str:
+    r"""Return LaTeX with braces around the arguments of \frac, \binom and \sqrt."""
+    for command in reversed(list(_WITH_ARGUMENTS.finditer(text))):
+        arguments, end = "", command.end()
+        for _ in range(1 if command[1] else 2):
+            start, end = end, _group_end(text, end)
+            argument = text[start:end].strip()
+            arguments += argument if argument.startswith("{") else f"{{{argument}}}"
+        text = text[: command.end()] + arguments + text[end:]
+    return text
+
+
+def as_set(value: Value) -> Any:
+    """Return the set of numbers that a value means, or None. A pair in brackets is an interval."""
+    if isinstance(value, Named):
+        return as_set(value.value)
+    if not isinstance(value, Group):
+        return value if isinstance(value, sympy.Set) else None
+    if any(isinstance(item, Group) for item in value.items):
+        pieces = [as_set(item) for item in value.items]
+        return None if value.bracket or None in pieces else sympy.Union(*pieces)
+    if any(isinstance(item, (Named, Relation, sympy.Set)) for item in value.items):
+        return None
+    if value.bracket == "{":
+        return sympy.FiniteSet(*map(exact, value.items))
+    if value.bracket and len(value.items) == 2:
+        return sympy.Interval(*map(exact, value.items), value.bracket == "(", value.bracket == "(")
+    return None
+
+
+def exact(value: Value) -> Any:
+    """Return an expression with decimals as fractions. Raises ValueError for a list or a relation."""
+    if isinstance(value, tuple):
+        raise ValueError("a list or a relation where a number is expected")
+    return value.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))) if value.has(sympy.Float) else value
+
+
+def same(reference: Value, given: Value) -> bool:
+    """Return whether a given value is the value of the reference."""
+    # Names count if both sides have one.
+    clash = isinstance(reference, Named) and isinstance(given, Named) and names_clash(reference.name, given.name)
+    if clash or isinstance(reference, Relation) or isinstance(given, Relation):
+        return _same_relations(_as_relation(reference), _as_relation(given))
+    if isinstance(reference, Named) or isinstance(given, Named):
+        return same(_without_name(reference), _without_name(given))
+
+    # Lists, tuples and sets of single values; an interval may be written as a pair.
+    if isinstance(reference, Group) and isinstance(given, Group):
+        return _same_groups(reference, given)
+    sets = as_set(reference), as_set(given)
+    if sets[0] is not None and sets[1] is not None:
+        return sets[0] == sets[1] or _same_groups(_parts(sets[0]), _parts(sets[1]))
+    reference, given = _single(reference), _single(given)
+    if isinstance(reference, (Group, sympy.Set)) or isinstance(given, (Group, sympy.Set)):
+        return False
+    return _same_numbers(reference, given)
+
+
+def _without_name(value: Value) -> Value:
+    return value.value if isinstance(value, Named) else value
+
+
+def _single(value: Value) -> Value:
+    """Return the number in a set of one number, or any other value as it is."""
+    one = isinstance(value, Group) and len(value.items) == 1 and not isinstance(value.items[0], (Group, sympy.Set))
+    return value.items[0] if one else value
+
+
+def _parts(numbers: Any) -> Group:
+    """Return a set as a Group of its parts, an interval as (start, end, left_open, right_open)."""
+    if isinstance(numbers, sympy.Union):
+        return Group("{", tuple(map(_parts, numbers.args)))
+    return Group("(" if isinstance(numbers, sympy.Interval) else "{", numbers.args)
+
+
+def _same_groups(a: Group, b: Group) -> bool:
+    # `x = 1, y = 2` is the tuple (1, 2) next to values without names. Between two such lists the order does not count.
+    if _all_named(a) and _all_named(b):
+        a, b = Group("", a.items), Group("", b.items)
+    elif any(_all_named(one) and not any(isinstance(i, Named) for i in other.items) for one, other in ((a, b), (b, a))):
+        a, b = (Group("(", tuple(map(_without_name, g.items))) if _all_named(g) else g for g in (a, b))
+    brackets = {a.bracket, b.bracket}
+    if len(a.items) != len(b.items) and "{" not in brackets:
+        return False
+    if brackets <= {"", "{"}:
+        return _same_items(a.items, b.items)
+    return brackets in ({"("}, {"["}, {"", "("}) and all(map(same, a.items, b.items))
+
+
+def _same_items(a: Sequence[Value], b: Sequence[Value]) -> bool:
+    """Return whether each item has an equal one on the other side."""
+    return all(any(same(x, y) for y in b) for x in a) and all(any(same(x, y) for x in a) for y in b)
+
+
+def _all_named(group: Group) -> bool:
+    names = [item.name for item in group.items if isinstance(item, Named)]
+    return 1 < len(names) == len(group.items) == len(set(names))
+
+
+def _as_relation(value: Value) -> Relation | None:
+    """Return `y = 2x + 1` as an equation without a name; None for a solved one, `x = 3`, and for anything else."""
+    if isinstance(value, Named) and isinstance(value.value, sympy.Expr) and value.value.free_symbols:
+        return Relation("=", sympy.Symbol(value.name, real=True) - value.value)
+    return value if isinstance(value, Relation) else None
+
+
+def _same_relations(a: Relation | None, b: Relation | None) -> bool:
+    """Return whether the differences have a constant quotient, which is positive for an inequality."""
+    if a is None or b is None or a.sign != b.sign or a.difference.free_symbols != b.difference.free_symbols:
+        return False
+    # The quotient at one point is the only constant that can make them equal.
+    point = next(_points(a.difference.free_symbols))
+    quotient = a.difference.xreplace(point) / b.difference.xreplace(point)
+    usable = quotient.is_finite and (a.sign in ("=", "!=") or quotient.is_positive)
+    return bool(usable) and _same_expressions(a.difference, quotient * b.difference)
+
+
+def _same_numbers(reference: Value, given: Value) -> bool:
+    a, b = exact(reference), exact(given)
+    if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
+        return a.shape == b.shape and all(map(_same_expressions, a.flat(), b.flat()))
+    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
+        return bool(a == b)
+    digits = prec_to_dps(given._prec) if given.is_Float else 0
+    if digits >= _DECIMALS and a.is_number and a.is_real and not a.is_Rational:
+        return _is_rounded(a, Decimal(str(given)), digits)
+    return _same_expressions(a, b)
+
+
+def _same_expressions(a: Any, b: Any) -> bool:
+    difference = a - b if a != b else sympy.S.Zero
+    if difference.is_Rational:
+        return bool(difference == 0)
+    return all(_is_zero(difference.xreplace(point)) for point in _points(difference.free_symbols))
+
+
+def _points(symbols: set[Any]) -> Iterator[dict[Any, Any]]:
+    """Yield fixed values for the letters of an expression: all positive, all negative, then of both signs."""
+    draw = random.Random(0)
+    ordered = sorted(symbols, key=lambda symbol: symbol.name)
+    for signs in ((1, 1), (-1, -1), (1, -1)) if symbols else ((1, 1),):
+        yield {
+            symbol: sympy.Rational(signs[i % 2] * draw.randrange(100, 1000), draw.randrange(100, 1000))
+            for i, symbol in enumerate(ordered)
+        }
+
+
+def _is_zero(number: Any) -> bool:
+    """Return whether a number without letters has only zeros as digits; evalf tells how many of them are certain."""
+    if number.is_zero or number.is_Rational:
+        return bool(number.is_zero)
+    digits = _GAMMA_DIGITS if number.has(sympy.gamma, sympy.factorial, sympy.binomial) else _DIGITS
+    parts = number.evalf(6, maxn=digits).as_real_imag()
+    return all(part == 0 or (part.is_Float and part.is_finite and part._prec <= 2) for part in parts)
+
+
+def _is_rounded(irrational: Any, given: Decimal, digits: int) -> bool:
+    """Return whether a decimal is an irrational number rounded or cut off to `digits` digits."""
+    value = str(irrational.evalf(digits + 20))
+    contexts = (Context(prec=digits, rounding=rounding) for rounding in (ROUND_HALF_EVEN, ROUND_DOWN))
+    return any(context.create_decimal(value) == given for context in contexts)

@@ -1,0 +1,156 @@
+"""Advantages against their equations, and their expected gradient over all draws of a small policy against autograd."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Callable
+from itertools import combinations, product
+from math import comb
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_brorl.algo.advantages import (
+    ADVANTAGES,
+    Moments,
+    group_baseline,
+    has_signal,
+    merge,
+    moments,
+    over_group_mean,
+    whiten,
+)
+from megatron_brorl.algo.pass_at_k import pass_at_k_advantages
+from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.ops.backend import backend
+
+RIGHT = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)  # two of three outcomes are right
+POLICIES = pytest.mark.parametrize("logits", [[0.3, -1.0, 0.8], [2.5, 0.0, -3.0]])
+SIZES = pytest.mark.parametrize("n", [2, 3, 5, 6])
+
+
+def gradient(logits: list[float], objective: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of a function of the success rate, on the logits, by autograd."""
+    x = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.grad(objective((x.softmax(0) * RIGHT).sum()), x)[0]
+
+
+def expected(logits: list[float], n: int, advantages: Callable[[Tensor], Tensor]) -> Tensor:
+    """E[mean_i A_i grad log p(y_i)] over all 3^n draws of a softmax."""
+    p = torch.tensor(logits, dtype=torch.float64).softmax(0)
+    scores = torch.eye(3, dtype=torch.float64) - p  # grad log p(y) is the outcome's unit vector minus p
+    total = torch.zeros(3, dtype=torch.float64)
+    for draws in product(range(3), repeat=n):
+        a = advantages(RIGHT[list(draws)])
+        assert abs(float(a.sum())) < 1e-9
+        total += p[list(draws)].prod() * (a[:, None] * scores[list(draws)]).mean(0)
+    return total
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+@SIZES
+@POLICIES
+def test_maxrl_is_unbiased_for_the_truncated_logarithm(n, logits):
+    wanted = gradient(logits, lambda p: -sum((1 - p) ** k / k for k in range(1, n)))
+    close(expected(logits, n, over_group_mean), wanted)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (4, 1), (4, 2), (4, 3), (6, 4)])
+@POLICIES
+def test_pass_at_k_is_unbiased(n, k, logits):
+    close(expected(logits, n, lambda r: pass_at_k_advantages(r, k)), gradient(logits, lambda p: 1 - (1 - p) ** k))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pass_at_k_by_all_subsets(k):
+    """Of 3 right ones among 7: whether a set of k has a right one, sets with the rollout against sets without it."""
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
+    found = pass_at_k_advantages(rewards, k)
+    for i in range(7):
+        sets = {True: [], False: []}
+        for chosen in combinations(range(7), k):
+            sets[i in chosen].append(float(rewards[list(chosen)].max()))
+        means = {mine: sum(x) / len(x) for mine, x in sets.items()}
+        assert float(found[i]) == pytest.approx(k * (means[True] - means[False]), rel=1e-6)
+
+
+def test_survivors_fewer_than_k_lower_k():
+    rewards = torch.tensor([1.0, 0.0, 0.0])
+    assert torch.equal(pass_at_k_advantages(rewards, 8), pass_at_k_advantages(rewards, 2))
+    assert pass_at_k_advantages(rewards, 8).abs().max() > 0
+
+
+def test_a_large_group_keeps_its_digits():
+    """One right rollout of 512, k = 64: C(511, 64) / C(511, 64) = 1 exactly, and the wrong ones' share of it."""
+    rewards = torch.zeros(512)
+    rewards[7] = 1.0
+    found = pass_at_k_advantages(rewards, 64)
+    assert float(found[7]) == 64.0
+    assert float(found[0]) == pytest.approx(-64 / 511)
+    half = torch.tensor([1.0, 0.0] * 256)
+    ratio = comb(256, 64) / comb(511, 64)
+    assert float(pass_at_k_advantages(half, 64)[0]) == pytest.approx(64 * ratio, rel=1e-6)
+
+
+def test_groups_without_a_signal_are_exactly_zero():
+    """All wrong, all right, and one rollout alone: what algo.dynamic_sampling leaves out would add nothing."""
+    for make in (over_group_mean, lambda r: pass_at_k_advantages(r, 3)):
+        for rewards in ([0.0] * 4, [1.0] * 4, [1.0] * 512, [0.0]):
+            assert torch.equal(make(torch.tensor(rewards)), torch.zeros(len(rewards)))
+    assert torch.equal(over_group_mean(torch.tensor([0.95] * 512)), torch.zeros(512))  # whose spread is rounding
+
+
+def test_names_are_those_of_the_configuration():
+    assert set(typing.get_args(typing.get_type_hints(AlgoConfig)["advantage"])) == set(ADVANTAGES)
+
+
+@pytest.mark.parametrize("name", [name for name, estimator in ADVANTAGES.items() if estimator.fused])
+def test_the_fused_op_computes_the_estimator_of_the_group(name):
+    rewards = torch.tensor([0.0, 1.0, 0.25, 1.0, 1.0, 0.0, 0.0])
+    found = backend("fused", torch.device("cpu")).group_advantages(
+        rewards, torch.tensor([0, 3, 5, 7]), ADVANTAGES[name].fused
+    )
+    expected = [ADVANTAGES[name].of_group(group, AlgoConfig()) for group in rewards.split([3, 2, 2])]
+    torch.testing.assert_close(found, torch.cat(expected))
+
+
+def test_only_different_rewards_are_a_signal():
+    groups = {(0.0, 0.0): False, (0.0, 1.0, 0.0): True, (1.0, 1.0): False, (1.0,): False, (0.95,) * 512: False}
+    assert {rewards: has_signal(torch.tensor(rewards)) for rewards in groups} == groups
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.95])
+def test_equal_rewards_give_exactly_zero(value):
+    centred = group_baseline(torch.full((512,), value))
+    assert torch.count_nonzero(centred) == 0
+    assert torch.count_nonzero(whiten(centred, moments(centred))) == 0
+
+
+def test_advantages_follow_the_equation():
+    """A = R - mean_group(R), then (A - mean_batch) / std_batch over all trajectories (BroRL, section 3.1)."""
+    generator = torch.Generator().manual_seed(0)
+    groups = [(torch.rand(n, generator=generator) < p).float() for n, p in ((512, 0.01), (512, 0.9), (511, 0.5))]
+    centred = [group_baseline(g) for g in groups]
+    batch = merge([moments(c) for c in centred])
+    got = torch.cat([whiten(c, batch) for c in centred])
+    raw = [x - sum(g.tolist()) / len(g) for g in groups for x in g.tolist()]
+    mean = math.fsum(raw) / len(raw)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
+    expected = torch.tensor([(x - mean) / std for x in raw])
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cuts", [(0, 100), (1, 99), (50, 50), (100, 0)])
+def test_moments_merge_exactly(cuts):
+    x = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3 + 1e3
+    got = merge([moments(part) for part in x.split(list(cuts))])
+    assert got.count == 100
+    assert got.mean == pytest.approx(x.mean().item(), rel=1e-12)
+    assert got.std == pytest.approx(x.std(correction=0).item(), rel=1e-12)
+    assert merge([Moments(0, 0, 0)]).std == 0

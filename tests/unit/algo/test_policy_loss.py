@@ -1,0 +1,160 @@
+"""Advantages, selection and the clipped loss against computations written from the equations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_brorl.algo.kl import kl_estimate
+from megatron_brorl.algo.policy_loss import (
+    PolicyLossSettings,
+    PolicyTokens,
+    policy_loss,
+    token_cross_entropy,
+    token_weights,
+)
+
+
+def loss_by_hand(lp, old, rollout, adv, divisor, low, high, cap):
+    """The objective of one token at a time in Python floats."""
+    total = 0.0
+    for i in range(len(lp)):
+        ratio = math.exp(lp[i] - old[i])
+        clipped = min(max(ratio, 1 - low), 1 + high)
+        weight = min(math.exp(old[i] - rollout[i]), cap) if cap else 1.0
+        total -= weight * min(ratio * adv[i], clipped * adv[i])
+    return total / divisor
+
+
+def draw(count: int):
+    g = torch.Generator().manual_seed(2)
+    lp = -3 * torch.rand(count, dtype=torch.float64, generator=g)
+    old = lp + 0.6 * torch.randn(count, dtype=torch.float64, generator=g)
+    rollout = old + 0.8 * torch.randn(count, dtype=torch.float64, generator=g)
+    return lp, old, rollout, torch.randn(count, dtype=torch.float64, generator=g)
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+def test_policy_loss_value_and_gradient(cap):
+    lp, old, rollout, adv = draw(200)
+    lp.requires_grad_()
+    tokens = PolicyTokens(rollout, adv, torch.full((200,), 1 / 77, dtype=torch.float64), old)
+    result = policy_loss(lp, torch.zeros(200), tokens, PolicyLossSettings(0.2, 0.28, is_cap=cap))
+    (gradient,) = torch.autograd.grad(result.loss, lp)
+    values = lp.detach().tolist()
+    args = (old.tolist(), rollout.tolist(), adv.tolist(), 77.0, 0.2, 0.28, cap)
+    assert result.loss.item() == pytest.approx(loss_by_hand(values, *args), rel=1e-12)
+    h = 1e-6
+    for i in range(0, 200, 7):
+        up, down = list(values), list(values)
+        up[i] += h
+        down[i] -= h
+        slope = (loss_by_hand(up, *args) - loss_by_hand(down, *args)) / (2 * h)
+        assert gradient[i].item() == pytest.approx(slope, abs=1e-8)
+    ratio = (lp.detach() - old).exp()
+    assert result.sums["clipped_low"] == sum((ratio < 0.8) & (adv < 0))
+    assert result.sums["clipped_high"] == sum((ratio > 1.28) & (adv > 0))
+    assert result.sums["clipped_low"] > 0
+    assert result.sums["clipped_high"] > 0
+    assert result.sums["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratio.tolist()), rel=1e-9)
+    assert result.maxima["rollout_gap_max"] == (lp.detach() - rollout).abs().max().item()
+
+
+def test_without_old_log_probs_the_gradient_is_that_of_reinforce():
+    lp, _, rollout, adv = draw(50)
+    lp.requires_grad_()
+    tokens = PolicyTokens(rollout, adv, torch.full((50,), 1 / 50, dtype=torch.float64))
+    result = policy_loss(lp, torch.zeros(50), tokens, PolicyLossSettings(is_cap=2.0))
+    (gradient,) = torch.autograd.grad(result.loss, lp)
+    weight = (lp.detach() - rollout).exp().clamp(max=2.0)
+    torch.testing.assert_close(gradient, -weight * adv / 50)
+    assert result.maxima["ratio_max"] == 1.0
+
+
+def test_overflowing_ratio_and_empty_batch_stay_finite():
+    lp = torch.tensor([0.0, -1e4], requires_grad=True)
+    half, settings = torch.full((2,), 0.5), PolicyLossSettings(is_cap=2.0)
+    tokens = PolicyTokens(lp.detach(), torch.tensor([-1.0, 1.0]), half, torch.tensor([-1e4, 0.0]))
+    result = policy_loss(lp, torch.zeros(2), tokens, settings)
+    result.loss.backward()
+    assert math.isfinite(result.loss.item())
+    assert torch.isfinite(lp.grad).all()
+    nothing = torch.zeros(0, requires_grad=True)
+    assert policy_loss(nothing, nothing, PolicyTokens(nothing, nothing, nothing), settings).loss.item() == 0.0
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens():
+    """max(min(r A, clip(r) A), c A) for A < 0 (Ye et al. 2020, eq. 5), without gradient where c A is the larger."""
+    ratio = torch.tensor([0.5, 1.0, 2.9, 3.1, 50.0, 50.0], dtype=torch.float64)
+    advantages = torch.tensor([-1.0, -1, -1, -1, -2, 2], dtype=torch.float64)
+    lp = ratio.log().requires_grad_()
+    tokens = PolicyTokens(lp.detach(), advantages, torch.ones(6).double(), torch.zeros(6).double())
+    result = policy_loss(lp, torch.zeros(6), tokens, PolicyLossSettings(0.2, 0.28, dual_clip=3.0))
+    assert result.loss.item() == pytest.approx(0.8 + 1.0 + 2.9 + 3.0 + 6.0 - 2 * 1.28)
+    (gradient,) = torch.autograd.grad(result.loss, lp)
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 1.0, 2.9, 0, 0, 0], dtype=torch.float64))
+    assert [result.sums[f"clipped_{k}"] for k in ("low", "high", "dual")] == [1, 1, 2]
+
+
+def test_sequence_ratio_is_the_geometric_mean():
+    """s = exp(mean log r) of each sequence, for all its tokens (GSPO, Zheng et al. 2025, eq. 7)."""
+    lp, old, rollout, adv = draw(12)
+    lp.requires_grad_()
+    numbers = torch.tensor([4] * 5 + [0] + [9] * 6)
+    tokens = PolicyTokens(rollout, adv, torch.ones(12).double(), old, sequences=numbers)
+    result = policy_loss(lp, torch.zeros(12), tokens, PolicyLossSettings(0.9, 9.0, ratio="sequence"))
+    expected = 0.0
+    for part in (slice(0, 5), slice(5, 6), slice(6, 12)):
+        expected -= math.exp(float((lp[part] - old[part]).detach().mean())) * float(adv[part].sum())
+    assert result.loss.item() == pytest.approx(expected, rel=1e-12)
+    assert torch.autograd.gradcheck(
+        lambda x: policy_loss(x, torch.zeros(12), tokens, PolicyLossSettings(0.9, 9.0, ratio="sequence")).loss, lp
+    )
+
+
+def test_kl_estimates_and_their_mean_gradients():
+    """Over all tokens of two small policies: mean values are the KL, and gradients what the docstring says."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, dtype=torch.float64, generator=g, requires_grad=True)
+    log_p = logits.log_softmax(0)
+    log_q = (logits.detach() + 0.01 * torch.randn(9, dtype=torch.float64, generator=g)).log_softmax(0)
+    forward, reverse = (log_p.exp() * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum()
+    for estimator, target in (("k1", None), ("k2", forward), ("k3", reverse)):
+        estimate = kl_estimate(log_p - log_q, estimator)
+        mean = (log_p.detach().exp() * estimate).sum()
+        assert mean.item() == pytest.approx(forward.item(), rel=1e-12 if estimator != "k2" else 0.05)
+        (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        expected = (
+            torch.zeros(9).double() if target is None else torch.autograd.grad(target, logits, retain_graph=True)[0]
+        )
+        torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", lambda rows: sum(sum(r) for r in rows) / sum(len(r) for r in rows)),
+        ("sequence_mean", lambda rows: sum(sum(r) / len(r) for r in rows if r) / sum(bool(r) for r in rows)),
+        ("fixed", lambda rows: sum(sum(r) for r in rows) / (8 * sum(bool(r) for r in rows))),
+    ],
+)
+def test_aggregations(aggregation, expected):
+    rows = [[1.0, 2.0, -3.5], [], [4.0], [0.5] * 8]
+    lengths = [len(r) for r in rows]
+    # Two ranks with two rows each add up to the global value.
+    weights = [
+        w
+        for half in (lengths[:2], lengths[2:])
+        for w in token_weights(half, aggregation, tokens=12, sequences=3, fixed=8)
+    ]
+    assert sum(w * x for w, row in zip(weights, rows, strict=True) for x in row) == pytest.approx(expected(rows))
+
+
+def test_supervised_loss_is_mean_negative_log_likelihood():
+    logits = torch.randn(7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    targets = torch.arange(7)
+    picked = logits.log_softmax(-1)[torch.arange(7), targets]
+    expected = torch.nn.functional.cross_entropy(logits, targets)
+    torch.testing.assert_close(token_cross_entropy(picked, 7.0), expected)

@@ -1,0 +1,164 @@
+"""pass@k against enumeration, the bootstrap against the normal approximation and itself."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_brorl.algo.statistics import (
+    SHARE,
+    Interval,
+    bootstrap_mean,
+    bootstrap_mean_of_means,
+    paired,
+    student_tail,
+)
+
+
+def test_bootstrap_agrees_with_the_normal_approximation() -> None:
+    x = np.random.default_rng(0).beta(2.0, 3.0, size=4000)
+    got = bootstrap_mean(x.tolist(), resamples=4000, seed=1)
+    half = 1.959964 * x.std() / math.sqrt(x.size)
+    assert got.mean == x.mean()
+    # The ends are quantiles of 4000 draws: their own standard error is 0.0422 * (2 * half / 3.92).
+    assert got.low == pytest.approx(x.mean() - half, abs=0.1 * half)
+    assert got.high == pytest.approx(x.mean() + half, abs=0.1 * half)
+
+
+def test_bootstrap_of_two_prompts_is_the_binomial() -> None:
+    # Means 0, 1/2, 1 with probability 1/4, 1/2, 1/4: the 2.5% and 97.5% quantiles are the extremes.
+    assert bootstrap_mean([0.0, 1.0], resamples=500, seed=0) == Interval(0.5, 0.0, 1.0)
+
+
+def test_the_mean_of_means_counts_groups_alike() -> None:
+    """Its variance is that of a mean of independent means, by the normal approximation."""
+    random = np.random.default_rng(2)
+    groups = [random.beta(2.0, 3.0, size=2000), random.beta(5.0, 1.0, size=500)]
+    got = bootstrap_mean_of_means([x.tolist() for x in groups], resamples=4000, seed=1)
+    mean = (groups[0].mean() + groups[1].mean()) / 2
+    half = 1.959964 * math.sqrt(sum(x.var() / x.size for x in groups)) / 2
+    assert got.mean == pytest.approx(mean, rel=1e-12)
+    assert got.low == pytest.approx(mean - half, abs=0.1 * half)
+    assert got.high == pytest.approx(mean + half, abs=0.1 * half)
+    # Two benchmarks of one prompt each leave nothing to resample.
+    assert bootstrap_mean_of_means([[0.0], [1.0]], resamples=10, seed=0) == Interval(0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match="at least one group"):
+        bootstrap_mean_of_means([], resamples=10, seed=0)
+
+
+def test_bootstrap_depends_on_its_arguments_only() -> None:
+    values = np.random.default_rng(1).random(50).tolist()
+    first = bootstrap_mean(values, resamples=200, seed=7)
+    np.random.seed(123)
+    np.random.random(10)
+    assert bootstrap_mean(values, resamples=200, seed=7) == first
+    assert bootstrap_mean(values, resamples=200, seed=8) != first
+    assert bootstrap_mean(values, resamples=200, seed=-1).low < first.mean  # any integer is a seed
+
+
+def test_bootstrap_of_equal_values_has_no_width() -> None:
+    assert bootstrap_mean([0.25], resamples=10, seed=0).as_dict() == {"mean": 0.25, "low": 0.25, "high": 0.25}
+    assert bootstrap_mean([0.5] * 9, resamples=10, seed=0) == Interval(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 40, 320, 10_000])
+def test_equal_shares_have_the_interval_of_clopper_and_pearson(n: int) -> None:
+    """None of n right, or all: the share at which that has a probability of 0.025 (Clopper and Pearson 1934)."""
+    none, every = (bootstrap_mean([v] * n, resamples=10, seed=0, bounds=SHARE) for v in (0.0, 1.0))
+    assert (none.mean, none.low, every.mean, every.high) == (0.0, 0.0, 1.0, 1.0)
+    assert (1 - none.high) ** n == pytest.approx(0.025)
+    assert every.low**n == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    ("n", "value", "bounds"), [(3, 0.25, (0, 1)), (1, 0.375, (0, 1)), (7, 0.0, (-1, 1)), (4, -0.5, (-1, 1))]
+)
+def test_equal_values_leave_room_for_what_was_not_drawn(n: int, value: float, bounds: tuple[float, float]) -> None:
+    """The ends are means of the extreme prompts that show nothing but one value n times with probability 0.025."""
+    got = bootstrap_mean([value] * n, resamples=10, seed=0, bounds=bounds)
+    seen = 0.025 ** (1 / n)  # the share of prompts with the value
+    assert got.mean == value
+    assert got.low == pytest.approx(seen * value + (1 - seen) * bounds[0])
+    assert got.high == pytest.approx(seen * value + (1 - seen) * bounds[1])
+
+
+def test_bounds_change_nothing_where_values_differ() -> None:
+    values = [0.0] * 30 + [1.0]
+    assert bootstrap_mean(values, 200, 1, SHARE) == bootstrap_mean(values, 200, 1)
+    # A benchmark of equal values widens the mean by its own share.
+    plain, wide = (bootstrap_mean_of_means([values, [0.0] * 8], 200, 1, b) for b in (None, SHARE))
+    assert (wide.mean, wide.low) == (plain.mean, plain.low)
+    assert wide.high - plain.high == pytest.approx((1 - 0.025 ** (1 / 8)) / 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "resamples", "message"),
+    [([], 10, "at least one prompt"), ([0.5], 0, "at least 1"), ([0.5, float("nan")], 10, "finite")],
+)
+def test_bootstrap_refuses_what_has_no_interval(values: list[float], resamples: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bootstrap_mean(values, resamples, seed=0)
+
+
+@pytest.mark.parametrize("t", [-30.0, -1.5, 0.0, 0.3, 1.0, 4.0, 50.0])
+def test_tails_with_closed_forms(t):
+    """One and two degrees of freedom."""
+    assert student_tail(t, 1) == pytest.approx(0.5 - math.atan(t) / math.pi, rel=1e-12, abs=1e-16)
+    assert student_tail(t, 2) == pytest.approx(0.5 - t / (2 * math.sqrt(2 + t * t)), rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(("t", "degrees"), [(0.7, 3), (2.0, 9), (-1.0, 17), (3.5, 40), (4.84, 10_000), (1.0, 200_000)])
+def test_tails_by_integration(t, degrees):
+    """Simpson's rule over the density from t to where nothing is left."""
+    log_front = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
+    # x = t + s / (1 - s) takes [0, 1) to all that is beyond t.
+    s = np.linspace(0, 1, 400_001)[:-1]
+    x = t + s / (1 - s)
+    density = np.exp(log_front - (degrees + 1) / 2 * np.log1p(x * x / degrees)) / (1 - s) ** 2
+    density = np.append(density, 0.0)  # at infinity
+    weights = np.ones(len(density))
+    weights[1:-1:2], weights[2:-1:2] = 4, 2
+    assert student_tail(t, degrees) == pytest.approx(float((weights * density).sum() / 400_000 / 3), rel=1e-8)
+
+
+def test_the_p_value_of_the_paper():
+    """t = 4.84 over more than 10,000 prompts: one-tailed p = 6.5e-7 (BroRL, section 4.2.2)."""
+    assert student_tail(4.84, 10_000) == pytest.approx(6.5e-7, rel=0.02)
+
+
+def test_paired_test_written_out():
+    before, after = [0.25, 0.5, 1.0, 0.0, 0.75], [0.5, 0.5, 1.0, 0.25, 0.5]
+    d = [b - a for a, b in zip(before, after, strict=True)]
+    mean = math.fsum(d) / 5
+    error = math.sqrt(math.fsum((x - mean) ** 2 for x in d) / 4 / 5)
+    found = paired(before, after, 500, 7)
+    assert found.t == pytest.approx(mean / error, rel=1e-12)
+    assert found.degrees == 4
+    assert found.two_tailed == pytest.approx(2 * found.one_tailed)
+    assert found.difference == bootstrap_mean(d, 500, 7)
+    swapped = paired(after, before, 500, 7)
+    assert (swapped.t, swapped.two_tailed) == (-found.t, found.two_tailed)
+    assert swapped.one_tailed == pytest.approx(1 - found.one_tailed)
+
+
+def test_differences_that_do_not_vary():
+    same = paired([0.5, 0.25], [0.5, 0.25], 10, 0)
+    assert (same.t, same.one_tailed, same.two_tailed) == (0.0, 0.5, 1.0)
+    better = paired([0.5, 0.25], [0.75, 0.5], 10, 0)
+    assert (better.t, better.one_tailed, better.two_tailed) == (math.inf, 0.0, 0.0)
+    worse = paired([0.5, 0.25], [0.25, 0.0], 10, 0)
+    assert (worse.t, worse.one_tailed, worse.two_tailed) == (-math.inf, 1.0, 0.0)
+    with pytest.raises(ValueError, match="1 and 1 values"):
+        paired([0.5], [0.5], 10, 0)
+
+
+def test_the_test_has_its_size():
+    """Where nothing differs, one in twenty of 2,000 tests is below 0.05, within four standard errors."""
+    g = np.random.default_rng(0)
+    hits = 0
+    for _ in range(2000):
+        d = g.normal(size=12)
+        hits += paired([0.0] * 12, d.tolist(), 1, 0).two_tailed < 0.05
+    assert abs(hits / 2000 - 0.05) < 4 * math.sqrt(0.05 * 0.95 / 2000)

@@ -1,0 +1,89 @@
+"""Other files next to a run's checkpoints: they are neither resumed from nor deleted."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conversions import save_checkpoint
+
+from megatron_brorl.checkpoints import folders
+from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.errors import UserError
+
+
+@pytest.fixture
+def save(part, tmp_path):
+    """Save a step of a run that keeps the newest two."""
+    return lambda step, keep=2: save_checkpoint(tmp_path, step, part, keep)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Every file under a folder, but for what Megatron writes, by its path."""
+    return {
+        p.relative_to(root).as_posix(): b"" if p.suffix in (".distcp", ".pt") else p.read_bytes()
+        for p in sorted(root.rglob("*"))
+        if p.is_file()
+    }
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+@pytest.mark.parametrize("name", ["step_best", "step_00000009.bak", "step_9", "step_000000009"])
+def test_a_copy_under_another_name_is_neither_loaded_nor_deleted(save, tmp_path, name):
+    shutil.copytree(save(1), tmp_path / name)
+    kept = files(tmp_path / name)
+    for step in (2, 3, 4):
+        assert save(step) == tmp_path / f"step_{step:08d}"
+        assert checkpoint.find(tmp_path) == tmp_path / f"step_{step:08d}"
+    assert names(tmp_path) == sorted(["latest", name, "step_00000003", "step_00000004"])
+    assert files(tmp_path / name) == kept
+
+
+def test_stray_files_and_links_are_ignored(save, tmp_path, tmp_path_factory):
+    other = tmp_path_factory.mktemp("linked")
+    (tmp_path / "step_00000001").symlink_to(other)
+    for name in ("step_notes.txt", "step_00000000", ".step_00000003.writing", ".step_mine.writing"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".step_00000007.writing" / "x").mkdir(parents=True)
+    for step in (2, 3, 4):
+        save(step, keep=1)
+    assert checkpoint.find(tmp_path) == tmp_path / "step_00000004"
+    stray = [".step_mine.writing", "step_00000000", "step_00000001", "step_notes.txt"]
+    assert names(tmp_path) == sorted([*stray, "latest", "step_00000004"])
+    assert other.is_dir()
+
+
+def test_repair_completes_a_killed_save(save, tmp_path):
+    """Killed while it wrote `latest`: its folder is whole, and older ones are still there."""
+    save(1)
+    save(2)
+    (tmp_path / "latest").write_text("step_00000001\n")
+    for name in (".latest.writing", ".best.writing", ".mine.writing"):
+        (tmp_path / name).write_text("step_0")
+    folders.repair(tmp_path, 2, keep=1)
+    assert names(tmp_path) == [".mine.writing", "latest", "step_00000002"]
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
+
+
+def test_a_renamed_checkpoint_never_rolls_a_run_back(save, tmp_path):
+    """`latest` names the newest: without it there is nothing to go on from unseen, however many others there are."""
+    save(1)
+    save(2).rename(tmp_path / "step_best")
+    with pytest.raises(UserError, match=r"step_00000002: is missing; delete it and .*latest to continue from an older"):
+        checkpoint.find(tmp_path)
+    (tmp_path / "latest").unlink()
+    assert checkpoint.find(tmp_path) == tmp_path / "step_00000001"
+
+
+def test_a_checkpoint_that_lost_its_step_is_damaged(save, tmp_path):
+    newest = save(1)
+    (newest / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"step_00000001: run\.json is damaged"):
+        checkpoint.find(tmp_path)
+    (newest / "run.json").unlink()
+    with pytest.raises(UserError, match=r"step_00000001: run\.json is missing"):
+        checkpoint.find(tmp_path)

@@ -1,0 +1,237 @@
+"""config.json as transformers resolves it: every key that ModelShape reads, in every form that transformers accepts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.families.shape import parse_shape, read_shape
+from megatron_brorl.ops.rope import inverse_frequencies
+
+SIZES = {
+    "vocab_size": 103,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+
+
+def without(scaling: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in scaling.items() if key not in keys}
+
+
+# Rotations of the families whose layers are all alike. One of several sources of a value wins in each.
+ROPES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "theta alone": {"rope_theta": 777.0},
+    "parameters": {"rope_parameters": PLAIN},
+    "parameters without theta": {"rope_parameters": LINEAR, "rope_theta": 777.0},
+    "plain type and older yarn": {"rope_scaling": {**YARN, "rope_type": "default", "type": "yarn"}},
+    "llama3 and plain parameters": {"rope_scaling": LLAMA3, "rope_parameters": PLAIN},
+    "llama3, original context outside": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 128},
+    "yarn with scales": {"rope_scaling": {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}},
+    "yarn with an attention factor": {"rope_scaling": {**YARN, "attention_factor": 1.25}},
+    "yarn with betas": {"rope_scaling": {**YARN, "beta_fast": 16, "beta_slow": 2}},
+    "yarn with reversed betas": {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 8}},
+    "yarn without rounding": {"rope_scaling": {**YARN, "truncate": False}},
+    "yarn of a context of one wave": {"rope_scaling": {**YARN, "original_max_position_embeddings": 6}},
+    "whole rotation": {"partial_rotary_factor": 1.0, "rope_scaling": {**LINEAR, "partial_rotary_factor": 1.0}},
+}
+# Keys that any of these families has. ABSENT removes a key, so that the default of the family's class shows.
+ABSENT = object()
+KEYS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "no kv heads": {"num_key_value_heads": ABSENT, "num_attention_heads": 64, "hidden_size": 1024, "head_dim": 16},
+    "null kv heads": {"num_key_value_heads": None},
+    "head_dim": {"head_dim": 32},
+    "eps": {"rms_norm_eps": 1e-5},
+}
+GEMMA: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "no kv heads": {"num_key_value_heads": ABSENT},
+    "no head_dim": {"head_dim": ABSENT},
+    "untied": {"tie_word_embeddings": False},
+    "older": {"rope_theta": 7e5, "rope_local_base_freq": 300.0, "rope_scaling": LINEAR, "sliding_window_pattern": 2},
+    "parameters": {"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 5e5}}},
+    "parameters and scaling": {
+        "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN},
+        "rope_scaling": LINEAR,
+    },
+    "window": {"sliding_window": 128, "query_pre_attn_scalar": 24},
+}
+CASES = [
+    *((kind, f"rope: {name}") for kind in ("llama", "qwen2", "qwen3") for name in ROPES),
+    *((kind, f"key: {name}") for kind in ("llama", "qwen2", "qwen3") for name in KEYS),
+    *(("gemma3_text", f"gemma: {name}") for name in GEMMA),
+]
+TABLES = {"rope": ROPES, "key": KEYS, "gemma": GEMMA}
+
+
+def write(directory: Path, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    raw = {"architectures": [CLASSES[kind]], "model_type": kind, **SIZES, **changes}
+    if kind == "gemma3_text":
+        raw["num_hidden_layers"] = 6  # every sixth layer has full attention
+    raw = {key: value for key, value in raw.items() if value is not ABSENT}
+    (directory / "config.json").write_text(json.dumps(raw))
+    return raw
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
+    table, _, case = name.partition(": ")
+    write(tmp_path, kind, TABLES[table][case])
+    resolved = AutoConfig.from_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
+    gemma = kind == "gemma3_text"
+
+    heads = resolved.num_attention_heads
+    hidden = resolved.hidden_size
+    context = min(resolved.max_position_embeddings, resolved.sliding_window) if gemma else None
+    expected = {
+        "layers": resolved.num_hidden_layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": resolved.num_key_value_heads,
+        "head_dim": getattr(resolved, "head_dim", None) or hidden // heads,
+        "ffn": resolved.intermediate_size,
+        "vocab": resolved.vocab_size,
+        "context": context or resolved.max_position_embeddings,
+        "norm_eps": resolved.rms_norm_eps,
+        "tied": resolved.tie_word_embeddings,
+        "init_std": resolved.initializer_range,
+    }
+    assert {key: getattr(shape, key) for key in expected} == expected
+
+    if gemma:
+        embedding = Gemma3RotaryEmbedding(resolved)
+        pairs = [
+            (shape, embedding.full_attention_inv_freq, embedding.full_attention_attention_scaling),
+            (
+                shape.of_local_layers,
+                embedding.sliding_attention_inv_freq,
+                embedding.sliding_attention_attention_scaling,
+            ),
+        ]
+        assert shape.local_layers == tuple(
+            i for i, kind in enumerate(resolved.layer_types) if kind == "sliding_attention"
+        )
+        assert shape.attention_scale == resolved.query_pre_attn_scalar**-0.5
+    else:
+        embedding = LlamaRotaryEmbedding(resolved)  # the same in Qwen2 and Qwen3
+        pairs = [(shape, embedding.inv_freq, embedding.attention_scaling)]
+    for rotated, inv_freq, scale in pairs:
+        got, factor = inverse_frequencies(rotated)
+        torch.testing.assert_close(got, inv_freq, rtol=1e-6, atol=0)
+        assert factor == pytest.approx(scale, rel=1e-12)
+
+
+# Whatever changes the computation and is not computed here ends in one line that names the key.
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "longrope": ({"rope_parameters": LONGROPE}, "rope_parameters.rope_type = 'longrope'"),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "windows": ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window = True"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    "other weights": ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_configurations_are_refused(tmp_path, kind, name):
+    changes, key = REFUSED[name]
+    raw = write(tmp_path, kind, changes)
+    with pytest.raises(UserError) as e:
+        parse_shape(raw, "dir/config.json")
+    assert str(e.value).startswith("dir/config.json: ")
+    assert key in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rope_scaling": YARN}, "full_attention.rope_type = 'yarn'"),
+        ({"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention.rope_type = 'linear'"),
+        ({"rope_parameters": {"full_attention": {**PLAIN, "partial_rotary_factor": 0.5}}}, "partial_rotary_factor"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "gemma2"}, "model_type = 'gemma2'"),
+        ({"text_config": SIZES}, "text_config"),
+    ],
+)
+def test_unsupported_gemma_configurations_are_refused(tmp_path, changes, key):
+    raw = write(tmp_path, "gemma3_text", changes)
+    with pytest.raises(UserError) as e:
+        parse_shape(raw, "dir/config.json")
+    assert str(e.value).startswith("dir/config.json: ")
+    assert key in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM' is not supported"),
+        ({"architectures": None}, "architecture None is not supported"),
+        ({"hidden_size": "48"}, "hidden_size = '48': must be of type int"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: must be at least 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+    ],
+)
+def test_refusals_name_file_and_key(tmp_path, change, message):
+    tiny.make_model(tmp_path, "qwen2", True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError) as caught:
+        read_shape(tmp_path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+def test_what_qwen2_says_of_attention_bias_does_not_matter(tmp_path):
+    """transformers' Qwen2 always has a bias of queries, keys and values, and never one of the output."""
+    tiny.make_model(tmp_path, "qwen2", True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert parse_shape(raw | {"attention_bias": False}, "") == parse_shape(raw | {"attention_bias": True}, "")
+    assert parse_shape(raw, "").qkv_bias
+
+
+def test_missing_directory_and_broken_json(tmp_path):
+    with pytest.raises(UserError, match="no such Hugging Face directory"):
+        read_shape(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"config\.json: missing"):
+        read_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_shape(tmp_path)
+    with pytest.raises(UserError, match="must be of type int"):
+        parse_shape({"architectures": ["LlamaForCausalLM"]}, "config.json")

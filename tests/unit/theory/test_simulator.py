@@ -1,0 +1,183 @@
+"""The simulator against torch's AdamW and autograd, its accounts against what happened, and the published picture."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_brorl.cli.main import main
+from megatron_brorl.report.simulation import build_figure
+from megatron_brorl.theory import simulator as module
+from megatron_brorl.theory.mass_balance import general_terms, softmax
+from megatron_brorl.theory.simulator import MOVED, PREDICTED, Settings, simulate, write_csv
+
+SMALL = Settings(vocabulary=300, correct=40, steps=60)
+
+
+def _by_torch(n: int, seed: int, s: Settings) -> list[float]:
+    """Q_pos after every step, from torch.optim and autograd on the loss as the paper writes it, over single draws."""
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
+    z = torch.zeros(s.vocabulary, dtype=torch.float64)
+    z[: s.correct] = 3.0
+    z[0] = 5.0
+    z.requires_grad_()
+    if s.optimizer == "adamw":
+        optimizer = torch.optim.AdamW([z], s.lr, (0.9, 0.999), s.eps, s.weight_decay)
+    else:
+        optimizer = torch.optim.SGD([z], s.lr)
+    result = [float(torch.softmax(z.detach(), 0)[: s.correct].sum())]
+    for _ in range(s.steps):
+        p = torch.softmax(z, 0)
+        edges = p.detach().cumsum(0)
+        draws = torch.searchsorted(edges, torch.from_numpy(rng.random(n)) * edges[-1], right=True)
+        rewards = torch.where(draws < s.correct, 1.0, -1.0).double()
+        loss = -((rewards - rewards.mean()) * p[draws]).sum() / n
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        result.append(float(torch.softmax(z.detach(), 0)[: s.correct].sum()))
+    return result
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"eps": 1e-12, "lr": 0.02},
+        {"optimizer": "sgd", "weight_decay": 0.0, "lr": 5.0},
+    ],
+)
+@pytest.mark.parametrize("n", [3, 200])
+def test_curves_are_those_of_torch(changes, n):
+    s = replace(SMALL, **changes)
+    np.testing.assert_allclose(simulate(n, 7, s).column("q_pos"), _by_torch(n, 7, s), rtol=1e-10)
+
+
+def test_both_accounts_explain_a_plain_step():
+    """Of a small plain gradient step, prediction and split are the same thing, and the measured change up to lr^2."""
+    c = simulate(8, 1, replace(SMALL, optimizer="sgd", weight_decay=0.0, lr=1e-3))
+    for predicted, moved in zip(PREDICTED, MOVED, strict=False):
+        np.testing.assert_allclose(c.column(moved), c.column(predicted), rtol=1e-9, atol=1e-18)
+    total = sum(c.column(name) for name in PREDICTED)
+    np.testing.assert_allclose(c.column("measured"), total, atol=1e-9)
+    assert np.abs(total).max() > 1e-7
+
+
+def test_prediction_is_the_general_form_of_the_theorem(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "_draw", lambda p, n, rng, draw=module._draw: seen.append(draw(p, n, rng)) or seen[-1])
+    s = replace(SMALL, steps=1)
+    c = simulate(20, 0, s)
+    z = module._logits(s)
+    counts = np.zeros(300)
+    counts[seen[0][0]] = seen[0][1]
+    assert counts.sum() == 20
+    right = np.arange(300) < 40
+    rewards = np.where(right, 1.0, -1.0)
+    terms = general_terms(softmax(z), counts, counts * (rewards - counts @ rewards / 20), right, s.lr)
+    found = [c.column(name)[1] for name in PREDICTED]
+    np.testing.assert_allclose(found, [terms.sampled_right, terms.sampled_wrong, terms.unsampled], rtol=1e-12)
+
+
+def test_the_split_of_adamw_adds_up():
+    c = simulate(8, 1, SMALL)
+    total = sum(c.column(name) for name in MOVED)
+    # Second order in a step of at most lr per logit: Q(1 - Q) lr^2 at most, and some.
+    np.testing.assert_allclose(c.column("measured"), total, atol=SMALL.lr**2)
+    assert np.abs(c.column("measured")[1:]).min() > 3 * SMALL.lr**2
+
+
+def test_draws_follow_p():
+    """Pearson's statistic of 30 categories has mean 29 and variance about 58."""
+    found = []
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        p = rng.dirichlet(np.ones(30))
+        tokens, counts = module._draw(p, 20_000, rng)
+        assert (np.diff(tokens) > 0).all()
+        assert counts.sum() == 20_000
+        counts = np.bincount(tokens, counts, minlength=30)
+        found.append(((counts - 20_000 * p) ** 2 / (20_000 * p)).sum())
+    assert abs(np.mean(found) - 29) < 3 * np.std(found) / np.sqrt(300)
+
+
+@pytest.mark.parametrize(
+    ("n", "q_pos", "improved"),
+    [
+        (4, 0.6013, 0.1145),
+        (16, 0.6074, 0.317),
+        (512, 0.6341, 0.629),
+        pytest.param(51200, 0.6472, 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_paper_setting(n, q_pos, improved):
+    """An independent NumPy re-run of the same variant, over 4 to 8 seeds, gave these middles."""
+    s = simulate(n, 0, Settings()).summary()
+    assert s["q_pos_initial"] == pytest.approx(0.6301, abs=5e-5)
+    assert s["q_pos_final"] == pytest.approx(q_pos, abs=0.002)
+    assert s["improved_share"] == pytest.approx(improved, abs=0.02)
+    assert -2e-4 < s["worst_drop"] < (-1e-5 if n == 4 else -1e-7)
+
+
+def test_csv_holds_states_and_sums(tmp_path):
+    c = simulate(8, 1, replace(SMALL, steps=25))
+    write_csv(tmp_path / "c.csv", [c], every=10)
+    with open(tmp_path / "c.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(r["step"]) for r in rows] == [0, 10, 20, 25]
+    assert [float(r["q_pos"]) for r in rows] == pytest.approx([c.column("q_pos")[i] for i in (0, 10, 20, 25)], rel=1e-8)
+    assert float(rows[2]["measured"]) == pytest.approx(c.column("measured")[11:21].sum(), rel=1e-8)
+    total = sum(float(r["moved_unsampled"]) for r in rows)
+    assert total == pytest.approx(c.column("moved_unsampled").sum(), rel=1e-8)
+
+
+def test_figure_says_what_the_curves_say():
+    curves = [simulate(n, seed, SMALL) for n in (4, 64) for seed in (0, 1)]
+    axes = build_figure(curves, SMALL).axes
+    for panel, name in enumerate(("q_pos", "improved_share", "worst_drop")):
+        for line, c in zip(axes[panel].lines, curves, strict=False):
+            assert np.asarray(line.get_ydata()).tolist() == c.column(name).tolist()
+    bars = [bar.get_height() for bar in axes[3].containers[2]]
+    assert axes[3].containers[2].get_label() == "not drawn"
+    assert bars == pytest.approx(
+        [np.mean([c.column("moved_unsampled").sum() for c in curves if c.n == n]) for n in (4, 64)]
+    )
+    shares = [bar.get_height() for bar in axes[5].containers[1]]
+    assert shares[0] == pytest.approx(np.mean([(c.column("measured")[1:] > 0).mean() for c in curves[:2]]))
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", *arguments])
+    return int(end.value.code or 0)
+
+
+def test_the_command_prints_a_summary_and_draws_a_figure(tmp_path: Path, capsys):
+    out = tmp_path / "sim"
+    small = ["--vocabulary", "300", "--correct", "40", "--steps", "60"]
+    assert _run(*small, "--n", "8", "4", "--seeds", "3", "--out", str(out)) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    summaries = [simulate(n, 3, SMALL).summary() for n in (4, 8)]
+    assert [row[3] for row in rows] == [f"{summary['q_pos_final']:.4f}" for summary in summaries]
+    assert (out / "simulate.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--correct", "128000"], "correct = 128000: must be less than vocabulary"),
+        (["--eps", "0"], "eps = 0.0: must be a positive number"),
+        (["--n", "0"], "draws must be at least 1"),
+        (["--steps", "0"], "steps = 0"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, says, capsys, tmp_path):
+    assert _run(*arguments, "--out", str(tmp_path / "x")) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert says in error

@@ -1,0 +1,151 @@
+"""From rewards to the advantages of tokens, against the equations in Python's own floats."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.train.experience import rollout_advantages, token_advantages
+from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes
+
+LENGTHS = [3, 1, 5, 2]
+EARNED = [0.75, -1.5, 0.25, 1.0]
+OPS = [backend(name, torch.device("cpu")) for name in ("fused", "reference")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def replicas(processes):
+    return processes.groups.dp
+
+
+def values():
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(n, generator=g) for n in LENGTHS]
+
+
+def recursive(reward, v, gamma, lam):
+    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1} (Schulman et al. 2016, eq. 11 to 16)."""
+    found, after, next_value = [], 0.0, 0.0
+    for t in reversed(range(len(v))):
+        after = (reward if t == len(v) - 1 else 0.0) + gamma * next_value - v[t] + gamma * lam * after
+        next_value = v[t]
+        found.append(after)
+    return found[::-1]
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
+def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
+    v = values()
+    algo = AlgoConfig(advantage="gae", gamma=gamma, lam=lam)
+    credit = token_advantages(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
+    raw = [recursive(r, x.tolist(), gamma, lam) for r, x in zip(EARNED, v, strict=True)]
+    flat = [a for row in raw for a in row]
+    mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+    returns = []
+    for mine, goals, row, x in zip(credit.advantages, credit.returns, raw, v, strict=True):
+        assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
+        assert goals.tolist() == pytest.approx([a + b for a, b in zip(row, x.tolist(), strict=True)], abs=1e-5)
+        returns += goals.tolist()
+    explained = 1 - statistics.pvariance(flat) / statistics.pvariance(returns) if lam else None
+    if explained is not None and gamma:
+        assert credit.metrics["explained_variance"] == pytest.approx(explained, rel=1e-4)
+    assert credit.metrics["return_mean"] == pytest.approx(statistics.fmean(returns), abs=1e-6)
+    assert credit.metrics["value_mean"] == pytest.approx(statistics.fmean(torch.cat(v).tolist()), abs=1e-6)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
+    """gamma = lambda = 1 and V = 0: every token's advantage is its response's (REINFORCE++, section 3.3)."""
+    algo = AlgoConfig(advantage="gae")
+    zeros = [torch.zeros(n) for n in LENGTHS]
+    credit = token_advantages(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
+    free = token_advantages(torch.tensor(EARNED), LENGTHS, None, None, AlgoConfig(), ops, replicas)
+    assert free.returns is None
+    assert [row.tolist() for row in free.advantages] == [[r] * n for r, n in zip(EARNED, LENGTHS, strict=True)]
+    # With values of zero the returns are the advantages before whitening.
+    assert all(torch.equal(a, b) for a, b in zip(credit.returns, free.advantages, strict=True))
+    flat = torch.cat(free.advantages).double()
+    whitened = (torch.cat(free.advantages).double() - flat.mean()) / flat.std(correction=0)
+    torch.testing.assert_close(torch.cat(credit.advantages).double(), whitened, atol=1e-6, rtol=1e-6)
+    assert credit.metrics["explained_variance"] == 0.0
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
+def test_kl_in_the_reward(replicas, ops, kind):
+    """r_t = -beta KL_t, and what the response earned at its end; A_t = sum of what comes, from t on."""
+    g = torch.Generator().manual_seed(1)
+    kl = [torch.randn(n, generator=g) for n in LENGTHS]
+    algo = AlgoConfig(advantage=kind, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
+    v = [torch.zeros(n) for n in LENGTHS] if kind == "gae" else None
+    credit = token_advantages(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
+    raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(EARNED, kl, strict=True)]
+    flat = [a for row in raw for a in row]
+    mean, std = (0.0, 1.0) if kind in ("grpo", "maxrl") else (statistics.fmean(flat), statistics.pstdev(flat))
+    for mine, row in zip(credit.advantages, raw, strict=True):
+        assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
+    assert (credit.returns is None) == (kind != "gae")
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_no_rows_and_equal_returns(replicas, ops):
+    """A replica without rows takes part; returns that do not vary leave no advantage and no variance to explain."""
+    algo = AlgoConfig(advantage="gae")
+    nothing = token_advantages(torch.zeros(0), [], [], None, algo, ops, replicas)
+    assert len(nothing.advantages) == len(nothing.returns) == 0
+    equal = token_advantages(torch.ones(2), [2, 3], [torch.zeros(2), torch.zeros(3)], None, algo, ops, replicas)
+    assert torch.count_nonzero(torch.cat(equal.advantages)) == 0
+    assert math.isnan(equal.metrics["explained_variance"])
+
+
+REWARDS = [[0.0, 1.0, None, 0.0], [1.0] * 4, [0.25, 0.5, 0.25, None]]
+
+
+def outcomes():
+    table = [[math.nan if r is None else r for r in row] for row in REWARDS]
+    state = [[LOST if r is None else (STOP, LENGTH)[i % 2] for i, r in enumerate(row)] for row in REWARDS]
+    none = torch.zeros(3, 4).long()
+    rewards = torch.tensor(table).nan_to_num(0.0)
+    return Outcomes(torch.tensor(state), rewards, rewards == 1, torch.ones(3, 4).long(), none, none, none)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("kind", ["grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
+def test_what_rollouts_earn(ops, kind):
+    """Mixed, all-right and partly-right groups with lost siblings."""
+    algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"))
+    got = rollout_advantages(outcomes(), [0, 1, 2], algo, ops)
+    alive = [[r for r in row if r is not None] for row in REWARDS]
+    centred = [[r - statistics.fmean(row) for r in row] for row in alive]
+    if kind == "grpo":
+        expected = [
+            [x / (statistics.stdev(row) + 1e-6) for x in part] for part, row in zip(centred, alive, strict=True)
+        ]
+    elif kind == "maxrl":
+        expected = [[x / statistics.fmean(row) for x in part] for part, row in zip(centred, alive, strict=True)]
+    elif kind == "pass_at_k":
+        expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # both others are wrong: nothing is right without the one
+    else:
+        expected = centred
+    if kind in ("pass_at_k", "reinforce_pp_baseline"):
+        flat = [x for row in expected for x in row]
+        mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+        kl = replace(algo, kl_coef=0.1, kl_in="reward")  # token_advantages whitens then, not this
+        table = rollout_advantages(outcomes(), [0, 1, 2], kl, ops)
+        assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
+        expected = [[(x - mean) / std for x in row] for row in expected]
+    for row, rewards, want in zip(got.tolist(), REWARDS, expected, strict=True):
+        found = iter(want)
+        assert row == pytest.approx([0.0 if r is None else next(found) for r in rewards], abs=1e-6, rel=1e-5)
+
+
+def test_a_critic_s_rollouts_earn_their_rewards():
+    got = rollout_advantages(outcomes(), [0, 1, 2], AlgoConfig(advantage="gae"), OPS[0])
+    assert got.tolist() == [[r or 0.0 for r in row] for row in REWARDS]
