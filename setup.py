@@ -1,10 +1,12 @@
-"""pyproject.toml declares everything but what depends on torch: the extension megatron_brorl._C, built from csrc/, and
-which torch the package asks for, the one that the extension is compiled against. csrc/build_backend.py finds it.
+"""Build the extension megatron_brorl._C from csrc/, and require the torch release that it is compiled against.
 
-BRORL_NATIVE=1 builds the CPU kernels for this processor, as make does; 0, the default, for any: on x86-64 three times,
-of which the best that a processor runs is loaded (ops/fused/native.py). BRORL_CUDA=1 builds the CUDA kernels, 0
-leaves them out; unset, they are built if torch has CUDA and CUDA_HOME has nvcc. cuBLAS may come from pip (nvidia/cu13).
-BRORL_SANITIZE=1 builds for `make sanitize`.
+pyproject.toml declares everything else; csrc/build_backend.py provides torch in isolated builds. Environment variables:
+
+    BRORL_NATIVE    1: CPU kernels for this processor only (used by make). 0 (default): for any processor; on x86-64,
+                    three sets are built, and ops/fused/native.py loads the best one.
+    BRORL_CUDA      1: build the CUDA kernels. 0: do not. Unset: build them if torch has CUDA and CUDA_HOME has nvcc.
+                    cuBLAS may come from pip (nvidia/cu13).
+    BRORL_SANITIZE  1: build for `make sanitize`.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ try:
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError as error:
     raise SystemExit(
-        f"setup.py: building megatron_brorl needs torch ({error}): pip install . brings one where there is none; with "
-        "--no-build-isolation install torch, setuptools and ninja first (make does)"
+        f"setup.py: building megatron_brorl needs torch ({error}): use `pip install .`, which provides one, or with "
+        "--no-build-isolation install torch, setuptools and ninja first"
     ) from error
 
 sys.path.insert(0, str(Path(__file__).parent / "csrc"))
-from nvcc_flags import NVCC_FLAGS  # the compile test uses the same
+from nvcc_flags import NVCC_FLAGS  # shared with the compile test
 
 
 def switch(name: str, default: bool, meaning: dict[bool, str]) -> bool:
-    """An environment variable that is 0 or 1; prints what was chosen, because nothing else would show it."""
+    """Return the value of an environment variable that is 0 or 1, and print it for the build log."""
     text = os.environ.get(name, str(int(default)))
     if text not in ("0", "1"):
         raise SystemExit(f"setup.py: {name} is {text!r}; it takes 0 ({meaning[False]}) or 1 ({meaning[True]})")
@@ -49,14 +51,14 @@ def switch(name: str, default: bool, meaning: dict[bool, str]) -> bool:
     return chosen
 
 
-# torch leaves its own unset where it was built without CUDA.
+# A torch without CUDA does not set its CUDA_HOME.
 CUDA_HOME = os.environ.get("CUDA_HOME") or TORCH_CUDA_HOME
 
 
 def cuda_folders(*names: str) -> list[Path]:
-    """Return the folders of these names in the CUDA toolkit, and in the packages that torch's wheels for CUDA 13 use.
+    """Return the existing folders of these names in the CUDA toolkit and in nvidia/cu13.
 
-    A toolkit may lack cuBLAS, which pip then has in nvidia/cu13.
+    nvidia/cu13 belongs to torch's wheels for CUDA 13. It has cuBLAS, which a toolkit may lack.
     """
     found = importlib.util.find_spec("nvidia")
     packages = [Path(p, "cu13") for p in (found.submodule_search_locations or ())] if found else []
@@ -67,13 +69,13 @@ def cuda_folders(*names: str) -> list[Path]:
 
 
 def cuda_library(name: str) -> str | None:
-    """Return the path of a library of CUDA; wheels have libcublas.so.13 and no libcublas.so."""
+    """Return the path of a CUDA library, with a version suffix as in wheels (libcublas.so.13)."""
     folders = cuda_folders("lib64", "lib")
     return next((str(p) for folder in folders for p in sorted(folder.glob(f"{name}.so*"))), None)
 
 
 def lack_of_cuda() -> str:
-    """Return what is missing to build the CUDA kernels; "" if nothing is."""
+    """Return the reason why the CUDA kernels cannot be built, or ""."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA"
     if CUDA_HOME is None:
@@ -102,15 +104,15 @@ if CUDA and LACK_OF_CUDA:
 CUDA_INCLUDES = cuda_folders("include") if CUDA else []
 CUDA_LIBRARIES = [x for x in map(cuda_library, ("libcudart", "libcublas")) if CUDA and x]
 
-# Contraction to fused multiply-adds is off by default under -std=c++17; math errno would keep loops scalar. Python's
-# own flags ask for debugging information, which is 24 of 25 MB.
+# -std=c++17 disables contraction to fused multiply-adds by default. Math errno would prevent vectorisation. Python's
+# own flags request debugging information, which would be 24 of 25 MB.
 FLAGS = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-psabi"]
 FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"] if SANITIZE else ["-g0"]
-WIDE = ["-mprefer-vector-width=512"]  # compilers prefer 256, which costs the softmax passes a third
+WIDE = ["-mprefer-vector-width=512"]  # the default of 256 makes the softmax passes a third slower
 
 
 def processors() -> dict[str, tuple[str, list[str]]]:
-    """What each module to be built is for, and its flags, by the end of its name."""
+    """Return the processor and the flags of each module to build, by the suffix of its name."""
     x86 = platform.machine() == "x86_64"
     if NATIVE:
         return {"": ("this processor", ["-march=native", *(WIDE if x86 else [])])}
@@ -124,7 +126,7 @@ def processors() -> dict[str, tuple[str, list[str]]]:
 
 
 def extension(name: str, processor: str, flags: list[str]) -> Any:
-    """One module of csrc/."""
+    """Return the extension module of csrc/ for a processor."""
     told = [("BRORL_PROCESSOR", f'"{processor}"'), ("BRORL_TORCH", f'"{TORCH_RELEASE}"')]
     return CppExtension(
         name,
@@ -139,7 +141,7 @@ def extension(name: str, processor: str, flags: list[str]) -> Any:
 
 
 class Build(BuildExtension):
-    """torch's build, with the .cu files compiled by plain nvcc beforehand: they include nothing of torch."""
+    """Compile the .cu files by plain nvcc, because they do not include torch, and the rest by torch's build command."""
 
     def build_extensions(self) -> None:
         objects = [str(self.compiled(x)) for x in sorted(Path("csrc").rglob("*.cu"))] if CUDA else []
@@ -147,20 +149,20 @@ class Build(BuildExtension):
             ext.extra_objects += objects
         super().build_extensions()
 
-        # Modules of an earlier build in place would be loaded instead of these.
+        # Delete modules of an earlier in-place build, which would be loaded instead.
         built = {Path(self.get_ext_fullpath(ext.name)).name for ext in self.extensions}
         for old in Path("megatron_brorl").glob("_C*.so") if self.inplace else ():
             if old.name not in built:
                 old.unlink()
 
     def build_extension(self, ext: Any) -> None:
-        """Each with objects of its own, for each has flags of its own."""
+        """Build a module in its own folder, because each module has its own flags."""
         shared, self.build_temp = self.build_temp, str(Path(self.build_temp, ext.name))
         super().build_extension(ext)
         self.build_temp = shared
 
     def compiled(self, source: Path) -> Path:
-        """The object of a .cu file."""
+        """Compile a .cu file and return the path of the object file."""
         target = Path(self.build_temp).absolute() / "cuda" / f"{source.stem}.o"
         target.parent.mkdir(parents=True, exist_ok=True)
         include = [f"-I{p}" for p in CUDA_INCLUDES]

@@ -6,7 +6,7 @@
 128 prompts of 200 tokens have N responses each. Lengths are log-normal (standard deviation 0.5 of the logarithm between
 prompts and 0.5 within, mean 8,192 tokens, cut off at 14,336). 62% of the groups are kept and trained in 8 mini-batches
 by a model of 1.5 billion weights. Column "runs" gives each replica a run of whole prompts and trains them where they
-were sampled; "dealt" and "assigned" are the code that training uses. Generation is the mean number of tokens over
+were sampled; "dealt" and "assigned" use the code of training. Generation is the mean number of tokens over
 replicas divided by the maximum; update is the same for predicted cost, summed over optimizer steps. Seconds are
 processor time of planning one step, on one thread.
 """
@@ -28,41 +28,47 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost
 from megatron_brorl.rollout.sampler import deal
-from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
-from megatron_brorl.train.redistribute import TOKEN_BYTES
+from megatron_brorl.train.redistribute import TOKEN_BYTES, assign_replicas
 
-PROMPTS, PROMPT_TOKENS, MINI_BATCHES, KEPT = 128, 200, 8, 0.62
-MEAN, LONGEST, SPREAD = 8192, 14336, 0.5
+PROMPTS = 128
+PROMPT_TOKENS = 200
+MINI_BATCHES = 8
+KEPT = 0.62
+MEAN = 8192
+LONGEST = 14336
+SPREAD = 0.5
 MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
 
 
 def drawn(n: int, seed: int) -> Outcomes:
-    """A step's tables: lengths, and which groups are kept."""
+    """Return the tables of a step: lengths and kept groups."""
     rng = np.random.default_rng(seed)
-    between, within = rng.normal(0, SPREAD, (PROMPTS, 1)), rng.normal(0, SPREAD, (PROMPTS, n))
+    between = rng.normal(0, SPREAD, (PROMPTS, 1))
+    within = rng.normal(0, SPREAD, (PROMPTS, n))
     lengths = MEAN * np.exp(between + within - SPREAD**2)  # the mean of each exponential is exp(SPREAD^2 / 2)
     tokens = torch.from_numpy(lengths.clip(1, LONGEST).astype(np.int64))
     kept = np.sort(rng.permutation(PROMPTS)[: round(KEPT * PROMPTS)]).tolist()
 
-    state, none = torch.full_like(tokens, STOP), torch.zeros_like(tokens)
+    state = torch.full_like(tokens, STOP)
+    none = torch.zeros_like(tokens)
     return Outcomes(state, none.float(), none.bool(), tokens, none, none, none, list(range(PROMPTS)), kept)
 
 
 def efficiency(loads: np.ndarray) -> float:
-    """Mean over replicas by maximum, with steps [steps, replicas] added up."""
+    """Return the mean over replicas divided by the maximum, from loads [steps, replicas] summed over steps."""
     return float(loads.mean(-1).sum() / loads.max(-1).sum())
 
 
 def in_runs(outcomes: Outcomes, replicas: int) -> torch.Tensor:
-    """The replica of every rollout where each gets a run of them, in (group, sibling) order."""
+    """Return the replica of every rollout if each replica gets a run of them in (group, sibling) order."""
     rows = outcomes.tokens.numel()
     cuts = [rows * i // replicas for i in range(1, replicas)]
     return torch.bucketize(torch.arange(rows), torch.tensor(cuts), right=True).view_as(outcomes.tokens)
 
 
 def dealt(outcomes: Outcomes, replicas: int) -> torch.Tensor:
-    """The replica of every rollout as the project deals them."""
+    """Return the replica of every rollout as rollout.sampler.deal assigns it."""
     holder = torch.empty_like(outcomes.tokens)
     for i, slots in enumerate(deal(list(product(range(holder.shape[0]), range(holder.shape[1]))), [0] * replicas)):
         group, sibling = torch.tensor(slots).T
@@ -75,7 +81,7 @@ def sums(holder: torch.Tensor, values: torch.Tensor, replicas: int) -> np.ndarra
 
 
 def old_update(outcomes: Outcomes, holder: torch.Tensor, algo: AlgoConfig, costs: CostModel, replicas: int) -> float:
-    """The efficiency where rows are trained by whoever sampled them."""
+    """Return the efficiency if each replica trains on the rows that it sampled."""
     group, sibling = trained(outcomes, overlong_filter=False).nonzero(as_tuple=True)
     prompts = torch.full_like(group, PROMPT_TOKENS)
     own, _ = replace(costs, share=False).rows(prompts.numpy(), outcomes.tokens[group, sibling].numpy(), group.numpy())
@@ -87,17 +93,18 @@ def old_update(outcomes: Outcomes, holder: torch.Tensor, algo: AlgoConfig, costs
 
 
 def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     outcomes = drawn(n, seed=n + replicas)
     algo = AlgoConfig(mini_batches=MINI_BATCHES, mini_batch_of=of)
-    runs, holder = in_runs(outcomes, replicas), dealt(outcomes, replicas)
+    runs = in_runs(outcomes, replicas)
+    holder = dealt(outcomes, replicas)
 
     begun = time.thread_time()
-    assigned = assign_rows(outcomes, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
+    replica, balance = assign_replicas(outcomes, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
     seconds = time.thread_time() - begun
 
-    # A row that is trained where it was sampled does not travel.
-    moving = (assigned.replica >= 0) & (assigned.replica != holder)
+    # Rows that are trained where they were sampled are not sent.
+    moving = (replica >= 0) & (replica != holder)
     sent = sums(holder[moving], outcomes.tokens[moving], replicas) * TOKEN_BYTES
     return {
         "n": n,
@@ -106,8 +113,8 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
         "generation_runs": efficiency(sums(runs, outcomes.tokens, replicas)),
         "generation": efficiency(sums(holder, outcomes.tokens, replicas)),
         "update_runs": old_update(outcomes, runs, algo, costs, replicas),
-        "update": assigned.balance,
-        "rows": int((assigned.replica >= 0).sum()),
+        "update": balance,
+        "rows": int((replica >= 0).sum()),
         "seconds": seconds,
         "sent_mib": float(sent.max()) / 2**20,
     }
@@ -115,7 +122,7 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="N = 64 on 8 replicas alone")
+    parser.add_argument("--quick", action="store_true", help="N = 64 on 8 replicas only")
     parser.add_argument("--n", type=int, nargs="+", default=[512, 4096], help="siblings of a prompt")
     parser.add_argument("--replicas", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")

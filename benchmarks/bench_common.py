@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, fresh processes, the machine's GEMM peak, models with random weights, rows."""
+"""Shared parts of the benchmarks: options, fresh processes, the machine's GEMM peak, random models, rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODELS = {
 
 
 def options(doc: str | None, quick: str, repeat: int, repeats: str) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark. quick and repeats: what --quick does and --repeat counts."""
+    """Return a parser with the common options. quick, repeats: the help of --quick and --repeat."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
@@ -40,19 +40,19 @@ def options(doc: str | None, quick: str, repeat: int, repeats: str) -> argparse.
 
 
 def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows as a JSON list, where a path was given (--json)."""
+    """Write the rows as a JSON list if there is a path (--json)."""
     if path:
         path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """function(args) in a fresh process, so that no row inherits memory or warm caches from another."""
+    """Return function(args) from a fresh process, so that no row inherits memory or warm caches from another."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, args).result()
 
 
 def peak_flops(args: tuple[str, int]) -> float:
-    """Operations per second of a product of 4096 x 4096 matrices, the best of five. args: dtype, threads."""
+    """Return the operations per second of a product of 4096 x 4096 matrices, the best of five. args: dtype, threads."""
     dtype, threads = args
     torch.set_num_threads(threads)
     a, b = torch.randn(2, 4096, 4096).to(DTYPES[dtype])
@@ -70,6 +70,6 @@ def write_model(name: str, directory: Path) -> None:
 
 
 def matrix_weights(shape: ModelShape) -> int:
-    """Weights that multiply every token: the matrices of the layers and the LM head. No embedding, norm or bias."""
+    """Count the weights that multiply every token: the matrices of the layers and the LM head."""
     layers = sum(s[0] * s[1] for name, s in hf_shapes(shape).items() if ".layers." in name and len(s) == 2)
     return layers + shape.vocab * shape.hidden

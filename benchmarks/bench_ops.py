@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Time and extra peak memory of the fused linear PPO loss, forward and backward, against what else one could write.
+"""Time and extra peak memory of the fused linear PPO loss, forward and backward, against other implementations.
 
     python benchmarks/bench_ops.py [--quick] [--json FILE] [--shapes 0 2] [--impl fused eager] [--dtypes fp32 bf16]
                               [--clipped SHARE] [--threads N] [--repeat N]
 
-Every row is measured in a process of its own, after one call that compiles and warms up: the median of the seconds and
+Every row is measured in a separate process, after one call that compiles and warms up: the median of the seconds and
 the growth of the resident set at its peak. gemm_peak_share counts three products, 6 T H V operations, against the speed
 of a product of 4096 x 4096 matrices in the same dtype, the faster of one before and one after the rows. The fused op
-returns the entropy as well; the others are spared it. It also leaves tokens without a gradient (clipped ones) out of
-two of the three products; "clipped" is their share, by default what the random old log-probabilities make it. Linux
-only.
+returns the entropy as well; the others do not. It also leaves tokens without a gradient (clipped ones) out of two of
+the three products; "clipped" is their share, by default that of the random old log-probabilities. Linux only.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # of the impleme
 
 
 def full_loss(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
-    """The loss through full logits [T, V] in float32, summed over tokens."""
+    """Return the loss from full logits [T, V] in float32, summed over tokens."""
     eps_low, eps_high, is_cap = LIMITS
     log_probs = (h @ w.t()).float().log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     ratio = (log_probs - old).clamp(-20, 20).exp()
@@ -63,28 +62,30 @@ def fused(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advan
 
 
 def liger_like(h: Tensor, w: Tensor, *rest: Tensor) -> float:
-    """Gradients chunk by chunk on the way forward, the weight's accumulated in float32 (Liger-Kernel's scheme)."""
+    """Compute gradients by chunk in the forward pass, with a float32 sum for the weight (Liger-Kernel's scheme)."""
     gradient = torch.func.grad_and_value(full_loss, argnums=(0, 1))
-    grad_hidden, grad_weight = torch.empty_like(h), torch.zeros_like(w, dtype=torch.float32)
+    grad_hidden = torch.empty_like(h)
+    grad_weight = torch.zeros_like(w, dtype=torch.float32)
     rows = CHUNK_ROWS[h.device.type]
 
-    def accumulate(part: slice) -> float:  # a function, so that a chunk's gradients are gone before the next
+    def accumulate(part: slice) -> float:  # a function, so that the gradients of a chunk are freed before the next one
         (gh, gw), value = gradient(h.detach()[part], w.detach(), *(x[part] for x in rest))
         grad_hidden[part] = gh
         grad_weight.add_(gw)
         return value.item()
 
     total = sum(accumulate(slice(i, i + rows)) for i in range(0, len(h), rows))
-    h.grad, w.grad = grad_hidden.detach().div_(len(h)), grad_weight.div_(len(h)).to(w.dtype)
+    h.grad = grad_hidden.detach().div_(len(h))
+    w.grad = grad_weight.div_(len(h)).to(w.dtype)
     return total / len(h)
 
 
 def chunked(loss: Callable[..., Tensor]) -> Callable[..., float]:
-    """Forward and backward of one chunk after the other, each as large as the fused op's; autograd accumulates the
-    gradients."""
+    """Run forward and backward passes by chunk, with the chunk size of the fused op; autograd sums the gradients."""
 
     def run(h: Tensor, w: Tensor, *rest: Tensor) -> float:
-        total, rows = 0.0, CHUNK_ROWS[h.device.type]
+        total = 0.0
+        rows = CHUNK_ROWS[h.device.type]
         for i in range(0, len(h), rows):
             part = slice(i, i + rows)
             value = loss(h[part], w, *(x[part] for x in rest)) / len(h)
@@ -96,7 +97,7 @@ def chunked(loss: Callable[..., Tensor]) -> Callable[..., float]:
 
 
 def trl_like(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
-    """Full logits with the log-probability as logit - logsumexp, sequence by sequence (TRL's selective_log_softmax)."""
+    """Compute log-probabilities as logit - logsumexp, sequence by sequence (TRL's selective_log_softmax)."""
     eps_low, eps_high, is_cap = LIMITS
     logits = (h @ w.t()).view(-1, CHUNK, len(w)).float()
     picked = logits.gather(-1, ids.view(-1, CHUNK, 1)).squeeze(-1)
@@ -118,7 +119,7 @@ IMPLEMENTATIONS: dict[str, Callable[[], Callable[..., float]]] = {
 
 
 def is_clipped(log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    """Where the loss has no gradient [T]."""
+    """Return the mask [T] of tokens without a gradient."""
     ratio = (log_probs - old).exp()
     return torch.where(advantages > 0, ratio > 1 + LIMITS[1], ratio < 1 - LIMITS[0])
 
@@ -126,9 +127,9 @@ def is_clipped(log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
 def make_inputs(
     dtype: str, shape: tuple[int, int, int], clipped: float | None, device: str = "cpu"
 ) -> tuple[Inputs, float]:
-    """hidden [T, H], weight [V, H], ids, old and rollout log-probs, advantages [T]; and the share of clipped tokens.
+    """Return hidden [T, H], weight [V, H], ids, old and rollout log-probs, advantages [T], and the clipped share.
 
-    Drawn on the device. clipped: so many tokens have left the clip range; None: as many as the noise of old makes it.
+    clipped: the share of tokens outside the clip range; None: as the noise of the old log-probabilities makes it.
     """
     t, h, v = shape
     g = torch.Generator(device).manual_seed(0)
@@ -137,9 +138,10 @@ def make_inputs(
     weight = (normal(v, h) / h**0.5).to(DTYPES[dtype]).requires_grad_()
     ids = torch.randint(0, v, (t,), generator=g, device=device)
     old = -math.log(v) + 0.1 * normal(t)
-    rollout_gap, advantages = 0.1 * normal(t), normal(t)
+    rollout_gap = 0.1 * normal(t)
+    advantages = normal(t)
 
-    # So many tokens as `clipped` says have left the clip range, where they have no gradient.
+    # The given share of tokens leaves the clip range, where tokens have no gradient.
     with torch.no_grad():
         log_probs, _ = linear_log_probs(hidden, weight, ids, 1.0)
     if clipped is not None:
@@ -151,15 +153,18 @@ def make_inputs(
 
 
 def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int]) -> dict[str, Any]:
-    """One row, to be called in a fresh process."""
+    """Return one row; to be called in a fresh process."""
     name, dtype, shape, clipped, threads, repeat = args
     torch.set_num_threads(threads)
     inputs, share = make_inputs(dtype, shape, clipped)
-    (t, h, v), (hidden, weight) = shape, inputs[:2]
+    t, h, v = shape
+    hidden, weight = inputs[:2]
 
     # The first call warms up.
     call = IMPLEMENTATIONS[name]()
-    seconds, extra, loss = [], 0, 0.0
+    seconds = []
+    extra = 0
+    loss = 0.0
     for i in range(1 + repeat):
         hidden.grad = weight.grad = None
         elapsed, grown, loss = timed(partial(call, *inputs))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Bytes per second and memory of a refit (actor to engine) and of a conversion of a checkpoint.
+"""Bytes per second and memory of a weight sync (actor to engine) and of the conversion of a checkpoint.
 
     python benchmarks/bench_reshard.py [--quick] [--json FILE] [--model 30m | 1.5b] [--dir DIR] [--repeat N]
 
-Refit: a Qwen2 of 31 million parameters in fp32, under one process, two tensor ranks and two stages; seconds are the
+Weight sync: a Qwen2 of 31 million parameters in fp32, on one process, two tensor ranks and two stages; seconds are the
 median over updates after the first, of the slowest rank, from the actor's parameters to an engine that can generate.
 Conversion: random weights in bf16 (1.5b has the configuration of Qwen2.5-1.5B, 3.1 GB), to Megatron for two tensor
 ranks, to Megatron for one, and back; the result is compared bit by bit. The copies are written to DIR and deleted.
@@ -43,13 +43,13 @@ MODELS = {
 
 
 def measured(function: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds and the growth of the resident set at its peak in MiB."""
+    """Return the seconds and the growth of the resident set at its peak in MiB."""
     seconds, kib, _ = timed(function)
     return seconds, kib / 1024
 
 
 def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pipeline: int, repeat: int) -> list[Any]:
-    """One rank's (seconds, extra MiB) of each update, and the bytes of the weights."""
+    """Return one rank's (seconds, extra MiB) of each update, and the bytes of the weights."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     warnings.simplefilter("ignore")
@@ -128,8 +128,9 @@ def make(args: tuple[str, str, str]) -> None:
 
 
 def same(first: Path, second: Path) -> bool:
-    """Whether two Hugging Face directories hold the same bits, one tensor in memory at a time."""
-    a, b = Checkpoint(first), Checkpoint(second)
+    """Return whether two Hugging Face directories have the same bits, with one tensor in memory at a time."""
+    a = Checkpoint(first)
+    b = Checkpoint(second)
     bits = (torch.equal(a.tensor(n).view(torch.uint8), b.tensor(n).view(torch.uint8)) for n in a.files)
     names = [p.name for p in (first, second) for p in (p / INDEX,) if p.is_file()]
     return len(names) in (0, 2) and a.files.keys() == b.files.keys() and all(bits)
@@ -146,9 +147,9 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the small model alone, two updates")
+    parser.add_argument("--quick", action="store_true", help="the small model only, two updates")
     parser.add_argument("--json", type=Path, help="write the rows here as a JSON list")
-    parser.add_argument("--model", choices=MODELS, default="1.5b", help="that is converted (%(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="1.5b", help="the model to convert (%(default)s)")
     parser.add_argument("--dir", type=Path, help="where to write the copies; default: the system's temporary folder")
     parser.add_argument("--repeat", type=int, default=9, help="timed updates (%(default)s)")
     args = parser.parse_args()
@@ -156,7 +157,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print("what              layout                         MB  seconds    GB/s  extra MiB  peak MiB  peak/model")
 
-    # Everything is written below one folder, which goes whatever happens.
+    # All files are below one folder, which is always deleted.
     root = Path(tempfile.mkdtemp(dir=args.dir))
     try:
         small = str(root / "small")
@@ -165,7 +166,7 @@ def main() -> None:
             rows.append(refit_row(small, tensor, pipeline, repeat))
             show(rows[-1])
 
-        # Conversion there, to another layout and back, each in a fresh process.
+        # To Megatron, to another layout and back, each in a fresh process.
         alone(make, model, str(root / "hf"), "bfloat16")
         steps = [("to-megatron", "hf", "a", 2), ("to-megatron", "a", "b", 1), ("to-hf", "b", "back", 0)]
         for what, source, target, tensor in steps:
@@ -177,7 +178,7 @@ def main() -> None:
             if source != "hf":
                 shutil.rmtree(root / source)
 
-        # Speed means nothing where a bit is lost.
+        # A fast conversion that loses a bit does not count.
         exact = same(root / "hf", root / "back")
         print(f"bit by bit the same after both ways: {exact}")
         rows.append({"what": "round trip", "model": model, "exact": exact})

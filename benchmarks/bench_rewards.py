@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""All verdicts of a step, with equal answers of a prompt judged once and with each judged by itself.
+"""Scoring of a whole step, with equal answers of a prompt scored once and with each scored separately.
 
     python benchmarks/bench_rewards.py [--verifier NAME] [--workers N] [--quick] [--json FILE] [--repeat N]
 
-128 prompts of 512 responses of about 1,000 characters. The share of right ones grows evenly over the first two thirds
-of the prompts, from none to all, and the last third is right throughout; of 64 wrong answers the k-th is drawn with a
-weight of 1 / k. Every response is a text of its own; one in sixteen says no answer. A third of the references are whole
-numbers, a third decimals or fractions, a third expressions. The responses of verifier `exact` are their answers alone.
+There are 128 prompts with 512 responses of about 1,000 characters. The share of right responses grows evenly over the
+first two thirds of the prompts from none to all; the last third is all right. Of 64 wrong answers the k-th is drawn
+with a weight of 1 / k. All responses differ; one in sixteen has no answer. A third of the references are whole
+numbers, a third decimals or fractions, a third expressions. The responses for verifier `exact` are only the answers.
 
-Seconds are those of a scoring as in a step, from the first rollout handed over to the last verdict, without a
-tokenizer; the best of --repeat. The workers have imported the verifier before. The two ways run in one process and
-must agree in every reward.
+Seconds are the best of --repeat, from the first rollout to the last reward as in a step, without a tokenizer. The
+workers have imported the verifier before. The two ways run in one process and must agree in every reward.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import PoolStats, RewardPool
 from megatron_brorl.types import Prompt, Rollout
 
-PROMPTS, SIBLINGS = 128, 512
+PROMPTS = 128
+SIBLINGS = 512
 WRONG = 64  # wrong answers of a prompt
 NO_ANSWER = 1 / 16  # of the responses
 WORDS = (
@@ -52,30 +52,31 @@ CHARS = 1000
 
 
 def references(rng: random.Random, count: int) -> list[str]:
-    """Reference answers of three kinds, in turn."""
+    """Return reference answers of three kinds, in turn."""
     made = []
     for i in range(count):
-        a, b = rng.randrange(2, 1000), rng.randrange(2, 100)
+        a = rng.randrange(2, 1000)
+        b = rng.randrange(2, 100)
         made.append([str(a), rng.choice([f"{a}/{b}", f"{a}.{b}"]), rf"\frac{{{a}\sqrt{{{b}}}}}{{7}}"][i % 3])
     return made
 
 
 def wrong_answers(reference: str) -> list[str]:
-    """The reference with its first number made larger, by 1 and more."""
+    """Return the reference with larger first numbers, by 1 and more."""
     start = next(i for i, c in enumerate(reference) if c.isdigit())
     end = next((i for i in range(start, len(reference)) if not reference[i].isdigit()), len(reference))
     return [f"{reference[:start]}{int(reference[start:end]) + by}{reference[end:]}" for by in range(1, WRONG + 1)]
 
 
 def responses(rng: random.Random, verifier: str, reference: str, n: int, right: float) -> list[str]:
-    """Texts of which a share of about `right` says the reference."""
+    """Return texts of which a share of about `right` has the reference as the answer."""
     wrong = wrong_answers(reference)
     said = rng.choices(wrong, [1 / k for k in range(1, len(wrong) + 1)], k=n)
     said = [reference if rng.random() < right else answer for answer in said]
     if verifier == "exact":
         return said  # which takes the whole response
 
-    # Reasoning that no two responses share, then the answer.
+    # Reasoning that differs between responses, then the answer.
     texts = []
     for answer in said:
         words = " ".join(rng.choices(WORDS, k=CHARS // 3))[:CHARS]
@@ -87,7 +88,7 @@ def responses(rng: random.Random, verifier: str, reference: str, n: int, right: 
 
 
 def measure(prompts: list[Prompt], texts: list[list[str]], pool: RewardPool) -> tuple[float, list[float], PoolStats]:
-    """Seconds of one scoring, its rewards, and what the pool makes of it."""
+    """Return the seconds and the rewards of one scoring, and the counts of the pool."""
     # A response's only token is its number.
     n = len(texts[0])
     flat = [text for siblings in texts for text in siblings]
@@ -108,7 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    # Prompts from hopeless to known.
+    # From prompts without a right response to prompts with right ones only.
     rng = random.Random(0)
     count, n = (8, 64) if args.quick else (PROMPTS, SIBLINGS)
     prompts = [Prompt(f"p/{i}", "", (1,), answer, args.verifier) for i, answer in enumerate(references(rng, count))]
@@ -120,7 +121,7 @@ def main() -> None:
     rewards: list[list[float]] = []
     for cache in (True, False):
         with RewardPool(args.workers, 20.0, impure=frozenset() if cache else frozenset({args.verifier})) as pool:
-            # The imports are not part of a step; every worker has some of these.
+            # Imports are not part of a step, so every worker scores something first.
             measure(prompts[:4], [siblings[:16] for siblings in texts[:4]], pool)
             runs = [measure(prompts, texts, pool) for _ in range(args.repeat)]
         seconds, found, stats = min(runs, key=lambda run: run[0])

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Tokens per second and peak memory of N siblings of one prompt, here and in other engines, in one run.
+"""Tokens per second and peak memory of N siblings of one prompt in the built-in engine and in others, in one run.
 
     python benchmarks/bench_rollout.py [--quick] [--json FILE] [--models t4 m30] [--dtypes fp32 bf16] [--n 512]
                                   [--prompts 64 512] [--lengths 64 8-256] [--engines brorl transformers]
                                   [--vllm-python PYTHON] [--threads N] [--repeat N]
 
-Models have random weights (MODELS in bench_common). Every engine runs in a process of its own, with the same weights,
+Models have random weights (MODELS in bench_common). Every engine runs in a separate process, with the same weights,
 prompts and threads, at temperature 1 without top-p or top-k, and every sibling gets the same forced length in all of
-them: 64 = all the same, 8-256 = evenly spread from 8 to 256 in a shuffled order. No engine looks for an end token. The
-first call warms up; tokens_per_s is the median of the others, each with a prompt of its own. The time includes the
-prompt's. Only brorl computes log-probabilities as well.
+them: 64 for all, or 8-256 for lengths evenly spread from 8 to 256 in a shuffled order. No engine looks for an end
+token. The first call warms up; tokens_per_s is the median of the others, each with a different prompt. The time
+includes that of the prompt. Only brorl computes log-probabilities as well.
 
 peak_mib: peak resident set of the engine's process, runtime and weights included. gemm_peak_share: two operations for
 each weight of the layers' matrices and the LM head per generated token (nothing for the prompt, attention or sampling),
 against a product of 4096 x 4096 matrices of the same dtype, the faster of one before and one after the rows.
-others_cpu_share: the share of the machine that other processes took meanwhile; above a few percent, measure again.
+others_cpu_share: the share of the machine that other processes used during the run; above a few percent, measure again.
 brorl also reports refit_ms, a whole update_weights, and prompt_kv_copies: the growth of the keys and values alive in
 the second decoding step when the prompt is twice as long, over the size of one copy of the prompt's keys and values
 (exact for prompts of a multiple of 16 tokens, the size of a page). Linux only.
@@ -39,30 +39,33 @@ ENGINES = ("brorl", "transformers")
 
 
 def sibling_lengths(spec: str, n: int) -> list[int]:
-    """New tokens of each sibling: "64" for all, "8-256" evenly spread over that range in a shuffled order."""
+    """Return the new tokens of each sibling: "64" for all, or "8-256" evenly spread in a shuffled order."""
     low, _, high = spec.partition("-")
-    first, last = int(low), int(high or low)
+    first = int(low)
+    last = int(high or low)
     lengths = [first + round(i * (last - first) / max(n - 1, 1)) for i in range(n)]
     random.Random(0).shuffle(lengths)
     return lengths
 
 
 def prompts(vocab: int, tokens: int, calls: int) -> list[list[int]]:
-    """One random prompt per call, different from its first token on."""
+    """Return one random prompt per call; prompts differ from the first token on."""
     draw = random.Random(tokens)
     return [[(draw.randrange(vocab) if i else 2 + call) for i in range(tokens)] for call in range(calls)]
 
 
 def kv_bytes(shape: ModelShape, dtype: str, tokens: int) -> int:
-    """Keys and values of one sequence of so many tokens."""
+    """Return the bytes of the keys and values of one sequence."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * tokens * DTYPES[dtype].itemsize
 
 
 def measure(
     pythons: dict[str, str], shape: ModelShape, model: str, job: dict[str, Any], head: dict[str, Any], scratch: Path
 ) -> list[dict[str, Any]]:
-    """The rows of one model, dtype, prompt length and response lengths. gemm_peak_share is still in operations/s."""
-    rows, tokens, prompt = [], sum(job["lengths"]), len(job["prompts"][0])
+    """Return the rows of one model, dtype, prompt length and response lengths. gemm_peak_share is in operations/s."""
+    rows = []
+    tokens = sum(job["lengths"])
+    prompt = len(job["prompts"][0])
     for engine, python in pythons.items():
         found = ask(python, f"engine_{engine}.py", job, scratch)
         seconds = statistics.median(found["seconds"])
@@ -89,7 +92,7 @@ def measure(
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The rows of one table, each against each."""
+    """Print the rows of one table with their ratios."""
     ours = next((r["tokens_per_s"] for r in rows if r["engine"] == "brorl"), None)
     for r in rows:
         ratio = f"{ours / r['tokens_per_s']:.2f}x" if ours else "-"
@@ -114,7 +117,10 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
     args = parser.parse_args()
     if args.quick:
-        args.models, args.n, args.prompts, args.lengths = ["t4"], 64, [64], ["16"]
+        args.models = ["t4"]
+        args.n = 64
+        args.prompts = [64]
+        args.lengths = ["16"]
     pythons = dict.fromkeys(args.engines, sys.executable)
     if args.vllm_python:
         pythons["vllm"] = args.vllm_python
@@ -135,7 +141,7 @@ def main() -> None:
                     "threads": args.threads,
                     "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
                     "lengths": lengths,
-                    # Room for everything, prompts in every sibling too: no engine may have to preempt.
+                    # Enough for the prompt in every sibling, so that no engine has to preempt.
                     "kv_gib": kv_bytes(shape, dtype, args.n * (prompt + max(lengths))) // 2**30 + 1,
                 }
                 head = {"prompt": prompt, "n": args.n, "lengths": spec, "dtype": dtype}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Samples per second and peak memory of a whole training step, here and in TRL's GRPOTrainer, in one run.
+"""Samples per second and peak memory of a whole training step, of this project and of TRL's GRPOTrainer, in one run.
 
     python benchmarks/bench_step.py [--quick] [--json FILE] [--model t4] [--n 512] [--groups 1] [--prompts 64 256]
                                     [--response 64] [--dtypes fp32 bf16] [--tokens-per-micro-batch 2048]
@@ -9,15 +9,14 @@ A step samples N responses to each of --groups prompts, scores them, takes one o
 to the sampler. The model is one of bench_common with random weights, and a tokenizer of one word per token. 1 of 32
 words is an answer in tags, so about half of long responses are right, and the reward costs next to nothing on either
 side. Most responses end at the length limit. In bf16, this project keeps float32 master weights and sums gradients in
-float32; TRL's weights, gradients and optimizer state are all bfloat16. This project runs as the command `brorl
-train` on one process, with its defaults but for the options above; its figures come from metrics.jsonl and summary.json.
-The first step warms up; seconds are medians of the others.
+float32; TRL's weights, gradients and optimizer state are all bfloat16. This project runs as `brorl train` in one process
+with its defaults except for the options above; its numbers come from metrics.jsonl and summary.json. The first step warms up; seconds are medians of the others.
 
 peak_mib: resident set of all processes at its peak, libraries included; on this side that counts the scoring processes
 and the writing of checkpoint and model. gemm_peak_share: 8 operations for each weight of the layers' matrices and the
 LM head per response token (2 to sample, 6 to train; nothing for the prompt), against a product of 4096 x 4096 matrices,
-the faster of one before and one after the rows. others_cpu_share: what other processes took of the machine meanwhile;
-above some percent, measure again. Linux only.
+the faster of one before and one after the rows. others_cpu_share: the share of the machine that other processes used
+during the run; above a few percent, measure again. Linux only.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ from megatron_brorl.families.shape import read_shape
 
 PHASES = ("generate", "score", "train", "refit", "step")
 WORDS_PER_ANSWER = 32  # Half of the answers are right.
-BYTES, END = 256, "<|endoftext|>"
+BYTES = 256
+END = "<|endoftext|>"
 RUN = """
 [run]
 dir = "{dir}"
@@ -74,7 +74,7 @@ def words(vocab: int) -> tuple[list[str], list[str]]:
 
 
 def write_tokenizer(vocab: int, directory: Path) -> None:
-    """A tokenizer of one word per token. Of Qwen2's class, because transformers takes that for a Qwen2 model."""
+    """Write a tokenizer of one word per token, of Qwen2's class, which transformers expects for a Qwen2 model."""
     alphabet = {byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer: Any = Qwen2Tokenizer(vocab=alphabet, merges=[], eos_token=END, pad_token=END, unk_token=None)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in chain(*words(vocab))])
@@ -82,19 +82,21 @@ def write_tokenizer(vocab: int, directory: Path) -> None:
 
 
 def prompts(vocab: int, tokens: int, count: int) -> list[str]:
-    """`count` different prompts of so many plain words each."""
+    """Return `count` different prompts of the given number of plain words."""
     draw = random.Random(tokens)
     _, plain = words(vocab)
     return ["".join(draw.choices(plain, k=tokens)) for _ in range(count)]
 
 
 def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """`brorl train` over the job's prompts."""
-    data, config, out = directory / "train.jsonl", directory / "run.toml", directory / "run"
+    """Run `brorl train` on the prompts of the job."""
+    data = directory / "train.jsonl"
+    config = directory / "run.toml"
+    out = directory / "run"
     rows = [{"prompt": text, "answer": "1"} for text in job["prompts"]]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
-    # The configuration of one run over these prompts.
+    # The configuration of one run on these prompts.
     text = RUN.format(
         dir=out,
         model=job["model"],
@@ -108,7 +110,7 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     )
     config.write_text(text, encoding="utf-8")
 
-    # The command that a user types, in a process of its own.
+    # The command of a user, in a separate process.
     command = [sys.executable, "-m", "megatron_brorl", "train", str(config)]
     environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "TRANSFORMERS_VERBOSITY": "error"}
     done, others = run(command, environment)
@@ -125,7 +127,7 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
-    """One row; gemm_peak_share is still in operations per second."""
+    """Return one row, with gemm_peak_share in operations per second."""
     if not all(0 < reward < 1 for reward in found["rewards"]):
         raise EngineFailed(f"{engine}: all rewards of a step are the same, so there was nothing to train on")
     timed = found["steps"][1:]
@@ -185,11 +187,13 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.quick:
-        args.n, args.prompts, args.response = 64, [64], 16
+        args.n = 64
+        args.prompts = [64]
+        args.response = 16
     if args.n % min(args.trl_micro_batch, args.n):
         parser.error(f"--trl-micro-batch {args.trl_micro_batch} does not divide --n {args.n}")
 
-    # The machine's peak is taken before the rows and after them.
+    # The peak of the machine is measured before and after the rows.
     peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
     rows = []
     for prompt, dtype in product(args.prompts, args.dtypes):
@@ -220,7 +224,7 @@ def main() -> None:
             except EngineFailed as e:
                 sys.exit(f"bench_step: {e}")
 
-    # Shares of the faster of the two peaks.
+    # Shares are relative to the faster of the two peaks.
     for dtype in args.dtypes:
         peak = max(peaks[dtype], alone(peak_flops, dtype, args.threads))
         print(f"{dtype}: peak of a matrix product {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")

@@ -4,8 +4,8 @@
     python benchmarks/check_ifeval.py input_data.jsonl [--min-words N]
 
 The first line with an instruction that verifier "ifeval" does not know ends the check. The floor of a response is its
-mean reward over all prompts: the share of instructions that it follows, and the share of prompts of which it follows
-all.
+mean reward over all prompts: the share of instructions that it follows, and the share of prompts whose instructions
+it follows completely.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_brorl.data.prompts import Row, check_row
 from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import VerifierRow
-from megatron_brorl.rewards.verifiers.ifeval import score
+from megatron_brorl.rewards.verifiers.ifeval import verify
 
 EVERYTHING = (
     '"<<t>>\n* [a] [b] *h* **i**\nSECTION 1 SECTION 2 My answer is yes.\nP.S. P.P.S ****** x Any other questions?"'
@@ -44,7 +44,7 @@ def floor(rows: list[Row], response: str, mode: str, min_words: int) -> tuple[fl
     scores = []
     for row in rows:
         metadata = {**row.metadata, "mode": mode, "min_words": min_words}
-        scores.append(score(response, VerifierRow(id=row.id, prompt="", answer=None, metadata=metadata)).reward)
+        scores.append(verify(response, VerifierRow(id=row.id, prompt="", answer=None, metadata=metadata)).reward)
     return sum(scores) / len(rows), sum(reward == 1 for reward in scores) / len(rows)
 
 

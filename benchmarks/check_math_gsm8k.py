@@ -1,10 +1,9 @@
-r"""Verifier `math` on GSM8K's own solutions: how many score 1, how many still do with another number, and what each way
-of writing an answer costs.
+r"""Verifier `math` on GSM8K's solutions: how many score 1, how many do with a wrong number, false negatives by form.
 
     python benchmarks/check_math_gsm8k.py test.jsonl
 
 The file is the one of openai/grade-school-math, a line {"question", "answer"} each. Every form writes the reference's
-number differently and is judged by verifier `math` and by math-verify alone, which is given the same text.
+number differently and is scored by verifier `math` and by math-verify on the same text.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import math_verify
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.rewards.verifiers import math as math_verifier
 
-# What a form makes of an integer; None where it has no such spelling.
+# The text of an integer in each form; None if the form cannot write it.
 FORMS: dict[str, Callable[[int], str | None]] = {
     "bare": str,
     r"\boxed{}": lambda n: rf"So it is \boxed{{{n}}}.",
@@ -64,14 +63,14 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="GSM8K's test.jsonl or train.jsonl")
     solutions = [json.loads(line)["answer"] for line in parser.parse_args().file.read_text("utf-8").splitlines()]
 
-    # Its own solutions, and the same with another number after the four hashes.
+    # The solutions, and the same with a wrong number after the four hashes.
     began = time.perf_counter()
     right = sum(_ours(solution, solution) for solution in solutions)
     wrong = sum(_ours(_another_number(solution), solution) for solution in solutions)
     rate = 2 * len(solutions) / (time.perf_counter() - began)
     print(f"{right} of {len(solutions)} solutions score 1, {wrong} with another number; {rate:.0f} verdicts/s\n")
 
-    # False negatives of every form, a form depends on the number alone. math-verify reads the response and the number.
+    # False negatives of each form, which depends on the number only. math-verify gets the response and the number.
     print(f"| {'form':26} | answers | refused by `math` | refused by math-verify |\n|---|---|---|---|")
     numbers = sorted({int(math_verifier.reference_of(_row(solution)).replace(",", "")) for solution in solutions})
     for form, write in FORMS.items():

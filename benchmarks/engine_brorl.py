@@ -1,4 +1,4 @@
-"""This project's rollout engine, for benchmarks/bench_rollout.py. On a CPU but where the job names another device."""
+"""This project's rollout engine for benchmarks/bench_rollout.py, on a CPU unless the job names another device."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STOP = 1  # the token that ends a sibling at its length
 
 
 class Sampler:
-    """sample_tokens, which ends sibling i of the prompt at its length by giving it the stop token."""
+    """Wraps sample_tokens: sibling i ends at its length with the stop token."""
 
     def __init__(self) -> None:
         self.lengths = torch.zeros(0, dtype=torch.int64)
         self.look: Callable[[], int] | None = None
-        self.seen = 0  # what look gave at the last draw
+        self.seen = 0  # result of `look` at the last draw
 
     def __call__(
         self, logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, t: float, top_p: float, top_k: int
@@ -45,7 +45,9 @@ class Sampler:
 def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
-    shape, dtype, sampler = read_shape(job["model"]), DTYPES[job["dtype"]], Sampler()
+    shape = read_shape(job["model"])
+    dtype = DTYPES[job["dtype"]]
+    sampler = Sampler()
     device = torch.device(job.get("device", "cpu"))
     engine = TorchEngine(
         shape, hf_shapes(shape), device, dtype, len(job["lengths"]), sampler, backend("fused", device).decode
@@ -67,8 +69,10 @@ def main() -> None:
         engine.update_weights(weights.items(), version)
         refits.append(time.perf_counter() - start)
 
-    # What a prompt token costs in memory: two prompts, one twice as long, at the second draw.
-    prompt, seen, sampler.look = job["prompts"][0], [], engine.kv_bytes
+    # Memory per prompt token, from two prompts of which one is twice as long, at the second draw.
+    prompt = job["prompts"][0]
+    seen = []
+    sampler.look = engine.kv_bytes
     for times in (1, 2):
         generate(prompt * times, [2] * len(job["lengths"]), 0)
         seen.append(sampler.seen)

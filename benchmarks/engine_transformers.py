@@ -1,6 +1,6 @@
-"""transformers' generate with num_return_sequences, for bench_rollout.py. Imports nothing of this project.
+"""transformers' generate with num_return_sequences, for bench_rollout.py. Imports nothing from this project.
 
-On a CPU but where the job names another device.
+It runs on a CPU unless the job names another device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICE = torch.device(JOB.get("device", "cpu"))
 
 
 class Lengths(StoppingCriteria):
-    """Row i is finished at its length; generate keeps the batch going until all rows are."""
+    """Finishes row i at its length; generate continues until all rows are finished."""
 
     def __init__(self, lengths: list[int], prompt: int) -> None:
         self.ends = torch.tensor(lengths, device=DEVICE) + prompt

@@ -1,7 +1,7 @@
-"""vLLM on a CPU, for benchmarks/bench_rollout.py --vllm-python. Imports nothing of this project.
+"""vLLM on a CPU, for benchmarks/bench_rollout.py --vllm-python. Imports nothing from this project.
 
-One request with n siblings where all lengths are equal, else one request per sibling with its own max_tokens; the
-prefix cache, on by default, then shares the prompt. Tokens in, tokens out: no tokenizer, no log-probabilities.
+If all lengths are equal, there is one request with n siblings; otherwise there is one request per sibling with its own
+max_tokens, and the prefix cache, on by default, shares the prompt. There is no tokenizer and no log-probability.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from measure import answer, read_job, time_rollouts
 
 job = read_job()
-# Read when vllm is imported. One process, so that its memory and its time are this one's.
+# vllm reads this when it is imported. One process, so that memory and time are those of this process.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(job["kv_gib"])
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job['threads'] - 1}"
@@ -24,7 +24,8 @@ from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
 
 
 def main() -> None:
-    n, longest = len(job["lengths"]), max(job["lengths"])
+    n = len(job["lengths"])
+    longest = max(job["lengths"])
     llm = LLM(
         model=job["model"],
         dtype={"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]],

@@ -1,7 +1,7 @@
-"""Time and memory of a call, and how a benchmark asks a process of its own for them. The standard library alone.
+"""Time and memory of a call, measured in a separate process. Imports only the standard library.
 
-An engine is a script that is given a job, a JSON file, and prints its answer as the last line of standard output. It
-may run in another environment than this project's, so the scripts import nothing but this file and their engine.
+An engine is a script that reads a job, a JSON file, and prints its answer as the last line of standard output. It may
+run in a different environment from this project, so the scripts import only this file and their engine.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 # (prompt, a length for each sibling, seed) -> the new tokens of each sibling
 Generate = Callable[[list[int], list[int], int], Sequence[Sequence[int]]]
-REFITS = 5  # of which the median counts
+REFITS = 5  # the median of them is reported
 
 
 def status_kib(key: str) -> int:
-    """A figure of /proc/self/status, such as VmRSS or VmHWM."""
+    """Return a value of /proc/self/status in KiB, such as VmRSS or VmHWM."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
 
 def forget_peak() -> None:
-    """Let VmHWM begin anew from the memory in use now."""
+    """Reset VmHWM to the memory in use."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, int, Any]:
-    """(seconds, KiB by which the resident set grew at its peak, result) of call()."""
+    """Return (seconds, KiB by which the resident set grew at its peak, result) of call()."""
     forget_peak()
     resident = status_kib("VmRSS")
     start = time.perf_counter()
@@ -42,21 +42,21 @@ def timed(call: Callable[[], Any]) -> tuple[float, int, Any]:
 
 
 def read_job() -> dict[str, Any]:
-    """The job that this script was started with."""
+    """Return the job of this script."""
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     return job
 
 
 def answer(**values: Any) -> None:
-    """Give the asking process its answer."""
+    """Print the answer for the calling process."""
     print(json.dumps(values), flush=True)
 
 
 def time_rollouts(job: dict[str, Any], generate: Generate, warm_tokens: int | None = None) -> dict[str, Any]:
-    """Seconds of each timed call, and the peak of the resident set over all of them, the engine's weights included.
+    """Return the seconds of each timed call, and the peak of the resident set over all of them, weights included.
 
-    Every call has a prompt of its own, so that no engine finds the last call's in a cache; the first call, which may be
-    held to warm_tokens per sibling, only warms up. Raises where an engine gave other lengths than those asked for.
+    Every call has a different prompt, so that no engine finds it in a cache. The first call, which may be limited to
+    warm_tokens per sibling, only warms up. Raises an error if an engine returned other lengths than requested.
     """
     forget_peak()
     seconds = []
@@ -77,20 +77,23 @@ def time_rollouts(job: dict[str, Any], generate: Generate, warm_tokens: int | No
 
 
 class EngineFailed(Exception):
-    """An engine's process ended without an answer; the text has its last lines."""
+    """Raised if an engine's process ended without an answer; the text has its last lines."""
 
 
 def run(command: Sequence[str], environment: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
-    """A finished process, and what share of the machine's processors others took meanwhile: figures are as good as
-    that is near to 0."""
-    busy, children, start = _busy_seconds(), _children_seconds(), time.perf_counter()
+    """Return a finished process, and the share of the machine's processors that others used during the run.
+
+    Measurements are reliable if that share is near 0."""
+    busy = _busy_seconds()
+    children = _children_seconds()
+    start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     others = _busy_seconds() - busy - (_children_seconds() - children)
     return done, max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))
 
 
 def _busy_seconds() -> float:
-    """Processor seconds that the machine has spent on anything, those stolen by its host included."""
+    """Return the processor seconds that the machine has spent in total, those stolen by its host included."""
     user, nice, system, _idle, _wait, irq, softirq, steal = (
         int(x) for x in Path("/proc/stat").read_text(encoding="ascii").split()[1:9]
     )
@@ -109,11 +112,11 @@ def ask(python: str, script: str, job: dict[str, Any], directory: Path) -> dict[
     environment = os.environ | {
         "OMP_NUM_THREADS": str(job["threads"]),
         "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",  # its threads would be beyond those asked for
+        "TOKENIZERS_PARALLELISM": "false",  # its threads would come on top of the requested ones
         "TRANSFORMERS_VERBOSITY": "error",
     }
     if python != sys.executable:
-        environment.pop("PYTHONPATH", None)  # another environment brings its own packages
+        environment.pop("PYTHONPATH", None)  # another environment has its own packages
     command = [python, str(Path(__file__).parent / script), str(path)]
     done, others = run(command, environment)
     if done.returncode or not done.stdout.strip():

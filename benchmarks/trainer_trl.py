@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer on a CPU, for benchmarks/bench_step.py --trl-python. Imports nothing of this project.
+"""TRL's GRPOTrainer on a CPU, for benchmarks/bench_step.py --trl-python. Imports nothing from this project.
 
 One optimizer step per generation batch: all siblings of a prompt are generated in one call of transformers' generate,
-then trained on in micro-batches. TRL's defaults but for what a CPU or the comparison asks for: the dtype, no gradient
-checkpointing (memory suffices), no reference model (beta = 0 is its default), no saving, no log but one line a step.
+then trained on in micro-batches. Options are TRL's defaults, except the dtype, no gradient checkpointing (there is
+enough memory), no saving, and one log line per step. There is no reference model (beta = 0 is TRL's default).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """1 where the text inside the last <answer>...</answer> is 1, as the other side's verifier has it."""
+    """Return 1 if the text inside the last <answer>...</answer> is 1, as the verifier of the other side does."""
     found = [re.findall(r"<answer>(.*?)</answer>", text) for text in completions]
     return [float(bool(answers) and answers[-1] == "1") for answers in found]
 
 
 class Timed(GRPOTrainer):
-    """Adds up the seconds of the two phases of a step. What is left of the step is training."""
+    """Sums the seconds of the two phases of a step. The rest of the step is training."""
 
     generating = scoring = 0.0
     completion_tokens = 0
@@ -46,7 +46,7 @@ class Timed(GRPOTrainer):
 
 
 class Steps(TrainerCallback):
-    """The seconds, phase by phase, of every optimizer step."""
+    """The seconds of every optimizer step by phase."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -59,7 +59,8 @@ class Steps(TrainerCallback):
         self.trainer.completion_tokens = 0
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        step, t = time.perf_counter() - self.started, self.trainer
+        step = time.perf_counter() - self.started
+        t = self.trainer
         self.rows.append(
             {
                 "generate": t.generating,
@@ -74,10 +75,11 @@ class Steps(TrainerCallback):
 def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
-    n, groups = job["n"], job["groups"]
+    n = job["n"]
+    groups = job["groups"]
     micro_batch = min(job["micro_batch"], n)
 
-    # As near to this project's step as TRL's options come.
+    # The options of TRL that are closest to a step of this project.
     arguments = GRPOConfig(
         output_dir=f"{job['scratch']}/trl",
         use_cpu=True,
@@ -98,7 +100,7 @@ def main() -> None:
         disable_tqdm=True,
     )
 
-    # Its own trainer, timed by callbacks.
+    # TRL's trainer, timed by callbacks.
     steps = Steps()
     trainer = Timed(
         model=job["model"],
@@ -110,7 +112,7 @@ def main() -> None:
     )
     steps.trainer = trainer
 
-    # Memory counts from here on.
+    # Memory is measured from here on.
     forget_peak()
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

@@ -1,5 +1,5 @@
-// The module megatron_brorl._C: loading it registers the ops below. The files of megatron_brorl/ops/fused add what
-// PyTorch takes from Python: fake implementations and autograd formulas.
+// The module megatron_brorl._C. Loading it registers the ops below. The files of megatron_brorl/ops/fused add autograd
+// formulas.
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 

@@ -1,9 +1,9 @@
-"""How pip builds the project: setuptools, with the torch that the extension is compiled against (PEP 517, 660).
+"""The PEP 517 and 660 build backend: setuptools, with the torch that the extension is compiled against.
 
-A compiled extension fits one release of torch. Where the environment that pip installs into has a torch, it is that:
-pip runs a build with the environment's interpreter, so that it can be found though an isolated build does not see it,
-and nothing is downloaded. Where it has none, or the build has an environment of its own (uv, python -m build), the
-build gets TORCH. In either case the wheel asks for the release that it was compiled against (setup.py).
+A compiled extension fits one release of torch. If the environment that pip installs into has a torch, the build uses
+it. pip runs the build with the environment's interpreter, so this module finds that torch even in an isolated build,
+and nothing is downloaded. Otherwise, or if the build has its own environment (uv, python -m build), the build requires
+TORCH. In both cases the wheel requires the release that it was compiled against (setup.py).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ TORCH = "torch==2.13.0"
 
 
 def folders() -> list[str]:
-    """Where the packages of this interpreter's environment lie, whether or not this build sees them."""
+    """Return the package folders of this interpreter's environment, even if the build does not see them."""
     own = [] if sys.prefix != sys.base_prefix else [site.getusersitepackages()]
     return [*site.getsitepackages(), *own]
 
 
 def torch_folders() -> list[str]:
-    """Those that have torch."""
+    """Return the folders that have torch."""
     return [x for x in folders() if next(iter(metadata.distributions(name="torch", path=[x])), None)]
 
 
 def requirements(settings: Any = None) -> list[str]:
-    """What pip installs for a build beside build-system.requires."""
+    """Return what pip installs for a build in addition to build-system.requires."""
     return [] if torch_folders() else [TORCH]
 
 
@@ -38,7 +38,7 @@ get_requires_for_build_wheel = get_requires_for_build_editable = get_requires_fo
 
 
 def _with_torch(name: str) -> Any:
-    """The hook of setuptools by this name, which finds torch: behind everything that the build has of its own."""
+    """Return the setuptools hook of this name. It finds torch after the packages of the build itself."""
 
     def hook(*arguments: Any, **options: Any) -> Any:
         sys.path += [x for x in torch_folders() if x not in sys.path]

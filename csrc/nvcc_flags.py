@@ -1,6 +1,6 @@
-"""How the .cu files are compiled: setup.py and the compile test (tests/ops/test_cuda_compiles.py) share this.
+"""Flags for compiling the .cu files, shared by setup.py and tests/ops/test_cuda_compiles.py.
 
-Ampere and Hopper as machine code, and PTX of the latter for what comes after.
+The result has machine code for Ampere and Hopper, and PTX for later GPUs.
 """
 
 from pathlib import Path

@@ -11,13 +11,13 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #
-# BroRL on a 1.5B model; the values and their sources are in brorl_1.5b.toml. This file is bash and Python:
+# BroRL on a 1.5B model. brorl_1.5b.toml has the values and their sources. This file is both bash and Python:
 #
 #   torchrun --nproc-per-node 8 examples/brorl_1.5b.sh [section.key=value ...]    ranks of this node, by torchrun
 #   bash examples/brorl_1.5b.sh [section.key=value ...]                           one rank per GPU of this node
 #   sbatch examples/brorl_1.5b.sh [section.key=value ...]                         8 nodes of 8 GPUs, from the repository
 #
-# With --smoke each of them runs two steps of a tiny model of the same architecture on CPUs, with the built-in engine.
+# With --smoke, each of them trains a tiny model of the same architecture for two steps on CPUs, with the built-in engine.
 """:"
 set -euo pipefail
 HOME_DIR=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)} # Slurm runs a copy of this file
@@ -46,7 +46,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "brorl_1.5b.toml"
-# With --smoke the run is that of the file but for these keys.
+# --smoke changes only these keys of brorl_1.5b.toml.
 SMOKE_SIZES = """
 run.dir=runs/brorl_1.5b_smoke data.held_out_prompts=16 rollout.n=64 rollout.prompts=12 rollout.max_tokens=24
 algo.mini_batches=2 train.steps=2 train.tokens_per_micro_batch=4096 train.checkpoint_every=1 evaluate.samples=2
@@ -54,7 +54,7 @@ algo.mini_batches=2 train.steps=2 train.tokens_per_micro_batch=4096 train.checkp
 SMOKE_ON_A_CPU = ["rollout.engine=torch"]  # TensorRT-LLM needs a GPU
 SHAPE = "--untied --hidden 96 --layers 4 --heads 12 --kv-heads 2 --ffn 560 --context 16384 --vocab 600 --texts 300".split()
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-# Its own settings: enough to answer between tags, so that some rollouts are right.
+# Enough training to answer between tags, so that some rollouts are correct.
 WARM_START = """
 model.dtype=fp32 model.context=0 parallel.distributed_optimizer=false data.tasks=[] data.held_out_prompts=8
 sft.steps=50 sft.examples_per_step=24 sft.lr=5e-3
@@ -63,7 +63,7 @@ OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def make_tiny_model(directory: Path) -> None:
-    """Write a small Qwen2 model with a chat template that answers two of the tasks between <answer> and </answer>."""
+    """Write a small Qwen2 model with a chat template, trained to answer two of the tasks between answer tags."""
     from reasoning_gym import create_dataset
 
     environment = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_JOB)}
@@ -84,18 +84,18 @@ def make_tiny_model(directory: Path) -> None:
 
 
 def tiny_model(directory: Path) -> None:
-    """Make the model of --smoke on the first rank while the others wait."""
+    """Create the model of --smoke on rank 0. The other ranks wait for it."""
     if int(os.environ.get("RANK", "0")) == 0 and not directory.exists():
-        print(f"brorl_1.5b: making {directory}, a tiny model for --smoke", flush=True)
+        print(f"brorl_1.5b: creating {directory}, a tiny model for --smoke", flush=True)
         directory.parent.mkdir(parents=True, exist_ok=True)
         try:
             make_tiny_model(directory)
         except subprocess.CalledProcessError:
-            sys.exit("brorl_1.5b: cannot make the tiny model (its messages are above)")
+            sys.exit("brorl_1.5b: cannot create the tiny model (see the messages above)")
     deadline = time.monotonic() + 600
     while not directory.exists():
         if time.monotonic() > deadline:
-            sys.exit(f"brorl_1.5b: rank 0 made no {directory} in 600 s")
+            sys.exit(f"brorl_1.5b: rank 0 has not created {directory} within 600 s")
         time.sleep(0.1)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.rules import named
+from megatron_brorl.config.rules import parse_benchmark
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError, shown
 
@@ -50,14 +50,14 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON atomically, with null for numbers that are not finite, as in metrics.jsonl."""
-    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(nonfinite_to_none(value), indent=2, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def nonfinite_to_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: nonfinite_to_none(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [nonfinite_to_none(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -80,7 +80,7 @@ def check_outputs(config: Config, command: str, where: str) -> None:
         ("data.train", config.data.train),
         *((f"data.mixture[{i}].files", source.files) for i, source in enumerate(config.data.mixture)),
     ]
-    benchmarks = [named(benchmark)[1] for benchmark in config.evaluate.benchmarks]
+    benchmarks = [parse_benchmark(benchmark)[1] for benchmark in config.evaluate.benchmarks]
     read += [("data.held_out", config.data.held_out), ("evaluate.benchmarks", benchmarks)]
     inputs = {f"{key} = {path!r}": Path(path) for key, paths in read for path in paths if path}
     for name in WRITTEN[command].split():

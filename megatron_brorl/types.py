@@ -81,7 +81,7 @@ class ScoredRollout:
     rollout: Rollout
     reward: float  # nan while the rollout is "cut"
     right: bool  # whether the response counts as correct (rewards.scoring.final_reward); false while it is "cut"
-    answer: int = 0  # rewards.extract.code of the final answer: equal answers have equal codes
+    answer: int = 0  # rewards.extract.answer_hash of the final answer
     # For the rollout log; None while the rollout is "cut" and after train.redistribute.
     score: ScoreResult | None = field(default=None, compare=False)
 

@@ -1,4 +1,4 @@
-"""Cases of one decoding step's attention over pages, computed row by row in float64."""
+"""Cases of paged attention in one decoding step, computed row by row in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES: list[tuple[int, int, int, list[int], list[int], list[int]]] = [
     (6, 1, 8, [1, 2], [0, 0], [3]),
     (16, 1, 80, [9] * 11, [0] * 4 + [1] * 7, [16, 17]),
     (2, 2, 256, [130], [0], [130]),
-    (6, 1, 16, [600, 512, 513, 1, 7], [0, 0, 0, 1, 1], [1025, 1]),  # several chunks of a GPU's block
+    (6, 1, 16, [600, 512, 513, 1, 7], [0, 0, 0, 1, 1], [1025, 1]),  # several chunks per block of a GPU
 ]
 
 
@@ -41,7 +41,7 @@ class Case:
 
 
 def rotate(x: Tensor, position: int) -> Tensor:
-    """x [heads, d] by complex numbers: pair (i, i + d/2) turns by position THETA^(-2 i / d)."""
+    """Rotate x [heads, d] by complex numbers: pair (i, i + d/2) by position THETA^(-2 i / d)."""
     half = x.shape[-1] // 2
     angle = position * THETA ** (-torch.arange(half).double() / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones(half).double(), angle)
@@ -58,7 +58,7 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
     pages_of = [-(-n // PAGE) for n in (*own, *prompt_lengths)]
     order = torch.randperm(sum(pages_of) + 3, generator=g).int().split([*pages_of, 3])[:-1]
     width = -(-dim // PAGE) * PAGE
-    # Memory that nobody wrote holds anything.
+    # Unwritten memory has arbitrary content.
     keys = torch.full((sum(pages_of) + 3, kv, dim, PAGE), float("nan"), dtype=dtype)
     values = torch.full((len(keys), kv, PAGE, width), float("nan"), dtype=dtype)
 
@@ -107,7 +107,7 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
 
 
 def check(case: Case, got: Tensor) -> None:
-    """Results [B, heads d] as expected, and the new keys where they belong."""
+    """Check results [B, heads d], and that the new keys are in their slots."""
     assert got.dtype == case.qkv.dtype
     limit = TOLERANCE[got.dtype]
     assert (got.cpu().double() - case.expected).norm() <= limit * case.expected.norm()

@@ -1,4 +1,4 @@
-"""The commands of README and docs: found in their text, and held to what the repository has."""
+"""Find the commands in README and docs, and check them against the repository."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ ROOT = Path(__file__).parent.parent
 # Pages in docs/results are records of commands at their time.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# Why no test runs a command, in a comment before its block: <!-- not run: minutes, a GPU -->
-REASONS = {"minutes", "a GPU", "TensorRT-LLM", "Slurm", "the network", "a run", "your files", "another environment"}
+# A comment before a block says why no test runs its commands: <!-- not run: minutes, a GPU -->
 BLOCK = re.compile(r"(?:^<!-- not run: ([^>]*) -->\n\n?)?^```(bash|sh|console)\n(.*?)^```", re.S | re.M)
 FENCED = re.compile(r"^```.*?^```", re.S | re.M)
 INLINE = re.compile(r"(?<!`)`((?:brorl|torchrun|sbatch|bash|make|python) [^`\n]+)`(?!`)")
@@ -30,17 +29,17 @@ SKIPPED = {"for", "done"}
 @dataclass(frozen=True)
 class Command:
     where: str  # page:line
-    words: tuple[str, ...]  # without what the shell takes: variables, redirections, assignments
-    reasons: frozenset[str] | None  # of the block's comment; None: it has none
-    inline: bool = False  # a piece of a sentence or of a table
-    given: str = ""  # what it reads: the text up to END of <<END
+    words: tuple[str, ...]  # without variables, redirections and assignments of the shell
+    reasons: frozenset[str] | None  # in the comment of the block; None without a comment
+    inline: bool = False  # in a sentence or a table
+    given: str = ""  # its input: the text up to END of <<END
 
     def __str__(self) -> str:
         return f"{self.where}: {shlex.join(self.words)}"
 
 
 def commands(page: str, text: str) -> list[Command]:
-    """All commands of a page, in order of their kind."""
+    """Return all commands of a page: first those in blocks, then those in the text."""
     found = []
     for match in BLOCK.finditer(text):
         reasons = None if match[1] is None else frozenset(part.strip() for part in match[1].split(","))
@@ -55,7 +54,7 @@ def commands(page: str, text: str) -> list[Command]:
 
 
 def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str]]:
-    """(line, words, text that it is given) of the commands of a block."""
+    """Return line, words and input of each command of a block."""
     found = []
     lines = block.splitlines()
     i = 0
@@ -81,7 +80,7 @@ def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str
 
 
 def _split(line: str) -> list[tuple[str, ...]]:
-    """The words of each command of a line."""
+    """Return the words of each command of a line."""
     lexer = shlex.shlex(OPTIONAL.sub("", line), posix=True, punctuation_chars=";&|<>")
     lexer.whitespace_split = True
     parts: list[list[str]] = [[]]
@@ -90,7 +89,7 @@ def _split(line: str) -> list[tuple[str, ...]]:
         if set(word) <= set(";&|"):
             parts.append([])
         elif set(word) <= set("<>"):
-            skip = True  # the file that it goes to
+            skip = True  # the file of a redirection
         elif skip:
             skip = False
         elif not re.fullmatch(r"\$\w+|\.\.\.", word):
@@ -99,7 +98,7 @@ def _split(line: str) -> list[tuple[str, ...]]:
 
 
 def _bare(words: list[str]) -> list[str]:
-    """Without the words of a loop, and without variables that are set for the command."""
+    """Remove words of a loop and variables that are set for the command."""
     if words and words[0] in SKIPPED:
         return []
     while words and (words[0] in ("do", "time") or re.match(r"[A-Z_]+=", words[0])):
@@ -108,7 +107,7 @@ def _bare(words: list[str]) -> list[str]:
 
 
 def arguments_of_brorl(words: tuple[str, ...]) -> list[str] | None:
-    """What `brorl` gets, by whichever launcher; None where it is another program."""
+    """Return the arguments of `brorl`, or None if the command runs another program."""
     if words[0] == "brorl":
         return list(words[1:])
     if words[0] in ("torchrun", "python") and "megatron_brorl" in words:
@@ -117,18 +116,18 @@ def arguments_of_brorl(words: tuple[str, ...]) -> list[str] | None:
 
 
 def fault(command: Command, toml: Path) -> str | None:
-    """What is stale about it; None where nothing is. toml: stands for a configuration that the reader has."""
+    """Return the reason why a command is invalid, or None. toml: used for configurations of the reader."""
     words = command.words
     arguments = arguments_of_brorl(words)
     if arguments is not None:
         complaint = _brorl(arguments, toml)
-        # A sentence may leave out what goes without saying.
+        # A command in a sentence may omit required arguments.
         return None if command.inline and complaint and "arguments are required" in complaint else complaint
 
     # Programs and scripts of the repository.
     if words[0] == "make":
         text = (ROOT / "Makefile").read_text()
-        while value := re.search(r"^(\w+) :?= (.*)\n", text, re.M):  # a variable stands for its value from there on
+        while value := re.search(r"^(\w+) :?= (.*)\n", text, re.M):  # replace a variable by its value
             text = text.replace(value[0], "").replace(f"$({value[1]})", value[2])
         targets = re.findall(r"^([\w./-]+):", text, re.M)
         missing = [word for word in words[1:] if "=" not in word and word not in targets]
@@ -147,7 +146,7 @@ def fault(command: Command, toml: Path) -> str | None:
 
 
 def _brorl(arguments: list[str], toml: Path) -> str | None:
-    """The parser's or the configuration's own complaint."""
+    """Return the error of the parser or of the configuration, or None."""
     names = [word for word in arguments if re.fullmatch("[a-z]+", word)]
     asked = [*arguments, "--help"] if names == arguments and names != ["config"] else arguments
     said = io.StringIO()
@@ -173,17 +172,17 @@ def _configuration(path: str, overrides: list[str], toml: Path) -> str | None:
 
 
 def _script(words: tuple[str, ...], toml: Path) -> str | None:
-    """Whether the script is there, takes these options, and its configuration these overrides."""
+    """Return the reason why a script, its options or its overrides are invalid, or None."""
     place = next((i for i, word in enumerate(words) if re.search(r"\.(sh|py|sbatch)$", word)), None)
     if place is None:
         return f"{words[0]} without a script"
     path = ROOT / words[place]
     rest = words[place + 1 :]
     if words[place].startswith("runs/"):
-        return None  # a file that the page has told to write
+        return None  # a file that the reader has created
     if not path.is_file():
         return f"no file {words[place]}"
-    # With what it takes from its neighbours, where benchmarks have options in common.
+    # Add the modules that it imports from its folder, which may define the options.
     text = path.read_text()
     neighbours = [path.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, re.M)]
     text += "".join(file.read_text() for file in neighbours if file.is_file())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from megatron_brorl.ops.philox import uniforms
 from megatron_brorl.rewards.worker_pool import PoolStats, ScoreRequest
-from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch
+from megatron_brorl.rollout.engine import GenerateCallbacks, Request, Sampling, Supply
 from megatron_brorl.types import Prompt, Rollout, ScoreResult
 
 STOP = 2
@@ -99,7 +98,7 @@ class Engine:
     version: int = -1
     calls: list[list[Request]] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)  # in the order in which they were called
-    if_repeating: str = "the fake engine"
+    duplicate_advice: str = "the fake engine"
 
     def kv_usage(self) -> None:
         return None
@@ -110,7 +109,7 @@ class Engine:
     def wake(self) -> None:
         self.verbs.append("wake")
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         return False
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -119,21 +118,21 @@ class Engine:
         self.verbs.append("update_weights")
         self.version = version
 
-    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for _ in tensors:
             pass
 
-    def meet(self) -> None:
-        self.verbs.append("meet")
+    def barrier(self) -> None:
+        self.verbs.append("barrier")
 
     def generate(
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watch: Watch | None = None,
+        callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
-        assert watch is not None
+        assert callbacks is not None
         self.verbs.append("generate")
         self.calls.append(list(requests))
         groups, stalled = [], False
@@ -153,10 +152,10 @@ class Engine:
                     rollout.log_probs[-1] = self.nonfinite[name]
                 found.append(rollout)
                 if rollout.finish != "cut":
-                    watch.finished(number, rollout)
+                    callbacks.finished(number, rollout)
             groups.append(found)
-        while stalled and not (self.deaf.is_set() if self.deaf else watch.cancelled()):
-            time.sleep(0.01)
+        if stalled:
+            (self.deaf or callbacks._cancelled).wait()
         return groups
 
     def _all(self, supply: Supply | None) -> Iterator[Request]:
@@ -164,7 +163,7 @@ class Engine:
         asked = self.calls[-1]
         yield from list(asked)
         for time_asked in range(self.takes if supply else 0):
-            new = supply.take(self.room)
+            new = supply.next_requests(self.room)
             if not new and time_asked:  # the first time there may be nothing of its own
                 return
             asked.extend(new)

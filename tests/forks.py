@@ -206,7 +206,7 @@ def _main_without_figures(arguments: list[str]) -> None:
     from megatron_brorl.report import plots
 
     FigureCanvasAgg.print_figure = lambda _, file, **__: Path(file).touch()
-    plots.build_figure = plots.build_theory_figure = lambda *_: Figure()
+    plots.curves_figure = plots.theory_figure = lambda *_: Figure()
     _main(arguments)
 
 

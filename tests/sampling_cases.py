@@ -1,4 +1,4 @@
-"""Draws and what they are checked against: the distribution by brute force in float64, on whatever device drew."""
+"""Cases for samplers on any device, checked against the distribution by brute force in float64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron_brorl.ops import philox
 
-ROUNDING = 5e-6  # of a cumulative probability: exponentials in float32, relative to the total
+ROUNDING = 5e-6  # error of a cumulative probability, relative to the total, from exponentials in float32
 NEGATIVE = float("-inf")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: logits [B, V] and the settings of the sampler."""
+    """Logits [B, V] and sampler settings of one call."""
 
     logits: Tensor
     temperature: float = 1.0
@@ -26,7 +26,7 @@ class Case:
 
     @property
     def stream(self) -> tuple[Tensor, Tensor, Tensor]:
-        """keys, index and position [B], different in every row."""
+        """Return keys, index and position [B], different in every row."""
         row = torch.arange(len(self.logits))
         return 1_000_003 * row + 2**61, row * row, 7 * row
 
@@ -36,7 +36,7 @@ def normal(rows: int, vocab: int, scale: float = 2.0, seed: int = 0) -> Tensor:
 
 
 def masked(rows: int, vocab: int) -> Tensor:
-    """Row i keeps the tokens that i + 2 divides; the first row that would keep token 0 alone keeps it alone."""
+    """Return logits whose row i keeps the multiples of i + 2; one row keeps only token 0."""
     token = torch.arange(vocab)
     return torch.stack([normal(1, vocab, seed=i)[0].masked_fill(token % (i + 2) != 0, NEGATIVE) for i in range(rows)])
 
@@ -48,7 +48,7 @@ def one_left(rows: int, vocab: int) -> Tensor:
 
 
 def rising(rows: int, vocab: int) -> Tensor:
-    """Every block of tokens has almost no mass beside the next."""
+    """Return logits in which every block of tokens has almost no mass compared with the next."""
     return torch.linspace(-200, 200, vocab).repeat(rows, 1)
 
 
@@ -99,7 +99,7 @@ CASES = {
 
 
 def weights(logits: np.ndarray, case: Case, top_p: float) -> np.ndarray:
-    """Unnormalised probabilities [V] of one row, by sorting it."""
+    """Return unnormalised probabilities [V] of one row, by sorting it."""
     order = np.argsort(-logits, kind="stable")
     if case.top_k:
         order = order[: np.count_nonzero(logits >= logits[order[min(case.top_k, len(order)) - 1]])]
@@ -125,7 +125,7 @@ def check(draw: Callable[..., tuple[Tensor, Tensor]], case: Case, device: str, d
         if case.temperature == 0:
             assert (token, log_prob) == (z.argmax(), 0)
             continue
-        # Where the mass before a token is top_p to within rounding, it may stay or go.
+        # If the mass before a token equals top_p within rounding, the token may be kept or not.
         near = {case.top_p, case.top_p * (1 - ROUNDING), min(1.0, case.top_p * (1 + ROUNDING))}
         assert any(agrees(weights(z, case, p), token, log_prob, uniform) for p in near), (token, log_prob)
 

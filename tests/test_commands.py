@@ -1,4 +1,4 @@
-"""Commands that README and docs tell to type: cheap ones are run, all others are held to parser, files and targets."""
+"""Tests of the commands in README and docs: cheap ones are run, the others are checked without running them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS = [c for c in ALL if not c.inline]
 
 
 def is_run(command) -> bool:
-    """Whether test_cheap_commands_run runs it."""
+    """Return whether test_cheap_commands_run runs a command."""
     if command.given or (command.words[0] == "python" and command.words[1].startswith("runs/")):
         return command.reasons is None
     arguments = arguments_of_brorl(command.words) or [""]
@@ -30,13 +30,13 @@ def toml(tmp_path):
     return path
 
 
-def test_no_command_is_stale(toml):
+def test_documented_commands_are_valid(toml):
     assert len(BLOCKS) > 60
     assert [f"{c}: {why}" for c in ALL if (why := fault(c, toml))] == []
 
 
 def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
-    """In a folder with the files that they name."""
+    """Run them in a folder with the files that they name."""
     monkeypatch.chdir(tmp_path)
     problem = {"question": "Two and five?", "answer": "2 + 5 = 7\n#### 7"}
     for name in ("problems", "train", "test"):
@@ -58,13 +58,13 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
             (tmp_path / command.words[1]).write_text(command.given)
         elif command.given:
             exec(compile(command.given, command.where, "exec"), {"__name__": "__main__"})
-        elif command.words[0] == "python":  # its rows go beside it
+        elif command.words[0] == "python":  # its output is written next to it
             capsys.readouterr()
             made = runpy.run_path(command.words[1], run_name="__main__")
             (tmp_path / command.words[1]).with_name("rows.jsonl").write_text(capsys.readouterr().out)
             assert [made["score"](text, {"prompt": "7="}) for text in ("3+4", "3+5", "7")] == [1.0, 0.2, 0.0]
         else:
-            (tmp_path / "run.toml").unlink(missing_ok=True)  # which init does not write over
+            (tmp_path / "run.toml").unlink(missing_ok=True)  # init does not overwrite a file
             with pytest.raises(SystemExit) as ended:
                 main(arguments_of_brorl(command.words))
             assert ended.value.code == 0, f"{command}: {capsys.readouterr().err}"

@@ -1,4 +1,4 @@
-"""Links of README and docs lead somewhere, headings included. The site itself is built by `make docs`."""
+"""Check the links of README and docs, including headings. `make docs` builds the site."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)]*))?\)")
 
 
 def headings(page: Path) -> set[str]:
-    """Their anchors, where GitHub and mkdocs make the same of them."""
+    """Return the anchors of headings that GitHub and mkdocs generate in the same way."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     found = re.findall(r"^#+ (.+)$", text, flags=re.M)
     words = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in found]
@@ -22,7 +22,7 @@ def headings(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_have_a_target(page):
     for target, anchor in LINK.findall(CODE.sub("", page.read_text())):
         file = (page.parent / target).resolve() if target else page
         assert file.exists(), f"{target} does not exist"

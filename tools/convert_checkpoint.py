@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`brorl convert` by its older name, with the same arguments."""
+"""Run `brorl convert` with the given arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The hook of mkdocs.yml: README.md becomes the home page, and three pages are generated from the program's tables.
+"""Hook of mkdocs.yml: use README.md as the home page, and generate three pages from the tables of the program.
 
-A link to a file outside docs/ becomes its path in the repository, because the site does not have it; a file that does
-not exist is an error.
+A link to a file outside of docs/ is replaced by the path, because the site does not contain the file. A link to a file
+that does not exist is an error.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def configuration() -> str:
     lines = [
         "# Configuration",
         "",
-        "Every key of a run's TOML file. `brorl config WORD` prints the same, `brorl config --schema` JSON Schema for",
-        "editors.",
+        "All keys of the TOML file of a run. `brorl config WORD` prints the same text, `brorl config --schema` a JSON",
+        "Schema for editors.",
     ]
     for name in json_schema()["properties"]:
         rows = []
@@ -61,9 +61,9 @@ def coming_from() -> str:
     lines = [
         "# Coming from TRL, verl or NeMo RL",
         "",
-        "An unknown key in a TOML file is answered by these tables. Without a note the same value means the same here.",
-        "A step is one round of sampling and training, `rollout.prompts` counts prompts per step, `algo.mini_batches`",
-        "optimizer steps per step, and micro-batches are measured in tokens.",
+        "The error about an unknown key in a TOML file suggests a key from these tables. Without a note, values have",
+        "the same meaning. A step is one round of sampling and training, `rollout.prompts` is the number of prompts",
+        "per step, `algo.mini_batches` the number of optimizer steps per step. Micro-batches are measured in tokens.",
     ]
     for trainer, table in FOREIGN_KEYS.items():
         rows = [[f"`{theirs}`", answer] for theirs, answer in table.items()]
@@ -98,7 +98,7 @@ def _section(title: str, about: str, head: list[str], rows: list[list[str]]) -> 
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace links out of docs/ by paths. Raises PluginError where a file does not exist."""
+    """Replace links to files outside of docs/ by paths. Raises PluginError if a file does not exist."""
     folder = ROOT if page.file.src_uri == "index.md" else (ROOT / "docs" / page.file.src_uri).parent
 
     def inside(match: re.Match[str]) -> str:
@@ -114,7 +114,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _joined(page: str, target: str) -> str:
-    """Return a link's target relative to docs/; "" where it is outside."""
+    """Return a link's target relative to docs/, or "" if it is outside."""
     docs = ROOT / "docs"
     path = (docs / page).parent.joinpath(target).resolve()
     return path.relative_to(docs).as_posix() if path.is_relative_to(docs) else ""

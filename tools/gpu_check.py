@@ -4,12 +4,12 @@
     python tools/gpu_check.py [STAGE ...] [--device cpu] [--out FILE] [--limit SECONDS] [--scratch DIR]
                               [--vllm-python PYTHON] [--trtllm-python PYTHON]
 
-Every stage runs in a process of its own and is killed after --limit seconds; its rows up to then are kept and the next
-stage starts. Models and prompts are made here, so no network is needed; tools/gpu_check.txt lists the Python packages.
-A part that the machine lacks is a row "missing".
+Every stage runs in its own process and is killed after --limit seconds. Its rows are kept, and the next stage starts.
+Models and prompts are generated, so no network is needed. tools/gpu_check.txt lists the Python packages. A part that
+the machine lacks is a row "missing".
 
 Rows are appended to --out, one JSON object per line, and tables to the same name with .md. The exit code is 1 if a row
-failed. --device cpu runs all stages with tiny sizes: it tests this script, not a GPU.
+failed. --device cpu runs all stages with tiny sizes, which tests this script, not a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Row = dict[str, Any]  # "what", "result" ("ok", "failed: ...", "missing: ...") a
 
 
 def main() -> None:
-    """Run the stages that the command line names."""
+    """Run the stages named on the command line."""
     args = _arguments(sys.argv[1:])
     command = shlex.join(["python", "tools/gpu_check.py", *sys.argv[1:]])
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as own:
@@ -104,7 +104,7 @@ def _write(out: Path, rows: Sequence[Row], text: str) -> None:
 
 
 def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[Row]:
-    """Return the rows that a command wrote to `rows`, and one more if it did not end well.
+    """Return the rows that a command wrote to `rows`, and another one if it failed.
 
     Its output goes to `log`. After `limit` seconds it is killed with all processes that it started.
     """

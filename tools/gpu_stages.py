@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """Settings that all stages share."""
+    """Settings of all stages."""
 
     device: str  # "cuda", or "cpu": the dry mode, with tiny sizes
     scratch: str  # folder for models, runs and logs, the same for all stages
@@ -98,11 +98,11 @@ def _tests(arguments: list[str]) -> Row:
 # Stage "ops".
 
 LOSS = {"cuda": (16384, 1536, 151936), "cpu": (64, 32, 1031)}  # tokens, hidden size, vocabulary
-CHECKED = 1024  # of these tokens are compared with float64, at most
-TOKENS = {"cuda": 1 << 24, "cpu": 1 << 12}  # of the ops over tokens
+CHECKED = 1024  # maximum number of these tokens that are compared with float64
+TOKENS = {"cuda": 1 << 24, "cpu": 1 << 12}  # number of tokens for the ops over tokens
 LENGTH = 512  # tokens of a segment and rollouts of a group
 LOSS_ERROR = {"bf16": 2e-2, "fp32": 1e-5}  # relative error of the gradients, in the Euclidean norm
-ERROR = 1e-5  # of the ops over tokens, in float32
+ERROR = 1e-5  # relative error of the ops over tokens, in float32
 
 
 def ops(job: Job) -> Iterator[Row]:
@@ -228,7 +228,7 @@ N512 = {"cuda": 512, "cpu": 16}  # rollouts per prompt
 GAP = {"bf16": 0.05, "fp32": 1e-3}  # nats: mean difference of log-probabilities between engine and trainer
 FP8_GAP = 0.3  # of gradient norms, relative: FP8 has two or three bits of mantissa
 RECIPES = ("delayed", "tensorwise", "blockwise")
-# A random model is never right, so the reward is a share of letters: every group has a signal.
+# The answers of a random model are always wrong, so the reward is a share of letters, which differs within a group.
 REWARD = "def score(response, row):\n    return sum(c in 'aeiou' for c in response) / (1 + len(response))\n"
 CONFIG = """
 [model]
@@ -328,7 +328,7 @@ def _run(what: str, job: Job, folder: str, steps: int, changes: list[str] | None
         said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["no output"]
         return judged(what, f"exit code {done.returncode}: {said[-1]}")
 
-    # What every run must show: finite updates, and log-probabilities that engine and trainer agree on.
+    # Every run must have finite updates, and engine and trainer must agree on log-probabilities.
     found = [json.loads(x) for x in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = [row for row in found if "loss" in row]
     first, last = found[0], found[-1]

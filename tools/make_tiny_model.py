@@ -22,7 +22,7 @@ from megatron_brorl.errors import UserError
 
 
 def _corpus(config: Config, count: int) -> Iterator[str]:
-    """Prompts and answers of the run: of its tasks `count` examples, of its files every row."""
+    """Yield the prompts and answers of a run: those of its data files, or `count` examples of its tasks."""
     data = config.data
     files = [*data.train, *(name for part in data.mixture for name in part.files)]
     if not files:
@@ -48,15 +48,16 @@ def make(
     untied: bool = False,
     texts: int = 2000,
 ) -> str:
-    """Write the Hugging Face directory; returns a line about it. The run's seed decides the weights.
+    """Write the Hugging Face directory and return a line about it. The seed of the run determines the weights.
 
-    vocab: sentencepiece pieces at most. untied: with an LM head of its own. texts: examples to train the tokenizer on.
+    vocab: maximum number of sentencepiece pieces. untied: do not tie the LM head to the embedding. texts: number of
+    examples to train the tokenizer on.
     """
     from random_model import qwen2_config, write_random_model
 
     from megatron_brorl.checkpoints.hugging_face import complete
 
-    # Every printable ASCII character gets a piece, whether or not the sample of the tasks happens to contain it.
+    # Add all printable ASCII characters, so that the tokenizer has a piece for each of them.
     corpus_texts = chain(_corpus(config, texts), string.printable[:95])
     tokenizer = train_sentencepiece(corpus_texts, directory, vocab)
     model = qwen2_config(
@@ -79,18 +80,20 @@ def make(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="TOML file of the run; its data.tasks or files are the corpus")
+    parser.add_argument("config", help="TOML file of the run; its data files or data.tasks are the corpus")
     parser.add_argument("directory", type=Path, help="Hugging Face directory to write")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--vocab", type=int, default=100, help="sentencepiece pieces at most (%(default)s)")
+    parser.add_argument("--vocab", type=int, default=100, help="maximum number of sentencepiece pieces (%(default)s)")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--ffn", type=int, default=384)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--untied", action="store_true", help="with an LM head of its own")
-    parser.add_argument("--texts", type=int, default=2000, help="examples to train the tokenizer on (%(default)s)")
+    parser.add_argument("--untied", action="store_true", help="do not tie the LM head to the embedding")
+    parser.add_argument(
+        "--texts", type=int, default=2000, help="number of examples to train the tokenizer on (%(default)s)"
+    )
     options = vars(parser.parse_args())
     config = load(options.pop("config"), options.pop("overrides"))
     print(make(config, options.pop("directory"), **options))

@@ -1,4 +1,4 @@
-"""`brorl quantize` by its older name, with the same arguments."""
+"""Run `brorl quantize` with the given arguments."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ COPY=build/sanitize
 asan=$(gcc -print-file-name=libasan.so)
 cxx=$(gcc -print-file-name=libstdc++.so)
 [[ "$asan" == /* ]] || {
-  echo "sanitize: gcc has no libasan.so here: install GCC's sanitizer library" >&2
+  echo "sanitize: gcc has no libasan.so: install GCC's sanitizer library" >&2
   exit 2
 }
 rm -rf "$COPY"
@@ -19,7 +19,7 @@ cp -r csrc megatron_brorl tests setup.py pyproject.toml README.md LICENSE "$COPY
 rm -f "$COPY"/megatron_brorl/*.so
 cd "$COPY"
 BRORL_SANITIZE=1 BRORL_NATIVE=1 BRORL_CUDA=0 "$PYTHON" setup.py --quiet build_ext --inplace
-# libstdc++ too, or the sanitizer does not find the real throw. Python itself leaks at exit by design.
+# Preload libstdc++ too, so that the sanitizer finds the real throw. Leaks are ignored, because Python leaks at exit.
 export LD_PRELOAD="$asan:$cxx" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 PYTHONPATH=$PWD "$PYTHON" - <<'CHECK'
 import torch

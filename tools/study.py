@@ -83,15 +83,15 @@ class Comparison(_Table):
 
 
 class Design(_Table):
-    """A study as it is declared."""
+    """The declaration of a study."""
 
     name: str
     question: str
     config: str  # TOML file of `brorl train`, relative to the current directory
     processes: int = Field(1, ge=1)
     seeds: tuple[int, ...] = Field(min_length=1)
-    level: float = Field(0.05, gt=0, lt=1)  # of the family of all comparisons
-    settings: dict[str, Any] = {}  # of all arms
+    level: float = Field(0.05, gt=0, lt=1)  # significance level of all comparisons together
+    settings: dict[str, Any] = {}  # settings of all arms
     tuning: Tuning | None = None
     arms: tuple[Arm, ...] = Field(min_length=1)
     comparisons: tuple[Comparison, ...] = ()
@@ -128,11 +128,11 @@ def read_design(path: Path) -> Design:
 
 
 def check(design: Design, where: str) -> None:
-    """Check what one key says of another. Raises UserError."""
+    """Check that the keys are consistent. Raises UserError."""
     known: list[str] = []
     for arm in design.arms:
         if arm.name in known:
-            raise UserError(f"{where}: arms: two are named {arm.name}; give each a name of its own")
+            raise UserError(f"{where}: arms: two are named {arm.name}; names must differ")
         for key in ("start", "rate_of"):
             if (other := getattr(arm, key)) and other not in known:
                 raise UserError(f"{where}: arm {arm.name}: {key} = {other!r}: name an arm that is declared above it")
@@ -143,7 +143,9 @@ def check(design: Design, where: str) -> None:
         if unknown := {c.before, c.after} - set(known):
             raise UserError(f"{where}: comparison {c.claim!r}: no arm is named {unknown.pop()}")
     if design.tuning and set(design.tuning.seeds) & set(design.seeds):
-        raise UserError(f"{where}: tuning.seeds: must differ from seeds, or rates are chosen by the result")
+        raise UserError(
+            f"{where}: tuning.seeds: must differ from seeds, because otherwise rates are chosen by the result"
+        )
 
 
 class Study:
@@ -159,7 +161,7 @@ class Study:
         self.sha256 = hashlib.sha256(self.declared.encode()).hexdigest()
 
     def declare(self) -> None:
-        """Write design.json before the first run. Raises UserError where the directory holds another design."""
+        """Write design.json before the first run. Raises UserError if the directory has another design."""
         path = self.directory / "design.json"
         if not path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -168,7 +170,7 @@ class Study:
             raise UserError(f"{path}: the design has changed since its first run; give the new one another directory")
 
     def execute(self) -> None:
-        """Make every run that is not done. Raises UserError where one fails."""
+        """Start all runs that are not finished. Raises UserError if one fails."""
         for arm in self.design.arms if self.design.tuning else ():
             for run in self._tuning_runs(arm):
                 self._make(run)
@@ -179,7 +181,7 @@ class Study:
                 self._make(self.test_run(arm, seed))
 
     def runs(self) -> list[Run]:
-        """Return the runs that are done."""
+        """Return the finished runs."""
         tuned = [run for arm in self.design.arms for run in self._tuning_runs(arm)]
         if not all(map(self._done, tuned)):
             return [run for run in tuned if self._done(run)]
@@ -190,7 +192,7 @@ class Study:
         return Run(arm.name, seed, self.rate(arm), "test")
 
     def rate(self, arm: Arm) -> float | None:
-        """Return the learning rate that an arm is compared at. Raises UserError where all of its rates diverged."""
+        """Return the learning rate of an arm for the comparisons. Raises UserError if all tuning runs diverged."""
         if arm.rate_of:
             return self.rate(self.design.arm(arm.rate_of))
         if not self.design.tuning:
@@ -202,11 +204,11 @@ class Study:
             scores.setdefault(run.rate or 0.0, []).append(height)
         best = max(scores, key=lambda rate: (sum(scores[rate]), -rate))
         if sum(scores[best]) == -math.inf:
-            raise UserError(f"arm {arm.name}: no rate of tuning.rates reached its end; declare lower ones")
+            raise UserError(f"arm {arm.name}: all runs of tuning.rates diverged; declare lower rates")
         return best
 
     def points(self, run: Run) -> pd.DataFrame:
-        """Return a row per held-out evaluation; empty where the run diverged."""
+        """Return one row per held-out evaluation, or an empty table if the run diverged."""
         folder = self._folder(run)
         if (folder / FAILED).exists():
             return pd.DataFrame()
@@ -216,13 +218,13 @@ class Study:
         return pd.DataFrame([row | more for row, more in zip(rows, passes, strict=True)])
 
     def table(self) -> pd.DataFrame:
-        """Return the results of all runs that are done, a row per run and evaluation."""
+        """Return the results of all finished runs, one row per run and evaluation."""
         parts = [
             self.points(run).assign(run=run.name, arm=run.arm, seed=run.seed, rate=run.rate, phase=run.phase)
             for run in self.runs()
         ]
         if not any(len(part) for part in parts):
-            raise UserError(f"{self.directory}: no run is done; start the command without --page")
+            raise UserError(f"{self.directory}: no run is finished; start the command without --page")
         return pd.concat(parts, ignore_index=True).assign(design_sha256=self.sha256)
 
     def _settings(self, arm: Arm) -> list[str]:
@@ -265,7 +267,7 @@ class Study:
         if status:
             last = next(filter(None, reversed(log.read_text(encoding="utf-8").splitlines())), f"exit code {status}")
             if run.phase == "test" or DIVERGED not in last:
-                raise UserError(f"{run.name}: {last} ({log}); start the same command again to continue")
+                raise UserError(f"{run.name}: {last} ({log}); run the same command again to continue")
             (folder / FAILED).write_text(last, encoding="utf-8")
 
     def _folder(self, run: Run) -> Path:
@@ -281,7 +283,7 @@ def mean_height(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def differences(c: Comparison, table: pd.DataFrame) -> dict[int, float]:
-    """Return after - before by seed. Both curves are read up to the place where the shorter one ends."""
+    """Return after - before by seed. Both curves are evaluated up to the end of the shorter one."""
     found = {}
     runs = table[table.phase == "test"].dropna(subset=[c.metric]).groupby(["arm", "seed"])
     curves = {key: (group[c.over].to_numpy(), group[c.metric].to_numpy()) for key, group in runs}
@@ -314,7 +316,7 @@ def infer(design: Design, table: pd.DataFrame) -> pd.DataFrame:
         if len(by_seed) > 1:
             test = stats.ttest_1samp([*by_seed.values()], 0)
             low, high = test.confidence_interval(1 - design.level)
-            # Differences that are all equal have no t; equal to 0 they show nothing.
+            # The test statistic is undefined if all differences are 0. They show no effect, so p is 1.
             row |= {"low": low, "high": high, "p": 1.0 if np.isnan(test.pvalue) else test.pvalue}
         rows.append(row)
     found = pd.DataFrame(rows, columns=["claim", "pairs", "by seed", "mean", "low", "high", "p"])
@@ -334,7 +336,7 @@ def write_page(study: Study) -> Path:
         f"{table.run.nunique()} runs, design sha256 `{study.sha256}`, commit `{_commit()}`. "
         f"{start['machine']['system']}, {start['machine']['cores']} cores, {start['machine']['device']}, "
         f"{design.processes} processes; {versions}. Seconds are those of training steps; evaluations are not counted.",
-        "## Comparisons\n\nPaired by seed; both curves are read up to the end of the shorter one. Intervals of "
+        "## Comparisons\n\nPaired by seed; both curves are evaluated up to the end of the shorter one. Intervals of "
         f"{1 - design.level:.0%} and p-values are of Student's paired test; Holm's correction covers all comparisons.",
         _markdown(_shown(infer(design, table))),
         "![Held-out pass@1 of every run, and the mean of each arm](curves.png)",
@@ -394,12 +396,12 @@ def _commit() -> str:
 
 
 def main() -> None:
-    """Run the command line; exit code 2 with one line for an error of the user."""
+    """Run the command line. User errors are one line on stderr, with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("design", type=Path)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--plan", action="store_true", help="print the arms and the number of runs, and stop")
-    parser.add_argument("--page", action="store_true", help="write the page of the runs that are done, and stop")
+    parser.add_argument("--plan", action="store_true", help="print the arms and the number of runs, then exit")
+    parser.add_argument("--page", action="store_true", help="write the page from the finished runs, then exit")
     args = parser.parse_args()
     try:
         study = Study(read_design(args.design), args.directory)
@@ -412,7 +414,9 @@ def main() -> None:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise UserError(f"{args.directory}: another process runs this study; wait for its end") from None
+                    raise UserError(
+                        f"{args.directory}: another process runs this study; wait until it has finished"
+                    ) from None
                 study.execute()
         print(write_page(study))
     except UserError as e:
@@ -421,14 +425,16 @@ def main() -> None:
 
 
 def plan(study: Study) -> str:
-    """Return what would be run, and for how many seconds of training at most."""
+    """Return the number of runs of each arm and the maximum training time as text."""
     lines = [f"design sha256 {study.sha256}"]
     seconds = 0.0
     for arm in study.design.arms:
         runs = len(study.design.seeds) + len(study._tuning_runs(arm))
         lines.append(f"{arm.name}: {runs} runs, at most {arm.seconds:g} s or {arm.rollouts:,} rollouts (0: no limit)")
         seconds += runs * arm.seconds
-    return "\n".join([*lines, f"{seconds / 60:.0f} minutes of training where seconds limit it, without evaluations"])
+    return "\n".join(
+        [*lines, f"{seconds / 60:.0f} minutes of training for the arms with a limit in seconds, without evaluations"]
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the engine tests on vLLM itself. It gets an environment of its own in $VLLM, made once: 3.5 GB, about five minutes.
-# Where it cannot be installed one line says so, and nothing fails. Called by `make test-vllm`.
+# Run the engine tests on vLLM. It is installed once into a separate environment in $VLLM: 3.5 GB, about five minutes.
+# If it cannot be installed, the script prints one line and succeeds. Called by `make test-vllm`.
 #   PYTHON       interpreter of the environment (python3)
 #   VENV, VLLM   the project's environment (.venv) and vLLM's (.venv-vllm)
 set -euo pipefail
@@ -16,18 +16,18 @@ skip() {
 }
 
 if [[ ! -f $VLLM/.installed || tools/vllm.txt -nt $VLLM/.installed ]]; then
-  [[ $(uname -m) == x86_64 ]] || skip "vLLM's CPU build that is tested is for x86_64, this is $(uname -m)"
-  [[ $(df --output=avail -BG . | tail -n 1 | tr -dc 0-9) -ge 10 ]] || skip "vLLM takes 3.5 GB and its downloads as much"
+  [[ $(uname -m) == x86_64 ]] || skip "the tested CPU build of vLLM is for x86_64, and this machine is $(uname -m)"
+  [[ $(df --output=avail -BG . | tail -n 1 | tr -dc 0-9) -ge 10 ]] || skip "vLLM needs 10 GB of disk space during the installation"
   rm -rf "$VLLM"
   "$PYTHON" -m venv "$VLLM"
   pip_install() { "$VLLM/bin/pip" install --quiet --disable-pip-version-check "$@" 2>>"$VLLM/install.log"; }
 
-  # torch from PyTorch's own index where it is reached, else from the one that pip is configured for.
+  # Install torch from PyTorch's index if it can be reached, otherwise from the index that pip is configured for.
   torch=$(grep ^torch== tools/vllm.txt)
   pip_install --no-deps --retries 1 --index-url "$CPU_INDEX" "$torch" || pip_install --no-deps "$torch" ||
-    skip "there is no $torch ($VLLM/install.log)"
+    skip "$torch cannot be installed ($VLLM/install.log)"
   pip_install -r tools/vllm.txt || skip "pip cannot install tools/vllm.txt ($VLLM/install.log)"
-  # It asks for them and works without; builds for other torches make it fail at import.
+  # vLLM requires these packages but works without them. Builds for another torch would break its import.
   "$VLLM/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec 2>>"$VLLM/install.log"
   touch "$VLLM/.installed"
 fi

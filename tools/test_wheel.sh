@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# Install the wheel in dist/ into an empty environment, and use it from a folder that has nothing of the sources, as its
-# user does: a model directory, a TOML file, 20 rows. Then the op tests on every set of kernels that this processor runs.
-# Called by `make test-wheel`.
-#   PYTHON  interpreter of the environment (python3); it must be the one that the wheel is for
-#   WORK    folder of the environment and of what it does (a temporary one, removed at the end)
+# Install the wheel in dist/ into an empty environment and use it outside of the checkout: a model directory, a TOML file,
+# 20 rows. Then run the op tests with every kernel set that this processor supports. Called by `make test-wheel`.
+#   PYTHON  interpreter of the environment (python3); the wheel must be built for it
+#   WORK    folder for the environment and the files (default: a temporary folder, removed at the end)
 set -euo pipefail
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 PYTHON=${PYTHON:-python3}
 shopt -s nullglob
 wheels=("$ROOT"/dist/megatron_brorl-*.whl)
 [[ ${#wheels[@]} == 1 ]] || {
-  echo "test_wheel: dist/ has ${#wheels[@]} wheels; make wheel builds the one to test" >&2
+  echo "test_wheel: dist/ has ${#wheels[@]} wheels instead of one; run make wheel" >&2
   exit 2
 }
 if [[ -z ${WORK:-} ]]; then
@@ -25,7 +24,7 @@ pip install --quiet --disable-pip-version-check "${wheels[0]}" pytest
 mkdir -p "$WORK/user"
 cd "$WORK/user"
 
-# A user's data and configuration; the model is made from nothing, by a tool of the checkout.
+# Data and configuration of a user. A tool of the checkout creates the model.
 python - <<'ROWS'
 import json
 rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(4)]
@@ -44,17 +43,17 @@ brorl convert to-megatron runs/run/model megatron --tensor 2 --verify
 brorl convert to-hf megatron back --verify
 cmp runs/run/model/model.safetensors back/model.safetensors
 
-# By its older name, from the checkout: the package is the installed one all the same.
+# The converter's script in the checkout must use the installed package.
 python "$ROOT/tools/convert_checkpoint.py" to-hf runs/run/checkpoints/step_00000002 trained --config runs/run/model
 python - <<'CHECK'
 import megatron_brorl, sys
 assert megatron_brorl.__file__.startswith(sys.prefix), megatron_brorl.__file__
 CHECK
 
-# Each set of kernels against float64 references.
+# Test each kernel set against float64 references.
 for level in x86-64 x86-64-v3 x86-64-v4; do
   if ! BRORL_CPU=$level python -c 'from megatron_brorl.ops.fused import native' 2>"$WORK/refused"; then
-    tail -n 1 "$WORK/refused" # this processor does not run it, or there is no choice
+    tail -n 1 "$WORK/refused" # the processor does not support it, or the wheel has only one set
     continue
   fi
   echo "test_wheel: op tests on $level"

@@ -1,4 +1,4 @@
-// The ops that have kernels, and what registers them for one kind of device.
+// The ops with CUDA kernels, and their registration for one kind of device.
 #pragma once
 
 #include "common/gemm.h"
@@ -7,7 +7,7 @@
 #include "policy/softmax.h"
 #include "policy/value_loss.h"
 
-// Functions that run on the CPU and, where built with kernels, on CUDA.
+// Functions that run on the CPU and, in a CUDA build, on CUDA.
 #define BRORL_IMPLEMENT(library)                                  \
   library.impl("gemm_", &brorl::gemm_);                           \
   library.impl("softmax_statistics", &brorl::softmax_statistics); \

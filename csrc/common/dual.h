@@ -1,4 +1,4 @@
-// Dual numbers: a value with its derivative, so that no formula's derivative is written by hand.
+// Dual numbers: a value with its derivative, so that no derivative is written by hand.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@ struct Dual {
   S value, slope;
 };
 
-// A number that does not move: its own constant, or what a formula takes without gradient.
+// Lift a constant (derivative 0).
 template <typename S>
 BRORL_HOST_DEVICE Dual<S> constant(S x) {
   return {x, S(0)};

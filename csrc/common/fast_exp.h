@@ -7,7 +7,7 @@
 
 namespace brorl {
 
-constexpr float kLowestExponent = -87.3f;  // below, exp would leave the normal float32 range
+constexpr float kLowestExponent = -87.3f;  // below this, exp leaves the normal float32 range
 
 template <typename S>
 inline S above_lowest(S x) {  // NaN stays NaN
@@ -31,7 +31,7 @@ inline float fast_exp(float x) {
   p = p * (r * r) + r + 1.0f;
   uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits << 23) + (127u << 23);  // the integer n becomes the exponent; the rest of the bits falls off the end
+  bits = (bits << 23) + (127u << 23);  // the integer n becomes the exponent; the shift drops the other bits
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
   return x < kLowestExponent ? 0.0f : p * scale;

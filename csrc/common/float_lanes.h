@@ -1,5 +1,5 @@
-// Sixteen floats at once, read from float32 or bfloat16. They lie in vectors of the size that the processor has: a wider
-// one the compiler keeps in memory, and moves lane by lane.
+// Sixteen floats, read from float32 or bfloat16, in vectors of the processor's size. The compiler would keep wider
+// vectors in memory and move them lane by lane.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace brorl {
 
-// Lanes of a vector, and how many vectors there are.
+// Lanes of a vector, and number of vectors.
 #if defined(__AVX512F__)
 constexpr int kPartLanes = 16, kRegisters = 32;
 #elif defined(__AVX__)
@@ -22,7 +22,7 @@ constexpr int kPartLanes = 4, kRegisters = 16;
 
 constexpr int64_t kWide = 16;
 constexpr int kParts = kWide / kPartLanes;
-constexpr int kHeld = kRegisters * 3 / 4 / kParts;  // sums to keep in registers beside what they are added from
+constexpr int kHeld = kRegisters * 3 / 4 / kParts;  // sums in registers; the rest of the registers holds their operands
 
 typedef float FloatPart __attribute__((vector_size(4 * kPartLanes)));
 
@@ -30,7 +30,7 @@ struct Wide {
   FloatPart part[kParts];
 };
 
-// The Wide whose part i is of(i).
+// Return the Wide whose part i is of(i).
 template <typename Of>
 inline Wide of_parts(Of of) {
   Wide x;
@@ -79,7 +79,7 @@ inline void store_wide(float* p, const Wide& x) {
   for (int i = 0; i < kParts; ++i) std::memcpy(p + i * kPartLanes, &x.part[i], sizeof(FloatPart));
 }
 
-// The lanes taken together in pairs, by halves: join(join(...), join(...)). The compiler folds them one by one otherwise.
+// Reduce the lanes pairwise, by halves: join(join(...), join(...)). The compiler would reduce them one by one.
 template <typename Join>
 float fold_lanes(const Wide& x, Join join) {
   typedef float Half __attribute__((vector_size(32)));

@@ -12,7 +12,8 @@
 namespace brorl {
 namespace {
 
-// A dimension of size 1 may have any stride; the kernel wants a 1 in one of the two.
+// Return a stride of 1 for a dimension of size 1, whose stride is arbitrary, because the kernel needs a 1 in one of
+// them.
 int64_t stride(const at::Tensor& x, int64_t dim) { return x.size(dim) == 1 ? 1 : x.stride(dim); }
 
 bool strided_by_one(const at::Tensor& x) { return stride(x, 0) == 1 || stride(x, 1) == 1; }

@@ -1,5 +1,5 @@
-// Products of bfloat16 matrices with float32 results, by cuBLAS itself: torch offers them from 2.8 on, added to a
-// float32 matrix only from 2.10 on. No kernel of ours, and nothing that is compiled for the device.
+// Products of bfloat16 matrices with float32 results by cuBLAS. torch has them from 2.8 on, and from 2.10 on also adds
+// them to a float32 matrix. This file has no device code.
 #include "common/gemm_cuda.h"
 
 #include <climits>
@@ -10,20 +10,20 @@
 namespace brorl {
 namespace {
 
-// A row-major matrix as cuBLAS takes it, which counts by columns: as its transpose, turned or not.
+// A row-major matrix for cuBLAS, which is column-major: passed as its transpose.
 struct Operand {
   cublasOperation_t turned;
   int64_t ld;
 };
 
-// A matrix of one row (or column) has no distance between rows (or columns); any that is long enough will do.
+// The row stride of a matrix with one row is arbitrary, and cuBLAS accepts any that is large enough; likewise columns.
 Operand operand(const Matrix<uint16_t>& x, int64_t rows, int64_t columns) {
   if (x.column == 1) return {CUBLAS_OP_N, rows > 1 ? x.row : columns};
   return {CUBLAS_OP_T, columns > 1 ? x.column : rows};
 }
 
-// One handle per thread and device, as torch has them. They live as long as the process: at its end the driver may be
-// gone before them.
+// One handle per thread and device, as in torch. They are never destroyed, because at exit the driver may be gone
+// first.
 cublasStatus_t handle_on(int device, cublasHandle_t& handle) {
   thread_local std::unordered_map<int, cublasHandle_t> handles;
   const auto found = handles.find(device);

@@ -1,4 +1,4 @@
-// For headers of maths that both the CPU ops and the CUDA kernels compile: what CPU tests check is what a GPU runs.
+// For the *_math.h headers, which CPU ops and CUDA kernels share, so that CPU tests cover the formulas of the kernels.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -9,7 +9,7 @@
 
 namespace brorl {
 
-// Written with comparisons that are false for NaN, so that NaN comes out where NaN went in.
+// The comparisons are false for NaN, so NaN stays NaN.
 template <typename S>
 BRORL_HOST_DEVICE S clamp(S x, S low, S high) {
   return x < low ? low : (x > high ? high : x);

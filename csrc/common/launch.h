@@ -1,4 +1,4 @@
-// How .cu files start kernels: the only place of <<<>>>, so that tests/emulation can put a CPU behind it.
+// The only use of <<<>>>, so that tests/emulation can replace it by a CPU implementation.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace brorl {
 
-// blocks > 0, of `threads` each. Null, or what CUDA says went wrong.
+// Start `blocks` > 0 blocks of `threads` each. Returns nullptr, or CUDA's error text.
 template <typename... Parameters, typename... Arguments>
 const char* launch_kernel(
     void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream, Arguments... arguments) {

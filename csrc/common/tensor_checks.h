@@ -6,7 +6,7 @@
 
 namespace brorl {
 
-// The tensor that the others are measured against.
+// The first tensor, which the others are compared with.
 inline at::Tensor floating(const at::Tensor& x, const char* name) {
   const auto dtype = x.scalar_type();
   TORCH_CHECK_TYPE(

@@ -1,4 +1,4 @@
-// Matrices of 32-bit words turned in registers, 16 x 16 at a time.
+// Transposes of matrices of 32-bit words, in registers, 16 x 16 at a time.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,8 @@ constexpr int64_t kLine = 16;  // words of a cache line
 typedef uint32_t Line __attribute__((vector_size(64)));
 static_assert(sizeof(Line) == kLine * sizeof(uint32_t));
 
-// Lanes whose number has no bit D come from a, from the same place or D further on; the others likewise from b.
+// Interleave a and b: lanes whose index lacks bit D come from a, the others from b, each from the same index or D
+// further.
 template <int D>
 void exchange(Line& a, Line& b) {
   Line upper, lower;
@@ -35,7 +36,7 @@ inline void transpose(Line* rows) {
   for (int i = 0; i < 8; ++i) exchange<1>(rows[2 * i], rows[2 * i + 1]);
 }
 
-// to[i * ld + p] = from(p)'s word i for a square of 16; rest(i, p) fills what does not make one.
+// to[i * ld + p] = word i of from(p), by squares of 16; rest(i, p) fills the remainder.
 template <typename Word, typename From, typename Rest>
 void turn(Word* to, int64_t ld, int64_t count, int64_t depth, From from, Rest rest) {
   for (int64_t p = 0; p < depth; p += kLine) {

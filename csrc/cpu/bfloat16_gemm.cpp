@@ -1,5 +1,5 @@
-// oneDNN's micro-kernel runs over blocks of the operands that stay in cache, and are packed where they do not lie as it
-// wants: `a` with k contiguous, `b` in pairs of k, one pair to a word, with n contiguous.
+// oneDNN's micro-kernel runs over blocks of the operands that fit the cache. Blocks are packed if they do not have its
+// layout: `a` with k contiguous; `b` with n contiguous and two consecutive k per word.
 #include "cpu/bfloat16_gemm.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 #include "common/transpose.h"
 
-// Torch says whether it has the kernel.
+// torch reports whether it has the kernel.
 #if defined(CPUBLAS_BRGEMM_BF16BF16F32) && defined(__x86_64__)
 #define BRORL_HAS_KERNEL 1
 #endif
@@ -35,7 +35,7 @@ constexpr int64_t kTile = 64;              // rows or columns of a block
 constexpr int64_t kWords = 256;            // pairs of k per block: a packed block is 64 KiB
 constexpr int64_t kPitch = kWords + kLine;
 
-// The pair of k from x on, whose elements lie `stride` apart: one, or 16 for consecutive outer indices.
+// Load the pair of k at x, whose elements are `stride` apart: one pair, or 16 for consecutive outer indices.
 inline uint32_t word(const uint16_t* x, int64_t stride) { return uint32_t(x[0]) | uint32_t(x[stride]) << 16; }
 
 inline Line line(const uint16_t* x, int64_t stride) {
@@ -46,8 +46,8 @@ inline Line line(const uint16_t* x, int64_t stride) {
   return __builtin_convertvector(first, Line) | __builtin_convertvector(second, Line) << 16;
 }
 
-// words[i * ld_i + p * ld_p] = the pair x[i, 2 p ...] for i < count, where x [count, depth] has the given strides, one of
-// them 1, as has words. The partner of an odd last element is 0.
+// words[i * ld_i + p * ld_p] = the pair at x[i, 2 p] for i < count. x [count, depth] and words each have one stride of
+// 1. If depth is odd, the last element is paired with 0.
 void pack_words(
     uint32_t* words, int64_t ld_i, int64_t ld_p, const uint16_t* x, int64_t stride_i, int64_t stride_k, int64_t count,
     int64_t depth) {
@@ -70,7 +70,7 @@ void pack_words(
     turn(
         words, ld_i, count, whole,
         [&](int64_t i, int64_t p) {
-          // Rows of x may be a page apart, which the hardware does not fetch ahead by itself.
+          // Rows of x may be a page apart, which the hardware does not prefetch.
           __builtin_prefetch(x + 2 * (p + 2 * kLine) * stride_k + i);
           return line(x + 2 * p * stride_k + i, stride_k);
         },
@@ -85,11 +85,11 @@ void pack_words(
   }
 }
 
-// One operand as the kernel reads it: tiles along its outer dimension, each with a block of k.
+// One operand in the kernel's layout: tiles along its outer dimension, each with a block of k.
 struct Operand {
   Operand(Matrix<uint16_t> matrix, bool is_a, int64_t size, int64_t k)
       : x(matrix), a(is_a), outer(is_a ? x.row : x.column), along_k(is_a ? x.column : x.row), size(size) {
-    // Rows of a with k contiguous stay where they are. They must not overlap; the only one may have any stride.
+    // Rows of a with k contiguous are read in place. They must not overlap; the stride of a single row does not matter.
     direct = a && along_k == 1 && k % 2 == 0 && (size == 1 || outer >= k);
     ld = direct ? std::max(outer, k) : a ? 2 * kPitch : kTile;
   }
@@ -97,7 +97,7 @@ struct Operand {
   int64_t tiles() const { return (size + kTile - 1) / kTile; }
   int64_t width(int64_t tile) const { return std::min(kTile, size - tile * kTile); }
 
-  // The tile's block of `depth` elements of k from `first` on, packed to memory where that is needed.
+  // Return the tile's block of `depth` elements of k from `first` on, packed to memory if needed.
   const uint16_t* block(int64_t tile, int64_t first, int64_t depth, uint32_t* memory) const {
     const uint16_t* const from = x.data + tile * kTile * outer + first * along_k;
     if (direct) return from;
@@ -117,7 +117,7 @@ void bfloat16_gemm(
     float* out, int64_t ld, Matrix<uint16_t> a, Matrix<uint16_t> b, int64_t m, int64_t n, int64_t k, bool accumulate) {
   constexpr int64_t block = kTile * kPitch;
   const Operand rows(a, true, m, k), columns(b, false, n, k);
-  // Per step in k the shorter side is packed once for all threads; the tiles of the longer one are shared out.
+  // For every block of k the shorter side is packed once for all threads, which share the tiles of the longer one.
   const bool long_rows = m > n;
   const Operand &longer = long_rows ? rows : columns, &shorter = long_rows ? columns : rows;
   std::vector<uint32_t> packed(shorter.direct ? 0 : shorter.tiles() * block);

@@ -1,6 +1,6 @@
-// A piece of work is one kv head of a few siblings: their new keys and values are stored, then their queries attend in
-// tiles of up to eight, so that a page of the prompt is read once for all of them. Softmax runs online over blocks of keys
-// (Milakov & Gimelshein 2018), sums in float32.
+// A piece of work is one kv head of a few rows of one prompt. It stores their new keys and values. Then their queries
+// attend in tiles of up to eight, which read a page of the prompt once. Softmax runs online over blocks of keys
+// (Milakov & Gimelshein 2018), with sums in float32.
 #include "cpu/decode_attention.h"
 
 #include <algorithm>
@@ -19,11 +19,11 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kPage = 16;         // tokens; equals kWide: one key component of a page is one vector
+constexpr int64_t kPage = 16;         // tokens; equals kWide, so one key component of a page is one vector
 constexpr int64_t kBlockPages = 8;    // pages per round of the online softmax
 constexpr int64_t kBlockKeys = kBlockPages * kPage;
 constexpr int kTile = 8;              // queries
-constexpr int64_t kWidest = 256;      // head size at most
+constexpr int64_t kWidest = 256;      // largest head size
 static_assert(kPage == kWide);
 
 struct DecodeShapes {
@@ -41,7 +41,7 @@ void check_decode_dtype(const at::Tensor& x, const char* name) {
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16, name, " must be float32 or bfloat16, got ", dtype);
 }
 
-// Raise an error that names the tensor which does not fit. check_places checks the entries of tables and lengths.
+// Raise an error that names a tensor of wrong shape or dtype. check_places checks the entries of tables and lengths.
 DecodeShapes check_decode_step(
     const at::Tensor& qkv, const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm,
     const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys, const at::Tensor& values,
@@ -125,7 +125,7 @@ void page_values(
   }
 }
 
-// Both for all pages and all columns, with as many rows and places at once as registers hold.
+// Both for all pages and all columns, with as many rows and columns at once as fit the registers.
 template <int R, typename T>
 void all_scores(const float* q, int64_t d, const T* const* pages, int64_t count, float* scores) {
   if constexpr (R > kHeld) {
@@ -174,7 +174,7 @@ void attend_block(
   for (int r = 0; r < R; ++r) {
     float* const s = scores + r * kBlockKeys;
     for (int64_t j = count; j < pages * kPage; ++j) s[j] = -std::numeric_limits<float>::infinity();
-    Wide top = all_wide(tile.largest[first + r]);  // lane by lane: a maximum of floats does not vectorise by itself
+    Wide top = all_wide(tile.largest[first + r]);  // lane by lane: compilers do not vectorise a float maximum
     for (int64_t j = 0; j < pages * kPage; j += kWide) {
       top = larger(load_wide(s + j), top);
     }
@@ -212,7 +212,7 @@ struct Step {
   T* key_page(int64_t page, int64_t head) const { return keys + (page * kv_heads + head) * d * kPage; }
   T* value_page(int64_t page, int64_t head) const { return values + (page * kv_heads + head) * kPage * width; }
 
-  // One head x [d] of a row, normalized where there are weights and rotated.
+  // One head x [d] of a row, normalized if there are weights, and rotated.
   void rotated(const T* x, const float* norm, int64_t row, float* result) const {
     float square = 0;
     for (int64_t i = 0; i < d; ++i) result[i] = float(x[i]);
@@ -230,7 +230,7 @@ struct Step {
     }
   }
 
-  // Row's new key and value of one kv head to their place.
+  // Store a row's new key and value of one kv head.
   void store(int64_t row, int64_t head) const {
     const int64_t place = lengths[row] - 1, page = tables[row * table_size + place / kPage], slot = place % kPage;
     float key[kWidest];
@@ -241,7 +241,7 @@ struct Step {
     std::copy(value, value + d, value_page(page, head) + slot * width);
   }
 
-  // The keys of a table of pages, block by block.
+  // Attend to the keys of a table of pages, block by block.
   void over_pages(
       Tile& tile, int first, int count, const float* q, int64_t head, const int32_t* table, int64_t length) const {
     static constexpr Attend<T> attend[kTile] = {
@@ -259,8 +259,7 @@ struct Step {
     }
   }
 
-  // Queries begin .. begin + count of the run of rows that starts at `row`: query i is head i % group of sibling
-  // i / group.
+  // Compute queries begin .. begin + count of the rows from `row` on: query i is head i % group of row i / group.
   void attend_tile(int64_t row, int64_t head, int64_t begin, int count) const {
     Tile tile;
     alignas(64) float q[kTile * kWidest];
@@ -275,7 +274,7 @@ struct Step {
     }
     const int64_t prompt = prompts[row];
     over_pages(tile, 0, count, q, head, prompt_tables + prompt * prompt_table_size, prompt_lengths[prompt]);
-    for (int r = 0; r < count;) {  // the queries of one sibling share its own pages
+    for (int r = 0; r < count;) {  // the queries of one row share its own pages
       const int64_t sibling = (begin + r) / g, b = row + sibling;
       const int same = int(std::min<int64_t>(count - r, (sibling + 1) * g - begin - r));
       over_pages(tile, r, same, q + r * d, head, tables + b * table_size, lengths[b]);
@@ -305,7 +304,7 @@ struct Step {
 #pragma omp parallel for schedule(dynamic, 4) num_threads(at::get_num_threads())
     for (size_t i = 0; i < work.size(); ++i) {
       const Work& w = work[i];
-      // Right before they are read: a key goes to as many cache lines as it has components.
+      // Store keys right before they are read, because a key touches as many cache lines as it has components.
       for (int64_t b = w.row; b < w.row + w.siblings; ++b) store(b, w.head);
       for (int64_t begin = 0; begin < w.siblings * group(); begin += kTile) {
         attend_tile(w.row, w.head, begin, int(std::min<int64_t>(kTile, w.siblings * group() - begin)));
@@ -314,7 +313,7 @@ struct Step {
   }
 };
 
-// Pages and prompts are places in memory, so a wrong one must not pass.
+// Check pages and prompts, which are offsets into memory.
 void check_places(
     const Tensor& tables, const Tensor& lengths, const Tensor& prompt_tables, const Tensor& prompt_lengths,
     const Tensor& prompts, int64_t pages) {

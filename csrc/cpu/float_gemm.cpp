@@ -1,6 +1,6 @@
-// Blocks of k go by one after another. Of each, b is packed once for all threads into panels as wide as a tile; then the
-// threads share blocks of rows times runs of panels. A block of a lies in cache as it is, or packed where its columns are
-// what is contiguous (Goto & van de Geijn 2008).
+// The product is computed block of k by block of k. Each block of b is packed once for all threads into panels as wide
+// as a tile. Then threads share blocks of rows times runs of panels. A block of a fits the cache; it is packed if its
+// columns are contiguous (Goto & van de Geijn 2008).
 #include "cpu/float_gemm.h"
 
 #include <algorithm>
@@ -15,27 +15,27 @@
 namespace brorl {
 namespace {
 
-constexpr int64_t kDepth = 768;           // of k per block, at most: results are read and written once per block
-constexpr int64_t kBlock = 48 * 1024;      // elements of a per piece of work, about: 192 KiB
-constexpr int64_t kPieces = 16;           // of work per thread, at least
-constexpr int64_t kRowsAhead = 16;        // that are fetched into cache while rows are copied
+constexpr int64_t kDepth = 768;           // largest k per block; results are read and written once per block
+constexpr int64_t kBlock = 48 * 1024;      // elements of a per piece of work, approximately (192 KiB)
+constexpr int64_t kPieces = 16;           // pieces per thread, at least
+constexpr int64_t kRowsAhead = 16;        // rows prefetched while rows are copied
 
 int64_t pieces(int64_t size, int64_t of) { return (size + of - 1) / of; }
 
-// Uninitialised, aligned to cache lines.
+// Uninitialised memory, aligned to cache lines.
 struct Floats {
   explicit Floats(int64_t count) : memory(c10::GetCPUAllocator()->allocate(count * sizeof(float))) {}
   float* data() { return static_cast<float*>(memory.get()); }
   c10::DataPtr memory;
 };
 
-// Rows may be a page apart, which the hardware does not fetch ahead by itself.
+// Prefetch explicitly, because rows may be a page apart, which the hardware does not prefetch.
 void copy_row(const float* from, int64_t stride, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(from + kRowsAhead * stride + i);
   std::memcpy(to, from, count * sizeof(float));
 }
 
-// A panel's `columns` of b's block [depth, ...], row by row with kTileColumns places each; 0 up to the next wide.
+// Pack `columns` of b's block [depth, ...] row by row, kTileColumns elements per row; zeros fill the last wide.
 void pack_panel(Matrix<float> b, int64_t depth, int64_t columns, float* to) {
   if (b.column == 1) {
     for (int64_t i = 0; i < depth; ++i) copy_row(b.data + i * b.row, b.row, columns, to + i * kTileColumns);
@@ -47,14 +47,14 @@ void pack_panel(Matrix<float> b, int64_t depth, int64_t columns, float* to) {
   }
 }
 
-// Rows of a, packed if k is not contiguous: to [depth, rows].
+// Return rows of a, packed to [depth, rows] if k is not contiguous.
 Rows pack_rows(Matrix<float> a, int64_t rows, int64_t depth, float* to) {
   if (a.column == 1) return {a.data, a.row, 1};
   for (int64_t i = 0; i < depth; ++i) copy_row(a.data + i * a.column, a.column, rows, to + i * rows);
   return {to, 1, rows};
 }
 
-// Rows times one panel; with `fresh`, rows are not in cache yet.
+// Multiply rows by one panel. fresh: the rows are not in cache yet.
 void multiply_panel(
     Rows a, int64_t rows, const float* panel, int64_t columns, int64_t depth, float* out, int64_t ld, bool accumulate,
     bool fresh) {
@@ -67,7 +67,7 @@ void multiply_panel(
       multiply(a.from(r, 0), count, panel, kTileColumns, wides, depth, to, ld, accumulate, ahead);
       continue;
     }
-    float tile[kTileRows * kTileColumns] = {};  // whole wides do not fit into out
+    float tile[kTileRows * kTileColumns] = {};  // out has no room for whole wides
     for (int64_t i = 0; accumulate && i < count; ++i) std::copy_n(to + i * ld, columns, tile + i * kTileColumns);
     multiply(a.from(r, 0), count, panel, kTileColumns, wides, depth, tile, kTileColumns, accumulate, ahead);
     for (int64_t i = 0; i < count; ++i) std::copy_n(tile + i * kTileColumns, columns, to + i * ld);
@@ -90,7 +90,7 @@ void float_gemm(
   const int threads = at::get_num_threads();
   const int64_t depth = pieces(k, pieces(k, kDepth)), panels = pieces(n, kTileColumns);
   const int64_t rows = std::max<int64_t>(1, kBlock / depth / kTileRows) * kTileRows, blocks = pieces(m, rows);
-  // Pieces enough that no thread waits long for another's last one.
+  // Use enough pieces that no thread waits long for the last one of another.
   const int64_t run = pieces(panels, std::min(panels, pieces(kPieces * threads, blocks))), runs = pieces(panels, run);
   Floats packed(panels * kTileColumns * depth);
 #pragma omp parallel num_threads(threads)

@@ -7,11 +7,11 @@
 
 namespace brorl {
 
-// Whether float_gemm is to be preferred to MKL's product: on AMD's processors with AVX-512.
+// Return whether float_gemm is faster than MKL's product: on AMD processors with AVX-512.
 bool prefers_float_gemm();
 
-// out [m, n] (row stride ld) = a [m, k] b [k, n], added to what is there with `accumulate`. m, n, k > 0. The result does
-// not depend on the number of threads.
+// out [m, n] (row stride ld) = a [m, k] b [k, n], or out += a b with `accumulate`. m, n, k > 0. The result does not
+// depend on the number of threads.
 void float_gemm(
     float* out, int64_t ld, Matrix<float> a, Matrix<float> b, int64_t m, int64_t n, int64_t k, bool accumulate);
 

@@ -1,4 +1,4 @@
-// A few rows of a float32 matrix product, summed in registers: the inside of float_gemm and segment_attention.
+// A few rows of a float32 matrix product, summed in registers: the inner loop of float_gemm and segment_attention.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace brorl {
 
-// As many sums as registers hold: 6 x 4 of them with AVX-512, 6 x 1 with AVX2, 3 x 1 in pairs and fours of floats.
+// As many sums as fit the registers: 6 x 4 with AVX-512, 6 x 1 with AVX2, 3 x 1 with smaller vectors.
 constexpr int kTileWides = kHeld / 6 ? kHeld / 6 : 1, kTileRows = kHeld / kTileWides;
 constexpr int64_t kTileColumns = kTileWides * kWide;
 
@@ -22,8 +22,8 @@ struct Rows {
   Rows from(int64_t r, int64_t k) const { return {data + r * row + k * column, row, column}; }
 };
 
-// out [R, 16 C] (row stride ld) = a [R, k] b [k, 16 C] (row stride ld_b), added to what is there with `accumulate`. What
-// lies `ahead` elements after a is fetched into cache meanwhile, where k is contiguous.
+// out [R, 16 C] (row stride ld) = a [R, k] b [k, 16 C] (row stride ld_b), or out += a b with `accumulate`. If k is
+// contiguous, the elements `ahead` of a are prefetched meanwhile.
 template <int R, int C>
 void multiply_tile(
     Rows a, const float* b, int64_t ld_b, int64_t k, float* out, int64_t ld, bool accumulate, int64_t ahead) {

@@ -27,7 +27,8 @@ struct SumType<double> {
 template <typename T>
 using Sum = typename SumType<T>::Type;
 
-// To the dtype of memory, rounding to the nearest even. c10's own conversion to bfloat16 keeps loops scalar.
+// Convert to the dtype in memory, rounding to nearest even. Loops with c10's own conversion to bfloat16 do not
+// vectorise.
 template <typename T>
 T narrow(Sum<T> x) {
   return T(x);
@@ -53,7 +54,7 @@ void check_matrix(const Tensor& x, const char* name) {
   check(x, name, x.sizes(), x.scalar_type());
 }
 
-// run(T()) for the dtype of x.
+// Call run(T()) for the dtype of x.
 template <typename F>
 void for_dtype(const Tensor& x, const char* name, F run) {
   switch (x.scalar_type()) {
@@ -68,7 +69,7 @@ void for_dtype(const Tensor& x, const char* name, F run) {
   }
 }
 
-// each(row) for every row, shared out over the threads.
+// Call each(row) for every row, in parallel.
 template <typename F>
 void for_rows(int64_t rows, F each) {
 #pragma omp parallel for schedule(static) num_threads(at::get_num_threads())
@@ -100,13 +101,13 @@ void norm_rows(const Tensor& x, const Tensor& weight, double eps, Tensor& out, T
   });
 }
 
-// With n = x / rms(x): of_x = (g w - n mean(g w n)) / rms(x), of_weight = sum over rows of g n. n w is written over
+// With n = x / rms(x): of_x = (g w - n mean(g w n)) / rms(x), of_weight = sum over rows of g n. n w overwrites
 // g [R, H].
 template <typename T>
 void norm_gradient_rows(
     Tensor& gradient, const Tensor& x, const Tensor& weight, const Tensor& inverse, Tensor& of_x, Tensor& of_weight) {
   using S = Sum<T>;
-  constexpr int64_t kBlock = 256;  // rows whose part of of_weight is summed by one thread
+  constexpr int64_t kBlock = 256;  // rows whose part of of_weight one thread sums
   const int64_t rows = x.size(0), width = x.size(1), blocks = (rows + kBlock - 1) / kBlock;
   const T *const from = x.const_data_ptr<T>(), *const w = weight.const_data_ptr<T>();
   T* const g = gradient.mutable_data_ptr<T>();
@@ -138,7 +139,7 @@ void norm_gradient_rows(
   for (int64_t i = 0; i < width; ++i) total[i] = narrow<T>(blocks ? parts[i] : S(0));
 }
 
-// Sigmoid by exp of minus the magnitude, so that nothing overflows: 1 / (1 + e^-x) = e^x / (1 + e^x) for x < 0.
+// Sigmoid by exp of the negative magnitude, which cannot overflow: 1 / (1 + e^-x) = e^x / (1 + e^x) for x < 0.
 template <typename S>
 S sigmoid(S x) {
   const S e = fast_exp(-std::fabs(x));
@@ -162,7 +163,8 @@ void silu_rows(const Tensor& gate_up, Tensor& out) {
   });
 }
 
-// d silu(x) / dx = s (1 + x (1 - s)) with s = sigmoid(x). Gate and up become their gradients, the gradient silu(gate) up.
+// d silu(x) / dx = s (1 + x (1 - s)) with s = sigmoid(x). The gradients overwrite gate and up, and silu(gate) up
+// overwrites the upstream gradient.
 template <typename T>
 void silu_gradient_rows(Tensor& gradient, Tensor& gate_up) {
   using S = Sum<T>;

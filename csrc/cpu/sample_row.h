@@ -1,8 +1,8 @@
-// One row of the sampler on the CPU: the logits are read from memory once, block by block.
+// Sampling of one row on a CPU. The logits are read from memory once, block by block.
 //
-// For each block its largest logit and the sum of exp((logit - largest) / temperature) are kept, so a draw first finds
-// the block and then the token inside it. Sums run in float over a block and in double over the blocks; their order
-// depends on nothing but the row. Cuts of the vocabulary are a threshold, so nothing is sorted but what lies next to it.
+// Every block keeps its largest logit and the sum of exp((logit - largest) / temperature), so a draw first finds the
+// block and then the token in it. Sums are in float over a block and in double over the blocks, in an order that
+// depends only on the row. top_p and top_k become a threshold, so that only logits close to it are sorted.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ inline const float* widen(const uint16_t* bfloat16, int64_t n, float* out) {
   return out;
 }
 
-// Draws rows of `vocab` logits one after another; one object per thread. T: float, or uint16_t holding bfloat16.
+// Samples rows of `vocab` logits one after another; one object per thread. T: float, or uint16_t holding bfloat16.
 template <typename T>
 class RowSampler {
  public:
@@ -47,7 +47,7 @@ class RowSampler {
       : vocab_(vocab),
         blocks_((vocab + kBlock - 1) / kBlock),
         settings_(settings),
-        // Bounded, so that 0 times it stays 0.
+        // Bounded, so that 0 times it is 0.
         inverse_temperature_(
             settings.temperature > 0 ? float(std::min(1 / settings.temperature, double(kMost))) : 1.0f),
         largest_(blocks_),
@@ -76,7 +76,7 @@ class RowSampler {
   }
 
  private:
-  static constexpr int64_t kBlock = 512;  // its logits stay in the first cache between the two looks of scan
+  static constexpr int64_t kBlock = 512;  // its logits stay in the L1 cache between the two passes of scan
   static constexpr int64_t kLanes = 16;   // divides kBlock
   static constexpr int kBins = 1024;
   static constexpr float kInfinity = std::numeric_limits<float>::infinity(), kMost = std::numeric_limits<float>::max();
@@ -89,7 +89,8 @@ class RowSampler {
   int64_t size(int64_t block) const { return std::min(kBlock, vocab_ - block * kBlock); }
   const float* logits(int64_t block) { return widen(row_ + block * kBlock, size(block), wide_); }
 
-  // exponentials_[0..size) = exp((logit - largest of the block) / temperature), 0 for tokens that are cut; their sum.
+  // Fill exponentials_[0..size) with exp((logit - largest of the block) / temperature), 0 for excluded tokens; return
+  // their sum.
   template <bool kCut>
   float exponentiate(const float* z, int64_t block) {
     const int n = int(size(block));
@@ -117,7 +118,7 @@ class RowSampler {
     sums_[block] = exponentiate<false>(z, block);
   }
 
-  // masses_ = sums_ relative to the row's largest logit, and their total.
+  // Set masses_ to sums_ relative to the row's largest logit, and return their total.
   void weigh() {
 #pragma omp simd
     for (int64_t b = 0; b < blocks_; ++b) {
@@ -127,7 +128,8 @@ class RowSampler {
     for (const double mass : masses_) total_ += mass;
   }
 
-  // Sums of what threshold_ and last_tie_ keep. Most blocks lie below the threshold and are not looked at again.
+  // Recompute the sums of the tokens that threshold_ and last_tie_ keep. Most blocks are below the threshold and are
+  // skipped.
   void cut() {
     for (int64_t b = 0; b < blocks_; ++b) {
       sums_[b] = largest_[b] < threshold_ ? 0.0f : exponentiate<true>(logits(b), b);
@@ -162,7 +164,7 @@ class RowSampler {
       if (largest_[b] < floor) continue;
       const float* z = logits(b);
       const int64_t n = size(b);
-      for (int64_t j = 0; j < n; ++j) {  // without a branch: the place is written again where the logit is too small
+      for (int64_t j = 0; j < n; ++j) {  // without a branch: the next logit overwrites one that is too small
         above[count] = z[j];
         count += z[j] >= floor;
       }
@@ -183,12 +185,13 @@ class RowSampler {
     maxima_.insert(maxima_.end(), lanes, lanes + kLanes);
   }
 
-  // Where a logit lies on [0, kBins) going down from the largest. Monotone, so the bins never interleave.
+  // Return a logit's bin in [0, kBins), counted down from the largest logit. It is monotone, so bins never interleave.
   float place(float logit, float bins_per_nat) const {
     return (peak_ - logit) * inverse_temperature_ * bins_per_nat;
   }
 
-  // bins_[0..size) and exponentials_ relative to the row's largest logit; tokens below the threshold: the last bin.
+  // Fill bins_[0..size) and exponentials_, relative to the row's largest logit; tokens below the threshold get the last
+  // bin.
   void sort_into_bins(const float* z, int n, float bins_per_nat) {
     const float last = kBins - 1, peak = peak_, scale = inverse_temperature_, threshold = threshold_;
 #pragma omp simd
@@ -200,11 +203,11 @@ class RowSampler {
     }
   }
 
-  // Move the threshold up to the last of the most likely tokens whose mass reaches `goal`; of equal logits the first
-  // tokens come first.
+  // Raise the threshold to the last of the most likely tokens whose mass reaches `goal`. Of equal logits the first
+  // tokens count first.
   void keep_nucleus(double goal) {
-    // Tokens with less than (1 - top_p) total / vocab each cannot hold 1 - top_p together, so the end of the nucleus
-    // lies above them, and the last bin may begin there.
+    // Tokens with less than (1 - top_p) total / vocab each have less than 1 - top_p in total. So the nucleus ends above
+    // them, and the last bin may start there.
     const double range = std::log(double(vocab_) / ((1 - settings_.top_p) * total_));
     const float bins_per_nat = float((kBins - 1) / std::clamp(range, 1.0, 88.0));
     double mass[kBins] = {};
@@ -212,7 +215,7 @@ class RowSampler {
       if (largest_[b] < threshold_ || place(largest_[b], bins_per_nat) >= kBins - 1) continue;
       const int n = int(size(b));
       sort_into_bins(logits(b), n, bins_per_nat);
-      int count = 0;  // the last bin is not summed; moving the others together keeps the additions off one address
+      int count = 0;  // the last bin is not summed; compacting the others avoids repeated additions to one address
       for (int j = 0; j < n; ++j) {
         const int32_t bin = bins_[j];
         bins_[count] = bin;
@@ -250,8 +253,8 @@ class RowSampler {
     }
   }
 
-  // The first token at which the running sum in vocabulary order exceeds `target`. A step with no mass is never taken,
-  // and rounding cannot lead past the last one with mass: block, group of kLanes and token each fall back to it.
+  // Return the first token at which the running sum in vocabulary order exceeds `target`. A token without mass is never
+  // chosen. If rounding leads past the end, block, group of kLanes and token fall back to the last one with mass.
   Drawn pick(double target) {
     int64_t block = 0;
     double before = 0;
@@ -293,7 +296,7 @@ class RowSampler {
   const T* row_ = nullptr;
   float peak_ = 0;  // the largest logit of the row
   double total_ = 0;
-  // Kept are logits above the threshold, and those equal to it up to this token.
+  // Logits above the threshold are kept, and those equal to it up to this token.
   float threshold_ = 0;
   int64_t last_tie_ = 0;
   std::vector<float> largest_, sums_;  // of each block

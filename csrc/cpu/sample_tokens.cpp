@@ -43,7 +43,7 @@ void check(
   TORCH_CHECK_VALUE(top_k >= 0, "top_k must be 0 (off) or above, got ", top_k);
 }
 
-// Rows may lie apart, tokens may not.
+// Rows may be strided, tokens must be contiguous.
 Tensor rows_of(const Tensor& logits) {
   return logits.stride(1) == 1 || logits.size(1) == 1 ? logits : logits.contiguous();
 }

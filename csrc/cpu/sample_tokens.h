@@ -1,4 +1,5 @@
-// The next token from logits and keyed random numbers. megatron_brorl/ops/reference/sampling.py defines the op.
+// Sampling of the next token from logits with keyed random numbers. megatron_brorl/ops/reference/sampling.py defines
+// the op.
 #pragma once
 
 #include <tuple>

@@ -1,6 +1,6 @@
-// A piece of work is one kv head of a few segments that share a prefix. Keys (for the gradient also values) are laid out
-// beforehand with their tokens contiguous, in blocks of kBlock tokens. What the pieces add to a prefix's gradients is
-// kept apart and summed in their order.
+// A piece of work is one kv head of a few segments that share a prefix. Before, keys (for the gradient also values) are
+// copied to a layout with tokens contiguous, in blocks of kBlock tokens. Every piece has its own sums of the prefix's
+// gradients, which are added in order.
 #include "cpu/segment_attention.h"
 
 #include <algorithm>
@@ -19,15 +19,15 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kKeys = 8 * kBlock;  // per round of the online softmax
+constexpr int64_t kKeys = 8 * kBlock;  // keys per step of the online softmax
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// The softmax of up to kBlock queries so far: of scores [rows, kKeys], their first `width` columns.
+// State of the online softmax of up to kBlock queries; scores [rows, kKeys] have `width` valid columns.
 struct Softmax {
   float largest[kBlock], sum[kBlock];
   alignas(64) float scores[kBlock * kKeys];
 
-  // A row's scores become weights; returns by how much the row's earlier weights shrink.
+  // Replace a row's scores by weights; return the factor on the row's earlier weights.
   float add(int64_t r, int64_t width, float scale, bool first) {
     float* const row = scores + r * kKeys;
     Wide top = all_wide(kNone);
@@ -106,8 +106,8 @@ struct Backward {
   int64_t heads, kv_heads, d;  // heads: of one kv head
   float scale;
 
-  // Queries [q, q + rows) of a segment, of one head of the kv head; prefix_* [prefix_length, d] take what is the
-  // prefix's.
+  // Compute queries [q, q + rows) of a segment for one head of the kv head; prefix_* [prefix_length, d] receive the
+  // gradients of the prefix.
   void attend(
       const Segment& s, int64_t q, int64_t rows, int64_t kv_head, int64_t head, float* prefix_key,
       float* prefix_value) const {
@@ -166,13 +166,13 @@ void check(const Tensor& x, const char* name, at::IntArrayRef sizes) {
   TORCH_CHECK_VALUE(x.is_contiguous(), name, " must be contiguous");
 }
 
-// Segments are places in memory, so a wrong one must not pass.
+// Check segments, which are offsets into memory.
 void check_segments(const Tensor& segments, int64_t tokens) {
   TORCH_CHECK_VALUE(segments.dim() == 2 && segments.size(1) == 4, "segments must be [S, 4], got ", segments.sizes());
   TORCH_CHECK_TYPE(segments.scalar_type() == at::kLong, "segments must be int64, got ", segments.scalar_type());
   TORCH_CHECK_VALUE(segments.is_contiguous(), "segments must be contiguous");
   const int64_t* const row = segments.const_data_ptr<int64_t>();
-  std::vector<int64_t> alone(tokens + 1);  // the length of the segment without a prefix that begins there
+  std::vector<int64_t> alone(tokens + 1);  // length of the segment without a prefix that starts at each token
   int64_t end = 0;
   for (int64_t i = 0; i < segments.size(0); ++i) {
     const int64_t begin = row[4 * i], length = row[4 * i + 1], prefix = row[4 * i + 2], of_prefix = row[4 * i + 3];
@@ -231,13 +231,13 @@ Tensor segment_attention_gradient(
       heads_of(gradient), heads_of(qkv), heads_of(qkv, heads), heads_of(qkv, heads + 1), heads_of(out),
       heads_of(of_qkv), heads_of(of_qkv, heads), heads_of(of_qkv, heads + 1), Turned(qkv, heads, stream.segments),
       Turned(qkv, heads + 1, stream.segments), log_sums.const_data_ptr<float>(), heads, kv_heads, d, float(scale)};
-  // Of each piece: what it adds to the prefix's keys, then to its values, [2, prefix_length, d].
+  // Gradients of the prefix's keys, then values, per piece: [2, prefix_length, d].
   std::vector<std::vector<float>> added(stream.runs.size() * kv_heads);
   stream.for_pieces([&](int64_t piece, const Segment& s, int64_t kv_head) {
     std::vector<float>& prefix = added[piece];
     prefix.resize(2 * s.prefix_length * d);
     for (int64_t t = s.begin; t < s.begin + s.length; ++t) {
-      std::fill_n(backward.of_key.at(t, kv_head), 2 * d, 0.0f);  // and the value next to it
+      std::fill_n(backward.of_key.at(t, kv_head), 2 * d, 0.0f);  // and the value after it
     }
     for (int64_t head = 0; head < heads; ++head) {
       for (int64_t q = 0; q < s.length; q += kBlock) {

@@ -1,4 +1,5 @@
-// How segment_attention cuts a packed stream: into pieces of work for threads, blocks of queries and keys, and tiles.
+// Partition of a packed stream for segment_attention: pieces of work for threads, blocks of queries and keys, and
+// tiles.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@
 namespace brorl {
 
 constexpr int64_t kBlock = 64;    // queries or keys
-constexpr int64_t kTokens = 512;  // of segments per piece of work, about
+constexpr int64_t kTokens = 512;  // tokens of segments per piece, approximately
 
 inline int64_t padded(int64_t tokens) { return (tokens + kWide - 1) / kWide * kWide; }
 
@@ -23,12 +24,12 @@ struct Segment {
   int64_t begin, length, prefix, prefix_length;
 };
 
-// Segments first .. end of the list share a prefix.
+// Segments first .. end of the list, which share a prefix.
 struct Run {
   int64_t first, end;
 };
 
-// Some of the heads of each kv head, with d contiguous.
+// A view of some heads of each kv head, with d contiguous.
 struct Heads {
   float* data;
   int64_t token, kv_head;
@@ -36,14 +37,14 @@ struct Heads {
   float* at(int64_t t, int64_t h) const { return data + t * token + h * kv_head; }
 };
 
-// From head `first` of each kv head on, in x [T, kv_heads, ..., d].
+// The view starts at head `first` of each kv head of x [T, kv_heads, ..., d].
 inline Heads heads_of(const at::Tensor& x, int64_t first = 0) {
   return {const_cast<float*>(x.const_data_ptr<float>()) + first * x.size(x.dim() - 1), x.stride(0), x.stride(1)};
 }
 
-// Keys or values with tokens contiguous: of each segment and kv head, blocks [d, kBlock], the last one padded(..) wide.
+// Keys or values with tokens contiguous: blocks [d, kBlock] per segment and kv head; the last block is padded(..) wide.
 struct Turned {
-  // Of head `head` of each kv head in qkv [T, kv_heads, heads + 2, d].
+  // Copies head `head` of each kv head of qkv [T, kv_heads, heads + 2, d].
   Turned(const at::Tensor& qkv, int64_t head, const std::vector<Segment>& segments)
       : from(heads_of(qkv, head)), d(qkv.size(3)), count(qkv.size(1)), at_token(qkv.size(0)) {
     int64_t total = 0;
@@ -66,7 +67,7 @@ struct Turned {
     }
   }
 
-  // Of the segment that begins there with so many tokens, the block that begins at its token `block`.
+  // Return the block that starts at token `block` of the segment with the given start and length.
   const float* block(int64_t begin, int64_t length, int64_t kv_head, int64_t block) const {
     return memory.const_data_ptr<float>() + place(begin, length, kv_head, block);
   }
@@ -79,21 +80,21 @@ struct Turned {
 
   Heads from;
   int64_t d, count;
-  std::vector<int64_t> at_token;  // padded tokens before the segment that begins there
+  std::vector<int64_t> at_token;  // padded tokens before the segment that starts at each token
   at::Tensor memory;
 };
 
-// A block of keys as some queries see it.
+// A block of keys and the queries' view of it.
 struct Keys {
   int64_t begin, length, block, tokens;  // segment, first key in it, keys
-  int64_t diagonal;                      // query r of the block sees keys up to diagonal + r; kAll: all
+  int64_t diagonal;                      // query r attends to keys up to diagonal + r; kAll: to all
 
   static constexpr int64_t kAll = int64_t(1) << 40;
   int64_t seen(int64_t r) const { return std::min(tokens, diagonal + r + 1); }
   int64_t first_to_see(int64_t key) const { return std::max<int64_t>(0, key - diagonal); }
 };
 
-// The blocks of keys for queries [q, q + rows) of a segment.
+// Return the blocks of keys for queries [q, q + rows) of a segment.
 inline std::vector<Keys> keys_of(const Segment& s, int64_t q, int64_t rows) {
   std::vector<Keys> found;
   for (int64_t b = 0; b < s.prefix_length; b += kBlock) {
@@ -109,7 +110,7 @@ struct Range {
   int64_t from, to;
 };
 
-// out [rows, ...] = or += a b in tiles, where rows from `first` to `last` need the elements depth(first, last) of k and
+// out [rows, ...] = or += a b in tiles. Rows from `first` to `last` need the elements depth(first, last) of k and
 // columns(last) columns.
 template <typename Depth, typename Columns>
 void product(
@@ -127,7 +128,7 @@ void product(
   }
 }
 
-// The segments and how their work is shared out.
+// The segments and their division into pieces of work.
 struct Stream {
   Stream(const at::Tensor& rows, int64_t kv_heads) : kv_heads(kv_heads) {
     const int64_t* row = rows.const_data_ptr<int64_t>();
@@ -145,7 +146,7 @@ struct Stream {
     }
   }
 
-  // each(piece, segment, kv head), the segments of a piece one after another in one thread.
+  // Call each(piece, segment, kv head); one thread processes the segments of a piece in order.
   template <typename Each>
   void for_pieces(Each each) const {
 #pragma omp parallel for schedule(dynamic) num_threads(at::get_num_threads())

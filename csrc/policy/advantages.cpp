@@ -1,5 +1,5 @@
-// Segments and groups are independent, so threads share them out. Moments use one thread: their result must not depend
-// on the number of threads.
+// Segments and groups are independent, so threads process them in parallel. Moments use one thread, because the result
+// must not depend on the number of threads.
 #include "policy/advantages.h"
 
 #include <ATen/Parallel.h>

@@ -33,7 +33,7 @@ __global__ void group_kernel(const S* rewards, const int64_t* starts, int64_t gr
   advantages_of_group(rewards + begin, starts[g + 1] - begin, by_std, advantages + begin);
 }
 
-// The sum of x over the block, in every thread and in a fixed order. All threads must call it.
+// Return the sum of x over the block to every thread, in a fixed order. All threads must call it.
 __device__ double block_sum(double x) {
   __shared__ double of_thread[kThreads];
   of_thread[threadIdx.x] = x;

@@ -19,7 +19,7 @@ std::tuple<at::Tensor, at::Tensor> gae(
 // sample standard deviation with by_std.
 at::Tensor group_advantages(const at::Tensor& rewards, const at::Tensor& starts, bool by_std);
 
-// values of any shape; weights: the same shape and dtype. Elements of weight 0 are left out, whatever they hold; other
+// values of any shape; weights: the same shape and dtype. Elements of weight 0 are left out, even NaN; other
 // weights count once. Returns [3] float64: count, mean, sum of squared deviations from the mean.
 at::Tensor moments(const at::Tensor& values, const std::optional<at::Tensor>& weights);
 

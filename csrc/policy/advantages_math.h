@@ -9,8 +9,8 @@
 
 namespace brorl {
 
-// delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1} (Schulman et al. 2016, eq. 10 and 16) over
-// the n tokens of a segment. All of it is in double, because a return is a sum over thousands of tokens.
+// delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1} (Schulman et al. 2016, eq. 10 and 16)
+// over the n tokens of a segment. Sums are in double, because a return has thousands of terms.
 template <typename S>
 BRORL_HOST_DEVICE void gae_segment(
     const S* rewards, const S* values, int64_t n, double gamma, double lambda, S* advantages, S* returns) {
@@ -26,7 +26,7 @@ BRORL_HOST_DEVICE void gae_segment(
 }
 
 // The n rewards of a group minus their mean, divided by 1 or by the sample standard deviation plus 1e-6 (GRPO; Shao et
-// al. 2024, section 4.1.2). Equal rewards give exactly zero, because only rounding is left of them after the mean.
+// al. 2024, section 4.1.2). Equal rewards give exactly zero; without this case they would give rounding errors.
 template <typename S>
 BRORL_HOST_DEVICE void advantages_of_group(const S* rewards, int64_t n, bool by_std, S* advantages) {
   double sum = 0, m2 = 0;
@@ -39,7 +39,7 @@ BRORL_HOST_DEVICE void advantages_of_group(const S* rewards, int64_t n, bool by_
   for (int64_t i = 0; i < n; ++i) advantages[i] = equal ? S(0) : S((double(rewards[i]) - mean) / divisor);
 }
 
-// One element of a whitened tensor. inverse_std is 0 where the batch has no spread; the result is then 0 for any value.
+// One element of a whitened tensor. inverse_std is 0 if the batch has no spread; the result is then 0 for any value.
 template <typename S>
 BRORL_HOST_DEVICE S whitened(S value, double mean, double inverse_std) {
   return S(inverse_std == 0 ? 0 : (double(value) - mean) * inverse_std);

@@ -1,4 +1,4 @@
-// The policy losses of one token and their derivatives: the only place in csrc/ where the formulas stand.
+// The policy losses of one token and their derivatives. No other file of csrc/ contains these formulas.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace brorl {
 
-// Every policy loss: its name in algo.policy_loss.POLICY_LOSSES and how many constants its function below takes.
+// Every policy loss: its name in algo.policy_loss.POLICY_LOSSES and the number of constants of its function below.
 #define BRORL_POLICY_LOSSES(ENTRY) \
   ENTRY(clip, 3)                    \
   ENTRY(cispo, 2)                   \
@@ -18,11 +18,11 @@ namespace brorl {
 enum class PolicyLoss : int { BRORL_POLICY_LOSSES(BRORL_POLICY_LOSS_NAME) };
 #undef BRORL_POLICY_LOSS_NAME
 
-constexpr int kMostConstants = 4;  // of one policy loss
+constexpr int kMostConstants = 4;  // per policy loss
 
 enum class KlEstimator : int { k1 = 1, k2 = 2, k3 = 3 };  // Schulman 2020, "Approximating KL divergence"
 
-// What does not change from token to token. Same meaning as algo.policy_loss.PolicyLossSettings.
+// Settings shared by all tokens, as in algo.policy_loss.PolicyLossSettings.
 template <typename S>
 struct PpoSettings {
   PolicyLoss loss;
@@ -33,12 +33,12 @@ struct PpoSettings {
   KlEstimator kl_estimator;
 };
 
-// Per token: its inputs besides the log-probability, and what comes out.
+// Inputs of one token, apart from its log-probability, and its results.
 template <typename S>
 struct PpoInputs {
   S old, rollout, reference;  // log-probabilities, nats
   S advantage;
-  S weight;  // of this token in the loss: mask and divisor in one; 0 masks it
+  S weight;  // mask and divisor of the loss in one; 0 masks the token
 };
 
 template <typename S>
@@ -71,7 +71,7 @@ BRORL_HOST_DEVICE void kl_estimate(S raw, KlEstimator estimator, S bound, S& val
   if (raw < -bound || raw > bound) derivative = 0;
 }
 
-// What a policy loss makes of a token: the number to be maximised with its derivative in log pi, and which bounds act.
+// The objective of one token, to be maximised, with its derivative in log pi, and the bounds that are active.
 template <typename S>
 struct Objective {
   Dual<S> value;
@@ -79,7 +79,7 @@ struct Objective {
 };
 
 // min(r A, clip(r) A) (BroRL, section 3.1; DAPO, eq. 8: clip-higher) with the dual clip of Ye et al. 2020 (eq. 5).
-// Constants: 1 - eps_low, 1 + eps_high, and the bound on the ratio where the advantage is negative (0: none).
+// Constants: 1 - eps_low, 1 + eps_high, and the bound on the ratio if the advantage is negative (0: none).
 template <typename S>
 BRORL_HOST_DEVICE Objective<S> clip_objective(const Dual<S>& ratio, S advantage, const S* constants) {
   const S below = constants[0], above = constants[1], bound = constants[2];
@@ -99,8 +99,8 @@ BRORL_HOST_DEVICE Objective<S> cispo_objective(const Dual<S>& ratio, S advantage
   return {log(ratio) * (weight * advantage), ratio.value < below, ratio.value > above, false};
 }
 
-// 4 / tau sigmoid(tau (r - 1)) A: a gate in place of bounds (SAPO, Gao et al. 2025).
-// Constants: tau where the advantage is above 0, tau elsewhere.
+// 4 / tau sigmoid(tau (r - 1)) A: a soft gate instead of bounds (SAPO, Gao et al. 2025).
+// Constants: tau for advantages above 0, tau for all others.
 template <typename S>
 BRORL_HOST_DEVICE Objective<S> sapo_objective(const Dual<S>& ratio, S advantage, const S* constants) {
   const S tau = advantage > 0 ? constants[0] : constants[1];
@@ -120,9 +120,9 @@ BRORL_HOST_DEVICE Objective<S> objective_of(const Dual<S>& ratio, S advantage, c
 // -w (u f(r, A) - kl_coef KL + entropy_coef H) with f the chosen policy loss and u the truncated importance weight of
 // Yao et al. 2025.
 //
-// old = log_prob where the actor is its own old policy. Derivatives treat old, rollout, reference and u as constants;
-// that of the ratio is zero where its logarithm has left +-20: exp(20) is far outside any clip range and far inside
-// float32. A masked token reads nothing, so its inputs may be anything.
+// old = log_prob if the actor is its own old policy. Derivatives treat old, rollout, reference and u as constants. The
+// derivative of the ratio is zero if its logarithm is beyond +-20: exp(20) is far outside any clip range and well
+// within float32. The inputs of a masked token are not read and may be anything.
 template <typename S>
 BRORL_HOST_DEVICE PpoToken<S> ppo_token(S log_prob, S entropy, PpoInputs<S> in, const PpoSettings<S>& settings) {
   PpoToken<S> token{};
@@ -136,7 +136,7 @@ BRORL_HOST_DEVICE PpoToken<S> ppo_token(S log_prob, S entropy, PpoInputs<S> in, 
   const Objective<S> found = objective_of(moving, in.advantage, settings);
   S objective = found.value.value, slope = found.value.slope;
   if (settings.is_cap != 0) {
-    // Equal first: both may be -inf, where their difference is not a number.
+    // Compare first: both may be -inf, whose difference is NaN.
     S weight = in.old == in.rollout ? S(1) : std::exp(clamp(in.old - in.rollout, -bound, bound));
     weight = weight > settings.is_cap ? settings.is_cap : weight;
     objective *= weight;

@@ -1,4 +1,4 @@
-// One thread per token: the work is nothing beside that of the logits.
+// One thread per token. The work is negligible next to the logits.
 #include "policy/ppo_tokens_cuda.h"
 
 #include "common/launch.h"

@@ -10,9 +10,9 @@
 
 namespace brorl {
 
-// All tensors [R] float32 or float64. old: none where the actor is its own old policy; reference: none without KL.
-// policy_loss: a name in BRORL_POLICY_LOSSES (ppo_loss_math.h), with its constants. Returns d loss / d log-prob [R],
-// d loss / d entropy [R] and the columns [R, kTokenColumns], in the order of SUMS in megatron_brorl/algo/policy_loss.py.
+// All tensors [R] float32 or float64. old: none if the actor is its own old policy; reference: none without KL.
+// policy_loss: a name in BRORL_POLICY_LOSSES (ppo_loss_math.h), with its constants. Returns d loss / d log-prob [R], d
+// loss / d entropy [R] and the columns [R, kTokenColumns], in the order of SUMS in megatron_brorl/algo/policy_loss.py.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> ppo_tokens(
     const at::Tensor& log_probs, const at::Tensor& entropy, const std::optional<at::Tensor>& old,
     const at::Tensor& rollout, const std::optional<at::Tensor>& reference, const at::Tensor& advantages,

@@ -33,7 +33,7 @@ BRORL_HOST_DEVICE void ppo_token_at(int64_t i, const PpoTokenPointers<S>& p, con
   for (int k = 0; k < kTokenColumns; ++k) p.columns[i * kTokenColumns + k] = row[k];
 }
 
-// Null, or what CUDA says went wrong.
+// Returns nullptr, or CUDA's error text.
 template <typename S>
 const char* ppo_tokens_launch(PpoTokenPointers<S> pointers, PpoSettings<S> settings, int64_t rows, CUstream_st* stream);
 

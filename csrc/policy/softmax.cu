@@ -10,7 +10,7 @@ namespace brorl {
 namespace {
 
 constexpr int kThreads = 512, kWarp = 32;
-constexpr int kPerThread = 8;  // logits that a thread holds between reading and writing a tile
+constexpr int kPerThread = 8;  // logits per thread between reading and writing a tile
 
 template <typename S>
 __device__ SoftmaxPart<S> shuffled(SoftmaxPart<S> part, int offset) {
@@ -20,7 +20,7 @@ __device__ SoftmaxPart<S> shuffled(SoftmaxPart<S> part, int offset) {
       __shfl_down_sync(all, part.weighted, offset)};
 }
 
-// In a fixed order, so that a row gives the same bits each time; the result is thread 0's.
+// Reduce in a fixed order, so that results are reproducible. Only thread 0 gets the result.
 __device__ SoftmaxPart<double> merge_block(SoftmaxPart<double> part, double inverse_temperature) {
   __shared__ SoftmaxPart<double> of_warps[kThreads / kWarp];
   for (int offset = kWarp / 2; offset > 0; offset /= 2) part = merge(part, shuffled(part, offset), inverse_temperature);
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
       }
       if (j == target) d[k] = gradient.at_target;
     }
-    // A tile of bfloat16 covers no more than what has been read of the row by now, this tile included.
+    // A tile of bfloat16 overwrites only logits that were already read, this tile's included.
     if (narrow) __syncthreads();
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {

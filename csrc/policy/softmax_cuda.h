@@ -1,4 +1,5 @@
-// Launchers of softmax.cu; null, or what CUDA says went wrong. Pointers are device memory of the shapes in softmax.h.
+// Launchers of softmax.cu. They return nullptr, or CUDA's error text. Pointers are device memory of the shapes in
+// softmax.h.
 #pragma once
 
 #include <cstdint>

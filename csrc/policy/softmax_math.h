@@ -1,4 +1,4 @@
-// Softmax of a row of logits in parts: what merges over blocks, threads and tensor-parallel ranks, and the derivative.
+// Softmax statistics of parts of a row, their merge over blocks, threads and ranks, and the derivative.
 #pragma once
 
 #include <cmath>
@@ -10,15 +10,15 @@ namespace brorl {
 // Statistics of some of a row's logits z at inverse temperature b, relative to their largest.
 template <typename S>
 struct SoftmaxPart {
-  S largest;   // largest z; -inf of no logits
+  S largest;   // largest z; -inf without logits
   S sum;       // sum of exp(b (z - largest))
   S weighted;  // sum of exp(x) x with x = b (z - largest), which the entropy needs
 };
 
-// The part of the union (online softmax: Milakov & Gimelshein 2018, with the entropy's sum carried along).
+// Merge two parts (online softmax, Milakov & Gimelshein 2018, extended by the entropy's sum).
 template <typename S>
 BRORL_HOST_DEVICE SoftmaxPart<S> merge(SoftmaxPart<S> a, SoftmaxPart<S> b, S inverse_temperature) {
-  if (b.sum == 0) return a;  // also keeps -inf - -inf out of the arithmetic
+  if (b.sum == 0) return a;  // also avoids -inf - -inf
   if (a.sum == 0) return b;
   const S largest = a.largest > b.largest ? a.largest : b.largest;
   const S shift_a = (a.largest - largest) * inverse_temperature, shift_b = (b.largest - largest) * inverse_temperature;
@@ -34,10 +34,10 @@ BRORL_HOST_DEVICE SoftmaxPart<S> merge(SoftmaxPart<S> a, SoftmaxPart<S> b, S inv
 template <typename S>
 struct SoftmaxGradient {
   S constant, slope;
-  S at_target;  // all of it, found in double: where the target is almost certain its two terms almost cancel
+  S at_target;  // whole gradient, in double: its two terms almost cancel if the target is almost certain
 };
 
-// x_target: x of the target, whichever rank holds it.
+// x_target: x of the target, which may be on another rank.
 template <typename S>
 BRORL_HOST_DEVICE SoftmaxGradient<S> softmax_gradient(
     SoftmaxPart<double> row, double x_target, double upstream, double upstream_entropy, double inverse_temperature) {

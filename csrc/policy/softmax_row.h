@@ -1,7 +1,8 @@
-// CPU passes over one row of logits: statistics, and the gradient written over it.
+// CPU passes over one row of logits: statistics, and the gradient that overwrites it.
 //
-// Block by block, so that a row is read from memory once per pass. Sums run in the element type within a block and in
-// double over the blocks: the error does not grow with the vocabulary, and the order never depends on the threads.
+// A pass works block by block, so that it reads a row from memory once. Sums are in the element type within a block and
+// in double over the blocks. So the error does not grow with the vocabulary, and the order never depends on the
+// threads.
 #pragma once
 
 #include <algorithm>
@@ -50,8 +51,8 @@ inline void store(char* row, int64_t begin, int64_t size, const double* values, 
   std::copy(values, values + size, reinterpret_cast<double*>(row) + begin);
 }
 
-// As bfloat16, a row moves into the first half of its own memory: element j goes to byte 2j and came from byte 4j, so
-// going upwards block by block never overwrites what is still to be read.
+// A bfloat16 row is written to the first half of its own memory: element j moves from byte 4j to byte 2j, so ascending
+// blocks never overwrite unread elements.
 inline void store(char* row, int64_t begin, int64_t size, const float* values, bool narrow) {
   if (!narrow) {
     std::copy(values, values + size, reinterpret_cast<float*>(row) + begin);
@@ -63,7 +64,7 @@ inline void store(char* row, int64_t begin, int64_t size, const float* values, b
   std::memcpy(row + 2 * begin, rounded, 2 * size);
 }
 
-// Write the gradient of the logits over them. target: index in this row, or negative where another rank holds it.
+// Overwrite the logits by their gradient. target: index in this row, or negative if it is on another rank.
 template <typename S>
 void softmax_gradient_row(
     S* row, int64_t n, int64_t target, S largest, SoftmaxGradient<S> gradient, S inverse_temperature, bool narrow) {

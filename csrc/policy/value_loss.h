@@ -1,4 +1,4 @@
-// The critic's loss token by token. megatron_brorl/ops/reference/advantages.py defines it.
+// The critic's loss per token. megatron_brorl/ops/reference/advantages.py defines it.
 #pragma once
 
 #include <tuple>
@@ -8,7 +8,7 @@
 namespace brorl {
 
 // All inputs [R] in float32 or float64, on the CPU or on CUDA. Returns three tensors [R]: the weighted loss of each
-// token, its gradient with respect to values, and 1 where the clipping made that gradient 0.
+// token, its gradient with respect to values, and 1 if clipping made that gradient 0.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> value_loss(
     const at::Tensor& values, const at::Tensor& old_values, const at::Tensor& returns, const at::Tensor& weights,
     double clip);

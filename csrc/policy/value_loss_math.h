@@ -1,4 +1,4 @@
-// The clipped value loss of one token: the function that the CPU op and the CUDA kernel compile, and its launcher.
+// The clipped value loss of one token, for the CPU op and the CUDA kernel, and the kernel's launcher.
 #pragma once
 
 #include <cmath>
@@ -16,9 +16,9 @@ struct ValuePointers {
   S *loss, *gradient, *clipped;
 };
 
-// 0.5 w max((v - R)^2, (clip(v) - R)^2): PPO's value loss (Schulman et al. 2017, as in OpenAI baselines ppo2) with v held
-// within old +- clip; an infinite clip ignores old. Where both branches are equal, the gradient is that of the
-// unclipped one. A token of weight 0 gives 0 for any other inputs; a NaN in an input that counts makes the loss NaN.
+// 0.5 w max((v - R)^2, (clip(v) - R)^2): PPO's value loss (Schulman et al. 2017, as in OpenAI baselines ppo2) with v
+// clipped to old +- clip; an infinite clip ignores old. If both branches are equal, the gradient is that of the
+// unclipped one. A token of weight 0 gives 0 for any other inputs, even NaN; otherwise a NaN makes the loss NaN.
 template <typename S>
 BRORL_HOST_DEVICE void value_loss_at(int64_t i, const ValuePointers<S>& p, S clip) {
   const S weight = p.weights[i], value = p.values[i], target = p.returns[i], old = p.old_values[i];

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# One rank: Slurm's numbers under the names that torch.distributed reads. Started by srun, of run.sh.
+# Start one rank: set the variables of torch.distributed from those of Slurm. run.sh starts this script by srun.
 set -euo pipefail
 export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
 export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}} # run.sh has srun set it
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                                # what failed, in the output of the rank that saw it
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}} # set by the srun of run.sh
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                                # print errors of NCCL
 exec "$@"

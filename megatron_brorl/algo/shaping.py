@@ -1,4 +1,4 @@
-"""What is added to the reward of a response for its length and its repetitions. Pure functions."""
+"""Terms that are added to the reward of a response for its length and its repetitions."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ def shaped(
     max_tokens: int,
     step: int,
 ) -> Tensor:
-    """Rewards with all that the configuration adds at a step; tensors [...] of any one shape.
+    """Return the rewards with all terms that the configuration adds at a step; tensors [...] of one shape.
 
-    rewards float; right bool: whether a response counts as correct; tokens of each response, of at most max_tokens;
-    repeats: of its n-grams (repeated_ngrams).
+    right bool: whether a response counts as correct. tokens: of each response, at most max_tokens. repeats: number of
+    repeated n-grams of each response (repeated_ngrams).
     """
     result = rewards
     if config.overlong_tokens:
         result = result + soft_overlong(tokens, max_tokens, config.overlong_tokens).to(rewards.dtype)
-    # Correct responses earn more the shorter they are, in the steps of the cycle that are on.
     if config.cosine_coef and cycle_is_on(step, config.cosine_on_steps, config.cosine_off_steps):
         bonus = config.cosine_coef * cosine_length(tokens, max_tokens, config.cosine_min, config.cosine_max)
         result = torch.where(right, result + bonus.to(rewards.dtype), result)
@@ -37,27 +36,27 @@ def shaped(
 
 
 def soft_overlong(tokens: Tensor, max_tokens: int, cache: int) -> Tensor:
-    """0 up to max_tokens - cache tokens, then down to -1 at max_tokens, linearly (DAPO, Yu et al. 2025, eq. 13).
+    """Return 0 up to max_tokens - cache tokens, then linearly down to -1 at max_tokens (DAPO, Yu et al. 2025, eq. 13).
 
-    tokens [...] of each response; the result [...] is float64.
+    tokens: of each response, [...]; the result [...] is float64.
     """
     return ((max_tokens - cache - tokens.double()) / cache).clamp(-1.0, 0.0)
 
 
 def cosine_length(tokens: Tensor, max_tokens: int, low: float, high: float) -> Tensor:
-    """low + (high - low) (1 + cos(pi t / max_tokens)) / 2: `high` for no tokens, `low` for max_tokens (ProRLv2).
+    """Return low + (high - low) (1 + cos(pi t / max_tokens)) / 2 for t tokens (ProRLv2): high at 0, low at max_tokens.
 
-    tokens [...] of each response; the result [...] is float64.
+    tokens: of each response, [...]; the result [...] is float64.
     """
     return low + (high - low) * (1 + (math.pi * tokens.double() / max_tokens).cos()) / 2
 
 
 def cycle_is_on(step: int, on: int, off: int) -> bool:
-    """Whether a schedule of `on` steps and then `off` steps, over and over from step 0, is on."""
+    """Return whether a cycle of `on` and then `off` steps, which begins at step 0, is on."""
     return not off or step % (on + off) < on
 
 
 def repeated_ngrams(token_ids: Tensor, n: int) -> int:
-    """How many n-grams of a response [G] have occurred in it before."""
+    """Return how many n-grams of a response [G] have occurred in it before."""
     windows = token_ids.unfold(0, n, 1) if len(token_ids) >= n else token_ids.new_zeros(0, n)
     return len(windows) - len(windows.unique(dim=0))

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints between formats and layouts, one tensor at a time, without building the model.
+"""Convert checkpoints between formats and layouts, one tensor at a time, without building the model.
 
 Hugging Face directory     config.json, *.safetensors, tokenizer
 Megatron checkpoint        .metadata, __<rank>_0.distcp, common.pt, metadata.json; here also hf/ (config.json and
@@ -26,13 +26,13 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, ModelShape, read_shape, refuse_gguf
 from megatron_brorl.models.gpt import build_actor, check_layout
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.layouts import Entry
+from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import cpu_bridge, grid
 from megatron_brorl.parallel.packing import pack
 
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
-TOLERANCE = 1e-4  # of logits, relative to the largest one or absolute below 1
+TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one, or absolute if that is below 1
 FLAGS = ("--tensor", "--pipeline")
 Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint
 Check = Callable[[Path], None]
@@ -63,7 +63,7 @@ def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelSh
         raise UserError(f"{directory}: no such Megatron checkpoint")
     companions = config or directory / COMPANIONS
     if not companions.is_dir():
-        raise UserError(f"{directory}: has no {COMPANIONS}/{CONFIG}: name a directory that has one (--config)")
+        raise UserError(f"{directory}: has no {COMPANIONS}/{CONFIG}: give a directory that has one (--config)")
     shape = read_shape(companions)
     if (directory / folders.MANIFEST).is_file() and (problem := folders.damage(directory)):
         raise UserError(f"{directory}: {problem}")
@@ -80,10 +80,10 @@ def to_megatron(
     report: Report,
     check: Check | None = None,
 ) -> int:
-    """Write a Megatron checkpoint cut for tensor x pipeline ranks, and return the bytes of its tensors.
+    """Write a Megatron checkpoint split for tensor x pipeline ranks, and return the bytes of its tensors.
 
-    check is called with the finished directory before it takes its place. Raises UserError if the ranks do not divide
-    the model, a tensor cannot be read, or the disk refuses a write; then nothing is left behind.
+    check is called with the finished directory before it is renamed. Raises UserError if the ranks do not divide the
+    model, a tensor cannot be read, or a write fails; then no files are left.
     """
     check_layout(shape, tensor, pipeline, FLAGS)
     entries = megatron_format.table(shape, pipeline)
@@ -128,7 +128,7 @@ def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = N
     """Return the largest difference of float32 logits between two checkpoints of either format.
 
     Each is computed by its own library, one model in memory at a time. Raises UserError if the difference exceeds
-    TOLERANCE. target: the place of `second` when it is complete, which the user knows.
+    TOLERANCE. target: the final name of `second`, for the message.
     """
     a, b = logits(first, shape), logits(second, shape)
     gap = float((a - b).abs().max())
@@ -161,7 +161,7 @@ def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
 
 
 def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
-    """Return the logits of Megatron-Core's own loader and model, with this process as the only rank."""
+    """Return the logits of Megatron-Core's loader and model, with this process as the only rank."""
     processes = grid.build(ParallelConfig())
     actor = build_actor(shape, processes, torch.float32, backend("fused", cpu_bridge.default_device())).eval()
     with cpu_bridge.bridge():
@@ -175,13 +175,13 @@ def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
     return torch.cat([found[row] for row in range(len(ids))])
 
 
-def _bytes(source: Source, entries: list[Entry]) -> int:
+def _bytes(source: Source, entries: list[WeightEntry]) -> int:
     """Return the size of all tensors of a checkpoint."""
     return sum(source.dtype(e).itemsize * sum(math.prod(s) for s in e.hf_shapes) for e in entries)
 
 
 def _set_dtype(path: Path, types: set[torch.dtype]) -> None:
-    """Correct the type in config.json if the weights have another one, as after a run in fp32."""
+    """Write the dtype of the weights to config.json, which may state another one, for example after a run in fp32."""
     config = json.loads(path.read_text(encoding="utf-8"))
     stated = config.get("dtype") or config.get("torch_dtype")
     names = {str(t).removeprefix("torch.") for t in types}
@@ -193,13 +193,13 @@ def _set_dtype(path: Path, types: set[torch.dtype]) -> None:
 
 @contextlib.contextmanager
 def _output(target: Path) -> Iterator[Path]:
-    """Yield the directory to write, see hugging_face.written_aside. Raises UserError if the disk refuses something."""
+    """Yield the directory to write (hugging_face.written_aside). Raises UserError on disk errors."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with hugging_face.written_aside(target) as aside:
             yield aside
     except (OSError, RuntimeError) as e:
-        # torch.save raises RuntimeError after a refused write.
+        # torch.save raises RuntimeError after a failed write.
         cause = e if isinstance(e, OSError) else e.__context__
         if not isinstance(cause, OSError):
             raise

@@ -4,9 +4,9 @@
     checkpoints/latest           the name of the newest complete checkpoint
     checkpoints/best             the name of the best one; on a second line the metric and its value: pass_at_1 0.6125
 
-Everything else that lies there belongs to the user. Megatron loads a checkpoint with a flipped byte without an error,
-hence the manifest. run.json of every checkpoint repeats `best`, so that a run that was killed between writing the two
-finds it.
+Any other file there belongs to the user. The manifest exists because Megatron loads a checkpoint with a flipped byte
+without an error. run.json of every checkpoint repeats `best`, because a run may be killed between writing a checkpoint
+and writing `best`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RUN = "run.json"
 # Keys of run.json. `best` has [step, metric, value] or null.
 STEP = "step"
 LAYOUT = "optimizer_layout"  # the parallel sizes that a distributed optimizer's state needs, or null
-STEPPED = "optimizers_that_have_stepped"  # names of parts
+STEPPED = "optimizers_that_have_stepped"  # names of the models whose optimizer has stepped
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def repair(root: Path, step: int, keep: int) -> None:
-    """Complete a save of this step that was killed after its folder was in place. Raises OSError."""
+    """Finish a save of this step that was killed after it had renamed its folder. Raises OSError."""
     named = pointed(root / LATEST)
     if named is None or named < step:
         point(root / LATEST, name_of(step))
-    if named is None or named <= step:  # otherwise a later checkpoint is the newest
+    if named is None or named <= step:  # otherwise a later checkpoint exists
         rotate(root, step, keep)
     remove_unfinished(root)
 
 
 def remove_unfinished(root: Path) -> None:
-    """Delete the unfinished files and folders of killed saves."""
+    """Delete the temporary files and folders of killed saves."""
     for path in root.glob(".*.writing"):
         name = path.name.removeprefix(".").removesuffix(".writing")
         if step_of(name) is None and name not in (LATEST, BEST):
@@ -121,12 +121,12 @@ def resolve(path: Path) -> Path:
         return path
     step = pointed(path)
     if step is None:
-        raise UserError(f"{path}: names no checkpoint; give the folder of one")
+        raise UserError(f"{path}: does not name a checkpoint; give the folder of one")
     return path.with_name(name_of(step))
 
 
 def point(path: Path, name: str) -> None:
-    """Let a pointer name a checkpoint; the file is replaced atomically. Raises OSError."""
+    """Write the name of a checkpoint to a pointer file, atomically. Raises OSError."""
     aside = path.with_name(f".{path.name}.writing")
     with aside.open("w", encoding="utf-8") as f:
         f.write(name + "\n")
@@ -136,12 +136,12 @@ def point(path: Path, name: str) -> None:
 
 
 def write_best(root: Path, best: Best) -> None:
-    """Let `best` name this checkpoint. Raises OSError."""
+    """Write the pointer `best`. Raises OSError."""
     point(root / BEST, f"{name_of(best.step)}\n{best.metric} {best.value!r}")
 
 
 def read_best(root: Path) -> Best | None:
-    """Return the content of `best`, or None if there is no such file or it is malformed."""
+    """Return the content of `best`, or None if the file is missing or malformed."""
     with contextlib.suppress(OSError, ValueError):
         name, score = (root / BEST).read_text(encoding="utf-8").splitlines()
         metric, value = score.split()
@@ -174,9 +174,9 @@ def write_manifest(directory: Path, digests: Mapping[str, str] | None = None) ->
 
 
 def damage(directory: Path) -> str:
-    """Return what differs between a directory and its manifest, or "".
+    """Return the first difference between a directory and its manifest as text, or "".
 
-    Raises OSError if the disk fails, which says nothing about the directory.
+    Raises OSError if the disk fails, because the directory may still be intact.
     """
     path = directory / MANIFEST
     if not path.is_file():

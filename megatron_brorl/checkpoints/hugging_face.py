@@ -25,7 +25,7 @@ from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.files import read_object
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.layouts import Entry, to_local
+from megatron_brorl.models.weights.layouts import WeightEntry, to_local
 from megatron_brorl.parallel.grid import Grid
 
 HEAD = "lm_head.weight"
@@ -35,8 +35,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 class Checkpoint:
     """The tensors of a Hugging Face directory, read on demand.
 
-    The files are those that transformers loads: model.safetensors is taken before an index, and every tensor of a
-    shard that the index names counts, even if the index does not list it.
+    The files are those that transformers loads: model.safetensors has precedence over an index, and all tensors of a
+    shard that the index names are used, even those that it does not list.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -98,17 +98,19 @@ class Checkpoint:
                 f"true: set that to false to use both, or remove {HEAD} from the files"
             )
 
-    def dtype(self, entry: Entry) -> torch.dtype:
+    def dtype(self, entry: WeightEntry) -> torch.dtype:
         """Return the type of an entry's tensors. Raises UserError if they differ, or if it is none of TYPES."""
         found = {self.types[name] for name in entry.hf}
         kinds = ", ".join(sorted(found))
         if len(found) > 1:
-            raise UserError(f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must be alike")
+            raise UserError(
+                f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must have the same"
+            )
         if kinds not in TYPES:
             raise UserError(f"{self.directory}: {entry.hf[0]} is of type {kinds}: only unquantised checkpoints")
         return TYPES[kinds]
 
-    def read(self, entry: Entry) -> list[Tensor]:
+    def read(self, entry: WeightEntry) -> list[Tensor]:
         """Return the full tensors of an entry. Raises UserError if a shape differs from config.json's."""
         self.dtype(entry)
         for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
@@ -139,11 +141,13 @@ def _shards(index: Path) -> list[str]:
     """Return the names of the files in an index. Raises UserError if the index or a file name in it is invalid."""
     weight_map = read_object(index, "download the checkpoint again").get("weight_map")
     if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: not a safetensors index: weight_map is no object")
+        raise UserError(f"{index}: not a safetensors index: weight_map is not an object")
     for name, file in weight_map.items():
         # A downloaded index must not point to files outside of its directory.
         if not isinstance(file, str) or not file.isprintable() or len(file) > 255 or Path(file).name != file:
-            raise UserError(f"{index}: {shown(name)} is in {shown(file)}: must be the name of a file next to the index")
+            raise UserError(
+                f"{index}: {shown(name)} is in {shown(file)}: expected the name of a file next to the index"
+            )
     return sorted(set(weight_map.values()))
 
 
@@ -158,9 +162,9 @@ def load(
 ) -> dict[str, Tensor]:
     """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
 
-    fused_norms: whether the actor's norms are in Transformer Engine's linear layers. own: parameters that no directory
-    has, which stay as they are. keep: return this rank's part of each tensor in the dtype of the file, by the module's
-    own parameter names. Raises UserError if the directory does not have the model of its config.json.
+    fused_norms: whether the actor's norms are in Transformer Engine's linear layers. own: parameters that no Hugging
+    Face directory has, which are not changed. keep: return this rank's part of each tensor in the dtype of the file, by
+    the module's own parameter names. Raises UserError if the directory does not have the model of its config.json.
     """
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(names.hf_shapes(shape))
@@ -192,7 +196,7 @@ def save(
 ) -> bool:
     """Write a Hugging Face directory with config.json and tokenizer of `source`, and return whether weights differ.
 
-    The directory is written aside and renamed. tensors: exactly those of `source`, one in memory at a time. dtype:
+    The files are written to a temporary directory, which is then renamed. tensors: exactly those of `source`. dtype:
     torch's name of their type ("float32"), in which they are also compared with those of `source`. card: the text of
     README.md, which is not copied from `source`. Raises ValueError if a tensor is missing or unknown.
     """
@@ -235,7 +239,7 @@ def complete(source: Path, target: Path) -> None:
     """Write to `target`, a copy of `source`, the files that let transformers read it and stop as the trainer does.
 
     These are tokenizer.json for a sentencepiece model, and a generation_config.json with all ids that end a response,
-    unless the one of `source` has them. Prints one line on stderr if that is not possible.
+    unless that of `source` has them. Prints a warning on stderr if the tokenizer cannot be loaded.
     """
     write_tokenizer_json(source, target)
     if not any((source / name).is_file() for name in TOKENIZERS):
@@ -268,9 +272,9 @@ def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """Yield a fresh directory next to `target` that replaces it at the end, or is removed after an error.
+    """Yield a new directory next to `target` that replaces it at the end, or is removed after an error.
 
-    An OSError without a file name gets `target`: errors of writing and syncing have none.
+    An OSError without a file name gets the name of `target`, because errors of writing and syncing have none.
     """
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -286,7 +290,7 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def replace_directory(aside: Path, target: Path) -> None:
-    """Sync a finished directory and put it in place of `target`; for an instant there may be none."""
+    """Sync a finished directory and replace `target` by it. For a moment, neither may exist."""
     for path in aside.rglob("*"):
         if path.is_file():
             with path.open("rb") as f:

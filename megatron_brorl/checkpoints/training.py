@@ -1,4 +1,4 @@
-"""Checkpoints for resuming a run, in Megatron's distributed format: written aside, hashed, renamed.
+"""Checkpoints for resuming a run, in Megatron's distributed format: written to a temporary folder, hashed, renamed.
 
 A checkpoint is either written at once or by a thread while the run continues. Resume only from checkpoints that you
 trust: Megatron's format contains pickles.
@@ -46,29 +46,29 @@ def check(models: Sequence[ModelState], step: int) -> None:
 
 
 class NotWritten(UserError):
-    """The disk refused a checkpoint. Nothing of it is left, and older ones are as they were."""
+    """A checkpoint could not be written. Its files have been removed; older checkpoints are unchanged."""
 
 
 @dataclass
 class Save:
-    """A checkpoint whose state is taken: `write` brings it to the disk, then `agree` raises if that failed."""
+    """A checkpoint whose state has been captured. `write` writes it, and `agree` raises if that failed."""
 
     target: Path
     step: int
-    keep: int  # number of newest checkpoints that stay
+    keep: int  # number of newest checkpoints to keep
     files: dict[str, bytes]  # this rank's additional files, by name
     shards: Shards = field(init=False)
-    error: str = ""  # the first refusal of the disk on this rank
-    best: Best | None = None  # set if this is the best checkpoint
+    error: str = ""  # the first disk error on this rank
+    best: Best | None = None  # set if this checkpoint is the best one so far
 
     @property
     def aside(self) -> Path:
-        """The folder in which it is written."""
+        """The temporary folder in which the checkpoint is written."""
         return self.target.with_name(f".{self.target.name}.writing")
 
     @contextlib.contextmanager
     def catch(self) -> Iterator[None]:
-        """Store errors of the disk in `error`, so that all ranks reach the same collectives."""
+        """Store a disk error in `error`, so that all ranks reach the same collectives."""
         try:
             yield
         except OSError as e:
@@ -77,8 +77,8 @@ class Save:
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write and verify this rank's files, and on rank 0 put the checkpoint in place; a collective.
 
-        Errors of the disk are kept for `agree`. group: of all ranks; another group than the run's if this happens
-        while the run continues.
+        Disk errors are kept for `agree`. group: a process group of all ranks, which must not be the run's own while the
+        run continues.
         """
         digests: dict[str, str] = {}
         results: list[Any] = []
@@ -98,7 +98,7 @@ class Save:
             shutil.rmtree(self.aside, ignore_errors=True)
 
     def agree(self) -> None:
-        """Raise NotWritten on all ranks if the disk refused something on one; a collective, after `write`."""
+        """Raise NotWritten on all ranks if `write` failed on one of them; a collective."""
         errors = [text for text in collectives.all_gather(self.error) if text]
         if errors:
             raise NotWritten(
@@ -109,7 +109,7 @@ class Save:
         return write_verified(self.aside / name, lambda stream: stream.write(data))[0]
 
     def _complete(self, digests: dict[str, str], results: Sequence[list[Any]]) -> None:
-        """Index, hash, rename and point to the checkpoint, when the files of all ranks are on the disk; on rank 0."""
+        """Write index and manifest, and put the checkpoint in place; on rank 0, after all ranks have written."""
         digests |= {name: self._write_file(name, data) for name, data in self.shards.index(results).items()}
         folders.write_manifest(self.aside, digests)
 
@@ -130,11 +130,12 @@ def begin(
     files: Mapping[str, bytes],
     copy: bool = False,
 ) -> Save:
-    """Take the state after `step` steps, to be written; a collective. Keeps the newest `keep` up to this step.
+    """Capture the state after `step` steps for writing; a collective.
 
-    run: JSON that read_run returns, with the step. files: this rank's own, under names that no other rank uses.
-    copy: copy the state, because it may change before it is written.
-    Raises UserError if a weight is not finite, and NotWritten, on all ranks, if the folder cannot be made.
+    run: content of run.json, to which the step is added. keep: number of newest checkpoints to keep, up to this step.
+    files: additional files of this rank, under names that no other rank uses. copy: copy the state, because it may
+    change before it is written.
+    Raises UserError if a weight is not finite, and NotWritten, on all ranks, if the folder cannot be created.
     """
     check(models, step)
 
@@ -145,14 +146,14 @@ def begin(
     stepped = [model.name for model in models if model.optimizer and model.optimizer.optimizer.state]
     states = _states(models, stepped)
 
-    # The folder is made before any rank takes memory for a copy.
+    # Create the folder before any rank allocates memory for a copy.
     save = Save(root / folders.name_of(step), step, keep, dict(files))
     if dist.get_rank() == 0:
         known = {**run, STEP: step, STEPPED: stepped, LAYOUT: _optimizer_layout(models)}
         save.files[RUN] = json.dumps(known, indent=1).encode()
         with save.catch():
             root.mkdir(parents=True, exist_ok=True)
-            folders.remove_unfinished(root)  # a killed save may have left this very folder
+            folders.remove_unfinished(root)  # a killed save may have left this folder
             save.aside.mkdir()
     save.agree()
 
@@ -172,25 +173,25 @@ def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
 
 
 class BackgroundSaver:
-    """Writes at most one checkpoint at a time in a thread, with a process group of its own; the same on every rank.
+    """Writes one checkpoint at a time in a thread, with its own process group; used alike on every rank.
 
-    `latest` is updated by the thread. The run learns the result between steps.
+    The thread updates the pointer `latest`. The run collects the result between steps.
     """
 
     def __init__(self) -> None:
         self._save: Save | None = None
         self._thread = threading.Thread()
         self._group: dist.ProcessGroup | None = None
-        self._error: BaseException | None = None  # of the thread, but not of the disk
+        self._error: BaseException | None = None  # raised in the thread, other than a disk error
         self.write_s = 0.0  # seconds that the last checkpoint took
 
     @property
     def under_way(self) -> bool:
-        """Return whether a save has started and neither `settle` nor `finish` has ended it."""
+        """Whether a save has started and neither `settle` nor `finish` has been called since."""
         return self._save is not None
 
     def start(self, save: Save, timeout: timedelta) -> None:
-        """Start writing; a collective. timeout: between ranks, for the thread's collectives."""
+        """Start writing; a collective. timeout: for the collectives of the thread."""
         assert self._save is None
         if self._group is None and dist.get_world_size() > 1:
             self._group = dist.new_group(timeout=timeout, backend="gloo")
@@ -199,7 +200,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def busy(self) -> bool:
-        """Return whether any rank still writes; a collective if a save is under way. Raises an error of the thread."""
+        """Return whether any rank still writes; a collective if a save has started. Raises an error of the thread."""
         if self._save is None:
             return False
         writes = self._thread.is_alive()
@@ -208,7 +209,7 @@ class BackgroundSaver:
         return bool(collectives.all_reduce_max({"writes": float(writes)})["writes"])
 
     def settle(self) -> Save | None:
-        """Wait for the save that is under way and return it; then a collective. Raises as Save.agree."""
+        """Wait for the current save, if there is one, and return it; a collective. Raises as Save.agree."""
         if self._save is None:
             return None
         self._thread.join()
@@ -228,7 +229,7 @@ class BackgroundSaver:
         self._save = None
 
     def seconds_to_come(self) -> float:
-        """Return how long saving may still take: the save at the end of the run and the one under way."""
+        """Estimate the seconds that the current save, if there is one, and the save at the end of the run will take."""
         return self.write_s * (1 + self.under_way)
 
     def _write(self, save: Save) -> None:
@@ -252,7 +253,9 @@ def find(root: Path) -> Path | None:
         named = pointer.read_text(encoding="utf-8", errors="replace").strip()
         pointed = folders.step_of(named)
         if pointed is None:
-            raise UserError(f"{pointer}: says {named!r}, which is no checkpoint's name; delete it to continue")
+            raise UserError(
+                f"{pointer}: contains {named!r}, which is not the name of a checkpoint; delete it to continue"
+            )
         steps.append(pointed)
     if not steps:
         return None
@@ -268,8 +271,8 @@ def find(root: Path) -> Path | None:
 def load(directory: Path, models: Sequence[ModelState]) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one.
 
-    With the distributed optimizer, only the data-parallel size may differ. Raises UserError if the layout is another
-    or a weight is not finite.
+    With the distributed optimizer, only the data-parallel size may differ. Raises UserError if the layout differs in
+    another way or a weight is not finite.
     """
     run = read_run(directory)
     stepped = run[STEPPED]
@@ -300,7 +303,7 @@ def load(directory: Path, models: Sequence[ModelState]) -> None:
 
 
 def _optimizer_layout(models: Sequence[ModelState]) -> dict[str, int] | None:
-    """Return the layout that the optimizer state is bound to, or None if it can be loaded under any."""
+    """Return the layout that the optimizer state requires, or None if it can be loaded under any layout."""
     if not any(model.optimizer and is_distributed(model.optimizer) for model in models):
         return None
     return {

@@ -1,6 +1,6 @@
-"""Writer of Megatron's distributed format in two halves: planning uses collectives, writing accesses only the disk.
+"""Write Megatron's distributed format in two stages: planning uses collectives, writing accesses only the disk.
 
-The second half may run in another thread, on a copy of the state. Megatron's own writer forks a process per file and
+The second stage may run in another thread, on a copy of the state. Megatron's own writer forks a process per file and
 waits forever if one is killed. An error of one rank between two of its collectives leaves the other ranks waiting.
 Every file is synced, read back and compared with the bytes written, by SHA-256.
 """
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from megatron_brorl.parallel import cpu_bridge
 
-_FILES = 2  # per rank, each written by its own thread
+_FILES = 2  # files per rank, each written by its own thread
 _METADATA = ".metadata"
 T = TypeVar("T")
 Item = tuple[Any, Any]  # torch's WriteItem and its tensor or bytes
@@ -47,7 +47,7 @@ class HashingFile:
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
         self._digest = hashlib.sha256()
-        self.error: OSError | None = None  # of the first failed write
+        self.error: OSError | None = None  # the error of the first failed write
 
     def write(self, data: bytes) -> int:
         """Write data to the file."""
@@ -74,19 +74,19 @@ class HashingFile:
 def write_verified(path: Path, fill: Callable[[HashingFile], T]) -> tuple[str, T]:
     """Write a file with `fill`, and return its SHA-256 and the result of `fill`.
 
-    Raises OSError if the disk refuses a write or returns other bytes than were written.
+    Raises OSError if a write fails, or if other bytes are read back than were written.
     """
     with open(path, "wb") as raw:
         stream = HashingFile(raw)
         try:
             result = fill(stream)
-        except RuntimeError:  # torch.save hides the error of a refused write
+        except RuntimeError:  # torch.save hides the error of a failed write
             if stream.error:
                 raise stream.error from None
             raise
         raw.flush()
         os.fsync(raw.fileno())
-        # Read back from the disk and not from memory, if the system supports it.
+        # Drop the file from the page cache, so that it is read back from the disk.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -127,7 +127,7 @@ class _Planned(filesystem_async.FileSystemWriterAsync):
             if objects or tensors:
                 self.files.append([*objects, *tensors])
         if self.copy:
-            cpu_bridge.wait()  # for the copies
+            cpu_bridge.wait()  # until the copies are complete
 
 
 @dataclass
@@ -136,10 +136,10 @@ class Shards:
 
     _planned: _Planned
     _metadata: Metadata | None  # None except on rank 0
-    _common: bytes  # everything that is not a tensor
+    _common: bytes  # the state that is not a tensor
 
     def write(self, directory: Path) -> tuple[dict[str, str], list[Any]]:
-        """Write this rank's files, and return their SHA-256 by name and what `index` needs. Raises OSError."""
+        """Write this rank's files, and return their SHA-256 by name and the results for `index`. Raises OSError."""
         planned, self._planned.files = self._planned.files, []
         names = [f"{self._planned.prefix}{number}.distcp" for number in range(len(planned))]
         write = functools.partial(_write, [self._planned.transforms], directory)
@@ -149,7 +149,7 @@ class Shards:
         return digests, [result for _, results in written for result in results]
 
     def index(self, results: Sequence[list[Any]]) -> dict[str, bytes]:
-        """Return the files by which the shards are found, on rank 0. results: from `write`, by rank."""
+        """Return the index files of the checkpoint, on rank 0. results: returned by `write`, by rank."""
         assert self._metadata is not None
         self._metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         self._metadata.storage_meta = StorageMeta(checkpoint_id=self._planned.name, save_id=self._planned.name)
@@ -162,7 +162,9 @@ class Shards:
 
 
 def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
-    """Return what this rank writes of Megatron's sharded states as the checkpoint of that name; a collective.
+    """Plan this rank's share of a checkpoint; a collective.
+
+    states: Megatron's sharded states. name: of the checkpoint.
 
     copy: copy the tensors to host memory, because they will change before they are written.
     """
@@ -182,7 +184,7 @@ def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy in host memory; of a GPU tensor, it is complete after device.wait()."""
+    """Return a contiguous copy in host memory; the copy of a GPU tensor is complete after cpu_bridge.wait()."""
     pinned = tensor.device.type != "cpu"
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
     return copy.copy_(tensor.detach(), non_blocking=pinned)

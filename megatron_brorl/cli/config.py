@@ -24,9 +24,9 @@ from megatron_brorl.tracking.metrics import METRICS_FILE
 
 _WIDTH = 110
 
-# What `brorl init` writes, with the values where they are not the defaults.
+# The keys that `brorl init` writes. None stands for the default, which is written as a comment.
 STARTER: dict[str, Any] = {
-    "run.dir": "",  # by the name of the file
+    "run.dir": "",  # derived from the name of the file
     "run.log": None,
     "model.path": "",
     "data.train": ["train.jsonl"],
@@ -55,20 +55,23 @@ def add_commands(commands: Any) -> None:
     text = "print the keys of a configuration with type, default, bounds and description"
     command = commands.add_parser("config", help=text, description=text)
     command.add_argument("words", nargs="*", metavar="WORD", help="a section, a key or a part of a key")
-    command.add_argument("--schema", action="store_true", help="print the JSON Schema, for editors")
+    command.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
     command.set_defaults(command=_config, name="config")
 
     text = "write a commented configuration for your own model and data"
     command = commands.add_parser("init", help=text, description=text)
-    command.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="to write (%(default)s)")
+    command.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="file to write (%(default)s)")
     command.add_argument("--model", default="", metavar="DIR", help="Hugging Face directory, or a name on the hub")
     command.add_argument(
-        "--data", default="", metavar="FILE", help="JSONL or Parquet to train on; its columns are guessed"
+        "--data",
+        default="",
+        metavar="FILE",
+        help="JSONL or Parquet file to train on; columns are detected from its first row",
     )
-    command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet to evaluate on")
+    command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet file to evaluate on")
     command.set_defaults(command=_init, name="init")
 
-    text = "meaning of each metric of metrics.jsonl and summary.json"
+    text = "explain the metrics of metrics.jsonl and summary.json"
     command = commands.add_parser("metrics", help=text, description=text)
     command.add_argument("words", nargs="*", metavar="WORD", help="a metric, a group, or a part of a name")
     command.set_defaults(command=_metrics, name="metrics")
@@ -79,7 +82,7 @@ def _config(args: argparse.Namespace) -> int:
         print(json.dumps(json_schema(), indent=2))
         return 0
 
-    # A section or a key by its name, or else every key that contains the word.
+    # Search for sections and keys by name, and only then for keys that contain the word.
     exact = [
         key for key in keys() if any(key == word or key.startswith((f"{word}.", f"{word}[]")) for word in args.words)
     ]
@@ -151,15 +154,15 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def _init(args: argparse.Namespace) -> int:
     if args.file.exists():
-        raise UserError(f"{args.file.absolute()}: is there already; name another file")
+        raise UserError(f"{args.file.absolute()}: exists; name another file")
 
-    # Two files must not share a folder.
+    # Two configurations must not share a run.dir.
     values = {**STARTER, "run.dir": run_dir(args.file)}
-    # What the command line says, and what the first row of the data and the tokenizer say.
+    # Values from the command line, the first row of the data and the tokenizer.
     given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
     values |= {key: value for key, value in given.items() if value not in ("", [""])}
     if args.data:
-        from megatron_brorl.data.columns import guess  # and pyarrow, which no other command should wait for
+        from megatron_brorl.data.columns import guess  # imports pyarrow, which is slow
 
         values["data.columns"] = guess(Path(args.data))
     values["data.chat"] = bool(args.model) and _has_chat_template(Path(args.model))
@@ -172,24 +175,26 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def run_dir(file: Path) -> str:
-    """Return a run.dir that no other file gets: its path below the working directory, without suffix, in runs/.
+    """Return a run.dir for a configuration file: its path below the working directory, without suffix, in runs/.
 
-    Raises UserError where that folder holds a run.
+    Raises UserError if that folder already contains a run.
     """
-    # Outside of the working directory only the name of the file is left.
+    # A file outside of the working directory contributes only its name.
     path = Path(os.path.abspath(file))
     here = Path.cwd()
     below = path.relative_to(here) if path.is_relative_to(here) else Path(path.name)
     folder = Path("runs") / (below.relative_to("runs") if below.is_relative_to("runs") else below).with_suffix("")
 
-    # Such a run would be continued, or refused at its first step.
+    # `brorl train` would continue that run, or refuse to.
     if any((folder / name).exists() for name in (METRICS_FILE, run_info.FILE, "checkpoints")):
-        raise UserError(f"{path}: its run.dir would be {folder}, which holds a run already; choose another file name")
+        raise UserError(
+            f"{path}: its run.dir would be {folder}, which already contains a run; choose another file name"
+        )
     return str(folder)
 
 
 def starter(values: dict[str, Any]) -> str:
-    """Return the TOML file of some keys, each below its description; None: the default, as a comment."""
+    """Return the TOML file of some keys, each below its description. None writes the default as a comment."""
     section = ""
     lines: list[str] = []
     for path, value in values.items():
@@ -216,7 +221,7 @@ def _has_chat_template(model: Path) -> bool:
 def _metrics(args: argparse.Namespace) -> int:
     known = [(section, metric) for section in sections() for metric in section.metrics]
     words = [word.removeprefix("time.") for word in args.words]
-    # Exact names and groups first, then parts of names.
+    # Search for exact names and groups, and only then for parts of names.
     found = [pair for pair in known if not words or any(_is_named(*pair, word) for word in words)]
     found = found or [pair for pair in known if any(word in pair[1].name for word in words)]
     if not found:

@@ -1,4 +1,4 @@
-"""`brorl convert`: checkpoints between formats and layouts; `brorl quantize`: quantised checkpoints by ModelOpt."""
+"""`brorl convert`: convert checkpoints between formats and layouts; `brorl quantize`: quantise a model by ModelOpt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Convert checkpoints between Hugging Face directories and Megatron distributed ch
 
     brorl convert to-megatron HF_DIR CHECKPOINT --tensor 2 --pipeline 2
     brorl convert to-hf CHECKPOINT HF_DIR
-    brorl convert to-hf runs/x/checkpoints/best HF_DIR --config runs/x/model           (or latest, step_00000100)
+    brorl convert to-hf runs/x/checkpoints/best HF_DIR --config runs/x/model   (or .../latest, .../step_00000100)
     brorl convert to-megatron CHECKPOINT OTHER --tensor 4 --pipeline 1
 
 Weights in fp32, fp16 or bf16 keep their types and bits; one tensor is in memory at a time. The output is written aside
@@ -47,19 +47,22 @@ def add_commands(commands: Any) -> None:
     """Add `brorl convert` and `brorl quantize` to the parser."""
     converter = commands.add_parser(
         "convert",
-        help="checkpoints between Hugging Face directories and Megatron's distributed ones",
+        help="convert checkpoints between Hugging Face's and Megatron's distributed format",
         description=_CONVERT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     directions = converter.add_subparsers(dest="direction", required=True, metavar="to-megatron | to-hf")
     for name, text in [
-        ("to-megatron", "from a Hugging Face directory or a Megatron checkpoint of another layout"),
-        ("to-hf", "from a Megatron checkpoint of any layout"),
+        (
+            "to-megatron",
+            "convert a Hugging Face directory, or a Megatron checkpoint of another layout, to a Megatron checkpoint",
+        ),
+        ("to-hf", "convert a Megatron checkpoint of any layout to a Hugging Face directory"),
     ]:
         command = directions.add_parser(name, help=text, description=text)
         command.add_argument("source", type=Path)
         command.add_argument("target", type=Path, help="directory to write")
-        text = "Hugging Face directory with config.json, for a checkpoint of a run"
+        text = "Hugging Face directory with config.json and tokenizer; needed for a checkpoint of a run"
         command.add_argument("--config", type=Path, help=text)
         command.add_argument("--verify", action="store_true", help="compare the logits of input and output")
         command.add_argument("--overwrite", action="store_true", help="replace an existing target")
@@ -70,19 +73,24 @@ def add_commands(commands: Any) -> None:
 
     quantize = commands.add_parser(
         "quantize",
-        help="effect of quantised rollouts, and quantised checkpoints",
+        help="measure the effect of quantised rollouts, or write a quantised checkpoint",
         description=_QUANTIZE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = quantize.add_subparsers(required=True, dest="action", metavar="evaluate | export")
-    for name, text in [("evaluate", "print the change of distributions"), ("export", "write a quantised checkpoint")]:
+    for name, text in [
+        ("evaluate", "print how much quantisation changes the next-token distributions"),
+        ("export", "write a quantised checkpoint"),
+    ]:
         command = actions.add_parser(name, help=text, description=text)
         command.add_argument("model", type=Path, help="Hugging Face directory")
         command.add_argument("prompts", type=Path, help='JSONL rows with "prompt"')
         if name == "export":
             command.add_argument("out", type=Path, help="folder to write")
         command.add_argument("--format", choices=list(FORMATS), default="fp8")
-        command.add_argument("--calibrate", type=int, default=32, help="number of prompts (%(default)s)")
+        command.add_argument(
+            "--calibrate", type=int, default=32, help="number of prompts that calibrate the scales (%(default)s)"
+        )
     quantize.set_defaults(command=_quantize)
 
 
@@ -123,10 +131,10 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def _check_target(args: argparse.Namespace) -> None:
-    """Raise UserError if the target would replace something that has to stay."""
+    """Raise UserError if the target would replace a file that is read, or exists."""
     check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
     if args.target.exists() and contains(args.source, args.target):
-        raise UserError(f"{args.target}: is a part of the source, {args.source}; name another target")
+        raise UserError(f"{args.target}: is part of the source, {args.source}; give another target")
     if args.target.exists() and not args.overwrite:
         raise UserError(f"{args.target}: exists; give another target or --overwrite")
 

@@ -1,4 +1,4 @@
-"""`brorl data`: published sets and reasoning-gym tasks to files of rows."""
+"""`brorl data`: convert published data sets and reasoning-gym tasks to files of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_brorl.data.prepare.sets import SETS, DataSet
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import check_output, write_text
 
-CUSTOM = "custom"  # a file whose columns are named by options
+CUSTOM = "custom"  # any file; options name its columns
 
 
 def add_commands(commands: Any) -> None:
@@ -20,7 +20,7 @@ def add_commands(commands: Any) -> None:
     data = commands.add_parser("data", help="prepare data sets for training and evaluation")
     actions = data.add_subparsers(required=True, dest="action", metavar="prepare | generate")
 
-    text = "published files to rows with verifiers: without duplicates and problems of evaluations, with a data card"
+    text = "convert a data set to rows with verifiers, drop duplicates and evaluation problems, and write a data card"
     command = actions.add_parser(
         "prepare",
         help=text,
@@ -31,10 +31,14 @@ def add_commands(commands: Any) -> None:
     command.add_argument(
         "inputs", metavar="INPUT", nargs="+", help=".jsonl, .json, .parquet, .csv, or hf://datasets/OWNER/NAME/FILE"
     )
-    command.add_argument("--out", required=True, type=Path, help="FILE.jsonl")
-    command.add_argument("--verifier", default="", help="instead of the set's own")
-    command.add_argument("--instruction", help="what follows every problem (default: by verifier; '' for nothing)")
-    command.add_argument("--tokenizer", type=Path, metavar="DIR", help="a model's folder, for --max-prompt-tokens")
+    command.add_argument("--out", required=True, type=Path, help="file to write (.jsonl)")
+    command.add_argument("--verifier", default="", help="verifier to use instead of that of the set")
+    command.add_argument(
+        "--instruction", help="text to append to every problem (default: by verifier; '' appends nothing)"
+    )
+    command.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder of the model whose tokenizer counts --max-prompt-tokens"
+    )
     command.add_argument("--max-prompt-tokens", type=int, default=0, metavar="N", help="drop longer prompts")
     command.add_argument(
         "--decontaminate",
@@ -44,19 +48,22 @@ def add_commands(commands: Any) -> None:
         metavar="[SET=]FILE",
         help="drop problems of these evaluations; the default SET is 'rows'",
     )
-    command.add_argument("--prompt", metavar="COLUMN", help=f"of {CUSTOM}: the problem")
-    command.add_argument("--answer", default="", metavar="COLUMN", help=f"of {CUSTOM}: the answer")
+    command.add_argument("--prompt", metavar="COLUMN", help=f"for {CUSTOM}: column of the problem")
+    command.add_argument("--answer", default="", metavar="COLUMN", help=f"for {CUSTOM}: column of the answer")
     command.add_argument(
-        "--answer-regex", default="", metavar="R", help=f"of {CUSTOM}: the answer is the first group of the last match"
+        "--answer-regex",
+        default="",
+        metavar="R",
+        help=f"for {CUSTOM}: the answer is the first group of the last match of this pattern",
     )
     command.set_defaults(command=_prepare, name="data prepare")
 
-    text = "rows of a configuration's reasoning-gym tasks (data.tasks), to be mixed with others"
+    text = "write rows of the reasoning-gym tasks of a configuration (data.tasks), to be mixed with other rows"
     command = actions.add_parser("generate", help=text, description=text)
     command.add_argument("config", help="TOML file with [[data.tasks]]")
-    command.add_argument("--count", required=True, type=int, help="rows, of different text")
-    command.add_argument("--out", required=True, type=Path, help="FILE.jsonl")
-    command.add_argument("--seed", type=int, default=0, help="of the tasks (%(default)s)")
+    command.add_argument("--count", required=True, type=int, help="number of rows, all with different texts")
+    command.add_argument("--out", required=True, type=Path, help="file to write (.jsonl)")
+    command.add_argument("--seed", type=int, default=0, help="seed of the tasks (%(default)s)")
     command.set_defaults(command=_generate, name="data generate")
 
 
@@ -66,7 +73,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from megatron_brorl.rewards.registry import entry
 
     if args.max_prompt_tokens < 0 or bool(args.max_prompt_tokens) != bool(args.tokenizer):
-        raise UserError("--max-prompt-tokens N needs --tokenizer DIR, and the other way round; N must be above 0")
+        raise UserError("--max-prompt-tokens N needs --tokenizer DIR, and vice versa; N must be above 0")
     if args.out.suffix != ".jsonl":
         raise UserError(f"--out {args.out}: must end in .jsonl")
     if args.verifier:
@@ -100,10 +107,10 @@ def _generate(args: argparse.Namespace) -> int:
     from megatron_brorl.config.load import load
     from megatron_brorl.data.generate import generated_rows
 
-    # Mistakes before items, of which some take a second to make.
+    # Check the arguments first, because generating a row may take a second.
     tasks = load(args.config).data.tasks
     if not tasks:
-        raise UserError(f"{args.config}: data.tasks: there are no tasks to generate rows of; name at least one")
+        raise UserError(f"{args.config}: data.tasks: no tasks to generate rows of; add at least one")
     if args.count < 1:
         raise UserError(f"--count {args.count}: must be at least 1")
     if args.out.suffix != ".jsonl":

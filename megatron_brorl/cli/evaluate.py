@@ -1,4 +1,4 @@
-"""`brorl evaluate` and `brorl compare`."""
+"""`brorl evaluate`: evaluate a model; `brorl compare`: compare two evaluations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object, write_json, write_text
 from megatron_brorl.tracking.progress import Progress, progress
 
-if TYPE_CHECKING:  # they import torch, which the other commands here do without
+if TYPE_CHECKING:  # these import torch, which `brorl compare` does not need
     from megatron_brorl.cli.session import Session
     from megatron_brorl.train.groups import Outcomes
     from megatron_brorl.types import OpenGroup, ScoredRollout
@@ -27,9 +27,10 @@ ANSWERS = "evaluation.jsonl"
 def evaluate(args: argparse.Namespace) -> int:
     """Sample and score, and write evaluation.json, .jsonl (one line per prompt), .md and .png to run.dir."""
     from megatron_brorl.cli.session import Session
-    from megatron_brorl.report.comparison import evaluation_markdown, plot_evaluation
+    from megatron_brorl.report.comparison import evaluation_figure, evaluation_markdown
+    from megatron_brorl.report.plots import save
     from megatron_brorl.rollout.engine import Sampling
-    from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
+    from megatron_brorl.train.evaluate import mean_over, sample_answers, summarize
     from megatron_brorl.train.weight_sync import sync_weights
 
     config = load(args.config, args.overrides)
@@ -58,13 +59,15 @@ def evaluate(args: argparse.Namespace) -> int:
             answers = {}
             for name, prompts in names.items():
                 show = functools.partial(_show, session, p, name)
-                answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_end=ended, see=show)
+                answers[name] = sample_answers(
+                    rollouts, prompts, evaluation.samples, sampling, on_end=ended, on_samples=show
+                )
         every = [a for part in answers.values() for a in part]
-        whole = sum_up(every, sum(map(len, names.values())), evaluation, rollouts.seed)
+        whole = summarize(every, sum(map(len, names.values())), evaluation, rollouts.seed)
 
         result = {
             **whole.as_dict(),
-            "benchmarks": {n: sum_up(answers[n], len(names[n]), evaluation, rollouts.seed).as_dict() for n in names},
+            "benchmarks": {n: summarize(answers[n], len(names[n]), evaluation, rollouts.seed).as_dict() for n in names},
             "mean_of_benchmarks": mean_over(list(answers.values()), evaluation, rollouts.seed),
             "model": config.model.path,
             # Two evaluations have the same prompts only if these are equal.
@@ -84,7 +87,7 @@ def evaluate(args: argparse.Namespace) -> int:
             write_json(session.dir / "evaluation.json", result)
             table = evaluation_markdown(result)
             write_text(session.dir / "evaluation.md", table)
-            figure = plot_evaluation(result, session.dir / "evaluation.png")
+            figure = save(evaluation_figure(result), session.dir / "evaluation.png")
 
             print(table)
             if whole.lost:
@@ -110,33 +113,34 @@ def _show(
     shown: Progress,
     name: str,
     groups: Sequence[OpenGroup],
-    rows: Sequence[ScoredRollout],
+    rollouts: Sequence[ScoredRollout],
     _: Outcomes,
 ) -> None:
     """Print a few samples of a benchmark, on the main rank."""
-    from megatron_brorl.train.samples import sample_lines
+    from megatron_brorl.train.recorder import sample_lines
 
     if session.is_main_rank:
-        for text in sample_lines(groups, rows, session.tokenizer.decode, session.stop_ids):
+        for text in sample_lines(groups, rollouts, session.tokenizer.decode, session.stop_ids):
             shown.note(f"{name} {text}")
 
 
 def add_compare(commands: Any) -> None:
     """Add `brorl compare` to the parser."""
-    text = "two evaluations of the same prompts: paired t-test, paired bootstrap, tokens"
+    text = "compare two evaluations of the same prompts: paired t-test, paired bootstrap, response length"
     command = commands.add_parser("compare", help=text, description=text)
     command.add_argument("before", metavar="A", type=Path, help="run.dir of an evaluation")
-    command.add_argument("after", metavar="B", type=Path, help="another, of the same prompts")
-    command.add_argument("--out", type=Path, help="where compare.json, .md and .png go (default: B)")
+    command.add_argument("after", metavar="B", type=Path, help="run.dir of another evaluation of the same prompts")
+    command.add_argument("--out", type=Path, help="folder for compare.json, .md and .png (default: B)")
     command.set_defaults(command=_compare, name="compare")
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from megatron_brorl.report.comparison import compare, markdown, plot_comparison, read_answers
+    from megatron_brorl.report.comparison import compare, comparison_figure, markdown, read_answers
+    from megatron_brorl.report.plots import save
 
     out = args.out or args.after
 
-    # A prompt keeps its id if the chat template writes another date into it.
+    # The id of a prompt does not depend on the date that the chat template writes into it.
     remedy = "give the run.dir of an evaluation"
     folders = (args.before, args.after)
     dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]
@@ -149,7 +153,7 @@ def _compare(args: argparse.Namespace) -> int:
     write_json(out / "compare.json", result)
     table = markdown(result)
     write_text(out / "compare.md", table)
-    figure = plot_comparison(result, out / "compare.png")
+    figure = save(comparison_figure(result), out / "compare.png")
 
     print(table)
     print(f"written to {out / 'compare.json'}, compare.md and {figure.name}")

@@ -1,6 +1,6 @@
-"""Several ranks on this machine without torchrun, which start, receive signals and end together.
+"""Start several ranks on this machine without torchrun; they receive signals and end together.
 
-torch's own launcher kills ranks 30 seconds after a signal, in the middle of a real step; it opens a store on all
+torchrun kills ranks 30 seconds after a signal, in the middle of a real step; it opens a store on all
 interfaces; and its ranks continue when it is killed.
 """
 
@@ -18,7 +18,7 @@ from contextlib import suppress
 from megatron_brorl.signals import LAUNCHER, LISTENER, SAVED, STOPPING, StopSignals
 
 _POLL_S = 0.1
-_LAST_WORDS_S = 10.0  # for the other ranks to report when one has failed; then they are killed
+_LAST_WORDS_S = 10.0  # seconds that the other ranks have to report after one has failed; then they are killed
 
 
 def launch(processes: int, command: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def launch(processes: int, command: Sequence[str]) -> int:
             process.send_signal(number)
 
     signals = StopSignals(forward, lambda _: _kill(ranks))
-    # Ranks inherit the mask and lift it when they have their handlers, so that no signal is lost.
+    # Ranks inherit the mask and remove it after installing their handlers, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         for process in _start(processes, command):
@@ -48,14 +48,14 @@ def launch(processes: int, command: Sequence[str]) -> int:
 
 def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Start the ranks in their own sessions, so that signals of the terminal reach them only through the launcher."""
-    # The settings of an outer launcher do not apply; threads share the cores.
+    # Drop the settings of an outer launcher. The ranks share the cores.
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     threads = str(max(1, (os.cpu_count() or 1) // processes))
 
     # Rank 0 inherits the socket where the ranks meet, so that no other process can take the port.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(processes):
-            variables = {  # as torchrun sets them, and the launcher's own
+            variables = {  # those of torchrun, and that of this launcher
                 LAUNCHER: str(os.getpid()),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -67,7 +67,7 @@ def _start(processes: int, command: Sequence[str]) -> Iterator[subprocess.Popen[
             if rank == 0:
                 variables[LISTENER] = str(listener.fileno())
 
-            # The user's own OMP_NUM_THREADS wins over the share above.
+            # OMP_NUM_THREADS of the user overrides the share above.
             yield subprocess.Popen(
                 command,
                 env={"OMP_NUM_THREADS": threads, **kept, **variables},
@@ -82,7 +82,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
     deadline = float("inf")
     while len(ended) < len(ranks):
         found = [(code, rank) for rank, p in enumerate(ranks) if rank not in ended and (code := p.poll()) is not None]
-        for code, rank in sorted(found):  # of two at once, the one that a signal ended is the cause
+        for code, rank in sorted(found):  # of two that ended at once, the one killed by a signal is the cause
             ended[rank] = code
             if code not in (0, SAVED):
                 deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
@@ -107,7 +107,7 @@ def _exit_code(ended: Mapping[int, int], signals: StopSignals) -> int:
         return codes.pop()
 
     rank, code = next(((r, c) for r, c in ended.items() if c not in (0, SAVED)), (-1, 1))
-    if code < 0:  # Popen has minus the signal's number; shells report 128 plus the number
+    if code < 0:  # Popen returns minus the signal number; shells return 128 plus it
         memory = " (out of memory?)" if code == -signal.SIGKILL and not signals.first else ""
         reason = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
         code = 128 - code

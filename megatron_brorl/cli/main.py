@@ -1,4 +1,4 @@
-"""The command line. Commands are imported when they run, because most import torch."""
+"""Entry point of the command line. Most commands are imported when they run, because they import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import check_outputs, read_object
 from megatron_brorl.tracking import run_info
 
-# Errors of disks and permissions. Any other OSError is a bug and keeps its traceback.
+# Errors caused by disks and permissions. Any other OSError is a bug and is raised again.
 _REFUSED = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE),
@@ -37,8 +37,8 @@ _LEFT = ("summary.json", "model/config.json", "curves.png")
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit.
 
-    Exit codes: 0 done, 75 stopped and resumable; with one line on stderr 2 for an error of the user or the disk, 1 if
-    another rank is gone. Any other exception is a bug.
+    Exit codes: 0 for success, 75 for a run that was stopped and can be resumed, 2 for an error of the user or the disk,
+    1 if another rank is gone. With 1 and 2, one line on stderr gives the reason. Any other exception is a bug.
     """
     args = _parse(arguments)
     try:
@@ -48,13 +48,13 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"brorl: {e}", file=sys.stderr)
         status = 2
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader, such as head or less, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     except OSError as e:
         if e.errno not in _REFUSED:
             raise
-        # The other ranks see that this one is gone.
+        # Only this rank reports the error. The others report a lost connection.
         rank = os.environ.get("RANK", "0")
         place = f"{e.filename}: " if e.filename else ""
         print(f"brorl: rank {rank}: {place}{e.strerror}; fix that and run the same command again", file=sys.stderr)
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run_ranks(args: argparse.Namespace) -> int:
     """Run a command of several ranks, as one of them or as their launcher."""
-    # Errors of the configuration are reported once, before anything starts.
+    # Report errors of the configuration once, before any rank starts.
     config = load(args.config, args.overrides)
     check_outputs(config, args.name, args.config)
 
@@ -88,7 +88,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *options, *args.overrides]
         return launch(args.processes, command)
 
-    # Signal handlers come first, because importing torch takes seconds.
+    # Install signal handlers first, because importing torch takes seconds.
     signals.install(saves=args.name == "train")
     from megatron_brorl.parallel import cpu_bridge
 
@@ -122,39 +122,50 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"brorl {__version__}")
     commands = parser.add_subparsers(metavar="command")
 
-    # Commands of ranks, which take a configuration.
+    # Commands that run on several ranks and take a configuration.
     for name, function, text in [
-        ("train", _lazily("train", "run"), "reinforcement learning: sample, score, update, evaluate before and after"),
-        ("sft", _lazily("sft", "run"), "supervised training on solved examples (a warm start)"),
-        ("evaluate", evaluate_cli.evaluate, "pass@1 and pass@k of a model on held-out prompts or benchmarks"),
+        ("train", _lazily("train", "run"), "train by reinforcement learning, with an evaluation before and after"),
+        ("sft", _lazily("sft", "run"), "train on solved examples (supervised warm start)"),
+        ("evaluate", evaluate_cli.evaluate, "measure pass@1 and pass@k of a model on held-out prompts or benchmarks"),
     ]:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
-            "--processes", type=int, default=0, help="start this many ranks here; leave it out under torchrun or Slurm"
+            "--processes",
+            type=int,
+            default=0,
+            help="number of ranks to start on this machine; omit it under torchrun or Slurm",
         )
         command.add_argument("config", help="TOML file")
-        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")
+        command.add_argument(
+            "overrides", nargs="*", metavar="section.key=value", help="override a value of the configuration"
+        )
         if name == "train":
             text = "check everything that the run needs, including a forward and backward pass, and write nothing"
             command.add_argument("--dry-run", action="store_true", help=text)
         if name == "evaluate":
-            text = "JSONL or Parquet, may be repeated (evaluate.benchmarks)"
+            text = "JSONL or Parquet file with prompts (evaluate.benchmarks); may be given several times"
             command.add_argument("--benchmark", action="append", metavar="[NAME=]FILE", help=text)
         command.set_defaults(command=function, name=name)
 
-    # Commands of one process.
+    # Commands that run in one process.
     report_cli.add_commands(commands)  # brorl report, brorl rollouts
     evaluate_cli.add_compare(commands)  # brorl compare
     convert_cli.add_commands(commands)  # brorl convert, brorl quantize
     config_cli.add_commands(commands)  # brorl init, brorl config, brorl metrics
-    data_cli.add_commands(commands)  # brorl data prepare
+    data_cli.add_commands(commands)  # brorl data prepare, brorl data generate
     text = "check this machine, and plan the memory of a run; exit code 1 if no run could start"
     doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.add_argument("config", nargs="?", help="TOML file of a run whose memory is planned")
-    doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace single values")
-    doctor.add_argument("--ranks", type=int, default=0, help="of the run (one per GPU of this machine)")
-    doctor.add_argument("--ranks-per-node", type=int, default=0, help="of the run (at most 8)")
-    doctor.add_argument("--gpu-gib", type=float, default=0, help="memory of a GPU, to plan for another machine")
+    doctor.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="override a value of the configuration"
+    )
+    doctor.add_argument(
+        "--ranks", type=int, default=0, help="number of ranks of the run (default: one per GPU of this machine)"
+    )
+    doctor.add_argument("--ranks-per-node", type=int, default=0, help="ranks per node (default: at most 8)")
+    doctor.add_argument(
+        "--gpu-gib", type=float, default=0, help="memory of a GPU of another machine, in GiB, to plan for it"
+    )
     doctor.set_defaults(command=_lazily("preflight", "doctor"))
     theory_cli.add_commands(commands)  # brorl simulate, brorl pass-rates
     return parser
@@ -179,7 +190,7 @@ def finished(config: Config) -> str:
     if config.train.resume == "never" or not all((folder / name).exists() for name in _LEFT):
         return ""
 
-    # Compared as JSON, with lists instead of tuples, and without run.dir, because the folder may have been moved.
+    # Compare as JSON, so that tuples equal lists, and without run.dir, because the folder may have been moved.
     asked = json.loads(json.dumps(dataclasses.asdict(config)))
     recorded = run_info.read(folder).get("config", {})
     for values in (asked, recorded):

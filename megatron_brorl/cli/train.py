@@ -33,17 +33,16 @@ from megatron_brorl.tracking.progress import progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics
-from megatron_brorl.train.keep_best import keep_last
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.state import RunState, saved
+from megatron_brorl.train.state import RunState, mark_last_as_best, saved
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import OptimizerStep, Worker
 from megatron_brorl.types import Experience, Prompt
 
-_ROLLOUTS = 2  # of the dry run's forward and backward pass
-_TOKENS = 8  # of each of these rollouts
+_ROLLOUTS = 2  # rollouts in the forward and backward pass of the dry run
+_TOKENS = 8  # tokens of each of these rollouts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +60,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     Returns 0, or signals.SAVED if a signal, the end of the job or a callback stopped the run. command: maps a number of
     ranks to the command line that starts the run on them, for the run's record.
     """
-    begun = time.time()  # before model and data are loaded
+    begun = time.time()  # includes loading the model and the data
     with Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
@@ -70,11 +69,11 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         if found:
             changes = check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
-        resume_step = trainer.state.step if found else None  # None starts new files
+        resume_step = trainer.state.step if found else None  # None creates new files
         writer = session.writer(resume_step)
         trainer.recorder = session.recorder(resume_step)
         if session.is_main_rank:
-            # The summary of an earlier end would show a running run as finished.
+            # An earlier summary would make the running run look finished.
             (session.dir / SUMMARY).unlink(missing_ok=True)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
             world = session.grid.world
@@ -95,7 +94,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             evaluation = trainer.evaluate(p) if trainer.held_out else None
             after = evaluation.as_dict() if evaluation else None
             if evaluation and session.is_main_rank:
-                keep_last(config, trainer.state, evaluation_metrics(evaluation))
+                mark_last_as_best(config, trainer.state, evaluation_metrics(evaluation))
             if after:
                 p.note(f"held-out after: {evaluation_line(after)}")
 
@@ -108,7 +107,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 summary = _summary(session, trainer, after, peak, differs)
                 write_json(session.dir / SUMMARY, summary)
                 show(session.dir)
-                program.callbacks.tell("on_end", summary)
+                program.callbacks.call("on_end", summary)
         program.callbacks.check(f"the run is complete in {session.dir}")
     return 0
 
@@ -119,7 +118,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
     session.preflight()
     session.check_verifiers([*session.sources.first(), *session.sources.held_out])
 
-    # The engine starts last, because it takes the memory that is left.
+    # Start the engine last, because it uses the remaining memory.
     worker = session.worker(config.optim)
     models = TrainingModels(
         worker,
@@ -164,7 +163,7 @@ def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> Tr
 def _summary(
     session: Session, trainer: Trainer, after: dict[str, Any] | None, peak_rss_mib: float, weights_differ: bool
 ) -> dict[str, Any]:
-    """Return summary.json. after: the evaluation at the end. weights_differ: whether training has changed any."""
+    """Return summary.json. after: the evaluation at the end. weights_differ: whether training changed weights."""
     before, best = trainer.state.before, trainer.state.best
     rows = read_metrics(session.dir / METRICS_FILE)
     return {
@@ -194,7 +193,7 @@ def _widest(when: str, evaluation: dict[str, Any] | None) -> dict[str, float]:
 
 
 def dry_run(config: Config) -> int:
-    """Make all checks; a collective of the ranks. Returns 0. Raises UserError."""
+    """Make all checks and return 0; a collective. Raises UserError at the first problem."""
     preflight.check_machine()
     session = Session(config, program=Program(on_check=_print_check))  # tokenizer, data, layout
     _print_check(
@@ -212,8 +211,8 @@ def dry_run(config: Config) -> int:
     worker = session.worker(config.optim, _Worker)
     found = _forward_backward(worker, session.sources.train.prompts(0, 1)[0], config)
     _print_check("micro-step", f"loss {found['loss']:.3g}, gradient norm {found['grad_norm']:.3g}, nothing is changed")
-    grid.leave()  # no rank waits for another
-    _print_check("dry run", "all is well; the same command without --dry-run starts the run")
+    grid.leave()  # without waiting for other ranks
+    _print_check("dry run", "all checks passed; the same command without --dry-run starts the run")
     return 0
 
 
@@ -227,10 +226,10 @@ def _checkpoint(session: Session) -> str:
     """Return the checkpoint that the run would continue from, in words. Raises UserError if it could not."""
     root = session.dir / "checkpoints"
     if session.config.train.resume == "never":
-        return 'train.resume = "never": the run starts anew'
+        return 'train.resume = "never": the run starts from the beginning'
     found = checkpoint.find(root)
     if not found:
-        return "none: the run starts anew"
+        return "none: the run starts from the beginning"
     changes = change_line(check_fingerprint(saved(found)["fingerprint"], session.fingerprint(), found))
     return f"continues from {found}" + (f"\nchanged since that checkpoint: {changes}" if changes else "")
 
@@ -249,7 +248,7 @@ def _forward_backward(worker: Worker, prompt: Prompt, config: Config) -> dict[st
 
     Raises UserError if loss or gradient is not finite.
     """
-    # Any tokens serve as a response; those of the prompt are in the vocabulary.
+    # Use the tokens of the prompt as responses, because they are in the vocabulary.
     ids = torch.tensor(prompt.token_ids, dtype=torch.int64)
     count = min(config.rollout.max_tokens, _TOKENS)
     responses = tuple(ids.repeat(count)[i : i + count] for i in range(_ROLLOUTS))

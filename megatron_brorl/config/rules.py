@@ -16,14 +16,14 @@ Rule = tuple[str, bool, str]  # key that a message names, whether the rule is br
 
 def check(config: Config, where: str) -> None:
     """Raise UserError that names `where` (the file) and the key of the first broken rule."""
-    for rules in (_rollout, _parallel, _fp8, _train, _evaluation, _advantages, _updates, _learning_rate, _data):
+    for rules in (_rollout, _parallel, _fp8, _evaluation, _advantages, _updates, _learning_rate, _data):
         for key, broken, message in rules(config):
             if broken:
                 section, name = key.split(".")
                 raise UserError(f"{where}: {key} = {shown(getattr(getattr(config, section), name))}: {message}")
 
 
-def named(benchmark: str) -> tuple[str, str]:
+def parse_benchmark(benchmark: str) -> tuple[str, str]:
     """Return name and file of a value of evaluate.benchmarks: "name=FILE", or FILE whose stem is the name."""
     name, equals, file = benchmark.partition("=")
     if equals and "/" not in name:  # with a slash it is a file in a folder such as lr=3/
@@ -32,68 +32,73 @@ def named(benchmark: str) -> tuple[str, str]:
 
 
 def _rollout(config: Config) -> Iterator[Rule]:
-    r, algo = config.rollout, config.algo
+    rollout = config.rollout
+    algo = config.algo
     yield "run.dir", not config.run.dir.strip(), "name a folder for the results; '.' is the working directory"
-    yield "rollout.stop_strings", not all(r.stop_strings), "an empty string would stop every response"
+    yield "rollout.stop_strings", not all(rollout.stop_strings), "an empty string would stop every response"
     yield (
         "rollout.stop_strings",
-        r.engine == "trtllm" and bool(r.stop_strings),
+        rollout.engine == "trtllm" and bool(rollout.stop_strings),
         'rollout.engine = "trtllm" stops only at tokens: leave it empty',
     )
 
     # The longest response must be done before its group counts as too old.
-    if r.partial_tokens:
-        steps = -(-r.max_tokens // r.partial_tokens)
+    if rollout.partial_tokens:
+        steps = -(-rollout.max_tokens // rollout.partial_tokens)
         yield (
             "rollout.max_carried_steps",
-            r.max_carried_steps < steps - 1,
-            f"a response of rollout.max_tokens = {r.max_tokens} is carried over {steps - 1} steps at "
-            f"rollout.partial_tokens = {r.partial_tokens}: must be at least {steps - 1}",
+            rollout.max_carried_steps < steps - 1,
+            f"a response of rollout.max_tokens = {rollout.max_tokens} is carried over {steps - 1} steps at "
+            f"rollout.partial_tokens = {rollout.partial_tokens}: must be at least {steps - 1}",
         )
     # Groups that wait for the next step have log-probabilities of older weights than the actor's.
-    waiting = "rollout.partial_tokens" if r.partial_tokens else "rollout.refills" if r.refills else ""
+    waiting = "rollout.partial_tokens" if rollout.partial_tokens else "rollout.refills" if rollout.refills else ""
     yield "algo.old_log_probs", bool(waiting) and algo.old_log_probs != "actor", f'must be "actor" with {waiting}'
-    yield "rollout.refills", bool(r.refills and r.partial_tokens), "must be 0 with rollout.partial_tokens"
-    yield "rollout.refills", bool(r.refills) and not algo.dynamic_sampling, "needs algo.dynamic_sampling = true"
+    yield "rollout.refills", bool(rollout.refills and rollout.partial_tokens), "must be 0 with rollout.partial_tokens"
+    yield "rollout.refills", bool(rollout.refills) and not algo.dynamic_sampling, "needs algo.dynamic_sampling = true"
     yield (
         "shaping.overlong_tokens",
-        config.shaping.overlong_tokens > r.max_tokens,
-        f"must be at most rollout.max_tokens = {r.max_tokens}",
+        config.shaping.overlong_tokens > rollout.max_tokens,
+        f"must be at most rollout.max_tokens = {rollout.max_tokens}",
     )
 
 
 def _parallel(config: Config) -> Iterator[Rule]:
-    p = config.parallel
-    yield "parallel.sequence", p.sequence and p.tensor == 1, "needs parallel.tensor > 1"
+    parallel = config.parallel
+    yield "parallel.sequence", parallel.sequence and parallel.tensor == 1, "needs parallel.tensor > 1"
     # Context parallelism distributes the tokens of one sequence, so no rank has a whole sequence or a whole prompt.
-    yield "train.share_prompt", p.context > 1 and config.train.share_prompt, "must be false with parallel.context > 1"
-    yield "algo.ratio", p.context > 1 and config.algo.ratio != "token", "must be 'token' with parallel.context > 1"
+    yield (
+        "train.share_prompt",
+        parallel.context > 1 and config.train.share_prompt,
+        "must be false with parallel.context > 1",
+    )
+    yield (
+        "algo.ratio",
+        parallel.context > 1 and config.algo.ratio != "token",
+        "must be 'token' with parallel.context > 1",
+    )
 
 
 def _fp8(config: Config) -> Iterator[Rule]:
-    f = config.fp8
-    off = f.recipe == "none"
+    fp8 = config.fp8
+    off = fp8.recipe == "none"
     yield "model.dtype", not off and config.model.dtype != "bf16", "must be 'bf16' with an fp8.recipe"
-    yield "fp8.parameters", off and f.parameters, "needs an fp8.recipe"
+    yield "fp8.parameters", off and fp8.parameters, "needs an fp8.recipe"
     yield (
         "fp8.parameters",
-        f.parameters and not config.parallel.distributed_optimizer,
+        fp8.parameters and not config.parallel.distributed_optimizer,
         "needs parallel.distributed_optimizer = true, which keeps fp32 weights that are not rounded to FP8",
     )
-    yield "fp8.bf16_layers", off and bool(f.bf16_layers), "needs an fp8.recipe"
-    yield "fp8.bf16_layers", f.recipe == "delayed" and bool(f.bf16_layers), 'must be 0 with fp8.recipe = "delayed"'
-    yield "train.offload", config.train.offload and f.parameters, "must be false with fp8.parameters"
-
-
-def _train(config: Config) -> Iterator[Rule]:
-    t = config.train
-    yield "train.keep_best", bool(t.keep_best) and not config.evaluate.every, "needs evaluate.every above 0"
+    yield "fp8.bf16_layers", off and bool(fp8.bf16_layers), "needs an fp8.recipe"
+    yield "fp8.bf16_layers", fp8.recipe == "delayed" and bool(fp8.bf16_layers), 'must be 0 with fp8.recipe = "delayed"'
+    yield "train.offload", config.train.offload and fp8.parameters, "must be false with fp8.parameters"
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:
-    e = config.evaluate
+    evaluate = config.evaluate
+    yield "train.keep_best", bool(config.train.keep_best) and not evaluate.every, "needs evaluate.every above 0"
     # Every benchmark is a row of a table, by its name.
-    benchmarks = [named(benchmark) for benchmark in e.benchmarks]
+    benchmarks = [parse_benchmark(benchmark) for benchmark in evaluate.benchmarks]
     names = [name for name, _ in benchmarks]
     yield (
         "evaluate.benchmarks",
@@ -105,8 +110,11 @@ def _evaluation(config: Config) -> Iterator[Rule]:
 
 
 def _advantages(config: Config) -> Iterator[Rule]:
-    algo, n, reward = config.algo, config.rollout.n, config.reward
-    gae, at_k = algo.advantage == "gae", algo.advantage == "pass_at_k"
+    algo = config.algo
+    reward = config.reward
+    n = config.rollout.n
+    gae = algo.advantage == "gae"
+    at_k = algo.advantage == "pass_at_k"
     for key, value in (("algo.gamma", algo.gamma), ("algo.lam", algo.lam)):
         yield key, value != 1 and not gae, 'must be 1 without algo.advantage = "gae"'
     yield "algo.pass_k", at_k and not 1 <= algo.pass_k < n, f"must be from 1 to rollout.n - 1 = {n - 1}"
@@ -128,7 +136,8 @@ def _advantages(config: Config) -> Iterator[Rule]:
 
 
 def _updates(config: Config) -> Iterator[Rule]:
-    algo, rollout = config.algo, config.rollout
+    algo = config.algo
+    rollout = config.rollout
     # A lower bound would cut ratios that the clip lets pass.
     yield (
         "algo.dual_clip",
@@ -157,7 +166,8 @@ def _updates(config: Config) -> Iterator[Rule]:
         not 0 <= algo.mismatch_bounds[0] < algo.mismatch_bounds[1],
         "the first must be at least 0, and the second larger",
     )
-    masked, from_engine = algo.mismatch_mask != "off", algo.old_log_probs == "rollout"
+    masked = algo.mismatch_mask != "off"
+    from_engine = algo.old_log_probs == "rollout"
     yield "algo.mismatch_mask", masked and from_engine, 'needs algo.old_log_probs = "actor" to compare with'
 
     # The engine renormalises its log-probabilities over the tokens that the cut leaves; the trainer does not. As the
@@ -169,7 +179,8 @@ def _updates(config: Config) -> Iterator[Rule]:
 
 
 def _learning_rate(config: Config) -> Iterator[Rule]:
-    optim, gae = config.optim, config.algo.advantage == "gae"
+    optim = config.optim
+    gae = config.algo.advantage == "gae"
     yield "optim.lr_counts", optim.lr_counts == "kept" and not optim.lr_for_rollouts, "needs optim.lr_for_rollouts"
     for key, value in (("optim.min_lr_ratio", optim.min_lr_ratio), ("optim.lr_decay_steps", optim.lr_decay_steps)):
         yield key, value != 0 and optim.lr_schedule == "constant", 'must be 0 with optim.lr_schedule = "constant"'

@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Protocol
 
-from megatron_brorl.config.rules import named
+from megatron_brorl.config.rules import parse_benchmark
 from megatron_brorl.config.schema import DataConfig, RewardConfig
 from megatron_brorl.data.generate import VERIFIER, GeneratedPrompts, hash_int
 from megatron_brorl.data.hub import data_file
@@ -189,7 +189,9 @@ def load_benchmarks(
 ) -> tuple[dict[str, list[Prompt]], str]:
     """Return the prompts of evaluate.benchmarks by their names, and a report. Raises UserError for invalid data."""
     reader = _Reader(config, reward, tokenizer, max_prompt_tokens)
-    found = {name: reader.read([file], f"evaluate.benchmarks ({name})") for name, file in map(named, benchmarks)}
+    found = {
+        name: reader.read([file], f"evaluate.benchmarks ({name})") for name, file in map(parse_benchmark, benchmarks)
+    }
     return found, "\n".join(reader.report)
 
 

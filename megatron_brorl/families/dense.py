@@ -55,7 +55,7 @@ GATE_UP = Parameter(
 DOWN = Parameter("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "ffn")}, "columns", "residual")
 
 
-# Values of config.json that no family supports, and those that the families below do not.
+# Requirements of every family, then those of Llama and Qwen.
 UNQUANTISED = Requirement("quantization_config", (None, {}), "train from an unquantised checkpoint")
 NO_ATTENTION_BIAS = Requirement("attention_bias", (False, None), "an output bias is not mapped")
 WHOLE_HEAD_ROPE = Requirement("partial_rotary_factor", (1.0, None), "RoPE covers the whole head")

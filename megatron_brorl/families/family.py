@@ -15,7 +15,7 @@ from megatron_brorl.errors import UserError, shown
 Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]  # see models.weights.layouts
 # q, kv: heads and kv heads times head size; head: one head; ffn: intermediate size.
 Dimension = Literal["vocab", "hidden", "q", "kv", "head", "ffn"]
-# What a new model begins with. residual: drawn like normal, but writes to the residual stream.
+# Initialization of a new model. residual: like normal, for a matrix that writes to the residual stream.
 Init = Literal["normal", "residual", "zeros", "ones"]
 
 
@@ -30,25 +30,25 @@ class Parameter:
     fused: str = ""  # Megatron's name where Transformer Engine keeps this norm in the linear layer that follows it
 
     def name(self, fused_norms: bool) -> str:
-        """Megatron's name, with or without Transformer Engine's fused norms."""
+        """Return Megatron's name, with or without Transformer Engine's fused norms."""
         return self.fused if fused_norms and self.fused else self.megatron
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A key of config.json that has to have one of these values; where it is missing it counts as the first."""
+    """A key of config.json that must have one of these values. A missing key counts as the first one."""
 
     key: str
     values: tuple[Any, ...]
     why: str
 
 
-MOST = 2**31  # of a size
-_LARGEST = 1e30  # of a factor; float32 ends at 3.4e38
+MOST = 2**31  # largest size
+_LARGEST = 1e30  # largest factor; float32 ends at 3.4e38
 
 
 def positive(value: Any, default: float, where: str) -> float:
-    """A number above 0, or `default` for None. Raises UserError, which begins with `where`, for anything else."""
+    """Return a number above 0, or `default` for None. Raises UserError, prefixed by `where`, for anything else."""
     value = default if value is None else value
     if type(value) not in (int, float) or not 0 < value <= _LARGEST:
         raise UserError(f"{where} = {shown(value)}: must be a number above 0")
@@ -63,9 +63,9 @@ class ConfigJson:
         self.where = where
 
     def get(self, key: str, kind: type, default: Any = None, most: int = MOST) -> Any:
-        """The value of a key, or `default` where it is missing or null.
+        """Return the value of a key, or `default` if it is missing or null.
 
-        Raises UserError unless it is a `kind`: of int, one from 1 to `most`, and of float, a finite one.
+        Raises UserError unless it is a `kind`: an int from 1 to `most`, or a finite float.
         """
         value = self.raw.get(key)
         value = default if value is None else value
@@ -74,7 +74,7 @@ class ConfigJson:
         found: type = type(value)
         if found is not kind:
             raise UserError(f"{self.where}: {key} = {shown(value)}: must be of type {kind.__name__}")
-        # Every whole number in there is a size or a count, and every other one a factor.
+        # Every int of a config.json is a size or a count, and every float a factor.
         if kind is int and value > most:
             raise UserError(f"{self.where}: {key} = {shown(value)}: must be at most {most:,}")
         if kind is float and not abs(value) <= _LARGEST:
@@ -84,7 +84,7 @@ class ConfigJson:
         return value
 
     def require(self, requirement: Requirement) -> None:
-        """Raises UserError where a key has a value that is not supported."""
+        """Raise UserError if a key has a value that is not supported."""
         if self.raw.get(requirement.key, requirement.values[0]) not in requirement.values:
             value = self.raw[requirement.key]
             raise UserError(f"{self.where}: {requirement.key} = {shown(value)} is not supported: {requirement.why}")
@@ -92,7 +92,7 @@ class ConfigJson:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What makes a family; all that is not named here is as in Llama."""
+    """A model family. Everything that is not listed here is as in Llama."""
 
     name: str
     architecture: str  # of config.json
@@ -103,8 +103,8 @@ class ModelFamily:
     layer: tuple[Parameter, ...]  # of each layer, in the order in which they are sent to the engines
     embedding: Parameter
     final_norm: Parameter
-    head: Parameter  # not there where the embedding is tied to it
+    head: Parameter  # absent if it is tied to the embedding
 
     def find(self, part: Parameter) -> Parameter | None:
-        """The layer's parameter that Megatron calls as it calls `part`, or None: Hugging Face's names may differ."""
+        """Return the layer's parameter with the Megatron name of `part`, or None. Its Hugging Face names may differ."""
         return next((p for p in self.layer if p.megatron == part.megatron), None)

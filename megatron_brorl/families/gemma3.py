@@ -1,7 +1,7 @@
 """Gemma 3's text models: norms before and after each part, GeGLU, scaled embeddings, two rotations.
 
-Most layers attend to a sliding window with a rotation of their own. Windows are not computed: the context ends where
-the window does, and up to there both kinds of layers see everything.
+Most layers attend to a sliding window and have a rotation of their own. Windows are not computed. The context is
+limited to the window's size, up to which windowed and full attention are the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from megatron_brorl.families import dense
 from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement, positive
 from megatron_brorl.families.rope import read_rope
 
-# The norms of what attention and MLP give, before it is added to the residual stream; named as NVIDIA's Megatron-Bridge
-# names them.
+# Norms of the outputs of attention and MLP, before these are added to the residual stream. The names are those of
+# NVIDIA's Megatron-Bridge.
 POST_ATTENTION_NORM = Parameter(
     "self_attention.linear_proj.post_layernorm.weight",
     {"post_attention_layernorm.weight": ("hidden",)},
@@ -33,11 +33,11 @@ _KINDS = ("sliding_attention", "full_attention")
 
 
 def _rest(config: ConfigJson) -> Mapping[str, Any]:
-    """The fields of ModelShape that only Gemma has, or reads differently."""
+    """Return the fields of ModelShape that only Gemma has or reads differently."""
     layers = config.get("num_hidden_layers", int, most=10_000)
     raw = config.raw
 
-    # Which layers are local. Earlier versions of transformers wrote only how often a layer is not.
+    # Find the local layers. Earlier versions of transformers wrote only the interval between full layers.
     every = config.get("sliding_window_pattern", int, 6)
     kinds = config.get("layer_types", list, []) or [_KINDS[(i + 1) % every == 0] for i in range(layers)]
     # A guess for a missing layer would rotate it wrongly without any error.
@@ -45,8 +45,8 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
         raise UserError(f"{config.where}: layer_types = {shown(kinds)}: must name {' or '.join(_KINDS)} for each layer")
     local = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[0])
 
-    # Local layers are never scaled, the others at most linearly. rope_scaling overwrites keys of the full layers.
-    # A base outside of the objects counts where the object has none.
+    # Local layers are never scaled, full layers at most linearly. rope_scaling overrides keys of the full layers.
+    # A base outside of the objects is the default.
     ropes = ConfigJson(config.get("rope_parameters", dict, {}), config.where)
     full = {**ropes.get(_KINDS[1], dict, {}), **config.get("rope_scaling", dict, {})}
     theta, scaling = read_rope(config, full, _KINDS[1], config.get("rope_theta", float, 1e6), ("default", "linear"))
@@ -58,7 +58,7 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
         ("default",),
     )
 
-    # Windows are not computed, so that the context ends where the shortest one does.
+    # Windows are not computed, so the context is limited to their size.
     context = config.get("max_position_embeddings", int)
 
     # The scale of attention scores does not follow from head_dim.
@@ -70,13 +70,13 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
         "local_layers": local,
         "local_rope_theta": local_theta,
         "attention_scale": scalar**-0.5,
-        "embedding_scale": config.get("hidden_size", int) ** 0.5,  # on the way in alone, not in the tied head
+        "embedding_scale": config.get("hidden_size", int) ** 0.5,  # not applied in the tied head
         "activation": "gelu_tanh",
     }
 
 
 def _zero_centred(norm: Parameter) -> Parameter:
-    """A norm that scales by 1 + weight."""
+    """Return the norm as one that scales by 1 + weight."""
     return replace(norm, init="zeros")
 
 

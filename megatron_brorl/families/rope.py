@@ -13,11 +13,11 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def one_rope(config: ConfigJson) -> Mapping[str, Any]:
-    """The rotation of a model whose layers are all alike, as fields of ModelShape.
+    """Return the rotation that all layers share, as fields of ModelShape.
 
-    transformers 5 writes one rope_parameters object, earlier versions rope_theta next to rope_scaling. Where both
-    are present, transformers takes rope_scaling and nothing of rope_parameters, not even its rope_theta. Raises
-    UserError where layer_types names layers without full attention, or read_rope does.
+    transformers 5 writes one rope_parameters object, earlier versions rope_theta next to rope_scaling. If both are
+    present, transformers uses rope_scaling and ignores rope_parameters, its rope_theta included. Raises UserError for
+    layers without full attention, and as read_rope does.
     """
     kinds = config.get("layer_types", list, [])
     if any(kind != "full_attention" for kind in kinds):
@@ -31,10 +31,10 @@ def one_rope(config: ConfigJson) -> Mapping[str, Any]:
 def read_rope(
     config: ConfigJson, rope: Mapping[str, Any], name: str, theta: float, supported: Sequence[str]
 ) -> tuple[float, Mapping[str, Any] | None]:
-    """Base and scaling of one rope object; the scaling is None for plain RoPE, else it has its "rope_type".
+    """Return base and scaling of one rope object. The scaling is None for plain RoPE and has a "rope_type" otherwise.
 
-    name: how messages call the object. theta: the base where the object has none. Raises UserError for a type that
-    is not among `supported`, for a partial rotation, and for one object per kind of layer.
+    name: of the object in messages. theta: the default base. Raises UserError for a type outside of `supported`, a
+    partial rotation, and nested objects per kind of layer.
     """
     # ModelShape keeps the base apart from the scaling.
     rope = dict(rope)
@@ -46,7 +46,7 @@ def read_rope(
     if kind == "default":
         return theta, None
 
-    # The context of pretraining may be in three places, of which transformers takes the first.
+    # The context of pretraining may be in three places; transformers uses the first.
     if kind in ("llama3", "yarn"):
         original = config.raw.get(_ORIGINAL) or rope.get(_ORIGINAL)
         rope[_ORIGINAL] = original or config.get("max_position_embeddings", int)
@@ -54,7 +54,7 @@ def read_rope(
 
 
 def _check(config: ConfigJson, rope: dict[str, Any], name: str, supported: Sequence[str]) -> None:
-    """Raise UserError for a key of a rope object that changes the rotation in a way that is not computed."""
+    """Raise UserError for a key of a rope object that asks for an unsupported rotation."""
     kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in supported:
         raise UserError(

@@ -15,7 +15,7 @@ from megatron_brorl.files import read_object
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
 FAMILIES = {f.architecture: f for f in (dense.LLAMA, dense.QWEN2, dense.QWEN3, gemma3.FAMILY)}
-# Keys that change what a model of any family computes or where its weights are.
+# Keys that would change the computation or the place of the weights in any family.
 _OF_EVERY_FAMILY = (
     Requirement("text_config", (None, {}), "give the directory of the text model alone"),
     Requirement("per_layer_config", (None, {}), "all layers must be alike"),
@@ -26,7 +26,7 @@ _BY_NAME = {f.name: f for f in FAMILIES.values()}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What both the Megatron actor and the rollout engine need to know of an architecture."""
+    """Sizes and architecture of a model, as the Megatron actor and the built-in engine need them."""
 
     family: str  # name of its ModelFamily
     layers: int
@@ -42,53 +42,53 @@ class ModelShape:
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None  # the rope_scaling object, with "rope_type"
     init_std: float
-    # What few families have. None is part of a run's fingerprint, and of that of runs from before there was a field.
+    # Fields of few families. None means as in Llama.
     activation: str | None = None  # of the MLP's gate: "gelu_tanh"; None: silu
     embedding_scale: float | None = None  # None: 1
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    local_layers: tuple[int, ...] | None = None  # that have a rotation of their own
-    local_rope_theta: float | None = None  # theirs, without scaling
+    local_layers: tuple[int, ...] | None = None  # layers with a rotation of their own
+    local_rope_theta: float | None = None  # base of that rotation, which is never scaled
 
     @property
     def model_family(self) -> ModelFamily:
-        """What its family says of it."""
+        """Return the family's table."""
         return _BY_NAME[self.family]
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have a bias."""
+        """Return whether queries, keys and values have a bias."""
         return self.model_family.find(dense.QKV_BIAS) is not None
 
     @property
     def qk_norm(self) -> bool:
-        """Whether query and key heads are normed."""
+        """Return whether query and key heads are normed."""
         return self.model_family.find(dense.Q_NORM) is not None
 
     @property
     def zero_centred_norms(self) -> bool:
-        """Whether norms scale by 1 + weight: so do those that begin with a weight of zeros."""
+        """Return whether norms scale by 1 + weight; such weights are initialised with zeros."""
         return self.model_family.final_norm.init == "zeros"
 
     @property
     def post_norms(self) -> bool:
-        """Whether what attention and MLP give is normed, before it is added to the residual stream."""
+        """Return whether the outputs of attention and MLP are normed before they are added to the residual stream."""
         return self.model_family.find(gemma3.POST_ATTENTION_NORM) is not None
 
     @property
     def llama_layers(self) -> bool:
-        """Whether a layer computes what Llama's does, up to biases and head norms: what fused layers are made for."""
+        """Return whether layers are Llama's, up to biases and head norms. Fused layers support only these."""
         others = self.activation, self.embedding_scale, self.attention_scale, self.local_layers
         return others == (None,) * 4 and not self.zero_centred_norms and not self.post_norms
 
     @property
     def of_local_layers(self) -> ModelShape:
-        """The same with the rotation of the local layers."""
+        """Return the shape with the rotation of the local layers."""
         assert self.local_rope_theta is not None
         return replace(self, rope_theta=self.local_rope_theta, rope_scaling=None)
 
     @property
     def dimensions(self) -> Mapping[Dimension, int]:
-        """The sizes that the shapes of the family's parameters are made of."""
+        """Return the sizes that the family's parameters refer to."""
         return {
             "vocab": self.vocab,
             "hidden": self.hidden,
@@ -100,7 +100,7 @@ class ModelShape:
 
 
 def read_shape(directory: str | Path) -> ModelShape:
-    """Read `directory`/config.json. Raises UserError where it is missing or describes an unsupported model."""
+    """Read `directory`/config.json. Raises UserError if it is missing or describes an unsupported model."""
     directory = Path(directory).absolute()
     refuse_gguf(directory)
     path = directory / CONFIG
@@ -135,12 +135,12 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
             f"{where}: architecture {shown(architecture)} is not supported; supported: {', '.join(FAMILIES)}"
         )
 
-    # transformers' defaults of the family stand for missing keys. A null key is not a missing one: Qwen's configuration
-    # classes have 32 key-value heads by default, and as many as query heads where the key is null.
+    # Missing keys get the defaults of the family in transformers. A null key is not missing: Qwen's configurations have
+    # 32 key-value heads by default, but as many as query heads if the key is null.
     family = FAMILIES[architecture]
     config = ConfigJson({**family.defaults, **raw}, where)
 
-    # Refuse what the code does not compute before any size is read.
+    # Refuse unsupported models before any size is read.
     by_type = Requirement("model_type", (family.model_type, None), f"architectures says {architecture}")
     for requirement in (by_type, *_OF_EVERY_FAMILY, *family.requires):
         config.require(requirement)
@@ -149,7 +149,7 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     fields: dict[str, Any] = {
         "family": family.name,
-        "layers": config.get("num_hidden_layers", int, most=10_000),  # parameters are listed layer by layer
+        "layers": config.get("num_hidden_layers", int, most=10_000),  # the table of parameters lists every layer
         "hidden": hidden,
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads", int, heads),  # null: no grouping of queries
@@ -161,7 +161,7 @@ def parse_shape(raw: Mapping[str, Any], where: str) -> ModelShape:
         "tied": config.get("tie_word_embeddings", bool, False),
         "init_std": config.get("initializer_range", float, 0.02),
     }
-    # What a family reads differently replaces the values above.
+    # Fields that the family reads differently override these.
     shape = ModelShape(**{**fields, **family.rest(config)})
 
     # Every attention implementation here needs query groups of equal size.

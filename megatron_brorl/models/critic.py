@@ -21,11 +21,11 @@ from megatron_brorl.parallel.packing import Packed
 
 
 class ValueHead(MegatronModule):
-    """hidden [R, H] -> values [R] = hidden @ weight, the same on every tensor-parallel rank."""
+    """Linear value head: hidden [R, H] -> values [R]. Every tensor-parallel rank computes all values."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
-        # Megatron expects a matrix named so at the end of a model.
+        # Megatron expects the last layer of a model to have a matrix of this name.
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class ValueHead(MegatronModule):
 
 
 class Critic(Actor):
-    """The actor's stage, which on the last stage ends in values. Its embedding is tied to nothing."""
+    """One pipeline stage of the critic. The value head of the last stage is never tied to the embedding."""
 
     def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: Backend) -> None:
         super().__init__(replace(shape, tied=False), config, grid, ops)
@@ -43,12 +43,12 @@ class Critic(Actor):
 
     @torch.no_grad()
     def zero_value_head(self) -> None:
-        """Every value becomes 0."""
+        """Set the value head to 0, so that every value is 0."""
         if self.post_process:
             self.output_layer.weight.zero_()
 
     def values(self, hidden: Tensor, batch: Packed) -> Tensor:
-        """Values [R] of the states that the batch's response tokens were drawn in, from hidden [T, 1, H]."""
+        """Return values [R] at the batch's predicting positions, from hidden [T, 1, H] (last stage only)."""
         return self.output_layer(hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)))
 
 
@@ -60,8 +60,10 @@ def build_critic(
     recompute: bool = False,
     fields: Mapping[str, Any] | None = None,
 ) -> Critic:
-    """This rank's stage with an uninitialised body and a value head of zeros. fields: see
-    models.gpt.transformer_config."""
+    """Build this rank's stage with an uninitialised body and a value head of zeros.
+
+    fields: see models.gpt.transformer_config.
+    """
     check_layout(shape, grid.tensor, grid.pipeline)
     with cpu_bridge.bridge():
         critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
@@ -70,5 +72,5 @@ def build_critic(
 
 
 def body(shape: ModelShape) -> ModelShape:
-    """The shape without an LM head of its own, whose tensor a directory may hold all the same."""
+    """Return the shape without an LM head, so that loading ignores the head that a directory may hold."""
     return replace(shape, tied=True)

@@ -1,4 +1,4 @@
-"""Whether this machine can train in FP8 as asked, and what Megatron-Core is told then."""
+"""FP8 training: checks of the machine and the model, and the fields of Megatron-Core's configuration."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ MIN_TE_VERSION = (2, 9)
 
 
 def problem(config: Fp8Config, shape: ModelShape, tensor: int, capability: tuple[int, int], cuda: str, te: str) -> str:
-    """Why the recipe cannot be used, with the key to change, or "".
+    """Return why the recipe cannot be used and which key to change, or "".
 
     tensor: tensor-parallel size. capability: of the GPU. cuda, te: versions of CUDA and Transformer Engine. The
     requirements are those of transformer_engine.pytorch.quantization, 2.20.
     """
-    # What Transformer Engine and the GPU can do.
     gpu = "{}.{}".format(*capability)
     if _version(te) < MIN_TE_VERSION:
         return f"Transformer Engine {te} is too old: install 2.9 or newer"
 
-    # The GPU: each recipe has a first generation that computes it, block scaling a first CUDA too.
+    # Each recipe needs a generation of GPUs, and block scaling also a version of CUDA.
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 (this GPU: {gpu}): set it to 'none'"
     if config.recipe == "blockwise" and (capability < (9, 0) or _version(cuda) < (12, 9)):
@@ -37,12 +36,11 @@ def problem(config: Fp8Config, shape: ModelShape, tensor: int, capability: tuple
     if config.recipe == "mxfp8" and capability < (10, 0):
         return f"MXFP8 needs compute capability 10.0 (this GPU: {gpu}; H100 and H200 have 9.0): use 'blockwise'"
 
-    # What the model's sizes allow.
     if 2 * config.bf16_layers >= shape.layers:
         return f"fp8.bf16_layers = {config.bf16_layers} at each end leaves none of the {shape.layers} layers in FP8"
 
-    # Both sides of each weight on a rank have to be multiples of this. Tensor parallelism leaves the hidden
-    # size whole and cuts the other sides; the LM head is not computed in FP8.
+    # Both sides of every weight shard must be multiples of `align`. Tensor parallelism splits all sides but the hidden
+    # size. The LM head is not computed in FP8.
     align = get_fp8_align_size(config.recipe)
     widths = {
         "hidden_size": shape.hidden,
@@ -57,7 +55,7 @@ def problem(config: Fp8Config, shape: ModelShape, tensor: int, capability: tuple
 
 
 def check(config: Fp8Config, shape: ModelShape, tensor: int) -> None:
-    """Raise UserError where this process cannot train so."""
+    """Raise UserError if this process cannot train with the configured recipe."""
     if config.recipe == "none":
         return
     where = f'fp8.recipe = "{config.recipe}"'
@@ -71,7 +69,7 @@ def check(config: Fp8Config, shape: ModelShape, tensor: int) -> None:
 
 
 def settings(config: Fp8Config) -> dict[str, Any]:
-    """Fields of megatron.core's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     if config.recipe == "none":
         return {}
     return {

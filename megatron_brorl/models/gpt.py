@@ -22,7 +22,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
-from megatron_brorl.models.weights.layouts import Entry
+from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.models.weights.names import entries, global_parameters
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import Backend, compute_dtype
@@ -31,17 +31,17 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
 
 _ACTIVATIONS = {None: torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
-# Megatron-Core 0.19 logs this for every GPTModel. Its successor, HybridModel, takes layers of Transformer Engine alone.
+# Megatron-Core 0.19 logs this for every GPTModel. Its successor, HybridModel, supports only Transformer Engine.
 logging.getLogger(GPTModel.__module__).addFilter(lambda x: not str(x.msg).startswith("GPTModel IS DEPRECATED"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-# Fields of Megatron's configuration that recompute the core of attention alone.
+# Fields of Megatron's configuration that recompute only core attention.
 RECOMPUTE_ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
 class Actor(GPTModel):
-    """GPTModel whose last stage ends at the hidden states, and whose rotary positions are explicit.
+    """One pipeline stage of the actor; the last stage returns hidden states. Positions come with the batch.
 
-    The LM head is applied by `Head` to the predicting positions alone, so that prompt tokens cost no logits.
+    `Head` applies the LM head to the predicting positions only, so that prompt tokens cost no logits.
     """
 
     def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: Backend) -> None:
@@ -59,12 +59,12 @@ class Actor(GPTModel):
         )
 
         self.shape = shape
-        self.fused_norms = te_layers(shape)  # the names of the norms in models.hf_names
+        self.fused_norms = te_layers(shape)  # whether norms have Transformer Engine's names
         self.fused_layers = ops.fused_layers and shape.llama_layers
         self.grid = grid
         self.ops = ops
 
-        # Plain tensors, not buffers: they stay in float32 when the module is cast, and out of its checkpoints.
+        # Plain tensors, not buffers: they stay in float32 when the module is cast and are not saved.
         self._inv_freq = inv_freq.to(cpu_bridge.default_device())
         if shape.local_layers:
             self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(cpu_bridge.default_device())
@@ -76,11 +76,12 @@ class Actor(GPTModel):
             layer.mlp.linear_fc1.fuse_norm(layer.pre_mlp_layernorm)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        """Scale the embeddings (Gemma 3), and give Transformer Engine's layers their rotation angles."""
         prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         if self.pre_process and self.shape.embedding_scale is not None:
             prepared = (prepared[0] * prepared[0].new_tensor(self.shape.embedding_scale), *prepared[1:])
         if not self.fused_norms:
-            return prepared  # models.layers.attention rotates
+            return prepared  # layers.attention applies the rotation
         angles = rope.angles(position_ids.reshape(-1), self._frequencies())
         return (prepared[0], angles[:, None, None, :], *prepared[2:])
 
@@ -98,25 +99,24 @@ class Actor(GPTModel):
     def forward_packed(self, batch: Packed, wrapper: torch.nn.Module | None = None) -> Tensor:
         """Run this stage on a packed stream; the last stage returns hidden states [T, 1, H].
 
-        wrapper is the DistributedDataParallel around this module, where there is one.
+        wrapper: the DistributedDataParallel around this module, if any.
         """
-        # Rotations are the same for all layers of a kind, so they are made here.
+        # All layers of a kind share one rotation, so it is computed once.
         where = cpu_bridge.default_device()
         positions = batch.position_ids.to(where)
         angles = positions.to(self._frequencies().dtype).unsqueeze(-1) * self._frequencies()
 
-        # Local layers, where a family has some, turn by frequencies of their own.
+        # Local layers (Gemma 3) rotate by frequencies of their own.
         local = None
         if self.shape.local_layers:
             of_local = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
             local = (of_local.cos(), of_local.sin())
 
-        # The ids matter to the first stage alone: Megatron's pipeline has handed the others the hidden states
-        # of the stage before.
+        # Only the first stage reads the ids. Megatron's pipeline passes hidden states to the others.
         return (wrapper or self)(
             input_ids=batch.input_ids.to(where).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
-            attention_mask=None,  # groups say who sees whom
+            attention_mask=None,  # the groups define it
             packed_seq_params=Segments(
                 groups=batch.groups,
                 cos=angles.cos(),
@@ -128,13 +128,13 @@ class Actor(GPTModel):
         )
 
     def head_weight(self) -> Tensor:
-        """This rank's shard [V/tp, H] of the LM head (last stage only)."""
+        """Return this rank's shard [V/tp, H] of the LM head (last stage only)."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def head(self, hidden: Tensor, batch: Packed, temperature: float) -> Head:
-        """The LM head at the batch's predicting positions, from hidden [T, 1, H] (last stage only)."""
+        """Return the LM head at the batch's predicting positions, from hidden [T, 1, H] (last stage only)."""
         return Head(
             rows=hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)),
             weight=self.head_weight(),
@@ -148,7 +148,7 @@ class Actor(GPTModel):
 
 @dataclass(frozen=True)
 class Head:
-    """Everything between the last hidden states and a loss; what applies it decides whether logits are ever held."""
+    """The LM head at the predicting positions. It never holds all logits [R, V] at once."""
 
     rows: Tensor  # [R, H] hidden states that predict a response token
     weight: Tensor  # [V/tp, H], this rank's shard of the LM head, padding included
@@ -159,11 +159,11 @@ class Head:
     ops: Backend
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target and entropy of each row [R], both differentiable."""
+        """Return the log-probability of each target and the entropy of each row, [R] each, differentiable."""
         return self.ops.linear_log_probs(self.rows, self.weight, self.targets, self.temperature, self.group, self.vocab)
 
     def logits(self, at: Tensor) -> Tensor:
-        """Logits [K, V] of the rows `at` [K] at temperature 1, in at least float32; a collective of the group."""
+        """Return logits [K, V] of the rows `at` [K] at temperature 1, in at least float32; collective."""
         rows = self.rows.index_select(0, at.to(self.rows.device))
         part = self.ops.linear_logits(rows, self.weight)
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
@@ -171,21 +171,21 @@ class Head:
         return torch.cat(parts, dim=-1)[:, : self.vocab]
 
     def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss:
-        """algo.loss.policy_loss of the targets; one backward pass."""
+        """Return the policy loss of the targets (algo.policy_loss); allows one backward pass."""
         return self.ops.linear_ppo_loss(
             self.rows, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
         )
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
-    """The smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    """Return the smallest multiple of the tensor-parallel size that holds the vocabulary."""
     return -(-vocab // tensor) * tensor
 
 
 def check_layout(
     shape: ModelShape, tensor: int, pipeline: int, keys: tuple[str, str] = ("parallel.tensor", "parallel.pipeline")
 ) -> None:
-    """Raise UserError where the model cannot be cut over tensor x pipeline ranks. keys: what the user calls them."""
+    """Raise UserError if the model cannot be split over tensor x pipeline ranks. keys: their names in messages."""
     for key, value in [
         ("num_attention_heads", shape.heads),
         ("num_key_value_heads", shape.kv_heads),
@@ -205,13 +205,16 @@ def transformer_config(
     ops: Backend,
     fields: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron's description of the model. dtype is that of weights and activations, ops what build_actor gets. fields:
-    more of its fields (models.fp8, selective recomputation)."""
+    """Return Megatron's configuration of the model.
+
+    dtype: of weights and activations. recompute: all activations. fields: further fields (models.fp8, selective
+    recomputation).
+    """
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     _, rope_factor = rope.inverse_frequencies(shape)
     gpu = cpu_bridge.on_gpu()
 
-    # A key of `fields` that stands here too is a TypeError: nothing is overruled in silence.
+    # A key of `fields` that is also set here raises TypeError: nothing is overridden silently.
     return TransformerConfig(
         # Sizes.
         num_layers=shape.layers,
@@ -220,7 +223,7 @@ def transformer_config(
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn,
-        # What its family makes of them.
+        # Architecture.
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         layernorm_zero_centered_gamma=shape.zero_centred_norms,
@@ -232,7 +235,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=shape.init_std,
-        # The factor that YaRN puts on cos and sin of both query and key is one factor on their product.
+        # YaRN multiplies cos and sin of query and key by a factor. Here its square multiplies their product.
         softmax_scale=rope_factor**2 * (shape.attention_scale or shape.head_dim**-0.5),
         # Arithmetic.
         params_dtype=dtype,
@@ -246,13 +249,13 @@ def transformer_config(
         variable_seq_lengths=True,  # packed streams differ in length
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
         calculate_per_token_loss=True,  # losses arrive divided by the global count: gradients are summed, not averaged
-        # What can be done in one kernel here.
+        # Initialization and fused kernels.
         use_cpu_initialization=not gpu,
         perform_initialization=False,  # weights always come from a Hugging Face directory
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=gpu and shape.activation is None,
-        # A module of ours between the products of an MLP, see _layers.
+        # Lets _layers choose the module between the two products of an MLP.
         use_te_activation_func=ops.fused_layers and shape.llama_layers,
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
@@ -270,8 +273,10 @@ def build_actor(
     recompute: bool = False,
     fields: Mapping[str, Any] | None = None,
 ) -> Actor:
-    """This rank's stage with uninitialised weights (checkpoints.hugging_face fills them). fields: see
-    transformer_config."""
+    """Build this rank's stage with uninitialised weights, which checkpoints.hugging_face fills.
+
+    fields: see transformer_config.
+    """
     check_layout(shape, grid.tensor, grid.pipeline)
     with cpu_bridge.bridge():
         actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
@@ -283,19 +288,18 @@ def build_actor(
     return actor.to(device=cpu_bridge.default_device(), dtype=dtype)
 
 
-def mark_sharded(model: Actor, table: Sequence[Entry]) -> None:
-    """Tell Megatron which parameters are cut over tensor ranks.
+def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
+    """Mark the parameters that are split over tensor ranks.
 
-    It marks them only while it initialises them, and counts unmarked ones of tensor rank 0 alone in the gradient norm.
+    Megatron marks them only when it initialises them. The gradient norm skips unmarked parameters on tensor ranks
+    other than 0.
     """
     parameters = dict(global_parameters(model))
     for entry in table:
         parameter = parameters.get(entry.megatron)
         if parameter is not None and entry.layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
-            dim, stride = (
-                int(entry.layout == "columns"),
-                1 + int(entry.layout == "gate_up"),
-            )  # a part of gate, one of up
+            dim = int(entry.layout == "columns")
+            stride = 1 + int(entry.layout == "gate_up")  # a shard has a part of gate and one of up
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
 
 

@@ -1,4 +1,4 @@
-"""Weights that are not finite stay where they are: no engine, checkpoint or export gets them."""
+"""A check that weights are finite before they go to an engine, a checkpoint or an export."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from megatron_brorl.parallel import collectives
 
 
 def require_finite(named: Mapping[str, Tensor], what: str, then: str) -> None:
-    """Raise UserError, on every rank alike, where a value of any rank's tensors is NaN or infinite; a collective.
+    """Raise UserError on every rank if a value of any rank's tensors is NaN or infinite; a collective.
 
-    named: tensors of any shape, of which ranks may have different ones.
-
-    The line is "`what`: weights that are not finite: ...; `then`" with the first tensor's name and the others' number.
+    named: tensors of any shape; ranks may have different ones. what, then: start and end of the message, which names
+    the first such tensor and the number of the others.
     """
     broken = [name for name, tensor in named.items() if not _is_finite(tensor)]
     if not collectives.all_reduce_sum({"broken": float(len(broken))})["broken"]:
@@ -31,6 +30,6 @@ def require_finite(named: Mapping[str, Tensor], what: str, then: str) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By the extremes, which are NaN where any value is: nothing of the tensor's size is allocated."""
+    """Check the extremes, which are NaN if any value is. This allocates nothing of the tensor's size."""
     x = dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor.detach()
     return not x.numel() or bool(torch.stack(torch.aminmax(x)).isfinite().all())

@@ -1,4 +1,4 @@
-"""The choice of an implementation of the ops, made once per process. The rest of the package receives a Backend."""
+"""The choice of an implementation of the ops, once per process. Other packages receive a Backend as an argument."""
 
 from __future__ import annotations
 

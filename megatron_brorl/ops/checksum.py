@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bytes at the speed of memory, and the pair (name, tensor) that travels with one."""
+"""A checksum of a tensor's bytes, as fast as reading them, and the pair (name, tensor) that carries it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIGN = 1 << 63
 
 
 class ChecksummedTensor(tuple[str, Tensor]):
-    """(name, full tensor) with the checksum, [] int64, of the bytes that its sender meant to send under that name."""
+    """The pair (name, full tensor), with the checksum [] int64 that its sender computed."""
 
     checksum: Tensor
 
@@ -25,7 +25,7 @@ class ChecksummedTensor(tuple[str, Tensor]):
 
 
 def with_checksums(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[ChecksummedTensor]:
-    """Put a checksum on every pair, whose tensor has any shape."""
+    """Yield every pair of a name and a tensor, of any shape, with its checksum."""
     for name, tensor in tensors:
         yield ChecksummedTensor(name, tensor, checksum(name, tensor))
 

@@ -26,6 +26,6 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(x: Tensor, scale: Tensor) -> Tensor:
-    """Return the float32 [N, K] that the pair of `quantize` stands for."""
+    """Return the float32 [N, K] that a result of `quantize` represents."""
     n, k = x.shape
     return x.float() * scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]

@@ -30,23 +30,23 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The critic's loss, and what people watch beside it; all of it adds up or merges over micro-batches and ranks."""
+    """The critic's loss and its metrics, which add up or merge over micro-batches and ranks."""
 
     loss: Tensor  # scalar, differentiable in values
     sums: dict[str, float]  # loss, clipped (tokens whose gradient the clipping removed), tokens (unmasked)
     returns: Moments  # over unmasked tokens
-    residuals: Moments  # of returns - values; both go into algo.advantage.explained_variance
+    residuals: Moments  # of returns - values; algo.advantages.explained_variance takes both
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Where each row of a step stands; the same for all layers."""
+    """Positions and pages of the rows of one decoding step, the same for all layers."""
 
     cos: Tensor  # [B, d / 2] float32 of each row's position
     sin: Tensor
     tables: Tensor  # [B, n] int32: the pages of the row's own tokens
     lengths: Tensor  # [B] int64: own tokens, the new one included
-    prompts: Tensor  # [B] int64: the row's prompt; rows of one prompt side by side are the fast case
+    prompts: Tensor  # [B] int64: the row's prompt; fastest if rows of one prompt are adjacent
     prompt_tables: Tensor  # [S, n] int32
     prompt_lengths: Tensor  # [S] int64
 
@@ -77,15 +77,15 @@ class DecodeOps(Protocol):
 
 
 class Backend(Protocol):
-    """The ops; formulas, shapes and sources are in the docstrings of the functions of these names in ops.reference."""
+    """The ops. The functions of the same names in ops.reference document formulas, shapes and sources."""
 
     @property
     def decode(self) -> DecodeOps:
-        """What the built-in rollout engine decodes with."""
+        """Return the ops of the built-in engine's decoder."""
 
     @property
     def fused_layers(self) -> bool:
-        """Whether the layers of trained models are those of ops.fused.layers, or Megatron's own."""
+        """Return whether trained layers use ops.fused.layers instead of Megatron's modules."""
 
     def linear_log_probs(
         self,
@@ -128,7 +128,7 @@ class Backend(Protocol):
         """rewards [B] of groups that begin at starts [G + 1] -> advantages [B]."""
 
     def moments(self, values: Tensor) -> Moments:
-        """Of a tensor of any shape; waits for the device."""
+        """Return the moments of a tensor of any shape; waits for the device."""
 
     def whiten(self, values: Tensor, batch: Moments) -> Tensor:
         """(values - mean) / std of the global batch, of the shape of values, which may be overwritten."""

@@ -1,9 +1,9 @@
 """Keyed random numbers: Philox4x32-10 (Salmon et al., SC 2011), the same on every device and in any order.
 
-The uniform of a rollout's next token is a function of (key, rollout index, position) alone, where the key is a hash
-of (run seed, step, prompt id), and of the occurrence of a prompt that a step has taken before. So the numbers do not
-depend on the batch that a rollout is decoded in (the logits' last bits may), siblings never share a stream, and a
-resumed step draws the same numbers again.
+The uniform of a rollout's next token is a function of (key, rollout index, position) only. The key is a hash of (run
+seed, step, prompt id), and of the occurrence if a step samples a prompt more than once. So the numbers do not depend on
+the batch in which a rollout is decoded (the last bits of the logits may), rollouts of a prompt never share a stream,
+and a resumed step draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MASK = 0xFFFFFFFF
 
 
 def stream_key(*parts: int | str) -> int:
-    """A 63-bit key from any tuple of integers and strings (BLAKE2b of their unambiguous encoding)."""
+    """Return a 63-bit key from any tuple of integers and strings (BLAKE2b of their unambiguous encoding)."""
     text = "\0".join(f"{type(p).__name__}:{p}" for p in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of constant * x, both below 2**32, without overflowing int64."""
+    """Return the high and low 32 bits of constant * x, both below 2**32, without overflowing int64."""
     low_product = constant * (x & 0xFFFF)
     high_product = constant * (x >> 16)
     middle = high_product + (low_product >> 16)
@@ -33,7 +33,7 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(keys: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words (int64 holding 32 bits) for each key [B] (63 bits in int64) and counter (4 x [B], 32 bits each)."""
+    """Return four words (32 bits in int64) for each key [B] (63 bits in int64) and counter (4 x [B], 32 bits each)."""
     k0, k1 = keys & _MASK, keys >> 32
     c0, c1, c2, c3 = counters
     for _ in range(10):
@@ -45,7 +45,7 @@ def philox(keys: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tup
 
 
 def uniforms(keys: Tensor, index: Tensor, position: Tensor) -> Tensor:
-    """One float64 in (0, 1) with 52 random bits for each (key, rollout index, token position), all [B] int64."""
+    """Return a float64 in (0, 1) with 52 random bits for each (key, rollout index, token position), all [B] int64."""
     zero = torch.zeros_like(index)
     a, b, _, _ = philox(keys, (position, index, zero, zero))
     return (((a << 20) | (b >> 12)).double() + 0.5) * 2.0**-52

@@ -27,14 +27,14 @@ def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     if scaling is None:
         return inv_freq, 1.0
 
-    # The keys are whatever config.json says; what they come to shows whether they make sense.
+    # The keys of config.json are not checked one by one. The resulting frequencies are.
     try:
         found, factor = _scaled(inv_freq, dict(scaling), shape)
     except KeyError as e:
         raise UserError(
             f"config.json: rope_scaling of type {shown(scaling['rope_type'])} lacks the key {e.args[0]!r}"
         ) from None
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as e:  # of its own arithmetic, or torch's
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as e:
         raise UserError(f"config.json: rope_scaling = {shown(dict(scaling))}: {shown(e)}") from None
     if not (math.isfinite(factor) and bool(found.isfinite().all())):
         raise UserError(f"config.json: rope_scaling = {shown(dict(scaling))}: its frequencies are not finite")
@@ -65,39 +65,39 @@ def _llama3(inv_freq: Tensor, s: dict[str, float]) -> Tensor:
 
 def _yarn(inv_freq: Tensor, s: dict[str, float], shape: ModelShape) -> tuple[Tensor, float]:
     original = s["original_max_position_embeddings"]
-    # A factor of null is the ratio of the two contexts.
+    # If the factor is null, it is the ratio of the two contexts.
     factor = shape.context / original if s["factor"] is None else s["factor"]
 
-    # The square root of 1 / t in section 3.4, by which cos and sin are multiplied; 1 where nothing is extended.
+    # sqrt(1 / t) of section 3.4, the factor on cos and sin; 1 if the context is not extended.
     def mscale(scale: float, weight: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
-    # Given outright, by a ratio of two weighted ones, or by the paper's formula.
+    # The factor is a key, a ratio of two weighted factors, or the paper's formula.
     attention = s.get("attention_factor")
     if attention is None:
         over, under = s.get("mscale"), s.get("mscale_all_dim")
         attention = mscale(factor, over) / mscale(factor, under) if over and under else mscale(factor)
 
-    # Where a wave turns so many times over the original context (section 3.2).
+    # The dimension that turns this many times over the original context (section 3.2).
     def dimension(rotations: float) -> float:
         return shape.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
 
-    # Dimensions below `low` turn often and stay as they are; those above `high` are interpolated.
-    # The paper's own bounds, 32 rotations and 1, are the defaults.
+    # Dimensions below `low` turn often and keep their frequency. Those above `high` are interpolated. The defaults are
+    # the paper's bounds, 32 rotations and 1.
     low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
     if s.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, shape.head_dim - 1)
 
-    # Linear in between, over a width that must not be 0. As in transformers, it is negative where the wavelengths of
-    # a short context leave `high` below `low`; then no dimension is interpolated.
+    # A linear ramp in between; its width must not be 0. As in transformers, it is negative if a short context leaves
+    # `high` below `low`. Then no dimension is interpolated.
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(shape.head_dim // 2).float() - low) / width).clamp(0, 1)
     return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(attention)
 
 
 def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Rotation angles [..., head_dim] in radians for integer positions [...]; both halves of a head share them."""
+    """Return rotation angles [..., head_dim] in radians for integer positions [...]; a head's halves share them."""
     half = positions.to(inv_freq.dtype).unsqueeze(-1) * inv_freq
     return torch.cat((half, half), dim=-1)
 

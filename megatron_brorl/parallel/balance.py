@@ -1,8 +1,7 @@
-"""Rows over replicas, so that all of them are done at one time: what a row costs, and who takes it.
+"""Assignment of rows to replicas that balances the cost of the update.
 
-A row costs the tokens that pass the layers for it and the pairs of tokens that attend to each other, in units of one
-token through the layers. A prompt that is stored once for its siblings costs a replica once, for the first of them that
-it takes.
+The cost of a row is the number of its tokens plus that of its pairs of tokens that attend to each other, in units of
+one token that passes the layers. A prompt that siblings share costs a replica once, with the first sibling it gets.
 """
 
 from __future__ import annotations
@@ -22,29 +21,28 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CostModel:
-    """What the cost of a row depends on, beside its tokens."""
+    """Cost of rows from their tokens."""
 
-    pair: float  # cost of attention between two tokens, see pair_cost
+    pair: float  # cost of a pair of tokens, see pair_cost
     limit: int  # tokens of a micro-batch
     share: bool  # config key train.share_prompt
 
     def rows(self, prompts: Ints, responses: Ints, families: Ints) -> tuple[Ints, Ints]:
-        """The cost of each row [rows], and of the prompt of a replica's first sibling [rows]; rounded to tokens.
+        """Return the cost of each row [rows] and that of its prompt if it is shared [rows], rounded to tokens.
 
         prompts, responses: tokens [rows]. families: the prompt of each row [rows], counted from 0.
         """
-        # With a prompt of its own: each token attends to those before it.
+        # A row with its own prompt: each token attends to the tokens before it.
         total = prompts + responses
         plain = total + self.pair * total**2 / 2
 
-        # With a shared one: it is computed anew wherever siblings spill into a further micro-batch.
+        # A shared prompt is computed again in each further micro-batch that has siblings.
         prompt = prompts + self.pair * prompts**2 / 2
         copies = np.minimum(responses / self.limit, 1.0)
         own = responses + self.pair * responses * (prompts + responses / 2) + copies * prompt
 
-        # Packing shares where that saves tokens enough.
+        # Packing shares prompts only if that saves enough tokens. Sums of integers are the same on every processor.
         _, first = np.unique(families, return_index=True)
-        # Added up as integers, whose sums no processor rounds.
         shared_tokens = int((responses + _rounded(copies * prompts)).sum() + prompts[first].sum())
         if not self.share or int(total.sum()) < LEAST_GAIN * shared_tokens:
             return _rounded(plain), np.zeros_like(prompts)
@@ -52,39 +50,34 @@ class CostModel:
 
 
 def pair_cost(shape: ModelShape) -> float:
-    """Operations of attention between two tokens over those of one token through all matrices.
-
-    A matrix product takes 2 operations per weight and token. Scores and their product with the values take 2 each per
-    pair and query component. The backward pass doubles both.
-    """
+    """Return the operations of attention between two tokens over those of one token in all matrix products."""
     return pair_flops(shape) / (2 * (layer_weights(shape) + shape.hidden * shape.vocab))
 
 
 def assign(costs: Ints, parts: int, families: Ints | None = None, setups: Ints | None = None) -> Ints:
-    """The part of each row [rows], so that the part with the most has little more than the others.
+    """Return the part of each row [rows] such that the parts have similar costs.
 
-    setups: what a part's first row of a family (counted from 0) costs in addition [rows]; without them a row costs the
-    same everywhere. Integers in and out, so that every processor comes to the same result.
+    setups: the additional cost of a part's first row of a family (counted from 0) [rows]. All ranks compute the same
+    result, because it depends on integers only.
     """
     if parts == 1 or not len(costs):
         return np.zeros(len(costs), dtype=np.int64)
     if families is None or setups is None or not setups.any():
         return _longest_first(costs, parts)
 
-    # One row at a time balances best; whole runs of siblings pay each prompt least often.
-    candidates = _where_done_first(costs, parts, families, setups), _in_runs(costs, parts, families, setups)
-    return min(candidates, key=lambda found: int(loads_of(parts, found, costs, families, setups).max()))
+    return _in_runs(costs, parts, families, setups)
 
 
 def _longest_first(costs: Ints, parts: int) -> Ints:
-    """From the costliest row on, each goes to the part with the least.
+    """Assign rows in descending order of cost, each to the part with the lowest cost so far.
 
-    The order of Graham (1969), "Bounds on multiprocessing timing anomalies", which with many rows per part leaves parts
-    that differ by about the smallest row.
+    Graham (1969), "Bounds on multiprocessing timing anomalies". With many rows per part, costs differ by about the
+    smallest row.
     """
     order = np.argsort(-costs, kind="stable")
-    # One integer per part, load * parts + part, so that the least of them names its part.
-    heap, chosen = list(range(parts)), []
+    # One integer per part, load * parts + part, so that the smallest one includes its part.
+    heap = list(range(parts))
+    chosen = []
     for cost in (costs[order] * parts).tolist():
         least = heap[0]
         chosen.append(least % parts)
@@ -95,31 +88,12 @@ def _longest_first(costs: Ints, parts: int) -> Ints:
     return found
 
 
-def _where_done_first(costs: Ints, parts: int, families: Ints, setups: Ints) -> Ints:
-    """As _longest_first, where a part's first row of a family costs more than its others."""
-    # What a part has, and what each family's first row would add to it.
-    found = np.empty_like(costs)
-    loads = np.zeros(parts, dtype=np.int64)
-    extra = np.zeros((int(families.max()) + 1, parts), dtype=np.int64)
-    extra[families] = setups[:, None]
-
-    # Ties go to the row and to the part that come first.
-    order = np.argsort(-costs, kind="stable")
-    for row, family, cost in zip(order.tolist(), families[order].tolist(), costs[order].tolist(), strict=True):
-        ends = loads + extra[family]
-        part = int(ends.argmin())
-        loads[part] = ends[part] + cost
-        extra[family, part] = 0
-        found[row] = part
-    return found
-
-
 def _in_runs(costs: Ints, parts: int, families: Ints, setups: Ints) -> Ints:
-    """Siblings side by side, cut into runs of equal cost: a family is on several parts where a cut falls in it."""
+    """Order rows by family and cut them into runs of equal cost, so that few families are on several parts."""
     order = np.lexsort((-costs, families))
     _, first = np.unique(families[order], return_index=True)
 
-    # A row belongs to the part in which its middle lies.
+    # A row belongs to the part that contains its middle.
     spent = costs[order]
     spent[first] += setups[order][first]
     middle = 2 * spent.cumsum() - spent
@@ -129,7 +103,7 @@ def _in_runs(costs: Ints, parts: int, families: Ints, setups: Ints) -> Ints:
 
 
 def loads_of(parts: int, assigned: Ints, costs: Ints, families: Ints, setups: Ints) -> Ints:
-    """The cost of every part [parts] under an assignment: its rows, and one prompt for each of its families."""
+    """Return the cost of every part [parts]: that of its rows, and one prompt for each of its families."""
     loads = np.zeros(parts, dtype=np.int64)
     np.add.at(loads, assigned, costs)
     _, first = np.unique(assigned * (int(families.max(initial=0)) + 1) + families, return_index=True)

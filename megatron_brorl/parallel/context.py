@@ -1,7 +1,7 @@
-"""Context parallelism: the tokens of every segment of a packed stream over the ranks of a group.
+"""Context parallelism: the tokens of every segment of a packed stream are divided over the ranks of a group.
 
-Of a segment's 2C chunks rank r gets chunks r and 2C - 1 - r, so that all C ranks do the same work under a causal mask
-(Llama 3, Dubey et al. 2024, section 3.3.2). Transformer Engine's variable-length attention expects this cut.
+A segment has 2C chunks, and rank r of C gets chunks r and 2C - 1 - r, so that all ranks do the same work under a causal
+mask (Llama 3, Dubey et al. 2024, section 3.3.2). Transformer Engine's variable-length attention expects this order.
 """
 
 from __future__ import annotations
@@ -11,29 +11,33 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_brorl.parallel.packing import Group, Packed
+from megatron_brorl.parallel.packing import Packed, PackedGroup
 
 
-def own_tokens(groups: tuple[Group, ...], rank: int, size: int) -> Tensor:
-    """Stream indices [T/size] int64 of a rank's tokens, in stream order. Segments are multiples of 2 x size."""
-    pieces, begin = [], 0
+def own_tokens(groups: tuple[PackedGroup, ...], rank: int, size: int) -> Tensor:
+    """Return the stream indices [T/size] int64 of a rank's tokens, in stream order.
+
+    The length of every segment is a multiple of 2 x size.
+    """
+    pieces = []
+    begin = 0
     for length in segment_lengths(groups):
         chunk = length // (2 * size)
-        for place in (rank, 2 * size - 1 - rank):
-            pieces.append(torch.arange(begin + place * chunk, begin + (place + 1) * chunk))
+        for i in (rank, 2 * size - 1 - rank):
+            pieces.append(torch.arange(begin + i * chunk, begin + (i + 1) * chunk))
         begin += length
     return torch.cat(pieces)
 
 
 def share(batch: Packed, rank: int, size: int) -> Packed:
-    """A rank's part of a plain micro-batch: its tokens, and the response tokens that those predict.
+    """Return a rank's part of a plain micro-batch: its tokens, and the response tokens that they predict.
 
-    `groups` still describes the whole stream, rows and counts all of its rows.
+    groups, rows and counts still describe the whole stream.
     """
     own = own_tokens(batch.groups, rank, size)
-    place = torch.full((len(batch.input_ids),), -1)
-    place[own] = torch.arange(len(own))
-    predict = place[batch.predict]
+    index = torch.full((len(batch.input_ids),), -1)
+    index[own] = torch.arange(len(own))
+    predict = index[batch.predict]
     kept = (predict >= 0).nonzero().squeeze(1)
     return replace(
         batch,
@@ -45,6 +49,6 @@ def share(batch: Packed, rank: int, size: int) -> Packed:
     )
 
 
-def segment_lengths(groups: tuple[Group, ...]) -> list[int]:
-    """Tokens of each segment of a plain stream, in its order."""
+def segment_lengths(groups: tuple[PackedGroup, ...]) -> list[int]:
+    """Return the tokens of each segment of a plain stream, in stream order."""
     return [length for group in groups for count, length in group.segments for _ in range(count)]

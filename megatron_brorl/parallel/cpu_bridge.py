@@ -1,7 +1,4 @@
-"""The one room that knows that Megatron-Core says "cuda": the bridge that lets it run, unmodified, on a CPU.
-
-On a machine with CUDA nothing here changes anything.
-"""
+"""Lets Megatron-Core, which expects CUDA, run unmodified on a CPU. With CUDA this module changes nothing."""
 
 from __future__ import annotations
 
@@ -19,37 +16,39 @@ from torch.overrides import TorchFunctionMode
 
 
 def on_gpu() -> bool:
-    """Whether torch has a CUDA device here."""
+    """Return whether torch has a CUDA device."""
     return torch.cuda.is_available()
 
 
 def default_device() -> torch.device:
-    """The device of this process: its CUDA device (LOCAL_RANK, set by the launcher) or the CPU."""
+    """Return the device of this process: its CUDA device (LOCAL_RANK, set by the launcher) or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
 
 
 def wait() -> None:
-    """Until the device has done what this thread asked of it; communication beside that may go on."""
+    """Wait until the device has finished the work of this thread's stream."""
     if on_gpu():
         torch.cuda.current_stream().synchronize()
 
 
 @lru_cache(maxsize=1)
 def has_transformer_engine() -> bool:
-    """Whether the layers of Transformer Engine can be used: installed, and on a GPU."""
+    """Return whether Transformer Engine is installed and there is a GPU for it."""
     return on_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def leave_out_compiler() -> None:
-    """To be called before megatron.core is imported. It decorates with torch.compile what no CPU path of ours calls,
-    and loading the compiler for that takes each process two to three seconds."""
+    """Disable torch.compile on CPUs. To be called before megatron.core is imported.
+
+    Megatron compiles functions that no CPU path calls, and loading the compiler takes a process 2 to 3 seconds.
+    """
     if not on_gpu():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 @lru_cache(maxsize=1)
 def prepare() -> None:
-    """Point the few CUDA calls that Megatron-Core makes outside of tensor factories at the CPU. Idempotent."""
+    """Redirect the CUDA calls that Megatron-Core makes outside of tensor factories to the CPU. Idempotent."""
     if on_gpu():
         return
     cpu = torch.device("cpu")
@@ -58,7 +57,7 @@ def prepare() -> None:
     no_stream: Any = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
     torch.cuda.current_stream = lambda *_: no_stream
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
-    torch.cuda.manual_seed = lambda seed: None  # no generator of a device to seed
+    torch.cuda.manual_seed = lambda seed: None
     Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
     from megatron.core.tensor_parallel import random as megatron_random
@@ -68,7 +67,7 @@ def prepare() -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites device="cuda" to the CPU and lets tensors call themselves torch.cuda.*Tensor, as Megatron expects."""
+    """Replaces device="cuda" by the CPU and reports tensor types as torch.cuda.*Tensor, as Megatron expects."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,7 +84,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def bridge() -> Iterator[None]:
-    """Wrap every call into Megatron's schedules and optimizers in this."""
+    """Redirect CUDA to the CPU during a call of Megatron's schedules or optimizers."""
     if on_gpu():
         yield
     else:

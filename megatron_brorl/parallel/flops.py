@@ -1,9 +1,9 @@
-"""Floating-point operations of a model, and what a device can do at most.
+"""Floating-point operations of a model, and the peak rate of a device.
 
-Model FLOPs as of PaLM (Chowdhery et al. 2022, appendix B): a matrix product takes 2 operations per weight and token,
-the backward pass twice as many as the forward pass, and what is computed again to save memory does not count. Attention
-counts the pairs of tokens that attend to each other, as Megatron-LM does for causal masks, and the LM head the tokens
-that it is asked about. A prompt that stands once in a micro-batch counts once there.
+Model FLOPs as in PaLM (Chowdhery et al. 2022, appendix B): a matrix product takes 2 operations per weight and token,
+the backward pass twice as many as the forward pass, and activations that are computed again to save memory do not
+count. Attention counts pairs of tokens that attend to each other, as Megatron-LM does for causal masks. The LM head
+counts the predicted tokens. A prompt that a micro-batch stores once counts once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.packing import Packed
 
-TRAINING = 3  # a forward and a backward pass over a forward pass
+TRAINING = 3  # operations of a forward and a backward pass over those of a forward pass
 
-# Dense bfloat16 TFLOP/s of NVIDIA's data sheets, by what the name of a device holds; the first that fits counts.
+# Dense bfloat16 TFLOP/s from NVIDIA's data sheets. The first key that is part of a device's name counts.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -36,26 +36,28 @@ PEAK_TFLOPS = {
 
 
 def layer_weights(shape: ModelShape) -> int:
-    """The weights of all layers' matrices."""
+    """Return the number of weights of all layers' matrices."""
     size = shape.dimensions
     attention = 2 * shape.hidden * (size["q"] + size["kv"])  # queries and output, keys and values
     return shape.layers * (attention + 3 * shape.hidden * shape.ffn)
 
 
 def pair_flops(shape: ModelShape) -> int:
-    """Operations between two tokens in a forward pass: scores and their product with the values, in all layers."""
+    """Return the operations between two tokens in a forward pass: scores and their product with the values."""
     return 4 * shape.layers * shape.dimensions["q"]
 
 
 def forward_flops(shape: ModelShape, batches: Iterable[Packed], outputs: int) -> float:
-    """Of a forward pass over these micro-batches on all ranks of a replica; padding counts where there are rows.
+    """Return the operations of a forward pass over micro-batches on all ranks of a replica, padding included.
 
-    outputs: of the head, per predicted token: the vocabulary, or 1 of a critic.
+    outputs: of the head per predicted token, which is the vocabulary, or 1 for a critic.
     """
-    tokens, predicted, pairs = 0, 0, 0.0
+    tokens = 0
+    predicted = 0
+    pairs = 0.0
     for batch in batches:
         if not batch.rows:
-            continue  # only keeps the collectives company
+            continue  # a dummy for the collectives
         predicted += int(batch.counts.sum())
         for group in batch.groups:
             tokens += group.prefix + sum(count * n for count, n in group.segments)
@@ -70,5 +72,5 @@ def peak_flops() -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """The same of a device of this name; None of one that PEAK_TFLOPS does not have."""
+    """Return the peak operations per second of a device by its name; None if PEAK_TFLOPS lacks it."""
     return next((1e12 * tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)

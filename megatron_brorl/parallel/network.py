@@ -1,6 +1,7 @@
-"""Where ranks meet, and on which interface they listen: one alone, of this machine where all of them are on it.
+"""The store through which ranks find each other, and the one network interface on which they listen.
 
-What listens takes every byte for a rank's: torch's store and gloo's and NCCL's connections ask nobody for a password.
+Torch's store and the connections of gloo and NCCL have no authentication. If all ranks are on one machine, they
+therefore listen on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _AGAIN = "start the same command again to continue"
 
 
 def store(world: int, timeout: timedelta) -> dist.Store:
-    """The store through which the ranks of the environment find each other, `world` of them; a collective.
+    """Return the store of the `world` ranks that the environment describes. Collective.
 
-    Sets GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME where all ranks are on this machine. Raises UserError where the
-    environment does not say where rank 0 is, or names an address by which other machines do not reach it.
+    Sets GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME if all ranks are on this machine. Raises UserError if the
+    environment does not name the address of rank 0, or if other machines cannot reach that address.
     """
     if "RANK" not in os.environ:  # started without a launcher
         _stay_here()
@@ -36,11 +37,11 @@ def store(world: int, timeout: timedelta) -> dist.Store:
         raise UserError("RANK is set, MASTER_ADDR or MASTER_PORT is not: start by torchrun, Slurm or with --processes")
     own = _own_address(host, world)
 
-    # torchrun has opened a store of its own.
+    # torchrun has opened a store.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return dist.TCPStore(host, int(port), world, is_master=False, timeout=timeout)
 
-    # Left to itself, torch would listen on all interfaces.
+    # By default torch would listen on all interfaces.
     if int(rank) == 0:
         listener = _listener(own, int(port))
         return dist.TCPStore(own, int(port), world, is_master=True, timeout=timeout, master_listen_fd=listener)
@@ -49,7 +50,7 @@ def store(world: int, timeout: timedelta) -> dist.Store:
 
 
 def shared_store() -> dist.Store:
-    """The store of the ranks that have joined."""
+    """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -58,27 +59,28 @@ def lost_peer(error: BaseException) -> str:
     text = str(error)
     if missing := re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", text):
         which = f"rank{'s' if ',' in missing[1] else ''} {missing[1]}"
-        return f"waited for {which}: gone, or took too long (its stacks are above); {_AGAIN}"
+        return f"waited for {which}: dead or too slow (stacks are above); {_AGAIN}"
     of_torch = any(word in text for word in ("gloo", "NCCL", "TCPStore", "ProcessGroup", "monitoredBarrier"))
     if not of_torch and "Dist" not in type(error).__name__:
         return ""
     if "Timed out" in text or "timed out" in text or "Timeout" in text:
-        return f"another rank did not come within parallel.timeout_s (rank 0 names it, unless it is rank 0); {_AGAIN}"
+        return f"another rank did not respond in parallel.timeout_s (rank 0 names it, unless it is rank 0); {_AGAIN}"
     if any(word in text for word in ("closed by peer", "reset by peer", "Broken pipe", "Connection refused")):
-        return f"another rank is gone, and says why or was killed; {_AGAIN}"
+        return f"another rank has died (its own message says why, unless it was killed); {_AGAIN}"
     return ""
 
 
 def _own_address(host: str, world: int) -> str:
-    """The address on which this process listens, from now on by gloo too; host: of rank 0."""
-    # Launchers say how many ranks are here; by hand, only a rank 0 that can be nowhere else tells.
+    """Return the address on which this process listens, and set it for gloo. host: that of rank 0."""
+    # Without a launcher, LOCAL_WORLD_SIZE is missing, and only the address of rank 0 tells whether all ranks are here.
     here = os.environ.get("LOCAL_WORLD_SIZE")
     if int(here) == world if here else host == "localhost" or _is_loopback(host):
         _stay_here()
         return _LOOPBACK
 
-    # NCCL may know faster interfaces than the one towards rank 0: it chooses itself.
-    own, name = _towards(host), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    # NCCL chooses itself, because it may know faster interfaces than the one towards rank 0.
+    own = _towards(host)
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if _is_loopback(own) and name:
         own = _address(name)
     if _is_loopback(own):
@@ -95,7 +97,7 @@ def _stay_here() -> None:
 
 
 def _towards(host: str) -> str:
-    """This machine's address on the way to host, which is host's own where it is this machine."""
+    """Return the address of the interface from which this machine reaches host."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as s:
@@ -106,22 +108,22 @@ def _towards(host: str) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    """Of an address; a name is none."""
+    """Return whether an address is a loopback address; host names are not."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return False
 
 
 def _interface(address: str) -> str:
-    """The name of the interface that has the address."""
+    """Return the name of the interface with this address."""
     for name, found in psutil.net_if_addrs().items():
         if any(a.address == address for a in found):
             return name
-    raise UserError(f"no interface of this machine has {address}: set GLOO_SOCKET_IFNAME to the one to be used")
+    raise UserError(f"no interface of this machine has {address}: set GLOO_SOCKET_IFNAME to the right one")
 
 
 def _address(interface: str) -> str:
-    """The address of an interface, its IPv4 one where it has both."""
+    """Return the address of an interface, IPv4 if it has both."""
     found = psutil.net_if_addrs().get(interface, [])
     for family in (socket.AF_INET, socket.AF_INET6):
         for a in found:
@@ -131,7 +133,7 @@ def _address(interface: str) -> str:
 
 
 def _listener(address: str, port: int) -> int:
-    """The file descriptor of a socket that listens there: the launcher's where it has opened one."""
+    """Return the file descriptor of a listening socket: the one of the launcher if there is one, or a new one."""
     if LISTENER in os.environ:
         return int(os.environ.pop(LISTENER))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,9 +1,9 @@
-"""Packing: many (prompt, response) rows of different lengths become one stream without padding.
+"""Packing of (prompt, response) rows of different lengths into streams without padding.
 
-Plain: [prompt response | prompt response | ...]. Shared: [prompt | response | response | ... | next prompt | ...], in
-which the siblings of a prompt attend to the one copy of it and their positions go on from it, so that its tokens pass
-the model once per micro-batch. Rows are sorted by length, so that rows of equal length stand side by side and attention
-over them is a plain batched call on a view of the stream. The last token of a row predicts nothing and is left out.
+A plain stream is [prompt response | prompt response | ...]. A shared stream is [prompt | response | response | ... |
+next prompt | ...]: siblings attend to one copy of their prompt and their positions continue from its end, so that its
+tokens pass the model once per micro-batch. Rows are sorted by length, so that attention over rows of equal length is a
+batched call on a view of the stream. The last token of a row predicts nothing and is left out.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-LEAST_GAIN = 1.1  # of tokens; below, sharing a prompt costs more in attention over short pieces than it saves
+# Prompts are shared if that reduces tokens by this factor. Below it, attention over short pieces costs more.
+LEAST_GAIN = 1.1
 
 
 @dataclass(frozen=True)
-class Group:
+class PackedGroup:
     """Consecutive segments of a stream that attend to the same prompt."""
 
-    prefix: int  # tokens of the prompt at the group's front; 0: every segment holds its own
-    segments: tuple[tuple[int, int], ...]  # (how many, tokens of each), in stream order
+    prefix: int  # tokens of the prompt before the segments; 0 if every segment includes its own prompt
+    segments: tuple[tuple[int, int], ...]  # (number, tokens of each) of segments of equal length, in stream order
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One micro-batch: a stream of T tokens, of which R response tokens are predicted."""
+    """One micro-batch: a stream of T tokens that predicts R response tokens."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in every row
-    groups: tuple[Group, ...]  # in stream order; they cover the stream
-    predict: Tensor  # [R] int64: the stream index whose hidden state predicts response token r
-    targets: Tensor  # [R] int64: that token
-    rows: tuple[int, ...]  # the rows packed, in stream order
-    counts: Tensor  # [rows] int64: response tokens of each; sums to R
-    kept: Tensor | None = None  # [R] int64: which of the rows' response tokens these are; None: all (parallel.context)
+    groups: tuple[PackedGroup, ...]  # in stream order; they cover the stream
+    predict: Tensor  # [R] int64, the stream index of the hidden state that predicts each response token
+    targets: Tensor  # [R] int64, the response tokens
+    rows: tuple[int, ...]  # indices of the packed rows, in stream order
+    counts: Tensor  # [rows] int64, the response tokens of each row
+    kept: Tensor | None = None  # [R] int64, indices of the R in all response tokens of the rows; None: all of them
 
     def gather(self, per_row: Sequence[Tensor]) -> Tensor:
         """Concatenate ragged per-token values of all rows ([G] each) into [R] in this batch's order."""
@@ -53,7 +54,7 @@ class Packed:
         return values if self.kept is None else values[self.kept]
 
     def last(self) -> tuple[list[int], Tensor]:
-        """The rows whose last response token is among the R, and the place [K] of each one's."""
+        """Return the K rows whose last response token is among the R, and the index [K] of that token."""
         ends = self.counts.cumsum(0) - 1
         if self.kept is None:
             return list(self.rows), ends
@@ -62,7 +63,7 @@ class Packed:
         return rows, torch.searchsorted(self.kept, ends[here])
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """Cut per-token values [R] into (row, [G]) pairs; 0 stands for tokens of other ranks."""
+        """Split per-token values [R] into (row, [G]) pairs, with 0 for tokens of other ranks."""
         if self.kept is not None:
             values = values.new_zeros(int(self.counts.sum()), *values.shape[1:]).index_copy(0, self.kept, values)
         return list(zip(self.rows, values.split(self.counts.tolist()), strict=True))
@@ -76,33 +77,27 @@ def pack(
     share: bool = False,
     segments_of: int = 1,
 ) -> list[Packed]:
-    """Pack rows into micro-batches of at most max_tokens stream tokens (a longer row gets one of its own).
+    """Pack rows into micro-batches of at most max_tokens stream tokens; a longer row has a micro-batch of its own.
 
-    prompts and responses are [tokens] int64 each, none empty. share: store a prompt once per micro-batch, where that
-    saves at least LEAST_GAIN. multiple_of pads every stream with one dummy segment, as sequence parallelism asks.
-    segments_of, a divisor of multiple_of, pads every segment of plain streams at its end, as context parallelism asks.
-    Without rows the result is one dummy micro-batch that predicts nothing, so that a rank that has nothing to train
-    still takes part in the collectives.
+    prompts and responses: [tokens] int64 each, none empty. share: store a prompt once per micro-batch if that saves at
+    least LEAST_GAIN. multiple_of: pad streams to a multiple with one dummy segment, for sequence parallelism.
+    segments_of: pad segments of plain streams to a multiple, for context parallelism; a divisor of multiple_of. Without
+    rows the result is one dummy micro-batch, so that the rank takes part in the collectives.
     """
     if share and segments_of > 1:
         raise ValueError("pack: a prompt that segments share cannot be padded with each of them")
 
-    # Below this gain a shared stream costs more than it saves.
     if share:
         shared = _fill_shared(_families(prompts, responses), max_tokens)
         if _gain(shared, prompts, responses) >= LEAST_GAIN:
             return [_pack_shared(b, multiple_of) for b in shared]
 
-    # Rows of equal length side by side; a micro-batch is full when the next row no longer fits.
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
-    # One micro-batch even without rows, for the collectives.
     batches: list[list[int]] = [[]]
     used = 0
     for i in order:
-        # In the stream without its last token, which predicts nothing.
         length = len(prompts[i]) + len(responses[i]) - 1
-        length += -length % segments_of  # each segment padded
-        # An empty one takes its first row however long that is.
+        length += -length % segments_of
         if batches[-1] and used + length > max_tokens:
             batches.append([])
             used = 0
@@ -113,10 +108,9 @@ def pack(
 
 
 def token_gain(prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int) -> float:
-    """Tokens of plain streams over those of shared micro-batches of at most max_tokens; 1 without rows.
+    """Return the tokens of plain streams over those of shared micro-batches of at most max_tokens; 1 without rows.
 
-    A prompt counts once in each micro-batch that holds siblings of it: long responses leave room for few of them.
-    prompts and responses are one [tokens] tensor per row.
+    A prompt counts once in each micro-batch that has siblings of it. prompts and responses: [tokens] each.
     """
     return _gain(_fill_shared(_families(prompts, responses), max_tokens), prompts, responses)
 
@@ -132,7 +126,7 @@ def _gain(batches: list[list[_Family]], prompts: Sequence[Tensor], responses: Se
 
 
 def _families(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[_Family]:
-    """Rows by prompt, in the order of first appearance. Siblings usually share the tensor itself, which is cheap."""
+    """Group rows by prompt, in the order of first appearance. Siblings usually share one tensor, which is fast."""
     texts: dict[int, tuple[int, ...]] = {}
     found: dict[tuple[int, ...], list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -146,17 +140,17 @@ def _families(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[_F
 
 
 def _fill_shared(families: list[_Family], max_tokens: int) -> list[list[_Family]]:
-    """Families over micro-batches; one that does not fit goes on in the next, with its prompt again."""
+    """Fill micro-batches with families. A family that does not fit continues in the next one, with its prompt again."""
     batches: list[list[_Family]] = [[]]
     used = 0
     for prompt, siblings in families:
-        started = False  # whether this micro-batch holds the prompt
+        started = False  # whether this micro-batch has the prompt
         for row, response in siblings:
             cost = len(response) - 1 + (0 if started else len(prompt))
-            # A full micro-batch ends here; the next one holds the prompt again.
             if batches[-1] and used + cost > max_tokens:
                 batches.append([])
-                used, started = 0, False
+                used = 0
+                started = False
                 cost = len(response) - 1 + len(prompt)
 
             if not started:
@@ -174,13 +168,13 @@ def _pack_plain(
     lengths = torch.tensor([len(p) for p in pieces], dtype=torch.int64)
     counts = torch.tensor([len(responses[i]) for i in rows], dtype=torch.int64)
 
-    # A prompt's last token predicts the first of its response.
+    # The last token of a prompt predicts the first token of the response.
     first = lengths.cumsum(0) - lengths + torch.tensor([len(prompts[i]) - 1 for i in rows], dtype=torch.int64)
 
     return _finish(
         pieces=pieces,
         offsets=[0] * len(rows),
-        groups=[Group(0, _runs(lengths.tolist()))] if rows else [],
+        groups=[PackedGroup(0, _runs(lengths.tolist()))] if rows else [],
         predict=first.repeat_interleave(counts) + _ramps(counts),
         rows=[(i, responses[i]) for i in rows],
         multiple_of=multiple_of,
@@ -193,27 +187,25 @@ def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
     predict: list[Tensor] = []
     end = 0
 
-    # Each prompt stands before its siblings, whose positions go on from its end.
     for prompt, siblings in families:
         counts = torch.tensor([len(r) for _, r in siblings])  # response tokens of each sibling
         pieces += [prompt, *(r[:-1] for _, r in siblings)]
-        offsets += [0, *([len(prompt)] * len(siblings))]  # positions begin here
+        offsets += [0, *([len(prompt)] * len(siblings))]  # first position of each piece
 
-        ramps = _ramps(counts)  # place of each token in its response
+        ramps = _ramps(counts)  # index of each token in its response
         end += len(prompt)
-        # The prompt's last token predicts the first token of every sibling; its own tokens predict the others.
+        # The last token of the prompt predicts the first token of every sibling.
         starts = end + (counts - 1).cumsum(0) - (counts - 1)
         indices = starts.repeat_interleave(counts) + ramps - 1
         indices[ramps == 0] = end - 1
         predict.append(indices)
 
-        end += int((counts - 1).sum())  # the last token of a response is left out
+        end += int((counts - 1).sum())
 
-    # Runs of equal length within a group are one attention call each; rows are in stream order.
     return _finish(
         pieces=pieces,
         offsets=offsets,
-        groups=[Group(len(prompt), _runs([len(r) - 1 for _, r in siblings])) for prompt, siblings in families],
+        groups=[PackedGroup(len(prompt), _runs([len(r) - 1 for _, r in siblings])) for prompt, siblings in families],
         predict=torch.cat(predict),
         rows=[row for _, siblings in families for row in siblings],
         multiple_of=multiple_of,
@@ -223,20 +215,20 @@ def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
 def _finish(
     pieces: list[Tensor],
     offsets: list[int],
-    groups: list[Group],
+    groups: list[PackedGroup],
     predict: Tensor,
     rows: list[tuple[int, Tensor]],
     multiple_of: int,
 ) -> Packed:
-    """Put the pieces in a row, each with positions from its offset, and pad."""
+    """Concatenate the pieces, each with positions from its offset, and pad with a segment of its own."""
     total = sum(map(len, pieces))
-    # Padding is a segment of its own, which nothing else attends to.
     pad = -total % multiple_of if total else multiple_of
     if pad:
-        pieces, offsets = [*pieces, torch.zeros(pad, dtype=torch.int64)], [*offsets, 0]
-        groups = [*groups, Group(0, ((1, pad),))]
+        pieces = [*pieces, torch.zeros(pad, dtype=torch.int64)]
+        offsets = [*offsets, 0]
+        groups = [*groups, PackedGroup(0, ((1, pad),))]
 
-    lengths = torch.tensor([len(p) for p in pieces])  # positions count within a piece
+    lengths = torch.tensor([len(p) for p in pieces])
     return Packed(
         input_ids=torch.cat(pieces),
         position_ids=_ramps(lengths) + torch.tensor(offsets).repeat_interleave(lengths),
@@ -257,7 +249,7 @@ def _runs(lengths: list[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _ramps(lengths: Tensor) -> Tensor:
-    """0..n-1 for each n, concatenated."""
+    """Return 0 to n - 1 for each of the lengths n, concatenated."""
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
     return torch.arange(total) - (ends - lengths).repeat_interleave(lengths)

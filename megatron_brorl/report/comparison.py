@@ -1,4 +1,4 @@
-"""Tables and figures of `brorl evaluate`, and of `brorl compare`: two evaluations of the same prompts."""
+"""Tables and figures of `brorl evaluate`, and of `brorl compare`, which compares two evaluations."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from matplotlib.ticker import FixedLocator, PercentFormatter
 from megatron_brorl.algo.pass_at_k import pass_at_k, widest
 from megatron_brorl.algo.statistics import SHARE, SHARES, bootstrap_mean, paired
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, figure_of, panel, save
+from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, figure_of, panel
 
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 Key = tuple[str, str]  # benchmark, id of the prompt
-_FIELDS = {"benchmark": str, "id": str, "samples": int, "right": int, "tokens": float}
+_RESAMPLES = 10_000
+_KEYS = ("samples", "right", "tokens")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the first row is its head."""
+    """Return a Markdown table. The first row is its header."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
 
 
 def evaluation_markdown(result: Mapping[str, Any]) -> str:
-    """Return a row per benchmark, the mean over benchmarks where there are several, and a row per task."""
+    """Return tables of benchmarks, with their mean if there are several, and of tasks."""
     parts = result["benchmarks"]
     ks = [k for k in result["pass_at_k"] if k != "1"]
     head = ["benchmark", "verifier", "prompts", "samples", "pass@1 (95% interval)", "mean reward (95% interval)"]
@@ -49,20 +50,16 @@ def evaluation_markdown(result: Mapping[str, Any]) -> str:
     return table(rows) + "\n" + table([["task", "pass@1"], *tasks])
 
 
-def plot_evaluation(result: Mapping[str, Any], path: Path) -> Path:
-    """Write the figure of an evaluation and return its path."""
-    return save(evaluation_figure(result), path)
-
-
 def evaluation_figure(result: Mapping[str, Any]) -> Figure:
-    """Draw pass@1 with its interval, pass@k over k, and response tokens of each benchmark, in this order."""
+    """Draw pass@1 with its interval, pass@k over k, and response tokens of each benchmark."""
     parts = result["benchmarks"]
     figure, (score, curve, tokens) = figure_of(1, 3, 13.5, 4.2)
     panel(score, "Accuracy", "pass@1 and 95% interval", "benchmark")
     panel(curve, "At least one of k right", "pass@k", "k")
     panel(tokens, "Response length", "mean length (tokens)", "benchmark")
     for place, (name, part) in enumerate(parts.items()):
-        p, color = part["pass_at_1"], COLORS[place % len(COLORS)]
+        p = part["pass_at_1"]
+        color = COLORS[place % len(COLORS)]
         score.bar(place, p["mean"], color=color, yerr=_error(p), capsize=4)
         tokens.bar(place, part["response_tokens"], color=color)
         ks = [int(k) for k in part["pass_at_k"]]
@@ -78,25 +75,16 @@ def evaluation_figure(result: Mapping[str, Any]) -> Figure:
 
 
 def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
-    """Return the lines of an evaluation.jsonl by prompt. Raises UserError naming a line that is wrong."""
+    """Return the lines of an evaluation.jsonl by prompt. Raises UserError if the file is not one."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = {(row["benchmark"], row["id"]): {key: row[key] for key in _KEYS} for row in rows}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the run.dir of a `brorl evaluate`") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: cannot be read: {e}") from None
-    found: dict[Key, dict[str, Any]] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            missing = [k for k, kind in _FIELDS.items() if type(row[k]) not in (kind, int)]  # an integer is a float too
-        except (ValueError, TypeError, KeyError, RecursionError) as e:
-            raise UserError(f"{path}:{number}: not a line of `brorl evaluate` ({shown(e)}); evaluate again") from None
-        if missing or row["samples"] < 1:
-            raise UserError(f"{path}:{number}: {missing[0] if missing else 'samples'} is wrong; evaluate again")
-        found[row["benchmark"], row["id"]] = row
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise UserError(f"{path}: not written by `brorl evaluate` ({shown(e)}); evaluate again") from None
     if not found:
-        raise UserError(f"{path}: holds no prompts; evaluate again")
+        raise UserError(f"{path}: contains no prompts; evaluate again")
     return found
 
 
@@ -105,19 +93,17 @@ def compare(
     after: Mapping[Key, Mapping[str, Any]],
     name: str,
     other: str,
-    resamples: int = 10_000,
-    seed: int = 0,
 ) -> dict[str, Any]:
-    """Compare two evaluations over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
+    """Compare two evaluations, over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
     alone = sorted(before.keys() ^ after.keys())
     if alone:
         benchmark, prompt = alone[0]
         where = name if alone[0] in before else other
         raise UserError(
-            f"{name} and {other}: {len(alone)} prompts are in one of them only, for example {prompt!r} of {benchmark} "
+            f"{name} and {other}: {len(alone)} prompts are only in one of them, for example {prompt!r} of {benchmark} "
             f"in {where}; evaluate both on the same files"
         )
-    keys = sorted(before)  # so that the bootstrap draws the same prompts in any order of lines
+    keys = sorted(before)  # The order makes the bootstrap independent of the order of lines.
     if len(keys) < 2:
         raise UserError(f"{name}: a comparison needs at least 2 prompts")
     names = sorted({benchmark for benchmark, _ in keys})
@@ -126,40 +112,40 @@ def compare(
     return {
         "before": name,
         "after": other,
-        "all": _compared(before, after, keys, most, resamples, seed),
-        "benchmarks": {n: _compared(before, after, part, most, resamples, seed) for n, part in groups.items()},
+        "all": _compared(before, after, keys, most),
+        "benchmarks": {n: _compared(before, after, part, most) for n, part in groups.items()},
     }
 
 
-def _compared(
-    before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Key], most: int, resamples: int, seed: int
-) -> dict[str, Any]:
-    """most: samples that every prompt has on both sides; the k of pass@k next to pass@1."""
+def _compared(before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Key], most: int) -> dict[str, Any]:
+    """Compare the prompts `keys`. most: the k of pass@k, the number of samples that all prompts have on both sides."""
     sides: dict[str, Any] = {"prompts": len(keys)}
     scores = {}
     for side, answers in (("before", before), ("after", after)):
         scores[side] = [answers[k]["right"] / answers[k]["samples"] for k in keys]
         wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], most) for k in keys]))
         sides[side] = {
-            "pass_at_1": bootstrap_mean(scores[side], resamples, seed, SHARE).as_dict(),
+            "pass_at_1": bootstrap_mean(scores[side], _RESAMPLES, 0, SHARE).as_dict(),
             "pass_at_k": {"1": float(np.mean(scores[side])), str(most): wide},
             "response_tokens": float(np.mean([answers[k]["tokens"] for k in keys])),
         }
     sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
     sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
-    if len(keys) > 1:  # one difference has no spread
-        sides["paired"] = paired(scores["before"], scores["after"], resamples, seed, SHARES).as_dict()
+    if len(keys) > 1:  # A single difference has no spread.
+        sides["paired"] = paired(scores["before"], scores["after"], _RESAMPLES, 0, SHARES).as_dict()
     return sides
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return scores and tokens of both per benchmark, and the result of the paired test over all prompts."""
-    k = widest(result["all"]["before"]["pass_at_k"])  # None where each prompt has one sample
+    """Return a table of scores and tokens per benchmark, and the result of the paired test over all prompts."""
+    k = widest(result["all"]["before"]["pass_at_k"])  # None if each prompt has one sample
     wide = [f"{side} pass@{k[0]}" for side in "AB"] if k else []
     head = ["benchmark", "prompts", "A pass@1", "B pass@1", "B - A (95% interval)", *wide, "A tokens", "B tokens"]
     rows = [[*head, "p (B > A)"]]
     for name, part in [*result["benchmarks"].items(), ("all prompts", result["all"])]:
-        a, b, test = part["before"], part["after"], part.get("paired")
+        a = part["before"]
+        b = part["after"]
+        test = part.get("paired")
         gap = f"{b['pass_at_1']['mean'] - a['pass_at_1']['mean']:+.2%}"
         if test:
             gap += f" ({test['difference']['low']:+.2%} to {test['difference']['high']:+.2%})"
@@ -181,20 +167,15 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"two-tailed p = {t['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
     )
     lost = (
-        f"Prompts with a right answer among their samples in A alone: {result['all']['lost']}, in B alone: "
+        f"Prompts with a right answer among their samples only in A: {result['all']['lost']}, only in B: "
         f"{result['all']['gained']}."
     )
-    # As heads of columns, paths would make the table too wide.
+    # Paths as column headers would make the table too wide.
     return f"A = {result['before']}\n\nB = {result['after']}\n\n{table(rows)}\n{said}\n\n{lost}\n"
 
 
-def plot_comparison(result: Mapping[str, Any], path: Path) -> Path:
-    """Write the figure of a comparison and return its path."""
-    return save(comparison_figure(result), path)
-
-
 def comparison_figure(result: Mapping[str, Any]) -> Figure:
-    """Draw both scores, their difference with its interval, and score over tokens; `figure.axes` in this order."""
+    """Draw both scores, their difference with its interval, and score over tokens."""
     parts = {**result["benchmarks"], "all prompts": result["all"]}
     figure, (score, gap, tokens) = figure_of(1, 3, 13.5, 4.2)
     panel(score, "Accuracy", "pass@1", "benchmark")
@@ -231,10 +212,11 @@ def _error(p: Mapping[str, float]) -> list[list[float]]:
 
 
 def _intervals(part: Mapping[str, Any]) -> list[str]:
-    p, r = part["pass_at_1"], part["mean_reward"]
+    accuracy = part["pass_at_1"]
+    reward = part["mean_reward"]
     return [
-        f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})",
-        f"{r['mean']:.4g} ({r['low']:.4g} to {r['high']:.4g})",
+        f"{accuracy['mean']:.2%} ({accuracy['low']:.2%} to {accuracy['high']:.2%})",
+        f"{reward['mean']:.4g} ({reward['low']:.4g} to {reward['high']:.4g})",
     ]
 
 

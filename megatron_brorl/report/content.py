@@ -1,6 +1,6 @@
-"""Read the folders of runs and compute the content of a report, as JSON values.
+"""Read run folders and compute the content of a report, as JSON values.
 
-The scripts in page/*.js draw this content. It leaves out values that a run has not recorded.
+The scripts in page/*.js draw this content. Values that a run has not recorded are missing or None.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ from megatron_brorl.algo.statistics import RESAMPLES, SHARE, SHARES, Bounds, boo
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 from megatron_brorl.report.findings import verdict
-from megatron_brorl.rollout_log import FOLDER, Moment, moments, prompt_sort_key, read_groups, read_rollouts
+from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups, read_rollouts
 from megatron_brorl.tracking import metric_docs, run_info
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
 SUMMARY = "summary.json"
-MOST_POINTS = 400  # of a curve; above, each point is the mean of several steps
-MOST_MOMENTS = 400  # whose groups are read; above, as many at even distances
-MOST_CELLS = 24_000  # of a heat map
-FEW_SAMPLES = 16  # up to here a prompt's right answers are counted one by one, above in tenths
+MAX_POINTS = 400  # of a curve; in longer runs each point is the mean of several steps
+MAX_MOMENTS = 400  # whose groups are read for curves, at even distances
+MAX_COUNTED_SAMPLES = 16  # The histogram counts up to this many samples one by one, and more in tenths.
 TENTHS = ["none", *(f"{10 * i}-{10 * i + 10}%" for i in range(10)), "all"]
 
 Row = Mapping[str, Any]
-Key = tuple[str, int]  # the id of a prompt, and its occurrence among prompts of this id
+Key = tuple[str, int]  # prompt id, and number of earlier prompts with this id
 
 
 @dataclass(frozen=True)
-class Run:
-    """The files of a run that is still going or has ended."""
+class RecordedRun:
+    """The files of a running or finished run."""
 
     folder: Path
     rows: list[Row]  # lines of metrics.jsonl
     summary: Row  # summary.json; {} until the run has ended
-    config: Mapping[str, Any]  # section -> key -> value; {} where it is not recorded
+    config: Mapping[str, Any]  # section -> key -> value; {} if it is not recorded
     starts: list[Row]  # of run.json
     moments: list[Moment]  # whose rollouts are recorded
-    _groups: dict[Moment, pa.Table] = field(default_factory=dict)  # tables that are read already
+    _groups: dict[Moment, pa.Table] = field(default_factory=dict)  # cache of `groups`
 
     @property
     def steps(self) -> int:
-        """Return the number of steps that are done."""
+        """Return the number of finished steps."""
         return int(self.summary.get("steps", self.rows[-1]["step"] + 1 if self.rows else 0))
 
     def key(self, section: str, name: str, default: Any) -> Any:
@@ -61,24 +60,24 @@ class Run:
         return [m for m in self.moments if m.kind == kind]
 
     def groups(self, moment: Moment) -> pa.Table:
-        """Return record.schema.GROUPS of a moment. Raises UserError where the file is damaged."""
+        """Return the groups of a moment (rollout_log.GROUPS). Raises UserError if the file is damaged."""
         if moment not in self._groups:
             self._groups[moment] = read_groups(self.folder / FOLDER, moment)
         return self._groups[moment]
 
     def rollouts(self, moment: Moment) -> pa.Table:
-        """Return record.schema.ROLLOUTS of a moment. Raises UserError where a file is damaged."""
+        """Return the rollouts of a moment (rollout_log.ROLLOUTS). Raises UserError if a file is damaged."""
         return read_rollouts(self.folder / FOLDER, moment)
 
 
-def read_run(folder: Path) -> Run:
-    """Read a run. Raises UserError for a folder that holds none, and for a damaged file."""
+def read_run(folder: Path) -> RecordedRun:
+    """Read a run. Raises UserError if the folder contains no run, or if a file is damaged."""
     folder = folder.absolute()
     if not (folder / METRICS_FILE).is_file():
-        raise UserError(f"{folder}: holds no {METRICS_FILE}; give the run.dir of a training run")
+        raise UserError(f"{folder}: contains no {METRICS_FILE}; give the run.dir of a training run")
     record = run_info.read(folder)
     summary = folder / SUMMARY
-    return Run(
+    return RecordedRun(
         folder=folder,
         rows=list(read_metrics(folder / METRICS_FILE)),
         summary=read_object(summary, "delete it to report without it") if summary.exists() else {},
@@ -88,10 +87,10 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[Run]]:
-    """Return the content of a page without rollouts, and the runs. Raises UserError where a folder holds no run."""
+def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RecordedRun]]:
+    """Return the content of a page without rollouts, and the runs. Raises UserError if a folder contains no run."""
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise UserError("brorl report: a run is named twice; name each once")
+        raise UserError("brorl report: a run is given twice; give each run once")
     runs = [read_run(folder) for folder in folders]
     evaluated = [evaluations(run) for run in runs]
     several = len(runs) > 1
@@ -104,9 +103,10 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[Run]]:
     return found, runs
 
 
-def _run(name: str, run: Run, evaluated: Sequence[Evaluation], several: bool) -> dict[str, Any]:
-    """Return the content of one run; several: of a comparison, which does not show prompts."""
-    changed, shown = change(run, evaluated), [e.as_dict() for e in evaluated]
+def _run(name: str, run: RecordedRun, evaluated: Sequence[RecordedEvaluation], several: bool) -> dict[str, Any]:
+    """Return the content of one run. several: the page is a comparison, which does not show prompts."""
+    changed = change(run, evaluated)
+    shown = [e.as_dict() for e in evaluated]
     own: dict[str, Any] = {
         "name": name,
         "folder": str(run.folder),
@@ -126,7 +126,6 @@ def _run(name: str, run: Run, evaluated: Sequence[Evaluation], several: bool) ->
     if not several:
         own["by_task"] = by_task(run)
         own["spread"] = {kind: spread(run, kind) for kind in ("evaluation", "step")}
-        own["heat"] = {kind: heat(run, kind) for kind in ("evaluation", "step")}
     return own
 
 
@@ -140,8 +139,8 @@ def meanings(names: Sequence[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the folders, with as many parents as tell them apart."""
+def _names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return the folder names, with as many parents as are needed to distinguish them."""
     for depth in range(1, max(len(run.folder.parts) for run in runs) + 1):
         names = ["/".join(run.folder.parts[-depth:]) for run in runs]
         if len(set(names)) == len(names):
@@ -153,24 +152,24 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptSamples:
     """The samples of a held-out prompt."""
 
     right: int
-    samples: int  # without lost ones; at least 1
+    samples: int  # without lost samples; at least 1
     task: str
     reward: float  # mean
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class RecordedEvaluation:
     """One held-out evaluation."""
 
-    steps: int  # done before it
-    prompts: Mapping[Key, Asked]  # {} where its rollouts are not recorded
-    passes: Mapping[int, Mapping[str, float]]  # k -> mean, and low and high where they are known
+    steps: int  # finished before the evaluation
+    prompts: Mapping[Key, PromptSamples]  # {} if the rollouts are not recorded
+    passes: Mapping[int, Mapping[str, float]]  # k -> mean, and low and high if they are known
     tasks: Mapping[str, float]  # pass@1 by task
-    reward: Mapping[str, float] | None = None  # mean, low and high; None where the mean reward is pass@1
+    reward: Mapping[str, float] | None = None  # mean, low and high; None if the mean reward equals pass@1
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -183,9 +182,9 @@ class Evaluation:
         }
 
 
-def evaluations(run: Run) -> list[Evaluation]:
-    """Return every evaluation in order, from its recorded rollouts, else from metrics.jsonl and summary.json."""
-    found = {e.steps: e for e in _summed_up(run)}
+def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
+    """Return all evaluations in order, from recorded rollouts if possible, else from metrics.jsonl and summary.json."""
+    found = {e.steps: e for e in _from_summaries(run)}
     for moment in run.of_kind("evaluation"):
         times: Counter[str] = Counter()
         prompts = {}
@@ -193,15 +192,15 @@ def evaluations(run: Run) -> list[Evaluation]:
             key = g["prompt_id"], times[g["prompt_id"]]
             times[g["prompt_id"]] += 1
             if g["rollouts"]:
-                prompts[key] = Asked(g["right"], g["rollouts"], g["verifier"] or "", g["reward"])
+                prompts[key] = PromptSamples(g["right"], g["rollouts"], g["verifier"] or "", g["reward"])
         if prompts:
             found[moment.number] = _computed(run, moment.number, prompts)
     return [found[steps] for steps in sorted(found)]
 
 
-def _computed(run: Run, steps: int, prompts: Mapping[Key, Asked]) -> Evaluation:
-    """Sum up as train.evaluate does: a prompt with fewer than k samples is left out of pass@k."""
-    resamples, seed = _bootstrap(run)
+def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]) -> RecordedEvaluation:
+    """Aggregate as train.evaluate does: pass@k leaves out prompts with fewer than k samples."""
+    seed = _seed(run)
     asked = list(prompts.values())
     most = max(a.samples for a in asked)
     ks = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
@@ -209,18 +208,20 @@ def _computed(run: Run, steps: int, prompts: Mapping[Key, Asked]) -> Evaluation:
     for k in sorted({1, *ks}):
         values = [pass_at_k(a.samples, a.right, k) for a in asked if a.samples >= k]
         if values:
-            passes[k] = bootstrap_mean(values, resamples, seed, SHARE).as_dict()
+            passes[k] = bootstrap_mean(values, RESAMPLES, seed, SHARE).as_dict()
 
-    # Recorded rewards are float32: for rewards of 0 and 1 their means are pass@1 up to rounding.
+    # Recorded rewards are float32, so for rewards of 0 and 1 the means equal pass@1 up to rounding.
     same = all(abs(a.reward - a.right / a.samples) < 1e-6 for a in asked)
-    reward = None if same else bootstrap_mean([a.reward for a in asked], resamples, seed).as_dict()
+    reward = None if same else bootstrap_mean([a.reward for a in asked], RESAMPLES, seed).as_dict()
     tasks: dict[str, list[float]] = {}
     for a in asked:
         tasks.setdefault(a.task, []).append(a.right / a.samples)
-    return Evaluation(steps, prompts, passes, {name: sum(v) / len(v) for name, v in sorted(tasks.items())}, reward)
+    return RecordedEvaluation(
+        steps, prompts, passes, {name: sum(v) / len(v) for name, v in sorted(tasks.items())}, reward
+    )
 
 
-def _summed_up(run: Run) -> list[Evaluation]:
+def _from_summaries(run: RecordedRun) -> list[RecordedEvaluation]:
     """Return the evaluations of metrics.jsonl and summary.json, whose prompts are unknown."""
     found = []
     for row in run.rows:
@@ -238,9 +239,9 @@ def _summed_up(run: Run) -> list[Evaluation]:
 
 def _without_prompts(
     steps: int, passes: Mapping[int, Mapping[str, float]], tasks: Mapping[str, float], reward: Mapping[str, float]
-) -> Evaluation:
+) -> RecordedEvaluation:
     other = reward if reward and reward["mean"] != passes[1]["mean"] else None
-    return Evaluation(steps, {}, passes, tasks, other)
+    return RecordedEvaluation(steps, {}, passes, tasks, other)
 
 
 def _interval(row: Row, name: str) -> dict[str, float]:
@@ -248,20 +249,22 @@ def _interval(row: Row, name: str) -> dict[str, float]:
     return {end: row[key] for end, key in keys.items() if row.get(key) is not None}
 
 
-def change(run: Run, evaluated: Sequence[Evaluation]) -> dict[str, Any] | None:
-    """Compare the last evaluation of a run with the first; None where they cannot be paired."""
+def change(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> dict[str, Any] | None:
+    """Compare the last evaluation of a run with the first. Return None if they cannot be paired."""
     recorded = [e for e in evaluated if e.prompts]
-    return compared(recorded[0], recorded[-1], *_bootstrap(run)) if len(recorded) > 1 else None
+    return compared(recorded[0], recorded[-1], _seed(run)) if len(recorded) > 1 else None
 
 
-def _against(runs: Sequence[Run], evaluated: Sequence[Sequence[Evaluation]]) -> list[dict[str, Any] | None]:
+def _against(
+    runs: Sequence[RecordedRun], evaluated: Sequence[Sequence[RecordedEvaluation]]
+) -> list[dict[str, Any] | None]:
     """Compare the last evaluation of each run with that of the first run."""
     last = [next((e for e in reversed(own) if e.prompts), None) for own in evaluated]
     first = last[0]
-    return [compared(first, e, *_bootstrap(runs[0])) if first and e else None for e in last]
+    return [compared(first, e, _seed(runs[0])) if first and e else None for e in last]
 
 
-def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -> dict[str, Any] | None:
+def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -> dict[str, Any] | None:
     """Compare two evaluations prompt by prompt; return None if they share fewer than two prompts.
 
     passes: for each k, the means before and after, and their difference with the 95% interval of the paired bootstrap
@@ -269,7 +272,8 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
     equals pass@1. solved: prompts with a right sample only in the second evaluation. lost: prompts with a right sample
     only in the first.
     """
-    a, b = before.prompts, after.prompts
+    a = before.prompts
+    b = after.prompts
     keys = [key for key in a if key in b]
     if len(keys) < 2:
         return None
@@ -278,10 +282,10 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
     for k in sorted(set(before.passes) & set(after.passes)):
         if k <= most:
             one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
-            passes.append({"k": k, **_paired(one, two, resamples, seed, SHARES)})
+            passes.append({"k": k, **_paired(one, two, seed, SHARES)})
     first, last = ([side[key].reward for key in keys] for side in (a, b))
 
-    def moved(without: Mapping[Key, Asked], having: Mapping[Key, Asked]) -> list[dict[str, Any]]:
+    def moved(without: Mapping[Key, PromptSamples], having: Mapping[Key, PromptSamples]) -> list[dict[str, Any]]:
         own = [key for key in keys if without[key].right == 0 < having[key].right]
         rows = [{"id": k[0], "right": having[k].right, "samples": having[k].samples} for k in own]
         return sorted(rows, key=lambda row: (-row["right"] / row["samples"], row["id"]))
@@ -292,30 +296,28 @@ def compared(before: Evaluation, after: Evaluation, resamples: int, seed: int) -
         "prompts": len(keys),
         "samples": most,
         "passes": passes,
-        "reward": _paired(first, last, resamples, seed) if before.reward or after.reward else None,
+        "reward": _paired(first, last, seed) if before.reward or after.reward else None,
         "solved": moved(a, b),
         "lost": moved(b, a),
     }
 
 
-def _paired(
-    one: list[float], two: list[float], resamples: int, seed: int, bounds: Bounds | None = None
-) -> dict[str, Any]:
-    test = paired(one, two, resamples, seed, bounds)
+def _paired(one: list[float], two: list[float], seed: int, bounds: Bounds | None = None) -> dict[str, Any]:
+    test = paired(one, two, RESAMPLES, seed, bounds)
     difference = {**test.difference.as_dict(), "p": test.two_tailed}
     return {"before": sum(one) / len(one), "after": sum(two) / len(two), "difference": difference}
 
 
-def _bootstrap(run: Run) -> tuple[int, int]:
-    """Return resamples and seed of the run's own intervals, so that those of the page are the same."""
-    return RESAMPLES, int(run.key("run", "seed", 0))
+def _seed(run: RecordedRun) -> int:
+    """Return the bootstrap seed of the run, which gives the page the same intervals."""
+    return int(run.key("run", "seed", 0))
 
 
-# Time and rollouts that a run has spent, and its generation speed.
+# Time and rollouts of a run, and its generation speed.
 
 
-def checkpoints(run: Run, evaluated: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """Return a row per evaluation: steps, seconds of these steps, rollouts sampled and trained on, and pass@k."""
+def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
+    """Return a row per evaluation: steps, their seconds, rollouts sampled and trained on, and pass@k."""
     rows = []
     for e in evaluated:
         done = [row for row in run.rows if row["step"] < e.steps]
@@ -331,8 +333,8 @@ def checkpoints(run: Run, evaluated: Sequence[Evaluation]) -> list[dict[str, Any
     return rows
 
 
-def reached(places: Sequence[float], heights: Sequence[float], target: float) -> float | None:
-    """Return the first place at which a piecewise linear curve is at `target` or above; None where it never is."""
+def first_reached(places: Sequence[float], heights: Sequence[float], target: float) -> float | None:
+    """Return the first x at which a piecewise linear curve reaches `target`, or None."""
     for i, (x, y) in enumerate(zip(places, heights, strict=True)):
         if y >= target:
             if not i:
@@ -352,16 +354,17 @@ def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
         if not own:
             found.append(None)
             continue
-        target, runs = own[-1]["passes"][0]["mean"], []
+        target = own[-1]["passes"][0]["mean"]
+        runs = []
         for table in tables:
             heights = [row["passes"][0]["mean"] for row in table]
-            spent = {x: reached([row[x] for row in table], heights, target) for x in ("seconds", "rollouts")}
+            spent = {x: first_reached([row[x] for row in table], heights, target) for x in ("seconds", "rollouts")}
             runs.append(spent if spent["seconds"] is not None else None)
         found.append({"target": target, "runs": runs})
     return found
 
 
-def generation(run: Run) -> dict[str, Any] | None:
+def generation(run: RecordedRun) -> dict[str, Any] | None:
     """Return throughput per second of generation and per second of whole steps; None if no step has sampled anything.
 
     prompt_hits: share of prompt tokens that the engine found in its cache, averaged over rollouts.
@@ -397,21 +400,22 @@ def _kept(row: Row) -> float:
     return _known(row, "rollouts") * _known(row, "kept_share")
 
 
-# Curves over steps, and how many rollouts of each prompt are right.
+# Curves over steps, and histograms over prompts.
 
 
-def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
+def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     """Return every metric of metrics.jsonl, at most `most` points of each.
 
-    every: steps that a point is the mean of; step: the number of its last one; elapsed: seconds of steps by then;
-    values: by name, "time/" before those of "time"; null where a metric is missing. Seven digits.
+    every: steps per point. step: number of the last step of each point. elapsed: seconds of all steps up to there.
+    values: by name, with the prefix "time/" for times; None where a metric is missing. Values have seven digits.
     """
     every = max(1, math.ceil(len(rows) / most))
     parts = [rows[i : i + every] for i in range(0, len(rows), every)]
     flat = [[_flat(row) for row in part] for part in parts]
     names = dict.fromkeys(name for part in flat for row in part for name in row)
     values = {name: [_mean([row.get(name) for row in part]) for part in flat] for name in names}
-    elapsed, seconds = [], 0.0
+    elapsed = []
+    seconds = 0.0
     for part in flat:
         seconds += sum(row.get("time/step") or 0.0 for row in part)
         elapsed.append(float(f"{seconds:.7g}"))
@@ -423,8 +427,8 @@ def curves(rows: Sequence[Row], most: int = MOST_POINTS) -> dict[str, Any]:
     }
 
 
-def by_task(run: Run) -> dict[str, Any]:
-    """Return means over groups of each recorded step: {"step", "distinct": [answers], "tasks": {name: [right]}}."""
+def by_task(run: RecordedRun) -> dict[str, Any]:
+    """Return the mean distinct answers and the share right by task, over the groups of each recorded step."""
     steps = _evenly(run.of_kind("step"))
     found: list[dict[str, list[float]]] = []
     distinct: list[float | None] = []
@@ -443,10 +447,10 @@ def by_task(run: Run) -> dict[str, Any]:
     }
 
 
-def spread(run: Run, kind: str) -> dict[str, Any] | None:
-    """Return how many prompts have how many right rollouts, at the first and the last moment; None without any.
+def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
+    """Return histograms of right rollouts per prompt at the first and the last moment, or None without moments.
 
-    Bins are numbers of right samples where every prompt has one and the same small number of them, `of`; else tenths.
+    If all prompts have the same small number of samples (`of`), bins are numbers of right samples, else tenths.
     """
     ends = dict.fromkeys([*run.of_kind(kind)[:1], *run.of_kind(kind)[-1:]])
     found = []
@@ -458,7 +462,7 @@ def spread(run: Run, kind: str) -> dict[str, Any] | None:
     if not found:
         return None
     sizes = {n for _, known in found for _, n in known}
-    exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= FEW_SAMPLES else 0
+    exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= MAX_COUNTED_SAMPLES else 0
     bins = [str(i) for i in range(exact + 1)] if exact else TENTHS
     counts = []
     for _, known in found:
@@ -468,44 +472,12 @@ def spread(run: Run, kind: str) -> dict[str, Any] | None:
 
 
 def _tenth(right: int, n: int) -> int:
-    """Return the place in TENTHS; a share on a bound belongs to the tenth above it."""
+    """Return the index in TENTHS. A share on a bound belongs to the tenth above it."""
     return 0 if not right else len(TENTHS) - 1 if right == n else 1 + 10 * right // n
 
 
-def heat(run: Run, kind: str, cells: int = MOST_CELLS) -> dict[str, Any] | None:
-    """Return the share of right rollouts for each prompt that occurs in two or more moments; None if there are none.
-
-    shares: [prompts][moments], null where a moment does not include the prompt. Prompts are sorted by their first
-    share, then by their last. left_out: number of prompts that do not fit into `cells`. The selection depends only on
-    prompt ids.
-    """
-    there = _evenly(run.of_kind(kind))
-    found: dict[str, dict[int, list[float]]] = {}
-    for place, moment in enumerate(there):
-        for g in run.groups(moment).select(["prompt_id", "right", "rollouts"]).to_pylist():
-            if g["rollouts"]:
-                found.setdefault(g["prompt_id"], {}).setdefault(place, []).append(g["right"] / g["rollouts"])
-    again = sorted((p for p, own in found.items() if len(own) > 1), key=prompt_sort_key)
-    if not again:
-        return None
-    shown = again[: max(1, cells // len(there))]
-    shares = {p: [_mean(found[p].get(place, [])) for place in range(len(there))] for p in shown}
-
-    def ends(p: str) -> tuple[float, float, str]:
-        known = [v for v in shares[p] if v is not None]
-        return known[0], known[-1], p
-
-    order = sorted(shown, key=ends)
-    return {
-        "numbers": [m.number for m in there],
-        "prompts": order,
-        "shares": [shares[p] for p in order],
-        "left_out": len(again) - len(shown),
-    }
-
-
-def _evenly(there: list[Moment], most: int = MOST_MOMENTS) -> list[Moment]:
-    """Return at most `most` moments, the first and the last among them."""
+def _evenly(there: list[Moment], most: int = MAX_MOMENTS) -> list[Moment]:
+    """Return at most `most` moments at even distances, including the first and the last."""
     if len(there) <= most:
         return there
     return [there[round(i * (len(there) - 1) / (most - 1))] for i in range(most)]

@@ -1,8 +1,8 @@
-"""The report of a run as one HTML file: opening it fetches nothing, and nothing that a model wrote is executed.
+"""The report of a run as one HTML file. Opening it fetches nothing and executes no text of a model.
 
-Vega draws the charts; its code comes with the package vl-convert-python. The file's own policy (CSP) allows only the
-scripts that it was made with, by their hashes, and no connection. Rollouts are chunks of JSON, compressed by zlib, in
-base64: the page opens a chunk when somebody looks at it.
+Vega draws the charts; its code comes with the package vl-convert-python. The Content-Security-Policy of the file allows
+only its own scripts, by their hashes, and no connection. Rollouts are chunks of JSON, compressed by zlib, in base64.
+The page decompresses a chunk when it shows it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,26 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from megatron_brorl import __version__
-from megatron_brorl.report.content import Row, Run, content
+from megatron_brorl.files import nonfinite_to_none
+from megatron_brorl.report.content import RecordedRun, Row, content
 from megatron_brorl.rollout_log import Moment, filter_rows, one_line, prompt_sort_key
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")
-MOST_MB = 5.0  # of a page, in millions of bytes
-MOST_MOMENTS = 60  # that are listed
-MOST_SIBLINGS = 16  # of a prompt at one moment
-MOST_TOKENS = 32_768  # of these siblings together, without the first right and the first wrong one
-LISTS_SHARE = 0.25  # of the room, for lists of prompts
-_CHUNK = 100_000  # characters of JSON, approximately
-_ENTRY = 32  # bytes of "MOMENT/GROUP":[CHUNK,PLACE], at most
+MAX_MB = 5.0  # of a page, in 10^6 bytes
+MAX_MOMENTS = 60  # in the list of moments
+MAX_SIBLINGS = 16  # rollouts of one group
+MAX_TOKENS = 32_768  # of these rollouts, except for the first right and the first wrong one
+LISTS_SHARE = 0.25  # share of the size that lists of prompts may take
+_ENTRY = 24  # bytes of "MOMENT/GROUP":CHUNK, at most
 _EXCERPT = 160  # characters of a prompt in a list
-_OF_GROUPS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
-_OF_ROLLOUTS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
+_GROUP_KEYS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
+_ROLLOUT_KEYS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
 Unit = tuple[Moment, int, dict[str, Any]]  # moment, number of the group, content of the group on the page
 
 
-def page(folders: Sequence[Path], megabytes: float = MOST_MB) -> str:
-    """Return the HTML of a run's report, or of the comparison of several.
+def page(folders: Sequence[Path], megabytes: float = MAX_MB) -> str:
+    """Return the HTML of a run's report, or of the comparison of several runs.
 
     megabytes: maximum size of the file. Rollouts fill the space that the other content leaves. The other content is
     never cut, so the file exceeds the limit if that content is larger. Raises UserError if a folder does not contain a
@@ -69,7 +69,7 @@ def render(found: dict[str, Any]) -> str:
         style=Markup(_file("page.css")),
         scripts=[Markup(script) for script in scripts],
         policy=policy(scripts),
-        content=htmlsafe_json_dumps(plain(found), dumps=_dumps),
+        content=htmlsafe_json_dumps(nonfinite_to_none(found), dumps=_dumps),
     )
 
 
@@ -83,44 +83,34 @@ def policy(scripts: Sequence[str]) -> str:
     )
 
 
-def plain(value: Any) -> Any:
-    """Return the value as JSON has it: numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def embed(run: Run, moved: set[str], room: int) -> dict[str, Any]:
-    """Return the rollouts that the page shows, in at most `room` bytes; the most informative come first.
+def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
+    """Return the rollouts that the page shows, in at most `room` bytes. The most informative ones come first.
 
     moved: ids of prompts that were newly solved or lost. moments: kind, number and list, the chunk with its prompts.
-    where: by moment (its place) and group: [chunk, place in it]. held, recorded: counts of groups and rollouts.
+    where: chunk by moment (its place) and group. held, recorded: counts of groups and rollouts.
     """
     chunks = _Chunks(room)
     listed = []
     tables: dict[Moment, list[Row]] = {}
-    for moment in _by_worth(run)[:MOST_MOMENTS]:
+    for moment in _most_informative_first(run)[:MAX_MOMENTS]:
         rows = run.groups(moment).to_pylist()
-        own = [{**{key: g[key] for key in _OF_GROUPS}, "excerpt": _excerpt(g)} for g in rows]
-        number = chunks.add(own, 2, int(LISTS_SHARE * room) - (room - chunks.left))
+        own = [{**{key: g[key] for key in _GROUP_KEYS}, "excerpt": _excerpt(g)} for g in rows]
+        number = chunks.add(own, int(LISTS_SHARE * room) - (room - chunks.left))
         if number is None:
             break
         tables[moment] = rows
         listed.append({"kind": moment.kind, "number": moment.number, "list": number})
 
-    where: dict[str, list[int]] = {}
+    where: dict[str, int] = {}
     held = {"groups": 0, "rollouts": 0}
     places = {moment: place for place, moment in enumerate(tables)}
-    for piece in _pieces(_units(run, tables, moved)):
-        number = chunks.add([unit for _, _, unit in piece], len(piece))
+    for moment, group, unit in _units(run, tables, moved):
+        number = chunks.add(unit)
         if number is None:
             break
-        for place, (moment, group, unit) in enumerate(piece):
-            where[f"{places[moment]}/{group}"] = [number, place]
-            held["groups"] += 1
-            held["rollouts"] += len(unit["rollouts"])
+        where[f"{places[moment]}/{group}"] = number
+        held["groups"] += 1
+        held["rollouts"] += len(unit["rollouts"])
     recorded = [g["recorded"] for rows in tables.values() for g in rows if g["recorded"]]
     return {
         "moments": listed,
@@ -139,11 +129,11 @@ class _Chunks:
         self.texts: list[str] = []
         self.left = room
 
-    def add(self, value: Any, entries: int, room: int | None = None) -> int | None:
-        """Return the chunk's number; None where it does not fit. entries: of `where` that lead to it."""
+    def add(self, value: Any, room: int | None = None) -> int | None:
+        """Add a chunk and return its number, or None if it does not fit. room: a second limit in bytes."""
         plain_text = _dumps(value).encode()
         text = base64.b64encode(zlib.compress(plain_text, 6)).decode()
-        size = len(text) + 3 + _ENTRY * entries
+        size = len(text) + 3 + _ENTRY
         if size > self.left or (room is not None and size > room):
             return None
         self.left -= size
@@ -151,15 +141,16 @@ class _Chunks:
         return len(self.texts) - 1
 
 
-def _by_worth(run: Run) -> list[Moment]:
-    """Return the last and the first evaluation, the last and the first step, then the others from late to early."""
-    evaluations, steps = run.of_kind("evaluation"), run.of_kind("step")
+def _most_informative_first(run: RecordedRun) -> list[Moment]:
+    """Return the last and the first evaluation, the last and the first step, then the others, latest first."""
+    evaluations = run.of_kind("evaluation")
+    steps = run.of_kind("step")
     ends = [*evaluations[-1:], *evaluations[:1], *steps[-1:], *steps[:1]]
     return list(dict.fromkeys([*ends, *evaluations[::-1], *steps[::-1]]))
 
 
-def _units(run: Run, tables: Mapping[Moment, list[Row]], moved: set[str]) -> Iterator[Unit]:
-    """Yield groups of prompts that moved, at the last and the first evaluation, then all groups by moment."""
+def _units(run: RecordedRun, tables: Mapping[Moment, list[Row]], moved: set[str]) -> Iterator[Unit]:
+    """Yield the groups of newly solved or lost prompts, then all groups by moment."""
     evaluations = [m for m in tables if m.kind == "evaluation"]
     passes = [(m, True) for m in evaluations[:2]] if moved else []
     done: set[tuple[Moment, int]] = set()
@@ -175,14 +166,14 @@ def _units(run: Run, tables: Mapping[Moment, list[Row]], moved: set[str]) -> Ite
         for row in filter_rows(run.rollouts(moment), "group", [g["group"] for g in wanted]).to_pylist():
             rollouts.setdefault(row["group"], []).append(row)
         for g in wanted:
-            own = [_rollout(r) for r in telling(rollouts.get(g["group"], []))]
+            own = [_rollout(r) for r in select_siblings(rollouts.get(g["group"], []))]
             yield moment, g["group"], {"prompt": g["prompt"], "reference": g["reference"], "rollouts": own}
 
 
-def telling(rollouts: Sequence[Row], most: int = MOST_SIBLINGS, tokens: int = MOST_TOKENS) -> list[Row]:
-    """Return at most `most` siblings, half of them right and half wrong where there are enough of both.
+def select_siblings(rollouts: Sequence[Row], most: int = MAX_SIBLINGS, tokens: int = MAX_TOKENS) -> list[Row]:
+    """Return at most `most` rollouts of a group, half of them right and half wrong if there are enough of both.
 
-    They have at most `tokens` tokens together; the first right and the first wrong one are always among them.
+    They have at most `tokens` tokens in total. The first right and the first wrong one are always included.
     """
     right, wrong = ([r for r in rollouts if r["right"] is verdict] for verdict in (True, False))
     of_right = min(len(right), max(most // 2, most - len(wrong)))
@@ -198,7 +189,7 @@ def telling(rollouts: Sequence[Row], most: int = MOST_SIBLINGS, tokens: int = MO
 
 def _rollout(r: Row) -> dict[str, Any]:
     parts = [[name, _short(value)] for name, value in r["parts"] or []]
-    return {**{key: r[key] for key in _OF_ROLLOUTS}, "parts": parts, "advantage": _short(r["advantage"])}
+    return {**{key: r[key] for key in _ROLLOUT_KEYS}, "parts": parts, "advantage": _short(r["advantage"])}
 
 
 def _short(value: float | None) -> float | None:
@@ -207,21 +198,6 @@ def _short(value: float | None) -> float | None:
 
 def _excerpt(g: Row) -> str | None:
     return None if g["prompt"] is None else one_line(g["prompt"], _EXCERPT)
-
-
-def _pieces(units: Iterable[Unit]) -> Iterator[list[Unit]]:
-    """Yield lists of units with about _CHUNK characters each; a longer unit gets its own list."""
-    piece: list[Unit] = []
-    size = 0
-    for unit in units:
-        own = sum(len(r["text"]) + 200 for r in unit[2]["rollouts"])
-        if piece and size + own > _CHUNK:
-            yield piece
-            piece, size = [], 0
-        piece.append(unit)
-        size += own
-    if piece:
-        yield piece
 
 
 def _dumps(value: Any, **_: Any) -> str:
@@ -244,8 +220,8 @@ def _file(name: str) -> str:
 
 @functools.cache
 def _vega() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script, which takes about two seconds to make."""
+    """Return Vega, Vega-Lite and vega-embed as one script. Bundling takes about two seconds."""
     import vl_convert
 
-    bundle: Any = vl_convert.javascript_bundle  # its stub asks for an argument that has a default
+    bundle: Any = vl_convert.javascript_bundle  # The type stub lacks the default of its argument.
     return str(bundle())

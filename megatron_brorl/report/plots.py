@@ -1,4 +1,4 @@
-"""The PNG figures of a run, curves.png and theory.png, and the parts that all figures of the package share.
+"""PNG figures of a run (curves.png, theory.png), of `brorl pass-rates` and `brorl simulate`, and their shared parts.
 
 The axis has the step numbers of metrics.jsonl, from 0. An evaluation is drawn at the number of steps done before it.
 pyplot is not used: no state is global.
@@ -17,20 +17,25 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.report.content import Evaluation, evaluations, read_run
+from megatron_brorl.report.content import RecordedEvaluation, evaluations, read_run
+from megatron_brorl.rollout_log import FOLDER, moments, read_groups
+from megatron_brorl.theory.pass_rates import SIZES, Floats, Ints
+from megatron_brorl.theory.simulator import MOVED, PREDICTED, Curves, Settings
 
-# The palette of Okabe and Ito, which every kind of colour vision tells apart.
+# The palette of Okabe and Ito, which is safe for colour-blind readers.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#8C8C8C"
 PHASES = {"generate": BLUE, "score": ORANGE, "train": GREEN, "refit": PURPLE}
 _ENDS = ("low", "high")
-_FEW = 40  # up to here every step gets a marker; above, a running mean is drawn
+_COLORS = (RED, ORANGE, GREEN, SKY, BLUE, PURPLE)
+_PARTS = {"drawn, right": GREEN, "drawn, wrong": SKY, "not drawn": RED, "weight decay": GREY}
+_MAX_MARKERS = 40  # Longer curves have a running mean instead of markers.
 
 Row = Mapping[str, Any]
-Floats = npt.NDArray[np.float64]
+_Runs = dict[int, list[Curves]]  # N -> its seeds
 
 
 def figure_of(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
@@ -50,14 +55,14 @@ def panel(axes: Axes, title: str, ylabel: str, xlabel: str = "training step") ->
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
-def say(axes: Axes, text: str) -> None:
-    """Write a text in place of a curve."""
+def draw_text(axes: Axes, text: str) -> None:
+    """Write a text into empty axes."""
     axes.set_yticks([])
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a PNG; the file is the old one or the new one at any instant."""
+    """Write a PNG atomically."""
     aside = path.with_name(path.name + ".tmp")
     try:
         FigureCanvasAgg(figure).print_figure(aside, dpi=110, format="png", pil_kwargs={"optimize": True})
@@ -70,11 +75,11 @@ def save(figure: Figure, path: Path) -> Path:
 def plot_run(run_dir: Path) -> Path:
     """Draw run_dir/curves.png and return its path."""
     run = read_run(run_dir)
-    return save(build_figure(run.rows, run.summary, evaluations(run)), run_dir / "curves.png")
+    return save(curves_figure(run.rows, run.summary, evaluations(run)), run_dir / "curves.png")
 
 
-def build_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Evaluation]) -> Figure:
-    """Draw six panels, in reading order in `figure.axes`. Missing or null values leave gaps."""
+def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[RecordedEvaluation]) -> Figure:
+    """Draw six panels (`figure.axes` has them in reading order). Missing or null values leave gaps."""
     figure, ((reward, accuracy, length), (kept, seconds, health)) = figure_of(2, 3, 13.5, 7.6)
     figure.suptitle(_title(rows, summary, evaluated), fontsize=13)
     steps = np.array([row["step"] for row in rows], dtype=np.int64)
@@ -101,12 +106,12 @@ def build_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Evaluati
 
 
 def plot_theory(run_dir: Path) -> Path | None:
-    """Draw run_dir/theory.png and return its path; None for a run without theory metrics."""
+    """Draw run_dir/theory.png and return its path, or None for a run without theory metrics."""
     rows = [row for row in read_run(run_dir).rows if any(k.startswith("theory_") for k in row)]
-    return save(build_theory_figure(rows), run_dir / "theory.png") if rows else None
+    return save(theory_figure(rows), run_dir / "theory.png") if rows else None
 
 
-def build_theory_figure(rows: Sequence[Row]) -> Figure:
+def theory_figure(rows: Sequence[Row]) -> Figure:
     """Draw the unsampled mass over steps and the last hold-out curve. Missing or null values leave gaps."""
     figure, (mass, curve) = figure_of(1, 2, 10, 4.3)
     steps = np.array([row["step"] for row in rows])
@@ -120,7 +125,7 @@ def build_theory_figure(rows: Sequence[Row]) -> Figure:
         mass.set_ylim(bottom=0)
         mass.legend(frameon=False, fontsize=9)
     else:
-        say(mass, "no group with answers")
+        draw_text(mass, "no group with answers")
     panel(curve, "Answers of held-out siblings", "share that the others lack", "siblings held out")
     _hold_out(curve, rows)
     return figure
@@ -131,7 +136,7 @@ def column(rows: Sequence[Row], key: str) -> Floats:
     return np.array([np.nan if row.get(key) is None else row[key] for row in rows], dtype=np.float64)
 
 
-def _title(rows: Sequence[Row], summary: Row, evaluated: Sequence[Evaluation]) -> str:
+def _title(rows: Sequence[Row], summary: Row, evaluated: Sequence[RecordedEvaluation]) -> str:
     steps = summary.get("steps", rows[-1]["step"] + 1 if rows else 0)
     parts = [f"{steps} training step{'' if steps == 1 else 's'}"]
     if "rollouts_per_prompt" in summary:
@@ -148,14 +153,14 @@ def _title(rows: Sequence[Row], summary: Row, evaluated: Sequence[Evaluation]) -
 
 
 def _curve(axes: Axes, steps: npt.NDArray[np.int64], values: Floats, color: str, smooth: bool = True) -> None:
-    """Draw the values, and their running mean where there are many."""
+    """Draw the values, and the running mean of a long curve."""
     known = np.isfinite(values)
     if not known.any():
-        say(axes, "not recorded")
+        draw_text(axes, "not recorded")
         return
-    few = len(values) <= _FEW
+    few = len(values) <= _MAX_MARKERS
     faint = smooth and not few
-    # A point between two gaps has no line to either side and would not show without a marker.
+    # A point between two gaps has no line segment, so it needs a marker to be visible.
     padded = np.concatenate([[False], known, [False]])
     marked = known if few else known & ~padded[:-2] & ~padded[2:]
     axes.plot(
@@ -176,10 +181,10 @@ def _curve(axes: Axes, steps: npt.NDArray[np.int64], values: Floats, color: str,
         axes.legend(frameon=False, fontsize=9)
 
 
-def _accuracy(axes: Axes, evaluated: Sequence[Evaluation]) -> None:
+def _accuracy(axes: Axes, evaluated: Sequence[RecordedEvaluation]) -> None:
     """Draw pass@1 with its interval, and pass@k of the largest k."""
     if not evaluated:
-        say(axes, "no evaluation yet")
+        draw_text(axes, "no evaluation yet")
         return
     places = [e.steps for e in evaluated]
     mean = np.array([e.passes[1]["mean"] for e in evaluated])
@@ -187,7 +192,7 @@ def _accuracy(axes: Axes, evaluated: Sequence[Evaluation]) -> None:
     axes.errorbar(
         places,
         mean,
-        yerr=np.maximum([mean - low, high - mean], 0.0),  # rounding may put an end inside
+        yerr=np.maximum([mean - low, high - mean], 0.0),  # Rounding may put a bound on the wrong side of the mean.
         color=RED,
         marker="o",
         markersize=5,
@@ -211,7 +216,7 @@ def _stack(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> Non
     """Draw one band per phase; the rest of the step is "other"."""
     times = [row.get("time") or {} for row in rows]
     if not any(times):
-        say(axes, "not recorded")
+        draw_text(axes, "not recorded")
         return
     first = int(steps.min())
     base = np.zeros(int(steps.max()) - first + 1)
@@ -223,7 +228,7 @@ def _stack(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> Non
         if phase != "other":
             height[:] = 0
             height[steps - first] = np.nan_to_num(column(times, phase))
-        if height.max() > 0.005 * whole.max():  # thinner bands would not show
+        if height.max() > 0.005 * whole.max():  # Thinner bands would not be visible.
             axes.stairs(base + height, edges, baseline=base, fill=True, color=color, label=phase)
         base = base + height
     axes.margins(y=0)
@@ -234,7 +239,7 @@ def _stack(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> Non
 
 
 def _health(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> None:
-    """Draw the log-prob gap of engine and trainer, or the gradient norm where it is not recorded."""
+    """Draw the log-prob gap between engine and trainer, or the gradient norm if the gap is not recorded."""
     gap = column(rows, "logprob_gap_max")
     if not np.isfinite(gap).any():
         panel(axes, "Gradient norm", "norm before clipping")
@@ -242,10 +247,10 @@ def _health(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> No
         return
     panel(axes, "Engine against trainer", "largest log-prob gap (nats)")
     if not np.nanmax(gap) > 0:
-        say(axes, "exactly 0 at every step")
+        draw_text(axes, "exactly 0 at every step")
         return
     axes.set_yscale("log")
-    _curve(axes, steps, np.where(gap > 0, gap, np.nan), SKY, smooth=False)  # a log scale has no 0
+    _curve(axes, steps, np.where(gap > 0, gap, np.nan), SKY, smooth=False)  # A log scale has no 0.
 
 
 def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
@@ -255,12 +260,12 @@ def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
     found = [(row, sorted(int(n) for n in own if n.isdigit())) for row, own in zip(rows, names, strict=True)]
     row, held = next(((row, held) for row, held in reversed(found) if held), ({}, []))
     if not held:
-        say(axes, "not recorded")
+        draw_text(axes, "not recorded")
         return
     values, low, high = (
         np.concatenate([column([row], f"{prefix}{h}{e}") for h in held]) for e in ("", "_low", "_high")
     )
-    bars = np.maximum([values - low, high - values], 0.0)  # rounding may put an end inside
+    bars = np.maximum([values - low, high - values], 0.0)  # Rounding may put a bound on the wrong side of the mean.
     axes.errorbar(held, values, yerr=bars, fmt="o-", color=BLUE, markersize=4, capsize=3)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(held))
@@ -268,3 +273,153 @@ def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xticklabels([str(h) for h in held])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.set_ylim(bottom=0)
+
+
+# `brorl pass-rates`
+
+
+def latest_groups(run: Path) -> tuple[str, Ints, Ints]:
+    """Return the kind of moment, and the numbers of right and of all rollouts [P] in the last group of each prompt.
+
+    Groups of training steps are read, or those of evaluations if there are none. Raises UserError if nothing is
+    recorded.
+    """
+    there = moments(run / FOLDER)
+    kind = "step" if any(m.kind == "step" for m in there) else "evaluation"
+    last: dict[str, tuple[int, int]] = {}
+    for moment in (m for m in there if m.kind == kind):
+        columns = read_groups(run / FOLDER, moment).to_pydict()
+        for prompt, right, rollouts in zip(*(columns[k] for k in ("prompt_id", "right", "rollouts")), strict=True):
+            if rollouts:
+                last[prompt] = right, rollouts
+    if not last:
+        raise UserError(f"{run / FOLDER}: no group with rollouts is recorded; record a run first (brorl train)")
+    right, rollouts = np.array(list(last.values())).T
+    return kind, right, rollouts
+
+
+def plot_pass_rates(rates: Floats, shares: list[float], path: Path) -> Path:
+    """Draw the distribution of success rates [P], and the share of mixed groups for each N of SIZES."""
+    figure, (left, right) = figure_of(1, 2, 10, 4)
+    panel(left, "Success rates of prompts", "prompts", "success rate")
+    left.hist(rates, bins=np.linspace(0, 1, 21).tolist(), color=BLUE)
+    left.set_xticks(np.linspace(0, 1, 6))
+    panel(right, "Groups with right and wrong rollouts", "share of prompts", "N (rollouts per prompt)")
+    right.plot(SIZES, shares, "o-", color=BLUE)
+    right.set_xscale("log", base=2)
+    right.set_xticks(SIZES, [str(n) for n in SIZES])
+    right.set_ylim(0, 1.03)
+    right.yaxis.set_major_formatter(PercentFormatter(1.0))
+    return save(figure, path)
+
+
+# `brorl simulate`
+
+
+def simulation_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
+    """Draw the three curves of BroRL's Fig. 3, and below them the terms of Theorem 1."""
+    runs: _Runs = {}
+    for c in curves:
+        runs.setdefault(c.n, []).append(c)
+    runs = dict(sorted(runs.items()))
+
+    figure, ((mass, improved, drop), (moved, predicted, signs)) = figure_of(2, 3, 13.5, 7.8)
+    seeds = len(next(iter(runs.values())))
+    rule = f"AdamW, lr {settings.lr:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
+    if settings.optimizer == "sgd":
+        rule = f"plain gradient steps, lr {settings.lr:g}, weight decay {settings.weight_decay:g}"
+    figure.suptitle(
+        f"{settings.vocabulary:,} tokens, {settings.correct:,} correct   ·   {rule}   ·   "
+        f"{seeds} seed{'' if seeds == 1 else 's'}",
+        fontsize=13,
+    )
+
+    # The upper row has the three curves of Fig. 3.
+    panel(mass, "Mass of the correct tokens", "$Q_{pos}$", "step")
+    _seeds(mass, runs, "q_pos")
+    panel(improved, "Correct tokens above their start", "share", "step")
+    _seeds(improved, runs, "improved_share")
+    improved.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    improved.set_ylim(-0.03, 1.03)
+    panel(drop, "Worst change of a correct token", "change of p since the start", "step")
+    _seeds(drop, runs, "worst_drop")
+
+    format_ = ScalarFormatter(useMathText=True)
+    format_.set_powerlimits((-3, 3))
+    drop.yaxis.set_major_formatter(format_)
+    drop.legend(frameon=False, fontsize=9, title="N (draws per step)", title_fontsize=9, loc="best")
+
+    # The lower row splits the change of Q_pos.
+    title = (
+        "What moved it: AdamW's steps, split" if settings.optimizer == "adamw" else "What moved it: the steps, split"
+    )
+    panel(moved, title, "change of $Q_{pos}$ over the run", "N")
+    _parts(moved, runs, MOVED, with_measured=True)
+
+    panel(predicted, "What Theorem 1 predicts: plain gradient", "change of $Q_{pos}$ over the run", "N")
+    _parts(predicted, runs, PREDICTED, with_measured=False)
+    panel(signs, "Steps that raise the mass", "share of steps", "N")
+    _signs(signs, runs)
+    return figure
+
+
+def _seeds(axes: Axes, runs: _Runs, name: str) -> None:
+    """Draw one line per seed, in the colour of its N."""
+    for color, (n, curves) in zip(_cycle(len(runs)), runs.items(), strict=True):
+        for i, c in enumerate(curves):
+            label = f"{n:,}" if i == 0 else None
+            axes.plot(c.column("step"), c.column(name), color=color, linewidth=1.4, alpha=0.85, label=label)
+    if name == "q_pos":
+        axes.axhline(next(iter(runs.values()))[0].column(name)[0], color=GREY, linewidth=0.9, linestyle=":")
+
+
+def _parts(axes: Axes, runs: _Runs, names: tuple[str, ...], with_measured: bool) -> None:
+    """Draw the sum of each part over the run as a bar, averaged over seeds."""
+    width = 0.8 / len(names)
+    at = np.arange(len(runs))
+    for i, (name, (label, color)) in enumerate(zip(names, list(_PARTS.items())[: len(names)], strict=True)):
+        heights = [_total(curves, name) for curves in runs.values()]
+        axes.bar(at + (i - (len(names) - 1) / 2) * width, heights, width, color=color, label=label)
+
+    if with_measured:
+        measured = [_total(curves, "measured") for curves in runs.values()]
+        axes.plot(at, measured, "D", color="black", markersize=6, label="measured")
+
+    axes.axhline(0, color="black", linewidth=0.8)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.3 * (high - low))  # room for the legend
+    _category(axes, runs)
+    axes.legend(
+        frameon=False, fontsize=9, ncols=3, loc="upper center", columnspacing=0.7, handlelength=1.0, handletextpad=0.4
+    )
+
+
+def _signs(axes: Axes, runs: _Runs) -> None:
+    at = np.arange(len(runs))
+    rows = {
+        "predicted (plain gradient)": (BLUE, [_rising(c, PREDICTED) for c in runs.values()]),
+        "measured": ("black", [_rising(c, ("measured",)) for c in runs.values()]),
+    }
+    for i, (label, (color, heights)) in enumerate(rows.items()):
+        axes.bar(at + (i - 0.5) * 0.38, heights, 0.38, color=color, label=label)
+    axes.set_ylim(0, 1.22)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _category(axes, runs)
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper center")
+
+
+def _total(curves: list[Curves], name: str) -> float:
+    return float(np.mean([c.column(name).sum() for c in curves]))
+
+
+def _rising(curves: list[Curves], names: tuple[str, ...]) -> float:
+    return float(np.mean([sum(c.column(name)[1:] for name in names) > 0 for c in curves]))
+
+
+def _category(axes: Axes, runs: _Runs) -> None:
+    axes.set_xticks(np.arange(len(runs)), [f"{n:,}" for n in runs])
+
+
+def _cycle(count: int) -> list[str]:
+    return [_COLORS[i % len(_COLORS)] for i in range(count)]

@@ -1,4 +1,4 @@
-"""`brorl rollouts`: recorded rollouts, selected, printed and exported."""
+"""Functions of `brorl rollouts`: select, print and export recorded rollouts."""
 
 from __future__ import annotations
 
@@ -13,42 +13,39 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout_log import Moment, filter_rows, moments, one_line, printable, read_groups, read_rollouts
 
-Row = Mapping[str, Any]  # of schema.GROUPS or schema.ROLLOUTS
+Row = Mapping[str, Any]  # of rollout_log.GROUPS or ROLLOUTS
 EXPORTS = (".jsonl", ".parquet")
-_COLOURS = {"right": "green", "wrong": "red", "mixed": "yellow", "lost": "magenta"}
-_ANSWERS = 20  # distinct ones that are listed
-_MOST = 100  # characters of an answer
+_MAX_ANSWERS = 20  # listed for a prompt
+_MAX_CHARS = 100  # characters of an answer or a prompt in a table
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Conditions that rollouts must meet; none by default."""
+    """Conditions that rollouts must meet. The defaults select all rollouts."""
 
     prompt: str | None = None  # the id of one prompt
     mixed: bool = False  # only prompts with right and wrong responses
-    right: bool = False  # only right responses; with `wrong` too, both
+    right: bool = False  # only right responses; `right` and `wrong` together select both
     wrong: bool = False
-    contains: str = ""  # in a response's text, in any case
+    contains: str = ""  # text that a response must contain, ignoring case
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Groups and rollouts of one moment, or those of them that pass a filter."""
+    """Groups and rollouts of one moment, possibly filtered."""
 
     moment: Moment
-    groups: pa.Table  # schema.GROUPS
-    rollouts: pa.Table  # schema.ROLLOUTS
+    groups: pa.Table  # rollout_log.GROUPS
+    rollouts: pa.Table  # rollout_log.ROLLOUTS
 
     def filtered(self, by: Filters) -> Recorded:
-        """Return the groups and rollouts that pass. A filter of responses removes groups without any."""
-        groups, rollouts = self.groups, self.rollouts
+        """Return the groups and rollouts that pass. A filter of responses removes groups without a passing response."""
+        groups = self.groups
+        rollouts = self.rollouts
         if by.prompt is not None:
             groups = filter_rows(groups, "prompt_id", [by.prompt])
         if by.mixed:
@@ -73,7 +70,7 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
     there = moments(folder)
     found = [m for m in there if kind in ("", m.kind) and number in (None, m.number)]
     if not found:
-        raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} there; there are {listed(there)}")
+        raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} is recorded; try {listed(there)}")
     if prompt is None or number is not None:
         return Recorded(found[-1], read_groups(folder, found[-1]), read_rollouts(folder, found[-1]))
     ids: dict[str, None] = {}
@@ -83,8 +80,8 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
         if len(own) and pc.max(own["recorded"]).as_py():
             return Recorded(moment, groups, read_rollouts(folder, moment))
         ids |= dict.fromkeys(groups.filter(pc.greater(groups["recorded"], 0))["prompt_id"].to_pylist())
-    near = difflib.get_close_matches(prompt, ids, 1, 0) or ["none at all"]
-    raise UserError(f"{folder}: nothing is recorded of prompt {prompt!r}; the nearest id is {near[0]}")
+    near = difflib.get_close_matches(prompt, ids, 1, 0) or ["unknown"]
+    raise UserError(f"{folder}: no rollout of prompt {prompt!r} is recorded; the most similar id is {near[0]}")
 
 
 def listed(there: Sequence[Moment]) -> str:
@@ -100,12 +97,12 @@ def listed(there: Sequence[Moment]) -> str:
 
 
 def export(recorded: Recorded, path: Path) -> int:
-    """Write the rollouts, each with its prompt, by the ending of the path; return how many. Whole or not at all.
+    """Write the rollouts, each with its prompt, as .jsonl or .parquet, atomically. Return their number.
 
     Raises UserError for another ending, where there is nothing to write and where the file cannot be written.
     """
     if path.suffix not in EXPORTS:
-        raise UserError(f"{path}: can be exported as {', '.join(EXPORTS)}; give the file one of these endings")
+        raise UserError(f"{path}: unknown format; use one of the endings {', '.join(EXPORTS)}")
     table = _joined(recorded)
     if not len(table):
         raise UserError(f"{path}: nothing to export: no recorded rollout of {recorded.moment} passes the filters")
@@ -124,8 +121,9 @@ def export(recorded: Recorded, path: Path) -> int:
 
 
 def _joined(recorded: Recorded) -> pa.Table:
-    """Return schema.ROLLOUTS with the moment in front, and with verifier, prompt and reference."""
-    rollouts, moment = recorded.rollouts, recorded.moment
+    """Return the rollouts with columns for the moment, the verifier, the prompt and the reference."""
+    rollouts = recorded.rollouts
+    moment = recorded.moment
     rows = {g["group"]: g for g in recorded.groups.to_pylist()}
     for name in ("reference", "prompt", "verifier"):
         column = pa.array([rows[g][name] for g in rollouts["group"].to_pylist()], pa.string())
@@ -135,115 +133,76 @@ def _joined(recorded: Recorded) -> pa.Table:
     return rollouts.add_column(0, "kind", pa.array([moment.kind] * count, pa.string()))
 
 
-class Page:
-    """Print to a terminal with colours and columns; to anything else as plain text with whole lines."""
-
-    def __init__(self, console: Console | None) -> None:
-        self._console = console  # None: plain text
-
-    def line(self, text: str, word: str = "") -> None:
-        """Print lines; word: right, wrong or mixed, which gives the colour."""
-        if self._console:
-            self._console.print(Text(text, style=_COLOURS.get(word, "")))
-        else:
-            print(text)
-
-    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str]) -> None:
-        """Print rows below their head; words: of each row, as in `line`. The last column may be of any length."""
-        if not self._console:
-            widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-            for row in (head, *rows):
-                print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-            return
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", expand=False)
-        for name in head[:-1]:
-            table.add_column(name, no_wrap=True, justify="left")
-        table.add_column(head[-1], no_wrap=True, overflow="ellipsis")
-        for row, word in zip(rows, words, strict=True):
-            style = _COLOURS.get(word, "")
-            table.add_row(*(Text(cell, style=style if i == 0 else "") for i, cell in enumerate(row)))
-        self._console.print(table)
-
-    def beside(self, titles: Sequence[str], texts: Sequence[str], words: Sequence[str]) -> None:
-        """Print texts next to one another, or below one another as plain text."""
-        if not self._console:
-            for title, text in zip(titles, texts, strict=True):
-                print(f"\n--- {title}\n{text}")
-            return
-        table = Table(expand=True, show_lines=False)
-        for title, word in zip(titles, words, strict=True):
-            table.add_column(Text(title, style=_COLOURS.get(word, "")), ratio=1, overflow="fold")
-        table.add_row(*(Text(text) for text in texts))
-        self._console.print(table)
-
-
-def prompt_list(page: Page, recorded: Recorded, whole: Recorded, limit: int) -> None:
-    """Print the prompts, the hardest first. whole: `recorded` before filters. limit: lines at most, 0 for all."""
+def print_prompts(recorded: Recorded, unfiltered: Recorded, limit: int) -> None:
+    """Print the prompts, hardest first. limit: maximum number of prompts, 0 for all."""
     groups = sorted(recorded.groups.to_pylist(), key=lambda g: (g["right"] / (g["rollouts"] or 1), g["group"]))
     shown = groups[:limit] if limit else groups
-    step = recorded.moment.kind == "step"
+    is_step = recorded.moment.kind == "step"
     rows = [
         (
             f"{g['right']}/{g['rollouts']}",
             str(g["distinct"]),
             "" if g["tokens"] is None else f"{g['tokens']:.0f}",
-            *(["yes" if g["trained"] else "no"] if step else []),
+            *(["yes" if g["trained"] else "no"] if is_step else []),
             one_line(g["prompt_id"]),
-            one_line(g["prompt"], 200) if g["prompt"] is not None else "(not recorded)",
+            one_line(g["prompt"], _MAX_CHARS) if g["prompt"] is not None else "(not recorded)",
         )
         for g in shown
     ]
-    head = ("right", "answers", "tokens", *(["trained"] if step else []), "id", "prompt")
     if rows:
-        page.table(head, rows, [g["outcome"] for g in shown])
+        _print_table(("right", "answers", "tokens", *(["trained"] if is_step else []), "id", "prompt"), rows)
     if len(shown) < len(groups):
-        page.line(f"{len(groups) - len(shown)} more: --limit 0 shows all")
+        print(f"{len(groups) - len(shown)} more: --limit 0 shows all")
     sampled, right = (sum(g[key] for g in groups) for key in ("rollouts", "right"))
     share = f", {100 * right / sampled:.1f}% of their {sampled} rollouts right" if sampled else ""
-    total = f"{recorded.moment}: {len(groups)} of {len(whole.groups)} prompts{share}"
-    page.line(f"{total}; {len(recorded.rollouts)} rollouts to read")
+    total = f"{recorded.moment}: {len(groups)} of {len(unfiltered.groups)} prompts{share}"
+    print(f"{total}; {len(recorded.rollouts)} recorded rollouts")
 
 
-def one_prompt(page: Page, moment: object, group: Row, rollouts: list[Row]) -> None:
-    """Print a group: its prompt, the distinct answers with counts, a right and a wrong response side by side."""
+def print_prompt(moment: object, group: Row, rollouts: list[Row]) -> None:
+    """Print a group: its prompt, its distinct answers with counts, and a right and a wrong response."""
     count = f"right {group['right']} of {group['rollouts']}, {group['distinct']} distinct answers"
-    page.line(f"{moment}, prompt {one_line(group['prompt_id'])} ({group['verifier']}): {count}", group["outcome"])
-    page.line(f"\n{printable(group['prompt'] or '(not recorded)')}\n")
+    print(f"{moment}, prompt {one_line(group['prompt_id'])} ({group['verifier']}): {count}")
+    print(f"\n{printable(group['prompt'] or '(not recorded)')}\n")
     if group["reference"] is not None:
-        page.line(f"reference answer: {one_line(group['reference'])}\n")
+        print(f"reference answer: {one_line(group['reference'])}\n")
     if not rollouts:
-        page.line("no rollout of it is recorded, or passes the filters")
+        print("none of its rollouts is recorded and passes the filters")
         return
     if len(rollouts) < group["rollouts"]:
-        page.line(f"{len(rollouts)} of its {group['rollouts']} rollouts are recorded and pass the filters:")
+        print(f"{len(rollouts)} of its {group['rollouts']} rollouts are recorded and pass the filters:")
 
     counts = Counter(r["answer"] for r in rollouts)
     right = Counter(r["answer"] for r in rollouts if r["right"])
-    rows, words = [], []
-    for answer, number in counts.most_common(_ANSWERS):
-        # A verifier may look at more than the answer, so that equal answers can be right and wrong.
-        words.append("right" if right[answer] == number else "mixed" if right[answer] else "wrong")
-        verdict = f"{right[answer]} right" if words[-1] == "mixed" else words[-1]
-        rows.append((str(number), verdict, "(no answer)" if answer is None else one_line(answer, _MOST)))
-    page.table(("rollouts", "verdict", "answer"), rows, words)
-    if len(counts) > _ANSWERS:
+    rows = []
+    for answer, number in counts.most_common(_MAX_ANSWERS):
+        # A verifier may score more than the answer, so equal answers can be right and wrong.
+        mixed = 0 < right[answer] < number
+        score = f"{right[answer]} right" if mixed else "right" if right[answer] else "wrong"
+        rows.append((str(number), score, "(no answer)" if answer is None else one_line(answer, _MAX_CHARS)))
+    _print_table(("rollouts", "score", "answer"), rows)
+    if len(counts) > _MAX_ANSWERS:
         rest = len(rollouts) - sum(int(row[0]) for row in rows)
-        page.line(f"{len(counts) - _ANSWERS} more answers, of {rest} rollouts")
+        print(f"{len(counts) - _MAX_ANSWERS} more answers in {rest} rollouts")
 
-    firsts = [next((r for r in rollouts if r["right"] is is_right), None) for is_right in (True, False)]
-    pair = [r for r in firsts if r]
-    page.beside([_title(r) for r in pair], [printable(r["text"]) for r in pair], [_word(r) for r in pair])
+    for is_right in (True, False):
+        first = next((r for r in rollouts if r["right"] is is_right), None)
+        if first:
+            print(f"\n--- {_title(first)}\n{printable(first['text'])}")
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _title(r: Row) -> str:
-    parts = [f"{_word(r)} (reward {r['reward']:.3g})", f"sibling {r['sibling']}", f"{r['tokens']} tokens"]
+    word = "right" if r["right"] else "wrong"
+    parts = [f"{word} (reward {r['reward']:.3g})", f"sibling {r['sibling']}", f"{r['tokens']} tokens"]
     parts.append("cut off" if r["finish"] == "length" else "ended by itself")
     if r["advantage"] is not None:
         parts.append(f"advantage {r['advantage']:+.2f}")
-    if r["reason"] not in (None, "", _word(r), "cut off"):
+    if r["reason"] not in (None, "", word, "cut off"):
         parts.append(one_line(r["reason"]))
     return ", ".join([*parts, *(f"{one_line(name)} {value:.3g}" for name, value in r["parts"] or [])])
-
-
-def _word(r: Row) -> str:
-    return "right" if r["right"] else "wrong"

@@ -1,8 +1,8 @@
-r"""Normalise the text of answers, and read plain numbers exactly.
+r"""Normalise the text of answers, and parse plain numbers exactly.
 
-A plain number is an integer, decimal, fraction, mixed fraction, percentage or power of ten, with an optional unit:
-`1,234`, `$1234`, `\boxed{1234.0}`, `1.234 \times 10^3`, `x = 1234` and `1234 apples` are one number; `1/3` and `0.333`
-are two. Units are compared as text and never converted. Every function takes time linear in the text.
+A plain number is an integer, decimal, fraction, mixed fraction, percentage or power of ten, with an optional unit.
+`1,234`, `$1234`, `\boxed{1234.0}`, `1.234 \times 10^3`, `x = 1234` and `1234 apples` are the same number. `1/3` and
+`0.333` differ. Units are compared as text and never converted. All functions take time linear in the text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
-THIN = "\u2009"  # stands for every space that may separate groups of digits
+THIN = "\u2009"  # represents every kind of space that can separate groups of digits
 
 _SYMBOLS_OF_LATEX = "\u00d7times ·cdot ⋅cdot πpi ∞infty ≤le ≥ge ≠ne ≈approx \u222acup ∩cap ∈in ∅emptyset ±pm √sqrt"
 _CHARACTERS = {
@@ -25,7 +25,7 @@ _CHARACTERS = {
 }
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
 
-# LaTeX that prints nothing, or the same as other LaTeX.
+# LaTeX that prints nothing, and LaTeX that prints the same as another command.
 _INVISIBLE = r"\left \right \displaystyle \textstyle \limits \bigl \bigr \big \Big \!"
 _EQUIVALENT = r"""
 \dfrac=\frac \tfrac=\frac \cfrac=\frac \leq=\le \leqslant=\le \geq=\ge \geqslant=\ge \neq=\ne \lt=< \gt=> \vee=\lor
@@ -43,12 +43,12 @@ _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
 _FONT = r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|emph|boxed|fbox|boldsymbol|bm)\s*"
 _WRAPPED = re.compile(_FONT + r"\{((?:[^{}]|\{[^{}]*\})*)\}")
 _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|`")
-_BOLD = re.compile(r"(?<![\w)*])\*\*(?=\S)([^*]*)(?<=\S)\*\*(?![\w(*])")  # A power has a number on both sides.
+_BOLD = re.compile(r"(?<![\w)*])\*\*(?=\S)([^*]*)(?<=\S)\*\*(?![\w(*])")  # not 2**3, where ** is a power
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _LEADING = " \t\r\n\u2009:*_"
 _TRAILING = _LEADING + ".,;"
 
-MAX_NUMBER_CHARS = 200  # A longer text is not a plain number.
+MAX_NUMBER_CHARS = 200  # longer texts are not parsed as plain numbers
 _MAX_EXPONENT = 1000
 _DECIMAL = rf"(?:(?:\d{{1,3}}(?:,\d{{3}})+|\d{{1,3}}(?:{THIN}\d{{3}})+|\d+)(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
@@ -62,7 +62,7 @@ _NUMBER = re.compile(
     )""",
     re.VERBOSE,
 )
-# The name of a value: a letter with its index and arguments, a line AB, a Greek letter, or words.
+# The name before "=": words, or a letter such as x, AB or \theta with an optional index and arguments.
 _GREEK = "alpha|beta|gamma|delta|theta|phi|lambda|mu|rho|sigma|tau|omega"
 NAME = (
     r"(?:(?!(?:sin|cos|tan|log|exp|sqrt|not)\b)[A-Za-z']{3,}(?: +[A-Za-z']+){0,7}|[A-Z]{1,3}|[a-z]"
@@ -81,7 +81,7 @@ _AFTER = re.compile(
 )
 _WORD = r"(?:[A-Za-z]{3,}|a|an|of|in|on|at|by|per|is|it|he|up)(?:'s|s'|-[A-Za-z]+)?"
 _FEW_WORDS = re.compile(rf"{_WORD}(?:[ ,]+{_WORD}){{0,9}}[ ,]*")
-# Words that change a number: another number, an operation, or a change of mind.
+# Words that change the number before them: another number, an operation, or a correction.
 CHANGES_NUMBER = re.compile(
     r"\b(?:or|and|not|but|plus|minus|divided|multiplied|squared|cubed|factorial|root|power|modulo|mod|half|halves|"
     r"thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|percent|"
@@ -92,7 +92,7 @@ CHANGES_NUMBER = re.compile(
 )
 
 Unit = dict[str, int]  # symbol -> power
-# Each symbol with its other names, without the s of a plural.
+# Each symbol is followed by its other names, in the singular.
 _UNITS = r"""
 mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|nm nanometer nanometre
 in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram gramme|kg kilogram kilogramme|lb pound|oz ounce
@@ -118,11 +118,11 @@ _NO_UNITS = ("unit", "units", "square unit", "square units", "cubic units", "sq 
 
 
 class PlainNumber(NamedTuple):
-    """A number with what can change its value."""
+    """A number with its percent sign, unit and name."""
 
     value: Fraction  # 10 for "10%"
     percent: bool = False
-    unit: Unit | None = None  # None: there is none, or the words are not a unit
+    unit: Unit | None = None  # None: no unit is given, or the words after the number are not a unit
     name: str = ""  # x in "x = 10"
 
     def equals(self, other: PlainNumber) -> bool:
@@ -138,7 +138,7 @@ class PlainNumber(NamedTuple):
 
 
 def ascii_text(text: str) -> str:
-    """Write Unicode digits, signs, spaces and fractions as ASCII or LaTeX. Other characters stay."""
+    """Replace Unicode digits, signs, spaces and fractions by ASCII or LaTeX. Other characters are kept."""
     if text.isascii():
         return text
     text = _SUPERSCRIPT.sub(lambda m: "^{" + unicodedata.normalize("NFKC", m[0]).replace("\u2212", "-") + "}", text)
@@ -151,49 +151,49 @@ def _character(c: str) -> str:
         return _CHARACTERS[c]
     if category == "Nd":
         return str(unicodedata.decimal(c))
-    if category in ("Zs", "Cf"):  # Cf: zero width, or the direction of writing
+    if category in ("Zs", "Cf"):  # spaces; invisible characters
         return THIN if category == "Zs" else ""
     plain = unicodedata.normalize("NFKC", c).replace("\u2044", "/")  # full-width ASCII and fractions
     return f" {plain}" if "/" in plain else plain
 
 
 def commands(text: str) -> str:
-    """Write LaTeX commands with the same meaning in the same way."""
+    """Replace equivalent LaTeX commands by one spelling."""
     return _COMMAND.sub(lambda command: _SYNONYMS.get(command[0], command[0]), _DEGREE.sub("°", text))
 
 
 def tidy(text: str) -> str:
     """Remove fonts, boxes, delimiters of mathematics, Markdown, and punctuation at both ends."""
-    # An even number of dollar signs delimits mathematics. A single one is money.
+    # Dollar signs in pairs delimit mathematics. A single one is money.
     text = ascii_text(text)
     if len(_DOLLAR.findall(text)) % 2 == 0:
         text = _DOLLAR.sub("", text)
     text = _BOLD.sub(r"\1", _DELIMITERS.sub("", text))
     if "\\" in text or "~" in text:
         text = commands(text)
-        for _ in range(3):  # a font in a font in a box
+        for _ in range(3):  # Fonts and boxes may be nested.
             text = _WRAPPED.sub(r" \1 ", text)
         text = text.replace("\\$", "$")
     return text.lstrip(_LEADING).rstrip(_TRAILING)
 
 
 def plain_text(text: str) -> str:
-    """Return `tidy` for comparison as text: white space only between words, as single spaces."""
+    """Return a text for comparison: tidied, with single spaces between words and no other white space."""
     return re.sub(r"(?<!\w) | (?!\w)", "", " ".join(tidy(text).split()))
 
 
 def quote(text: str) -> str:
-    """Return the beginning of an answer on one line, for a message."""
+    """Return up to 40 characters of an answer on one line, for a message."""
     text = " ".join(text.split())
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def plain_number(text: str) -> PlainNumber | None:
-    """Return the number that a text is, or None for anything else, such as an expression or two numbers."""
+    """Parse a text that is one number. Return None for any other text, such as an expression or two numbers."""
     if len(text) > MAX_NUMBER_CHARS:
         return None
     text = tidy(text)
-    if text.startswith("(") and text.endswith(")") and "," not in text:  # (1,234) may be a pair
+    if text.startswith("(") and text.endswith(")") and "," not in text:  # (1,234) can be a pair
         text = text[1:-1].strip()
 
     lead = _LEAD.match(text)
@@ -206,7 +206,7 @@ def plain_number(text: str) -> PlainNumber | None:
     if value is None or after is None or not _is_unit_or_words(rest):
         return None
 
-    # Money before the number is a unit too.
+    # A currency sign before the number is also a unit.
     measured = unit(rest)
     if number["money"]:
         measured = {number["money"][-1]: 1, **(measured or {})}
@@ -217,17 +217,20 @@ def plain_number(text: str) -> PlainNumber | None:
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
-    """Return the value of a match without its sign."""
-    # A period is divided by as many nines, behind the digits before it.
+    """Return the absolute value of a match of _NUMBER, or None if it has none."""
+    # A repeating decimal: 0.1(6) = 0.1 + 6/90.
     if number["period"]:
-        fixed, period = number["fixed"], number["period"]
+        fixed = number["fixed"]
+        period = number["period"]
         shift = 10 ** len(fixed.partition(".")[2])
         return _fraction(f"0{fixed}0") + Fraction(int(period), (10 ** len(period) - 1) * shift)
 
-    # A mixed fraction has a whole number before a proper fraction.
-    top, bottom = number["top"] or number["top2"], number["bottom"] or number["bottom2"]
+    # In a mixed fraction, a proper fraction follows the whole number.
+    top = number["top"] or number["top2"]
+    bottom = number["bottom"] or number["bottom2"]
     if top:
-        whole, divisor = number["whole"] or number["whole2"], _fraction(bottom)
+        whole = number["whole"] or number["whole2"]
+        divisor = _fraction(bottom)
         part = _fraction(top) / divisor if divisor else None
         if whole is None or part is None:
             return part
@@ -243,7 +246,7 @@ def _fraction(digits: str) -> Fraction:
 
 def _is_unit_or_words(text: str) -> bool:
     """Return whether the text after a number is empty, a unit, or words that do not change the number."""
-    # A unit may follow without a space, `12cm`. Other words and single letters may not, `12x`.
+    # A unit may follow directly, as in `12cm`. Other words, and single letters as in `12x`, may not.
     if not text.strip():
         return True
     if re.match(r"[A-Za-z](?![A-Za-z])", text):
@@ -257,9 +260,12 @@ def only_words(text: str) -> bool:
 
 
 def unit(text: str) -> Unit | None:
-    """Return the unit that a tidied text is, or None."""
+    """Parse a tidied text that is a unit, such as `m/s^2`. Return None for any other text."""
     powers: Counter[str] = Counter()
-    sign, factor, at, last = 1, 1, 0, ""
+    sign = 1
+    factor = 1
+    at = 0
+    last = ""
     text = text.strip()
     for token in _UNIT_WORD.finditer(text):
         word = token["word"]
@@ -282,7 +288,7 @@ def unit(text: str) -> Unit | None:
 
 
 def without_unit(text: str) -> tuple[str, Unit | None]:
-    r"""Remove the words, or the unit, from the end of `6\pi \text{ cm}^2`. The unit is None for other words."""
+    r"""Split `6\pi \text{ cm}^2` into the expression and its unit. Remove other words at the end."""
     match = _LAST_WORDS.search(text)
     if not match:
         return text, None
@@ -294,7 +300,7 @@ def without_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _symbol(word: str) -> str:
-    """Return the symbol of one unit, or "". Case matters in symbols, not in names."""
+    """Return the symbol of one unit, or "". Symbols are case-sensitive, names are not."""
     name = word.lower()
     if word in _SYMBOLS or len(name) < 3:
         return _SYMBOLS.get(word, "")
@@ -302,10 +308,10 @@ def _symbol(word: str) -> str:
 
 
 def units_clash(a: Unit | None, b: Unit | None) -> bool:
-    """Return whether both are units and neither is a part of the other, as `dollars` is of `dollars per day`."""
+    """Return whether both are units and neither contains the other, as `dollars per day` contains `dollars`."""
     return a is not None and b is not None and not (a.items() <= b.items() or b.items() <= a.items())
 
 
 def names_clash(a: str, b: str) -> bool:
-    """Return whether two names are different variables. Words and capitals are labels: `S = 3` may answer `x = 3`."""
+    """Return whether two names are different variables. Words and capitals are labels: `S = 3` matches `x = 3`."""
     return a != b and bool(_VARIABLE.fullmatch(a) and _VARIABLE.fullmatch(b))

@@ -1,4 +1,4 @@
-"""Reward functions of the user. Their parameters are the text of the response and the data row.
+"""Reward functions that users write. Their parameters are the text of the response and the data row.
 
 A function that a configuration names, "my_rewards.py:score" (a file) or "package.module:score" (an importable module),
 is imported in worker processes only. A function that a Python program passes is called in this process, without limits
@@ -24,7 +24,7 @@ from megatron_brorl.rewards.extract import full
 from megatron_brorl.rewards.verifier import Entry, VerifierRow
 from megatron_brorl.rewards.worker_process import WorkerLostError, call_in_worker
 
-IN_PROCESS = "this_process:reward"  # the verifier of rows that a program's own function judges
+IN_PROCESS = "this_process:reward"  # the verifier of rows that a program's own function scores
 RewardFunction = Callable[[str, VerifierRow], Any]  # returns anything that rewards.verifier accepts
 
 _NAME = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
@@ -49,7 +49,7 @@ def entry(name: str) -> Entry:
 def validate(name: str) -> tuple[str, bool]:
     """Check a function in a worker process. Return the hash of its file, and whether it has a true attribute `pure`.
 
-    Equal answers to a row have equal scores if it is pure. Raises UserError if the function cannot be used.
+    A pure function gives equal answers to a row equal scores. Raises UserError if the function cannot be used.
     """
     try:
         error, sha256, pure = call_in_worker("megatron_brorl.rewards.custom:inspected", name)
@@ -61,7 +61,7 @@ def validate(name: str) -> tuple[str, bool]:
 
 
 def inspected(name: str) -> tuple[str, str, bool]:
-    """Return an error message and the values of `validate`, found in this process."""
+    """Check a function in this process. Return an error message, or "" and the values of `validate`."""
     try:
         function, module = _import(name)
         check_parameters(function, f"verifier {name}")
@@ -76,7 +76,7 @@ def inspected(name: str) -> tuple[str, str, bool]:
 def check_parameters(function: Callable[..., Any], what: str) -> None:
     """Raise UserError, naming `what`, unless the function can be called with a response and a row.
 
-    Many reward functions of TRL could also be called with two arguments, and would judge nonsense.
+    Many reward functions of TRL also accept two arguments, but expect other values in them.
     """
     try:
         signature = inspect.signature(function)
@@ -122,7 +122,7 @@ def _import(name: str) -> tuple[Callable[..., Any], ModuleType]:
 
 
 def _module_of(path: Path) -> ModuleType:
-    """Import a file, which may import its neighbours."""
+    """Import a file, which may import other files of its folder."""
     key = f"custom_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if key not in sys.modules:
         module = ModuleType(key)

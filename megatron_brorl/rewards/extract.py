@@ -1,16 +1,18 @@
-r"""Find the answer in a response. A verifier chooses one of these functions or brings its own (verifier.Entry.find).
+r"""Find the answer in a response.
 
-full        the whole text
-answer_tag  the content of the last <answer>...</answer>
-boxed       the content of the only \boxed{...}
+reward.extract selects one of three functions, or the verifier's own function (verifier.Entry.find):
 
-Verifiers that compare an answer with a reference search the text after the last </think>, or the whole response without
-such a tag (`places`). The answer is in the first of these forms that occurs in the text:
+    full        the whole text
+    answer_tag  the content of the last <answer>...</answer>
+    boxed       the content of the only \boxed{...}
+
+Verifiers that compare an answer with a reference use `final_answer`. It searches the text after the last </think>, or
+the whole response if there is no such tag. The answer is in the first of these forms that occurs in the text:
 
     <answer>42</answer>    \boxed{42} or \fbox{42}    #### 42    The answer is 42. / Answer: 42
 
-If a form occurs several times, all occurrences must give the same answer. Otherwise the response has no answer, because
-a policy would learn to list guesses. The last number of a response is not an answer unless it has one of these forms.
+If a form occurs several times, all occurrences must give the same answer. If they differ, the response has no
+answer, so that a policy cannot learn to list guesses. A number at the end of a response is not an answer by itself.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from typing import Literal, NamedTuple
 from megatron_brorl.rewards.answer_text import CHANGES_NUMBER, plain_text, quote
 from megatron_brorl.rewards.verifier import Find
 
-Same = Callable[[str, str], bool]  # whether two texts say the same answer
-Counts = Callable[[str], bool]  # whether a text can be an answer of the kind that is looked for
+Same = Callable[[str, str], bool]  # whether two texts are the same answer
+Predicate = Callable[[str], bool]
 
-_MAX_RESPONSE = 1 << 20  # Characters. `extract` does not search longer responses.
+_MAX_RESPONSE = 1 << 20  # characters; longer responses are not searched
 _TAG = re.compile(r"<answer>((?:(?!<answer>|</answer>).)*)</answer>", re.DOTALL)
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s{0,4}\{)|\\.|[{}]", re.DOTALL)
 
-# GSM8K ends its solutions with four hashes. "#### 2. Next" is a heading of Markdown.
+# GSM8K ends its solutions with "#### 42". The pattern excludes Markdown headings such as "#### 2. Next".
 _HASHES = re.compile(
     r"(?<!#)####:?[ \t]{0,8}([*_`]{0,3})(?!\d+[.):][ \t]+\S)"
     r"((?:[a-zA-Z]?[ \t]?=[ \t]?)?[-+$€£\\(]{0,4}\.?\d[^\n]*|\(?[A-J]\)?(?=[*_`.]{0,4}\s*(?:\n|$)))"
@@ -47,7 +49,7 @@ _MAX_SPELLINGS = 8
 _SAYS = re.compile(
     r"\banswer\b(?:[*_]{0,2}\s?[*_]{0,2}(?:is|are|=|:)(?![A-Za-z])| (?:to|for) [^.:\n]{1,80}? is\b)", re.IGNORECASE
 )
-# A displayed formula, or a sentence to its end or the end of the line.
+# A displayed formula, or the rest of the sentence or line.
 _SENTENCE = re.compile(
     r"\\\[(.*?)(?:\\\]|\Z)|\$\$(.*?)(?:\$\$|\Z)|(.*?)(?:[.!?](?=[*_)\"']{0,3}(?:\s|\Z))|\n|\Z)", re.DOTALL
 )
@@ -55,27 +57,27 @@ _LEADS_ON = re.compile(r"\W*(?:(?:the|my|our|so|thus|hence|therefore|final|corre
 
 
 class Found(NamedTuple):
-    """The answer in a response, or the reason why there is none."""
+    """The answer in a response, or the reason why it has none."""
 
     answer: str | None
     why: str = ""
 
 
 def after_thought(response: str) -> str:
-    """Return what follows the last </think>, or the whole response."""
+    """Return the text after the last </think>, or the whole response without such a tag."""
     return response.rpartition("</think>")[2]
 
 
 def tags(text: str) -> list[str]:
-    """Return the contents of <answer>...</answer>."""
+    """Return the contents of all <answer>...</answer>."""
     return _TAG.findall(text) if "</answer>" in text else []
 
 
 def boxes(text: str) -> list[str]:
-    r"""Return the contents of \boxed{...} and \fbox{...} that are closed and not in another closed box."""
+    r"""Return the contents of all closed \boxed{...} and \fbox{...} that are not inside another closed box."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return []
-    open_braces: list[int] = []  # where the content of a box starts; -1 for another brace
+    open_braces: list[int] = []  # start of the content for a box, -1 for any other brace
     spans: list[tuple[int, int]] = []
     for token in _BRACES.finditer(text):
         if token["box"]:
@@ -114,7 +116,7 @@ FINDERS: Mapping[Literal["full", "answer_tag", "boxed"], Find] = {
 
 
 def extract(text: str, find: Find, max_chars: int) -> Found:
-    """Return the answer that `find` finds, without white space at its ends, if it has at most max_chars."""
+    """Return the stripped answer that `find` finds, or the reason why it does not count."""
     if len(text) > _MAX_RESPONSE:
         return Found(None, f"the response has more than {_MAX_RESPONSE} characters")
     answer = find(text)
@@ -126,8 +128,8 @@ def extract(text: str, find: Find, max_chars: int) -> Found:
     return Found(answer)
 
 
-def code(answer: str | None) -> int:
-    """Return a hash of an answer below 2**52, which float64 tables hold exactly. 0 stands for no answer."""
+def answer_hash(answer: str | None) -> int:
+    """Return a hash below 2**52, which float64 represents exactly, or 0 for no answer."""
     if answer is None:
         return 0
     digest = hashlib.blake2b(answer.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -139,12 +141,12 @@ def same_text(a: str, b: str) -> bool:
     return a.strip() == b.strip() or plain_text(a) == plain_text(b)
 
 
-def final_answer(response: str, same: Same, is_bare: Counts, counts: Counts | None = None) -> str | None:
-    """Return the answer of a response in one of the forms above; None if there are different ones.
+def final_answer(response: str, same: Same, is_bare: Predicate, is_candidate: Predicate | None = None) -> str | None:
+    """Return the answer of a response, or None if it has none or several different ones.
 
-    A response in none of the forms is an answer itself if `is_bare` is true for it.
+    A response without any of the forms above is an answer itself if `is_bare` accepts it.
     """
-    said = places(response, counts)
+    said = places(response, is_candidate)
     if said:
         return None if _disagreement(said, same) else said[-1]
     bare = response.strip()
@@ -152,20 +154,23 @@ def final_answer(response: str, same: Same, is_bare: Counts, counts: Counts | No
 
 
 def is_short_line(text: str) -> bool:
-    """Return whether a response can be a bare answer in words."""
+    """Return whether a response is short enough to be an answer itself."""
     return len(text) <= _MAX_LINE and "\n" not in text
 
 
 def given_answer(text: str, same: Same) -> tuple[str, str]:
-    """Return the answer of a response, or of a text that is only an answer, and why it counts as none, or ""."""
+    """Return the answer of a text, and the reason why it does not count, or "".
+
+    text: a response, or only an answer.
+    """
     said = places(text) or [text.strip()]
     return said[-1], _disagreement(said, same)
 
 
 def _disagreement(said: list[str], same: Same) -> str:
-    """Return a sentence about the first two answers that differ, or "".
+    """Describe the first two answers that differ, or return "".
 
-    Many spellings, or long ones, count as different, because comparing them could take long.
+    More than _MAX_SPELLINGS spellings, or long ones, count as different to bound the time of the comparison.
     """
     first, *others = dict.fromkeys(said)
     for count, other in enumerate(others):
@@ -174,22 +179,22 @@ def _disagreement(said: list[str], same: Same) -> str:
     return ""
 
 
-def places(response: str, counts: Counts | None = None) -> list[str]:
-    """Return the answer in each place of the first form that a response has, in order.
+def places(response: str, is_candidate: Predicate | None = None) -> list[str]:
+    """Return all answers in the first form that occurs in a response, in order.
 
-    Places for which `counts` is false are left out, unless it is false for every place of every form.
+    Answers that `is_candidate` rejects are skipped, unless it rejects every answer in every form.
     """
     text = after_thought(response)
     first: list[str] = []
     for form in (tags, boxes, _hashes, _sentences):
         found = [answer for answer in (part.strip() for part in form(text)) if answer]
         if form is tags:
-            found = [answer for tag in found for answer in places(tag, counts) or [tag]]
+            found = [answer for tag in found for answer in places(tag, is_candidate) or [tag]]
 
-        # Do not call `counts` for each of many spellings, because that could take long.
+        # Skip the filter for many spellings to bound its time.
         spellings = set(found)
-        if counts and len(spellings) <= _MAX_SPELLINGS:
-            spellings = set(filter(counts, spellings))
+        if is_candidate and len(spellings) <= _MAX_SPELLINGS:
+            spellings = set(filter(is_candidate, spellings))
         if spellings:
             return [answer for answer in found if answer in spellings]
         first = first or found
@@ -201,7 +206,7 @@ def _hashes(text: str) -> list[str]:
 
 
 def _without_aside(markup: str, line: str) -> str:
-    """Remove markup, a reason, and words that do not change the number from the text after four hashes."""
+    """Remove Markdown, a reason, and words that do not change the number from the text after "####"."""
     line = _REASON.sub("", _MARKUP.sub("", line) if markup else line)
     last = _TO_LAST_DIGIT.match(line)
     aside = _ASIDE.search(line, last.end() if last else 0)
@@ -209,16 +214,16 @@ def _without_aside(markup: str, line: str) -> str:
 
 
 def _sentences(text: str) -> list[str]:
-    """Return what follows "answer is" and "Answer:", to the end of the sentence, the line or the displayed formula."""
+    """Return the texts after "answer is" and "Answer:", up to the end of the sentence, line or displayed formula."""
     marks = list(_SAYS.finditer(text))
     found = []
     for mark, following in itertools.zip_longest(marks, marks[1:]):
-        # The limit bounds the cost of a thousand such words without an end.
+        # Limit the window, because a response may repeat "answer is" a thousand times without ending a sentence.
         window = text[mark.end() : following.start() if following else None].lstrip(" \t\r\n:*_")[:_MAX_SENTENCE]
         sentence = _SENTENCE.match(window)
         said = sentence[sentence.lastindex or 0] if sentence else ""
 
-        # "Answer: The answer is 42" says it once; "The answer is 41, no, the answer is 42" twice.
+        # "Answer: The answer is 42" has one answer; "The answer is 41, no, the answer is 42" has two.
         if not (following and said == window and _LEADS_ON.fullmatch(said)):
             found.append(said)
     return found

@@ -14,7 +14,7 @@ from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.worker_process import call_in_worker
 from megatron_brorl.types import Prompt, ScoreResult
 
-_ROWS = 8  # rows to look at, for each verifier and each of its tasks
+_ROWS = 8  # rows to check, for each verifier and each of its tasks
 
 Scored = list[tuple[Prompt, ScoreResult]]
 
@@ -49,12 +49,12 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
 
 
 def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: RewardConfig) -> tuple[str, list[str]]:
-    """Have the verifiers judge reference answers as if they had found them in a response.
+    """Score reference answers as if they were the answers of responses.
 
     Returns the rewards in words, and warnings. Raises UserError if a verifier fails on a reference answer, or if a
     verifier that must accept references accepts none of them.
     """
-    # Rows at even distances show all of a file that is sorted by difficulty or source.
+    # Rows at even distances cover a file that is sorted by difficulty or source.
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         if prompt.answer is not None:
@@ -97,14 +97,14 @@ def _refused(judged: Mapping[str, Scored], config: RewardConfig) -> list[str]:
         judged_by = registry.entry(prompt.verifier, "verifier", config)
         what = (
             f"verifier {name!r} gives {score.reward:g} to the reference answer of row {prompt.id}, below "
-            f"reward.correct_at = {config.correct_at:g} ({len(rows)} of {len(judged[name])} rows looked at)"
+            f"reward.correct_at = {config.correct_at:g} ({len(rows)} of {len(judged[name])} rows checked)"
         )
-        # This package's verifiers compare with the reference, so that no other response can do better.
+        # This package's verifiers compare with the reference, so no other response can score higher.
         if judged_by.accepts_reference and prompt.verifier not in accepting:
             raise UserError(f"{what}: no response could be correct; fix the rows, or name another verifier")
         if judged_by.accepts_reference:
             warnings.append(f"{what}: perhaps no response to these rows is correct; check them")
-        # A custom function may ask for more than a reference has, such as a form.
+        # A custom function may demand more than a reference contains, such as tags.
         elif judged_by.foreign:
-            warnings.append(f"{what}: check the verifier, unless a reference answer alone is no whole response")
+            warnings.append(f"{what}: check the verifier, or ignore this if references are not complete responses")
     return warnings

@@ -1,7 +1,7 @@
-"""Verifiers by name: those of this package, and functions of the user.
+"""Verifiers by name: the verifiers of this package, and functions that users write.
 
-A verifier of this package is an entry in ENTRIES. This module imports the parts that find answers and check rows. A
-worker process loads the verifier itself.
+Each verifier of this package has an entry in ENTRIES. This module imports only the code that finds answers and checks
+rows. A worker process loads the verifier itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, i
 ENTRIES: dict[str, Entry] = {
     "choice": Entry(lambda: choice.verify, choice.find, choice.check_row, accepts_reference=True),
     "code": Entry(code.load, code.find, code.check_row, max_chars=1 << 16, executes=True),
-    "exact": Entry(lambda: exact.exact, extract.full, exact.check_row, max_chars=1 << 16, accepts_reference=True),
-    "format": Entry(lambda: format.format_, format.skeleton, format.check_row),
+    "exact": Entry(lambda: exact.verify, extract.full, exact.check_row, max_chars=1 << 16, accepts_reference=True),
+    "format": Entry(lambda: format.verify, format.skeleton, format.check_row),
     "ifeval": Entry(ifeval.load, ifeval.find, ifeval.check_row, max_chars=1 << 16),
     "math": Entry(math.load, math.find, math.check_row, accepts_reference=True),
     "reasoning_gym": Entry(gym.load, extract.answer_tag, gym.check_row, accepts_reference=True),

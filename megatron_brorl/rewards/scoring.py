@@ -25,7 +25,7 @@ from megatron_brorl.types import Prompt, Rollout, ScoreResult, Status
 _RAISED = {
     "error": "verifier {} raised on an answer, which scores 0 (metric verdict_errors)",
     "broken": "verifier {} is broken: it raises on a reference answer too",
-    "invalid": "verifier {} gave no score, so that its answer scores 0",
+    "invalid": "verifier {} returned no valid score, so its answer scores 0",
 }
 
 
@@ -43,16 +43,16 @@ class Scores:
 
     rewards: Tensor  # [B] float32
     right: list[bool]  # whether each counts as correct
-    answers: list[str | None]  # the judged part of each response; None: it has no answer, or was not judged
+    answers: list[str | None]  # the scored part of each response; None: it has no answer, or was not scored
     results: list[ScoreResult]
-    counts: dict[str, int]  # rollouts of each status of ScoreResult, and "length": those that were not judged
-    raised: dict[str, str]  # per verifier that raised or gave no score: what happened, and the first reason
+    counts: dict[str, int]  # rollouts of each status of ScoreResult, and "length": those that were not scored
+    raised: dict[str, str]  # by verifier: what failed, and the first reason
 
 
 class Scorer:
     """Scores the rollouts of one call of the engine as they end; a context manager.
 
-    A thread decodes the texts and finds the answers, so that the engine's thread continues at once.
+    A thread decodes the texts and finds the answers, so that the engine's thread does not wait.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Scorer:
             self._pool.cancel()
 
     def finished(self, request: int, rollout: Rollout) -> None:
-        """Take a rollout of prompts[request] that has ended; rollout.watchdog.Finished, for the engine's thread.
+        """Queue a finished rollout of prompts[request] for scoring. The engine's thread calls this (watchdog.Finished).
 
-        Raises the error of an earlier rollout, so that the engine need not continue.
+        Raises the error of an earlier rollout, so that the engine can stop.
         """
         if self._error:
             raise self._error
@@ -145,7 +145,7 @@ class Scorer:
 
 
 def final_reward(score: ScoreResult, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:
-    """Return the reward of a response that its verifier gave this score, and whether the response counts as correct.
+    """Return the reward of a scored response, and whether the response counts as correct.
 
     A response is correct if its verifier's own reward is at least reward.correct_at. Both are rounded to float32, so
     that 0.7 + 0.2 + 0.1, which is below 1 in float64, passes for 1. A response that rollout.max_tokens cut off is
@@ -155,12 +155,12 @@ def final_reward(score: ScoreResult, cut_off: bool, config: RewardConfig) -> tup
     reward = float(reaches) if config.strict else score.reward
     if not cut_off:
         return reward, reaches
-    # A factor below 1 would raise a negative reward, so that a cut-off response scored better than a wrong one.
+    # A factor below 1 would raise a negative reward. A cut-off response would then score better than a wrong one.
     return min(reward, config.cut_off_factor * reward), reaches and config.cut_off_factor == 1
 
 
 def scores_cut_off(judged_by: Entry, config: RewardConfig) -> bool:
-    """Return whether the reward of a cut-off response can differ from 0, so that its verifier has to judge it."""
+    """Return whether the reward of a cut-off response can differ from 0. If so, its verifier has to score it."""
     return config.cut_off_factor > 0 or (judged_by.foreign and not config.strict)
 
 

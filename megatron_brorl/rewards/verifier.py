@@ -1,12 +1,11 @@
-"""Types of verifiers, and the validation of the scores that they return.
+"""Types of verifiers, and validation of the scores that they return.
 
-A verifier is a function from an answer and its data row to a score: a Score, a number, or a dict with the keys reward,
-reason and parts. A number is any object that converts to one float: bool, int, float, Fraction, Decimal, and the
-scalars and one-element arrays of NumPy and torch. A string is not a number.
+A verifier is a function from an answer and its data row to a score. The score is a Score, a number, or a dict with the
+keys reward, reason and parts. A number is any object that converts to one float: bool, int, float, Fraction, Decimal,
+and scalars and one-element arrays of NumPy and torch. A string is not a number.
 
-A verifier of this package consists of a file with such a function and an entry in registry.py. The entry defines how
-to find the answer in a response and how to check a row. It also lists properties of the verifier, such as whether it
-needs a sandbox.
+Each verifier of this package is a file in verifiers/ and an entry in registry.py. The entry states how to find the
+answer in a response, how to check a data row, and whether the verifier needs a sandbox.
 """
 
 from __future__ import annotations
@@ -19,66 +18,70 @@ from typing import Any, NamedTuple, TypedDict
 
 
 class VerifierRow(TypedDict):
-    """The data row that a response answers, as a verifier sees it."""
+    """The data row of a prompt, as a verifier receives it."""
 
     id: str
-    prompt: str  # as the model got it
+    prompt: str  # the text that the model received
     answer: str | None  # the reference answer, if the row has one
     metadata: Mapping[str, Any]
 
 
-MOST_REWARD = 1e30  # The limit of every number of a configuration; float32, in which rewards are carried, has more.
+MOST_REWARD = 1e30  # Also the limit of configuration values. Rewards are stored as float32.
 MOST_REASON = 300  # characters
 MOST_PARTS = 16
 _MOST_NAME = 64  # characters of a part's name
 
 
 class Score(NamedTuple):
-    """The score of an answer, as a verifier returns it."""
+    """The score of an answer."""
 
-    reward: float  # at most MOST_REWARD in size; correct from reward.correct_at on
-    reason: str = ""  # why the reward is not 1, for a person
+    reward: float  # absolute value at most MOST_REWARD; the answer is correct if reward >= reward.correct_at
+    reason: str = ""  # explains a reward below 1 to a person
     parts: Mapping[str, float] = MappingProxyType({})  # components of the reward, by name
 
 
 Verifier = Callable[[str, VerifierRow], Score]
-Find = Callable[[str], str | None]  # a response's text -> the answer in it; None: it has none
+Find = Callable[[str], str | None]  # maps a response to the answer in it, or None
 
 
 @dataclass(frozen=True)
 class Entry:
     """Properties of a verifier that are known without loading it."""
 
-    load: Callable[[], Verifier]  # called in a worker process, which imports the libraries
-    find: Find  # called in the trainer: linear in the text, executes nothing
-    check_row: Callable[[VerifierRow, str], None]  # raises UserError naming `where` (file:row) and what is missing
-    max_chars: int = 4096  # a longer answer scores 0 unseen
-    executes: bool = False  # It runs programs of the model, which needs a sandbox or reward.unsandboxed.
+    load: Callable[[], Verifier]  # called in a worker process; imports heavy libraries
+    find: Find  # called in the trainer; must take linear time and execute nothing
+    check_row: Callable[[VerifierRow, str], None]  # raises UserError that names `where` (file:row)
+    max_chars: int = 4096  # a longer answer scores 0 without a call of the verifier
+    executes: bool = False  # It runs programs of the model, in a sandbox unless reward.unsandboxed.
     accepts_reference: bool = False  # It accepts the reference answer of every correct row.
     foreign: bool = False  # A custom function: rewards may be negative, and a reference may not be a whole response.
 
 
 class NoScore(Exception):
-    """The returned value is not a score; the message says why."""
+    """Raised for a returned value that is not a score."""
 
 
 class Judge:
-    """A verifier as an object of a worker process, which answers calls with [status, reward, reason, parts]."""
+    """A verifier in a worker process. A call returns [status, reward, reason, parts]."""
 
     def __init__(self, verifier: Callable[[str, VerifierRow], Any]) -> None:
         self._verifier = verifier
 
     def __call__(self, answer: str, row: VerifierRow) -> list[Any]:
-        """Judge one answer. An exception and a value that is not a score are statuses of their own, worth 0."""
+        """Score one answer.
+
+        Statuses: "ok"; "invalid": the verifier returned no score; "error": it raised; "broken": it also raises on the
+        reference answer. The reward is 0 unless the status is "ok".
+        """
         try:
             reward, reason, parts = score_of(self._verifier(answer, row))
             return ["ok", reward, _printable(reason), dict(parts)]
         except NoScore as e:
             return ["invalid", 0.0, _printable(str(e)), {}]
-        except BaseException as e:  # Includes SystemExit, because a verifier must not end its worker.
+        except BaseException as e:  # includes SystemExit: a verifier must not end its worker
             reason = _describe(e)
 
-        # Many verifiers raise on answers of an unexpected form. One that also raises on the reference is broken.
+        # Many verifiers raise on malformed answers. A verifier that also raises on the reference is broken.
         try:
             if row["answer"] is not None:
                 self._verifier(row["answer"], row)
@@ -88,16 +91,20 @@ class Judge:
 
 
 def score_of(returned: Any) -> Score:
-    """Return the score that a verifier returned. Raises NoScore unless all of its numbers are finite and real."""
+    """Convert a returned value to a Score. Raises NoScore unless all of its numbers are finite and real."""
     if isinstance(returned, Score):
         reward, reason, parts = returned
     elif isinstance(returned, dict):
         unknown = returned.keys() - {"reward", "reason", "parts"}
         if unknown or "reward" not in returned:
             raise NoScore(f"returned a dict with keys {_shown(sorted(map(str, returned)))}, not reward, reason, parts")
-        reward, reason, parts = returned["reward"], returned.get("reason", ""), returned.get("parts", {})
+        reward = returned["reward"]
+        reason = returned.get("reason", "")
+        parts = returned.get("parts", {})
     else:
-        reward, reason, parts = returned, "", {}
+        reward = returned
+        reason = ""
+        parts = {}
 
     if not isinstance(reason, str):
         raise NoScore(f"returned the reason {_shown(reason)}, not a string")
@@ -110,17 +117,17 @@ def score_of(returned: Any) -> Score:
 
 
 def _number(value: Any, what: str) -> float:
-    # Objects of a user's own class may raise anything here.
+    # Objects of a user's class may raise any exception here.
     with contextlib.suppress(Exception):
         value = value.item() if hasattr(value, "item") else value
-        # float() would also read a string, which has no __float__. The comparison is false for NaN.
+        # float() accepts strings, so require __float__. The comparison is false for NaN.
         if hasattr(type(value), "__float__") and abs(number := float(value)) <= MOST_REWARD:
             return number
     raise NoScore(f"returned {_shown(value)} {what}, not a finite number ({MOST_REWARD:g} at most)")
 
 
 def _shown(value: Any) -> str:
-    """Return a short repr, of plain types only, because other types bring code of their own."""
+    """Return a short repr of builtin types. The repr of another type would run its own code."""
     if isinstance(value, (str, list)):
         value = value[:60]
     plain = value is None or type(value) in (bool, int, float, str, list)
@@ -130,7 +137,7 @@ def _shown(value: Any) -> str:
 def _describe(error: BaseException) -> str:
     """Return the type of an exception and its first line."""
     text = ""
-    with contextlib.suppress(BaseException):  # of a verifier's own class of exceptions
+    with contextlib.suppress(BaseException):  # str() of a user's exception class may raise
         text = "".join(str(error).strip().splitlines()[:1])
     return _printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 

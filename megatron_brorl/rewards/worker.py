@@ -21,7 +21,7 @@ READY = "ready"  # the first result after a message of calls: all of their objec
 
 def main(make_path: str, memory_mb: int, parent: int) -> None:
     """Carry out calls from standard input until the parent is gone."""
-    # The signals of a job are meant for the trainer. The limits are for hostile text.
+    # Signals of a job are meant for the trainer. The memory limit stops verifiers that hostile text makes grow.
     end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -29,8 +29,9 @@ def main(make_path: str, memory_mb: int, parent: int) -> None:
     _limit(resource.RLIMIT_AS, memory_mb << 20)
     _limit(resource.RLIMIT_CORE, 0)
 
-    # Code that runs here may print, which must not reach the pipes of the parent.
-    requests, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    # Verifiers may print. Their output must not reach the pipes of the parent.
+    requests = os.fdopen(os.dup(0), "rb")
+    results = os.fdopen(os.dup(1), "wb", buffering=0)
     silence = os.open(os.devnull, os.O_RDWR)
     os.dup2(silence, 0)
     os.dup2(silence, 1)
@@ -42,14 +43,14 @@ def main(make_path: str, memory_mb: int, parent: int) -> None:
         for name, _ in calls:
             if name not in objects:
                 objects[name] = make(name)
-        os.dup2(silence, 2)  # The parent reads on stderr why a start failed. Later failures are results.
+        os.dup2(silence, 2)  # The parent reads stderr if a start fails. Later failures are results.
         results.write(_line(READY))
         for name, arguments in calls:
             results.write(_line(objects[name](*arguments)))
 
 
 def load(path: str) -> Any:
-    """Return what "module:name" names."""
+    """Return the object that "module:name" refers to."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 

@@ -1,8 +1,8 @@
 """A pool of worker processes that score answers.
 
-Verifiers run on text that the policy wrote. A verifier that hangs, crashes, raises or returns nonsense costs its answer
-the reward and is counted. It never costs the step. Scores do not depend on the number of workers or on the order of
-requests.
+Verifiers run on text that the policy wrote. If a verifier hangs, crashes, raises or returns an invalid value, only its
+answer loses the reward. The failure is counted and the step continues. Scores do not depend on the number of workers or
+on the order of requests.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class _Job:
     row: VerifierRow
     score: Future[ScoreResult] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
-    crashed: bool = False  # Its worker died once. That may have been chance, so the answer gets a second attempt.
+    crashed: bool = False  # Its worker died once. The cause may be unrelated, so the answer gets a second attempt.
 
 
 class RewardPool:
-    """Worker processes that score requests as they come. For use from any thread; a context manager.
+    """Worker processes that score requests as they arrive. A context manager; any thread may use it.
 
     Each worker belongs to a thread, which takes jobs from the common queue. On Linux a worker dies with the thread that
     started it, so the thread that talks to a worker also starts it.
@@ -95,7 +95,8 @@ class RewardPool:
         The future raises UserError if a worker cannot be started. Raises RuntimeError if the pool is closed.
         """
         self._check_open()
-        prompt, answer = request.prompt, request.answer
+        prompt = request.prompt
+        answer = request.answer
         if answer is None:
             return _done(ScoreResult(0.0, "no_answer", request.why))
         row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata)
@@ -179,7 +180,8 @@ class RewardPool:
 
     def _serve(self) -> None:
         """Run one worker after another; the body of a thread."""
-        failures, reason = 0, ""
+        failures = 0
+        reason = ""
         while failures < _START_ATTEMPTS and not self._stopped:
             failures += 1
             jobs: deque[_Job] = deque()
@@ -226,14 +228,14 @@ class RewardPool:
         job.score.set_result(score)
 
     def _blame(self, lost: WorkerLostError, jobs: deque[_Job]) -> None:
-        """Score the job that a lost worker had begun, if that is to blame."""
+        """Score the job that a lost worker was running, unless the job gets a second attempt."""
         if self._stopped:
             return
-        self.stats.restarts += 1  # before the last score of a step is delivered
+        self.stats.restarts += 1  # Counted before the last score of a step is delivered.
         if lost.timed_out and lost.started:
             self._deliver(jobs.popleft(), ScoreResult(0.0, "timeout", f"no score in {self._timeout_s:g} s"))
         elif lost.started and jobs[0].crashed:
-            self._deliver(jobs.popleft(), ScoreResult(0.0, "crash", "its process died, twice"))
+            self._deliver(jobs.popleft(), ScoreResult(0.0, "crash", "the worker process died twice on this answer"))
         elif lost.started:
             jobs[0].crashed = True
 
@@ -245,7 +247,7 @@ def _done(score: ScoreResult) -> Future[ScoreResult]:
 
 
 def _score_result(reply: Any) -> ScoreResult:
-    """Return the score in a reply of a Judge. Raises WorkerLostError for anything else."""
+    """Return the score in the reply of a Judge. Raises WorkerLostError if the reply is not a valid score."""
     try:
         status, reward, reason, parts = reply
         numbers = [reward, *parts.values()]

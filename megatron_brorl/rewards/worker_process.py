@@ -31,7 +31,7 @@ _EXIT_S = 10.0
 class WorkerLostError(Exception):
     """A worker ended, broke the protocol, or was too slow. It must be closed.
 
-    started: whether the objects of its calls existed, so that the call without a result is to blame.
+    started: whether the objects of its calls existed. If so, the first call without a result caused the failure.
     """
 
     def __init__(self, reason: str, started: bool, timed_out: bool = False) -> None:
@@ -41,7 +41,7 @@ class WorkerLostError(Exception):
 
 
 class WorkerProcess:
-    """One worker process; a context manager that kills it. For one thread, except for `stop`."""
+    """One worker process; a context manager that kills it. Only `stop` may be called from another thread."""
 
     def __init__(self, make: str, memory_mb: int = 4096) -> None:
         """make: "module:function" from the name of an object to the object, which the worker keeps."""
@@ -75,10 +75,10 @@ class WorkerProcess:
         seconds: the limit of each call. Objects that do not exist yet are made first, within START_S.
         """
         if self._buffer or _ready(self._results, select.POLLIN, 0):
-            raise WorkerLostError("ended, or wrote a result that nobody asked for", started=False)
+            raise WorkerLostError("ended, or wrote an unexpected result", started=False)
         self._send(pickle.dumps(calls, protocol=pickle.HIGHEST_PROTOCOL))
         if self._receive(START_S, started=False) != READY:
-            raise WorkerLostError("wrote a result that nobody asked for", started=False)
+            raise WorkerLostError("wrote an unexpected result", started=False)
         for _ in calls:
             yield self._receive(seconds, started=True)
 
@@ -98,7 +98,8 @@ class WorkerProcess:
             file.close()
 
     def _send(self, message: bytes) -> None:
-        unsent, end = memoryview(message), time.monotonic() + START_S
+        unsent = memoryview(message)
+        end = time.monotonic() + START_S
         while unsent:
             if not _ready(self._calls, select.POLLOUT, end - time.monotonic()):
                 raise WorkerLostError(f"no answer in {START_S:g} s", started=False, timed_out=True)

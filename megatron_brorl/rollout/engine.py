@@ -63,7 +63,7 @@ class Request:
             yield begun.get(sibling) or Rollout(sibling, *nothing, "cut")
 
 
-class Watch(Protocol):
+class GenerateCallbacks(Protocol):
     """Follows one call of generate; called from the thread that generates, so both must be quick and thread-safe."""
 
     def finished(self, request: int, rollout: Rollout) -> None:
@@ -82,14 +82,14 @@ class Supply(Protocol):
     rows: int  # the most that may come of it
     prompt_tokens: int  # of the longest prompt that may come
 
-    def take(self, room: int) -> list[Request]:
+    def next_requests(self, room: int) -> list[Request]:
         """Return the requests that the caller samples next, at most `room` rows; an empty list if none are ready.
 
         The caller calls it once before the first token and whenever it has room. The engines of other ranks sample the
         remaining requests.
         """
 
-    def wait(self) -> bool:
+    def has_more(self) -> bool:
         """For a caller that has no row: return True when it should `take` again, False where nothing will come."""
 
 
@@ -99,7 +99,7 @@ class RolloutEngine(Protocol):
     version: int  # of the weights it holds; -1 before the first update
 
     @property
-    def if_repeating(self) -> str:
+    def duplicate_advice(self) -> str:
         """Name the engine, and what to do where it draws several rollouts by the same random numbers."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -109,14 +109,14 @@ class RolloutEngine(Protocol):
         shape or not what its checksum says (ops.checksum.ChecksummedTensor), or where the stream breaks off.
         """
 
-    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take part in an update [any shape], as other ranks need it, and leave this engine alone; from any thread."""
 
     def generate(
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watch: Watch | None = None,
+        callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         """Sample every request, and what is taken of the supply; returns the rollouts of each, by index.
@@ -128,7 +128,7 @@ class RolloutEngine(Protocol):
     def kv_usage(self) -> KvUsage | None:
         """Return the usage of the last call of generate, until sleep; None where the engine does not report it."""
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         """Restart an engine process with the weights that it has; return False, on all ranks, without a process."""
 
     def sleep(self) -> None:
@@ -139,12 +139,12 @@ class RolloutEngine(Protocol):
         """Be ready for update_weights and generate again; weights must be sent anew. Every rank that shares the engine
         calls it, and the engine takes no memory before all of them have."""
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for the other ranks that share this engine. It stands for sleep or wake on a rank whose engine cannot be
         asked, because those of the other ranks wait for it."""
 
 
-def extended(spans: Spans, version: int, tokens: int) -> Spans:
+def extend_spans(spans: Spans, version: int, tokens: int) -> Spans:
     """Return the spans of a rollout to which `version` of the weights has added `tokens`."""
     if not tokens:
         return spans
@@ -166,7 +166,7 @@ def check_context(
         )
 
 
-def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
+def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     """Any number of rows in a few tensors; files cost per object.
 
     heads [B, 7] int64: group, sibling, tokens, finish, spans, right, answer. token_ids [sum of tokens] int64, log_probs
@@ -194,15 +194,17 @@ def to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     }
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
-    """The rows of to_tensors, bit for bit, in order: token_ids and log_probs [G] are views of the large ones."""
+def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
+    """Return the rollouts of rollouts_to_tensors, bit for bit. Their token_ids and log_probs [G] are views."""
     heads = tensors["heads"].tolist()
     lengths = [head[2] for head in heads]
-    ids, log_probs = tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths)
+    ids = tensors["token_ids"].split(lengths)
+    log_probs = tensors["log_probs"].split(lengths)
     spans = tensors["spans"].tolist()
     texts = json.loads(bytes(tensors["verdicts"].tolist()))
     verdicts = [*(ScoreResult(*each) for each in texts), None]  # entry -1: none
-    rows, at = [], 0
+    rows = []
+    at = 0
     for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
         heads, ids, log_probs, tensors["rewards"].tolist(), tensors["verdict"].tolist(), strict=True
     ):
@@ -213,6 +215,6 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     return rows
 
 
-def in_order(rows: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+def sort_rollouts(rows: Sequence[ScoredRollout]) -> list[ScoredRollout]:
     """By group, then by sibling."""
     return sorted(rows, key=lambda row: (row.group, row.rollout.index))

@@ -1,12 +1,12 @@
-"""The distribution of a step's rollouts over the ranks, each of which has an engine.
+"""Distribution of a step's rollouts over the ranks, each of which has an engine.
 
-The siblings of every prompt are dealt over all ranks, as a run of consecutive ones for each. The length of responses
-depends on the prompt, so ranks that held whole prompts would wait for the one with the longest. Random numbers do not
-depend on the rank: they are keyed by (seed, step, prompt, sibling, position). The replica that trains on a rollout is
-chosen when all lengths are known (train.assignment).
+The rollouts of every prompt are split over all ranks, a run of consecutive ones for each. Response length depends on
+the prompt, so if ranks sampled whole prompts, all would wait for the one with the longest. Random numbers do not depend
+on the rank: they are keyed by (seed, step, prompt, sibling, position). The replica that trains on a rollout is chosen
+when all lengths are known (train.redistribute).
 
-A step takes a prompt more than once where it spans epochs, or where there are fewer prompts than it takes. Each
-occurrence is a group with a random stream of its own.
+A step can sample a prompt more than once, at the end of an epoch or if there are few prompts. Each occurrence is a
+group with its own random stream.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.types import OpenGroup, Prompt, Rollout
 
-# Two independent rollouts of a lower log-probability than this agree with a probability below e^-40 = 4e-18 a pair,
-# 1e-12 among all pairs of 512.
+# Two independent rollouts whose log-probability is below -40 are equal with a probability below e^-40 = 4e-18, or 1e-12
+# among all pairs of 512.
 MIN_NATS = 40.0
 
 Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling)
 
 
 def open_groups(prompts: Sequence[Prompt], step: int | str, start: int = 0) -> list[OpenGroup]:
-    """Return one group per prompt that a step takes up, in order. A resumed run opens the same groups.
+    """Return one group per prompt of a step, in order. A resumed run opens the same groups.
 
-    start: where these prompts begin in the source's stream.
+    start: index of the first prompt in the source's stream.
     """
     taken: Counter[str] = Counter()
     groups = []
@@ -47,11 +47,11 @@ def open_groups(prompts: Sequence[Prompt], step: int | str, start: int = 0) -> l
 def even_shares(total: int, loads: Sequence[int]) -> list[int]:
     """Return how many of `total` new rows each part gets.
 
-    loads: rows that each part has already. Parts end up with as even a number as new rows can make it: those that get
-    any differ by one row at most, and no other has fewer.
+    loads: rows that each part already has. The result is as even as possible: parts that get new rows differ by at most
+    one row, and no other part has fewer.
     """
     by_load = sorted(range(len(loads)), key=lambda i: loads[i])
-    filled = len(loads)  # how many of the least loaded parts can be brought to one level
+    filled = len(loads)  # number of least loaded parts that can be filled to one level
     while total + sum(loads[i] for i in by_load[:filled]) < filled * loads[by_load[filled - 1]]:
         filled -= 1
     chosen = sorted(by_load[:filled])
@@ -63,7 +63,7 @@ def even_shares(total: int, loads: Sequence[int]) -> list[int]:
 
 
 def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
-    """Return the slots of each part: even_shares in all, and of every group a run of siblings in proportion.
+    """Return the slots of each part: even_shares in total, and a proportional run of consecutive rollouts per group.
 
     slots: in (group, sibling) order.
     """
@@ -72,12 +72,12 @@ def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
     for _, same in groupby(slots, key=lambda slot: slot[0]):
         siblings = list(same)
 
-        # The remainder goes to the parts that have the most places left.
+        # The remainder goes to the parts with the most places left.
         counts, rest = np.divmod(open_places * len(siblings), open_places.sum())
         counts[np.argsort(-rest, kind="stable")[: len(siblings) - counts.sum()]] += 1
         open_places -= counts
 
-        # Runs, so that an engine computes a prompt once for several siblings.
+        # Consecutive rollouts of a prompt share its computation in an engine.
         begin = 0
         for part in counts.nonzero()[0].tolist():
             end = begin + int(counts[part])
@@ -89,7 +89,7 @@ def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
 def requests(
     slots: Sequence[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], seed: int
 ) -> tuple[list[Request], list[int]]:
-    """Return one request per run of consecutive siblings, and the index of each request's group.
+    """Return one request per run of consecutive rollouts of a group, and the index of each request's group.
 
     The key of a request is a hash of (seed, step, prompt id). It includes the occurrence for all but a prompt's first
     group in a step. begun: "cut" rollouts among the slots, which continue from their tokens.
@@ -110,10 +110,10 @@ def requests(
 
 
 def improbable_rollouts(requests: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> tuple[Tensor, list[str]]:
-    """Return hashes [K] int64 of (prompt, tokens) of rollouts that are too improbable to come twice, and their names.
+    """Return hashes [K] int64 of (prompt, tokens) of rollouts too improbable to be sampled twice, and their names.
 
-    rollouts: of each request. Equal hashes, on any ranks and in any groups of the prompt, mean that rollouts were drawn
-    by the same random numbers.
+    rollouts: of each request. Equal hashes, on any ranks and in any groups of the prompt, mean that rollouts were
+    sampled with the same random numbers.
     """
     hashes, names = [], []
     for request, siblings in zip(requests, rollouts, strict=True):

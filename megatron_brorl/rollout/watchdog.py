@@ -43,7 +43,10 @@ class Watchdog:
 
     def __init__(self, engine: RolloutEngine, timeout_s: float, rank: int = 0, grace_s: float = GRACE_S) -> None:
         """timeout_s: seconds that one call of generate may take (config key rollout.timeout_s)."""
-        self.engine, self.timeout_s, self.rank, self.grace_s = engine, timeout_s, rank, grace_s
+        self.engine = engine
+        self.timeout_s = timeout_s
+        self.rank = rank
+        self.grace_s = grace_s
         self.stuck = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         # A daemon thread, because the end of the process must not wait for it, as it does with concurrent.futures.
@@ -95,7 +98,7 @@ class Watchdog:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; tensors [any shape]. A stuck engine takes no weights and is not asked again."""
         if self.stuck:
-            self.engine.decline_weights(tensors)
+            self.engine.skip_update(tensors)
         else:
             self.engine.update_weights(tensors, version)
 
@@ -103,17 +106,17 @@ class Watchdog:
         """See RolloutEngine; None for a stuck engine."""
         return None if self.stuck else self.engine.kv_usage()
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         """See RolloutEngine."""
-        return self.engine.renew(why)
+        return self.engine.restart(why)
 
     def sleep(self) -> None:
         """See RolloutEngine; a stuck engine keeps its memory."""
-        (self.engine.meet if self.stuck else self.engine.sleep)()
+        (self.engine.barrier if self.stuck else self.engine.sleep)()
 
     def wake(self) -> None:
         """See RolloutEngine; a stuck engine is left as it is."""
-        (self.engine.meet if self.stuck else self.engine.wake)()
+        (self.engine.barrier if self.stuck else self.engine.wake)()
 
     def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
         asked, missing = call.missing()
@@ -130,12 +133,15 @@ class Watchdog:
 
 
 class _Call:
-    """One call of generate and its results so far: a rollout.engine.Watch, and a Supply where it was given one."""
+    """One call of generate and its results so far. It is the engine's GenerateCallbacks and its Supply."""
 
     def __init__(
         self, requests: Sequence[Request], sampling: Sampling, tell: Finished | None, supply: Supply | None
     ) -> None:
-        self.requests, self.sampling, self._tell, self._supply = list(requests), sampling, tell, supply
+        self.requests = list(requests)
+        self.sampling = sampling
+        self._tell = tell
+        self._supply = supply
         self.rows, self.prompt_tokens = (supply.rows, supply.prompt_tokens) if supply else (0, 0)
         self.done = threading.Event()
         self._cancelled = threading.Event()
@@ -160,11 +166,11 @@ class _Call:
                     self._error = e
                     self.cancel()
 
-    def take(self, room: int) -> list[Request]:
+    def next_requests(self, room: int) -> list[Request]:
         # A cancelled engine takes no more requests, so that other ranks can sample them. The supply may be slow, so the
         # lock is not held while it is asked.
         assert self._supply is not None
-        new = [] if self._cancelled.is_set() else self._supply.take(room)
+        new = [] if self._cancelled.is_set() else self._supply.next_requests(room)
         with self._lock:
             if self._taken:
                 return []
@@ -172,9 +178,9 @@ class _Call:
             self._found += [{} for _ in new]
         return new
 
-    def wait(self) -> bool:
+    def has_more(self) -> bool:
         assert self._supply is not None
-        return not self._cancelled.is_set() and self._supply.wait()
+        return not self._cancelled.is_set() and self._supply.has_more()
 
     def cancelled(self) -> bool:
         return self._cancelled.is_set()

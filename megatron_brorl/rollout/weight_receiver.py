@@ -28,14 +28,14 @@ def receive(
     staged: dict[str, Tensor] = {}
     sums: list[Tensor] = []  # expected and found, in the order of `staged`
 
-    def take(name: str, tensor: Tensor, own: Tensor | None) -> None:
+    def store(name: str, tensor: Tensor, own: Tensor | None) -> None:
         # The tensor is always copied, because the stream's tensors are views of reused buffers. The expected checksum
         # applies to the stream's dtype, so it cannot be compared with a copy in another dtype.
         staged[name] = tensor.detach().to(device, dtype, copy=True)
         if own is not None:
             sums.extend([own.to(device), checksum(name, staged[name] if dtype == tensor.dtype else tensor).to(device)])
 
-    receive_each(tensors, names, take, staged.clear)
+    receive_each(tensors, names, store, staged.clear)
 
     # All checksums are compared at once, because each comparison waits for the device.
     if sums:
@@ -50,18 +50,19 @@ def receive(
 def receive_each(
     tensors: Iterable[tuple[str, Tensor]],
     names: Mapping[str, tuple[int, ...]],
-    take: Callable[[str, Tensor, Tensor | None], None],
-    drop: Callable[[], None] = lambda: None,
+    store: Callable[[str, Tensor, Tensor | None], None],
+    clear: Callable[[], None] = lambda: None,
 ) -> None:
-    """Give every tensor of a whole update [any shape] to `take`, with its checksum where it is ChecksummedTensor.
+    """Give every tensor of a whole update [any shape] to `store`, with its checksum where it is ChecksummedTensor.
 
-    The update must hold exactly the tensors of `names`, each once, and either all of them sealed or none. drop: called
+    The update must hold exactly the tensors of `names`, each once, and either all of them sealed or none. clear: called
     at the first fault, after which nothing is taken. Raises UpdateRefused naming that fault, after the stream was read
     to its end, because other ranks take part in it.
     """
     taken: set[str] = set()
     sealed: bool | None = None  # whether this update is sealed, as its first pair is
-    fault, seen = "", 0
+    fault = ""
+    seen = 0
 
     try:
         for pair in tensors:
@@ -75,10 +76,10 @@ def receive_each(
             sealed = own is not None if sealed is None else sealed
             fault = _fault(name, tensor, names, taken, sealed == (own is not None))
             if fault:
-                drop()
+                clear()
                 continue
             taken.add(name)
-            take(name, tensor, own)
+            store(name, tensor, own)
     except Exception as e:  # whatever making or taking the tensors raises
         what = f"{type(e).__name__}: {e}"
         raise UpdateRefused(f"weight update: broke off after {seen} of {len(names)} tensors: {what}") from e

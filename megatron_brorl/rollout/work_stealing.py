@@ -25,7 +25,9 @@ class SharedSlots:
 
     def __init__(self, counters: dist.Store, name: str, parts: Sequence[Sequence[Slot]], rank: int) -> None:
         """parts: the slots dealt to each rank. name: a name of the call that no other call has had."""
-        self._counters, self._name, self._parts = counters, name, parts
+        self._counters = counters
+        self._name = name
+        self._parts = parts
         # Each rank searches the parts from its own on, so that ranks do not all take from the same one.
         self._order = [*range(rank, len(parts)), *range(rank)]
         self._rank = rank
@@ -86,11 +88,11 @@ class SlotSupply:
     rows: int
     prompt_tokens: int
 
-    def take(self, room: int) -> list[Request]:
+    def next_requests(self, room: int) -> list[Request]:
         """See Supply."""
         slots = self.slots.claim(room) if room > 0 else []
         return self.make_requests(slots) if slots else []
 
-    def wait(self) -> bool:
+    def has_more(self) -> bool:
         """See Supply."""
         return self.slots.left

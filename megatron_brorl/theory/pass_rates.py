@@ -26,7 +26,8 @@ def mixed_share(right: Ints, rollouts: Ints, n: int) -> float:
 def _mixed(right: int, rollouts: int, n: int) -> float:
     n = min(n, rollouts)
     # The products are C(right, n) / C(rollouts, n) and C(wrong, n) / C(rollouts, n).
-    drawn, wrong = np.arange(n), rollouts - right
+    drawn = np.arange(n)
+    wrong = rollouts - right
     all_right = np.prod(np.maximum(right - drawn, 0) / (rollouts - drawn))
     all_wrong = np.prod(np.maximum(wrong - drawn, 0) / (rollouts - drawn))
     return float(1 - all_right - all_wrong)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +30,10 @@ PREDICTED = ("predicted_right", "predicted_wrong", "predicted_unsampled")
 MOVED = ("moved_right", "moved_wrong", "moved_unsampled", "moved_decay")
 COLUMNS = ("step", "q_pos", "improved_share", "worst_drop", "measured", *PREDICTED, *MOVED)
 
-_BETA1, _BETA2 = 0.9, 0.999
-_CORRECT_LOGIT, _ANCHOR_LOGIT = 3.0, 5.0  # initial logits of the correct tokens, and of the first of them
+_BETA1 = 0.9
+_BETA2 = 0.999
+_CORRECT_LOGIT = 3.0  # initial logit of the correct tokens
+_ANCHOR_LOGIT = 5.0  # initial logit of the first of them
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,12 @@ class Curves:
         }
 
 
-def simulate(n: int, seed: int, settings: Settings, tell: Callable[[int], None] = lambda step: None) -> Curves:
-    """Run settings.steps steps with n draws each, and call `tell` after every step. Deterministic in its arguments."""
+def simulate(n: int, seed: int, settings: Settings) -> Curves:
+    """Run settings.steps steps with n draws each. Deterministic in its arguments."""
     if n < 1:
         raise UserError(f"N = {n}: must be at least 1")
-    s, c = settings, settings.correct
-
+    s = settings
+    c = settings.correct
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
     z = _logits(s)
     p = _softmax(z)  # [V]
@@ -107,7 +109,8 @@ def simulate(n: int, seed: int, settings: Settings, tell: Callable[[int], None] 
         drawn = p[tokens]
 
         # The gradient of L is slope * p_j on every logit, plus `own` on the drawn ones.
-        own, slope = -weights * drawn / n, float(weights @ drawn) / n
+        own = -weights * drawn / n
+        slope = float(weights @ drawn) / n
         predicted = _terms(p, q, tokens, own, slope, s)
         parts = optimizer.step(z, p, q, tokens, own, slope)
 
@@ -118,7 +121,6 @@ def simulate(n: int, seed: int, settings: Settings, tell: Callable[[int], None] 
         rows[step] = (step, now, improved, drop, now - q, *predicted, *parts)
 
         q = now
-        tell(step)
     return Curves(n, seed, rows)
 
 
@@ -148,7 +150,8 @@ def _draw(p: Floats, n: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
 
 def _terms(p: Floats, q: float, tokens: Floats, own: Floats, slope: float, s: Settings) -> tuple[float, float, float]:
     """Return the parts of the change of Q_pos by one plain gradient step: drawn right, drawn wrong and undrawn."""
-    c, drawn = s.correct, p[tokens]
+    c = s.correct
+    drawn = p[tokens]
     right = tokens < c
     gain = drawn * np.where(right, 1 - q, -q) * -s.lr * (own + slope * drawn)
     square = drawn * drawn
@@ -170,9 +173,9 @@ class _Optimizer:
         self, z: Floats, p: Floats, q: float, tokens: Floats, own: Floats, slope: float
     ) -> tuple[float, float, float, float]:
         """Update z [V] in place and return the parts of the first-order change of Q_pos, in the order of MOVED."""
-        s, c = self.s, self.s.correct
+        s = self.s
+        c = s.correct
         self.t += 1
-
         beta1, beta2 = (_BETA1, _BETA2) if s.optimizer == "adamw" else (0.0, 0.0)
 
         # First moments of all gradients, and of those of undrawn tokens.
@@ -210,8 +213,8 @@ class _Optimizer:
 
         # Sums of p dz over each class, for the whole step and for the part from undrawn tokens.
         scale *= p
-        right, wrong = float(scale[:c] @ self.first[:c]), float(scale[c:] @ self.first[c:])
-        idle_right, idle_wrong = float(scale[:c] @ self.undrawn[:c]), float(scale[c:] @ self.undrawn[c:])
+        right, wrong = (float(scale[part] @ self.first[part]) for part in (slice(c), slice(c, None)))
+        idle_right, idle_wrong = (float(scale[part] @ self.undrawn[part]) for part in (slice(c), slice(c, None)))
 
         # To first order dQ_pos = (1 - Q) sum of p dz over right tokens - Q sum of p dz over wrong ones.
         return (
@@ -225,8 +228,7 @@ class _Optimizer:
 def write_csv(path: Path, curves: Sequence[Curves], every: int) -> None:
     """Write one line per simulation and `every` steps; changes are summed over the steps since the line before."""
     changes = COLUMNS.index("measured")
-    aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "w", encoding="utf-8", newline="") as file:
+    with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["N", "seed", *COLUMNS])
         for c in curves:
@@ -236,5 +238,3 @@ def write_csv(path: Path, curves: Sequence[Curves], every: int) -> None:
             for mark, previous in zip(marks, [0, *marks], strict=False):
                 row = [*c.values[mark, 1:changes], *(sums[mark] - sums[previous])]
                 writer.writerow([c.n, c.seed, mark, *(f"{float(x):.9g}" for x in row)])
-
-    aside.replace(path)

@@ -51,7 +51,8 @@ def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor)
     size, vocabulary = logits.shape
     p = torch.softmax(logits.double(), -1)  # [S, V]
     pair, inverse = torch.unique(position * vocabulary + token, return_inverse=True)  # distinct (position, token)
-    where, column = pair // vocabulary, pair % vocabulary
+    where = pair // vocabulary
+    column = pair % vocabulary
     draws = _Draws(position, where, inverse, reward.double(), size)
     number = draws.of_tokens(torch.ones_like(draws.reward))
 
@@ -61,7 +62,8 @@ def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor)
     q = draws.of_positions(draws.reward, position) / n
 
     # Undrawn tokens have an unknown value. Counted as incorrect, they are the whole of u_neg.
-    counts, better = torch.zeros_like(p), torch.zeros_like(p)
+    counts = torch.zeros_like(p)
+    better = torch.zeros_like(p)
     counts[where, column] = number
     better[where, column] = draws.of_tokens(draws.reward) / number - q[where]
     m = masses(p, counts, better > 0, (better < 0) | (counts == 0))
@@ -121,11 +123,14 @@ def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
     half estimates p_j (f_j - Q) without bias, by the covariance of token and reward. The result is the mean over both
     assignments of the halves.
     """
-    half, sums = draws.halves(), draws.of_positions
-    steps, worths = [], []
+    half = draws.halves()
+    sums = draws.of_positions
+    steps = []
+    worths = []
     for h in (0, 1):
         mine = (half == h).double()
-        count, earned = draws.of_tokens(mine), draws.of_tokens(mine * draws.reward)
+        count = draws.of_tokens(mine)
+        earned = draws.of_tokens(mine * draws.reward)
         n = sums(count)
         mean = (sums(earned) / n)[draws.where]
         worths.append((earned - count * mean) / (n - 1)[draws.where])
@@ -143,11 +148,14 @@ def _squared_covariance(draws: _Draws, centred: Tensor, n: Tensor) -> Tensor:
     without their diagonals. It equals the mean, over all splits of the siblings into halves, of the product of the two
     halves' covariances. centred [M]: rewards minus the position's mean; n [S]: siblings.
     """
-    count, sums = draws.of_tokens(torch.ones_like(centred)), draws.of_positions
-    first, second = draws.of_tokens(centred), draws.of_tokens(centred.square())
+    sums = draws.of_positions
+    count = draws.of_tokens(torch.ones_like(centred))
+    second = draws.of_tokens(centred.square())
     # tr(K L), the sums of K, L and K L, all from sums over tokens. The sum of L is the sum of -centred^2.
-    both, spread = sums(first.square() - second), sums(second)
-    same, mixed = sums(count * (count - 1)), -sums((count - 1) * second)
+    both = sums(draws.of_tokens(centred).square() - second)
+    spread = sums(second)
+    same = sums(count * (count - 1))
+    mixed = -sums((count - 1) * second)
     return (both - same * spread / ((n - 1) * (n - 2)) - 2 * mixed / (n - 2)) / (n * (n - 3))
 
 
@@ -179,7 +187,8 @@ def draw_positions(tokens: Tensor, uniforms: Tensor) -> Positions:
 def _prefixes(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return a number for the prefix before each token, [N, D], and a mask [N, D] of the shared ones."""
     node = torch.zeros(len(tokens), dtype=torch.int64)
-    nodes, shared = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
+    nodes = torch.zeros_like(tokens)
+    shared = torch.zeros_like(tokens, dtype=torch.bool)
     kinds = int(tokens.max()) + 2  # the tokens and -1
     for t in range(tokens.shape[1]):
         alive = tokens[:, t] >= 0

@@ -43,37 +43,21 @@ def good_turing(outcomes: Ints, right: Bools) -> GoodTuring:
     """
     counts, share = _counts(outcomes, right)
     n = len(outcomes)
-    once, twice = int((counts == 1).sum()), int((counts == 2).sum())
+    once = int((counts == 1).sum())
+    twice = int((counts == 2).sum())
     low, high = unseen_mass(n, once, twice)
-    mass, right_mass = once / n, float(share[counts == 1].sum()) / n
-    return GoodTuring(len(counts), once, twice, mass, low, high, right_mass, mass - right_mass)
+    right_mass = float(share[counts == 1].sum()) / n
+    return GoodTuring(len(counts), once, twice, once / n, low, high, right_mass, once / n - right_mass)
 
 
-@dataclass(frozen=True)
-class HoldOut:
-    """Means over groups for each number of held-out siblings; every array is [H].
-
-    Each mean is an unbiased estimate of its expectation over m = N - held_out fresh siblings: sum p (1 - p)^m for the
-    mass, sum p^2 (1 - p)^m over right and over wrong outcomes for the second moments. `low` and `high` are the ends of
-    the 95% interval over draws of siblings for fixed prompts.
-    """
-
-    held_out: Ints
-    unsampled_mass: Floats
-    unsampled_mass_low: Floats
-    unsampled_mass_high: Floats
-    u_pos2: Floats
-    u_pos2_low: Floats
-    u_pos2_high: Floats
-    u_neg2: Floats
-    u_neg2_low: Floats
-    u_neg2_high: Floats
-
-
-def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> HoldOut:
+def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> dict[str, Floats]:
     """Estimate the unsampled mass at smaller N by treating h of the N siblings as unsampled, averaged over all choices.
 
-    groups: outcomes [N] int64 and verdicts [N] bool of each prompt; held_out: numbers h with 2 <= h < N.
+    groups: outcomes [N] int64 of each prompt, and whether they are right, [N] bool; held_out: H numbers h with
+    2 <= h < N. Returns (mean over groups, low, high) [3, H] of "unsampled_mass", "u_pos2" and "u_neg2". Each mean is an
+    unbiased estimate of its expectation over m = N - h fresh siblings: sum p (1 - p)^m for the mass, sum p^2 (1 - p)^m
+    over right and over wrong outcomes for the second moments. `low` and `high` are the ends of the 95% interval over
+    draws of siblings for fixed prompts.
 
     The share of held-out siblings whose outcome none of the m = N - h others has, averaged over all choices of h
     siblings, is sum_j (c_j / N) C(N - c_j, m) / C(N - 1, m) for outcomes seen c_j times. For pairs of equal held-out
@@ -96,7 +80,8 @@ def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> H
         if held.min() < 2 or held.max() >= n:
             raise ValueError(f"hold_out: from {n} siblings 2 to {n - 1} can be held out, not {list(held_out)}")
         counts, share = _counts(outcomes, right)
-        one, two = unseen_weights(counts, n, n - held, 1), unseen_weights(counts, n, n - held, 2)
+        one = unseen_weights(counts, n, n - held, 1)
+        two = unseen_weights(counts, n, n - held, 2)
         parts = np.stack([one, two * share, two * (1 - share)])
         sums += np.stack([parts.sum(-1), np.square(parts).sum(-1)], axis=1)
         possible = np.arange(1, n + 1)
@@ -107,7 +92,7 @@ def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> H
     means = sums[:, 0] / g
     low, high = weighted_counts(means, sums[:, 1] / g**2, largest[[0, 1, 1]] / g)
     columns = np.minimum(np.stack([means, low, high], axis=1), 1.0)  # [3, 3, H]; rounding may exceed 1
-    return HoldOut(held, *columns.reshape(9, -1))
+    return dict(zip(("unsampled_mass", "u_pos2", "u_neg2"), columns, strict=True))
 
 
 def unseen_weights(counts: Ints, n: int, sampled: Ints, order: int) -> Floats:
@@ -148,11 +133,12 @@ def unseen_mass(n: int, once: int, twice: int) -> tuple[float, float]:
     n draws cannot exclude a smaller mass.
     """
     # The ends are the roots of a quadratic in m.
-    square, linear = n * n + Z95**2 * n, 2 * n * once + Z95**2 * n
+    square = n * n + Z95**2 * n
+    linear = 2 * n * once + Z95**2 * n
     constant = once**2 - Z95**2 * 2 * (twice + 1)
     root = (linear**2 - 4 * square * constant) ** 0.5
-    low, high = (linear - root) / (2 * square), (linear + root) / (2 * square)
-    return max(low, 0.0), min(max(high, 1 - TAIL ** (1 / n)), 1.0)
+    high = (linear + root) / (2 * square)
+    return max((linear - root) / (2 * square), 0.0), min(max(high, 1 - TAIL ** (1 / n)), 1.0)
 
 
 def weighted_counts(total: Floats, variance: Floats, largest: Floats) -> tuple[Floats, Floats]:
@@ -177,10 +163,12 @@ def _gamma_ends(shape: Floats) -> Floats:
     """
     a = torch.as_tensor(shape, dtype=torch.float64)
     probability = torch.tensor([TAIL, 1 - TAIL], dtype=torch.float64).view(2, *[1] * (a.ndim - 1))
-    low, high = torch.zeros_like(a), a + 12 * a.sqrt() + 20  # above both quantiles
+    low = torch.zeros_like(a)
+    high = a + 12 * a.sqrt() + 20  # above both quantiles
     for _ in range(42):  # to 1e-11
         middle = (low + high) / 2
         below = torch.special.gammainc(a, middle) < probability
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        low = torch.where(below, middle, low)
+        high = torch.where(below, high, middle)
     result: Floats = ((low + high) / 2).numpy()
     return result

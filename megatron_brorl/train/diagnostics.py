@@ -15,13 +15,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from megatron_brorl.config.schema import Config
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.theory.token_level import Positions, TokenLevel, draw_positions, draws_at, token_level
 from megatron_brorl.theory.unsampled_mass import good_turing, hold_out
@@ -42,11 +40,10 @@ def mass_balance_metrics(
     config: Config, step: int, collected: Collected, worker: Worker, sampling: Sampling
 ) -> dict[str, float]:
     """Return the theory metrics of a step, or none if theory.every skips it; a collective."""
-    t = config.theory
-    if not t.every or step % t.every:
+    if not config.theory.every or step % config.theory.every:
         return {}
     metrics = answer_metrics(collected.outcomes, config.rollout.n)
-    if t.positions and collected.outcomes.kept:
+    if config.theory.positions and collected.outcomes.kept:
         metrics |= _TokenMetrics(config, step, collected, worker, sampling).compute()
     return metrics
 
@@ -90,14 +87,12 @@ class _TokenMetrics:
 
     def _first_tokens(self) -> list[Tensor]:
         """Return the first tokens of every response of each chosen group, [N, MAX_POSITION], padded with -1."""
-        place = {g: i for i, g in enumerate(self.chosen)}
-        depth = MAX_POSITION
-        table = torch.zeros(len(self.chosen), self.collected.outcomes.state.shape[1], depth, dtype=torch.int64)
-        mine = [r for r in self.collected.rollouts if r.group in place]
-        if mine:
-            ids = pad_sequence([r.rollout.token_ids[:depth] for r in mine], batch_first=True, padding_value=-1)
-            at = [place[r.group] for r in mine], [r.rollout.index for r in mine]
-            table[at[0], at[1], : ids.shape[1]] = ids + 1
+        index = {g: i for i, g in enumerate(self.chosen)}
+        table = torch.zeros(len(self.chosen), self.config.rollout.n, MAX_POSITION, dtype=torch.int64)
+        for r in self.collected.rollouts:
+            if r.group in index:
+                ids = r.rollout.token_ids[:MAX_POSITION]
+                table[index[r.group], r.rollout.index, : len(ids)] = ids + 1
         table = table.to(cpu_bridge.default_device())
         # Each rollout is on one replica, so the sum adds its tokens to zeros.
         dist.all_reduce(table, group=self.worker.grid.groups.dp)
@@ -126,7 +121,10 @@ class _TokenMetrics:
                 log_probs = sampling_log_probs(logits, s.temperature, s.top_p, s.top_k)
                 found = token_level(log_probs, *(torch.cat(part) for part in zip(*parts, strict=True)))
                 table = torch.stack([getattr(found, name) for name in _NAMES])
-            table = _from_last_stage(table, self.worker.grid)
+            table = table.to(cpu_bridge.default_device())
+            grid = self.worker.grid
+            dist.broadcast(table, dist.get_global_rank(grid.groups.pp, grid.pipeline - 1), group=grid.groups.pp)
+            table = table.cpu()
 
         columns = table.split([len(p.depth) for p in drawn], dim=1)
         return [TokenLevel(**dict(zip(_NAMES, part, strict=True))) for part in columns]
@@ -152,10 +150,8 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
     # The hold-out curve has points at powers of two.
     held = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
     if held:
-        curve = hold_out(groups, held)
-        for name in ("unsampled_mass", "u_pos2", "u_neg2"):
-            columns = (getattr(curve, name + end).tolist() for end in ("", "_low", "_high"))
-            for h, value, low, high in zip(held, *columns, strict=True):
+        for name, columns in hold_out(groups, held).items():
+            for h, value, low, high in zip(held, *columns.tolist(), strict=True):
                 key = f"theory_hold_out/{name}_{h}"
                 metrics |= {key: value, f"{key}_low": low, f"{key}_high": high}
 
@@ -163,14 +159,6 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
 
 
 def _answers(outcomes: Outcomes, group: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the answer codes and verdicts of a group's survivors, in sibling order."""
+    """Return the answer hashes of a group's survivors and whether they are right, in sibling order."""
     ended = outcomes.ended[group]
     return outcomes.answers[group][ended].numpy(), outcomes.right[group][ended].numpy()
-
-
-def _from_last_stage(table: Tensor, grid: Grid) -> Tensor:
-    if grid.pipeline == 1:
-        return table
-    table = table.to(cpu_bridge.default_device())
-    dist.broadcast(table, dist.get_global_rank(grid.groups.pp, grid.pipeline - 1), group=grid.groups.pp)
-    return table.cpu()

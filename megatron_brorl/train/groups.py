@@ -1,7 +1,6 @@
-"""What became of every rollout of a step's groups, as tables that all ranks have: which groups are trained on, and how.
+"""State, reward and length of every rollout of a step, as tables that all ranks have, and the choice of groups.
 
-Numbers per rollout cross ranks first: its state, reward and length. Every rank then decides alike, so ranks that
-hold none of a group's rollouts, or lost all of theirs, take the same turns as the others.
+All ranks have the same tables, so they take the same decisions, also for groups of which they have no rollouts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.types import FinishReason, ScoredRollout
 
-LOST, STOP, LENGTH, CUT = range(4)  # states; nobody has a lost rollout
+LOST, STOP, LENGTH, CUT = range(4)  # states; no rank has a lost rollout
 FINISH: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", CUT: "cut"}
 _STATE = {finish: state for state, finish in FINISH.items()}
 _NOTHING = float("nan")
@@ -31,7 +30,7 @@ Index = TypeVar("Index", int, Tensor)  # of one rollout, or of many
 class Outcomes:
     """Tables [groups, N], the same on every rank; a rollout that has not ended has reward 0.
 
-    Groups are named by index, in ascending order.
+    closed and kept are indices of groups in ascending order.
     """
 
     state: Tensor  # int64
@@ -39,34 +38,34 @@ class Outcomes:
     right: Tensor  # bool, whether the response counts as correct
     tokens: Tensor  # int64
     repeats: Tensor  # int64, n-grams that had occurred before
-    answers: Tensor  # int64, codes of the final answers (rewards.extract.code)
-    holder: Tensor  # int64, the rank that has the rollout; -1: nobody
-    closed: list[int] = field(default_factory=list)  # groups none of whose siblings goes on; see select
-    kept: list[int] = field(default_factory=list)  # of these: those to train on
+    answers: Tensor  # int64, hashes of the final answers (rewards.extract.answer_hash)
+    holder: Tensor  # int64, the rank that has the rollout; -1 if it is lost
+    closed: list[int] = field(default_factory=list)  # groups without a "cut" rollout
+    kept: list[int] = field(default_factory=list)  # closed groups to train on
 
     @property
     def ended(self) -> Tensor:
-        """Where a rollout survives with a verdict, bool [groups, N]."""
+        """Whether a rollout is complete and has a reward, bool [groups, N]."""
         return (self.state == STOP) | (self.state == LENGTH)
 
     def rewards_of(self, group: int) -> Tensor:
-        """Rewards [survivors] of a group, in sibling order."""
+        """Return the rewards [survivors] of a group, in sibling order."""
         return self.rewards[group][self.ended[group]]
 
     def without(self, groups: Sequence[int]) -> Outcomes:
-        """The same as if these groups had not closed yet."""
+        """Return the outcomes as if these groups had not closed yet."""
         out = set(groups)
         closed, kept = ([g for g in chosen if g not in out] for chosen in (self.closed, self.kept))
         return replace(self, closed=closed, kept=kept)
 
 
 def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 0) -> Outcomes:
-    """The outcomes of `groups` groups of n; a collective.
+    """Return the outcomes of `groups` groups of n rollouts. Collective.
 
-    rollouts: this rank's; every one that is not lost is on one rank. ngram: config key shaping.repetition_ngram; 0
-    counts no repetitions.
+    rollouts: those of this rank; every rollout that is not lost is on exactly one rank. ngram: config key
+    shaping.repetition_ngram; 0 counts no repetitions.
     """
-    # float64 holds the codes of answers, which are below 2**52, exactly.
+    # float64 represents the answer hashes, which are below 2**52, exactly.
     table = torch.zeros(7, groups, n, dtype=torch.float64)
     if rollouts:
         at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
@@ -78,30 +77,32 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
                 len(r.rollout.token_ids),
                 repeated_ngrams(r.rollout.token_ids, ngram) if ngram else 0,
                 r.answer,
-                dist.get_rank() + 1,  # 0 is nobody
+                dist.get_rank() + 1,  # 0 for a lost rollout
             )
             for r in rollouts
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
 
     table = table.to(cpu_bridge.default_device())
-    dist.all_reduce(table)  # a rollout is on one rank, so that its values are only added to zeros
+    # Each rollout is on one rank, so the sum adds its values to zeros.
+    dist.all_reduce(table)
     state, rewards, right, tokens, repeats, answers, holder = table.cpu()
     counts = tokens.long(), repeats.long(), answers.long()
     return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
 
 
 def drop_cut(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
-    """The same with what is "cut" in the given groups lost, and how many rollouts that are."""
+    """Mark the "cut" rollouts of the given groups as lost; return the outcomes and the number of these rollouts."""
     late = torch.zeros_like(outcomes.ended)
     late[list(groups)] = outcomes.state[list(groups)] == CUT
     return replace(outcomes, state=outcomes.state.masked_fill(late, LOST)), int(late.sum())
 
 
 def select_groups(outcomes: Outcomes, dynamic_sampling: bool = True) -> Outcomes:
-    """With the closed groups and those to train on: dynamic sampling over the survivors of all ranks.
+    """Set `closed` and `kept` by dynamic sampling over the survivors of all ranks.
 
-    A group with fewer than two survivors has no signal. dynamic_sampling = False keeps every closed group that has one.
+    A group with fewer than two survivors has no signal. Without dynamic_sampling every closed group with a survivor is
+    kept.
     """
     closed = [g for g, state in enumerate(outcomes.state) if not bool((state == CUT).any())]
     alive = [g for g in closed if len(outcomes.rewards_of(g))]
@@ -110,9 +111,9 @@ def select_groups(outcomes: Outcomes, dynamic_sampling: bool = True) -> Outcomes
 
 
 def trained(outcomes: Outcomes, overlong_filter: bool) -> Tensor:
-    """Which rollouts are trained on, bool [groups, N]: those of kept groups that have ended.
+    """Return which rollouts are trained on, bool [groups, N]: the complete ones of kept groups.
 
-    overlong_filter: of these, only those that were not cut off.
+    overlong_filter: leave out rollouts that ended at rollout.max_tokens.
     """
     in_kept = torch.zeros_like(outcomes.ended)
     in_kept[outcomes.kept] = True
@@ -120,11 +121,11 @@ def trained(outcomes: Outcomes, overlong_filter: bool) -> Tensor:
 
 
 def mini_batch_of(place: Index, sibling: Index, count: int, of: Literal["prompts", "siblings"]) -> Index:
-    """The mini-batch of a rollout of a kept group; place: of the group among these.
+    """Return the mini-batch of a rollout of a kept group; place: the position of the group among the kept groups.
 
-    of = "prompts": whole groups, group i of them in mini-batch i mod count. of = "siblings": sibling i of every group
-    in mini-batch i mod count, so that each optimizer step sees every prompt, with N / count of its rollouts. Either
-    way an optimizer step has the same rows however many ranks share the work.
+    of = "prompts": whole groups, group i in mini-batch i mod count. of = "siblings": sibling i of every group in
+    mini-batch i mod count, so that each optimizer step sees N / count rollouts of every prompt. The rows of an
+    optimizer step do not depend on the number of ranks.
     """
     return (place if of == "prompts" else sibling) % count
 
@@ -132,7 +133,7 @@ def mini_batch_of(place: Index, sibling: Index, count: int, of: Literal["prompts
 def mini_batches(
     rows: Sequence[ScoredRollout], kept: Sequence[int], count: int, of: Literal["prompts", "siblings"]
 ) -> list[list[int]]:
-    """The rows of each mini-batch (mini_batch_of), for this replica's rows of the kept groups."""
+    """Return this replica's rows of each mini-batch, see mini_batch_of."""
     place = {group: i for i, group in enumerate(kept)}
     batches: list[list[int]] = [[] for _ in range(count)]
     for i, row in enumerate(rows):
@@ -141,20 +142,21 @@ def mini_batches(
 
 
 def group_metrics(outcomes: Outcomes) -> dict[str, float]:
-    """What people watch of the groups that closed; nan where there is nothing to take a mean of."""
+    """Return the metrics of the closed groups; nan for means over nothing."""
     closed = torch.zeros(len(outcomes.state), 1, dtype=torch.bool)
     closed[outcomes.closed] = True
     counted = outcomes.ended & closed
 
     survivors = [right for g in outcomes.closed if len(right := outcomes.right[g][outcomes.ended[g]])]
-    groups, count = len(outcomes.closed) or _NOTHING, int(counted.sum()) or _NOTHING
-    # Sums of float32 rewards are taken in float64, so that a mean does not depend on their order.
+    groups = len(outcomes.closed) or _NOTHING
+    count = int(counted.sum()) or _NOTHING
+    # In float64 the mean of float32 rewards does not depend on their order.
     rewards = outcomes.rewards[counted].double()
     return {
         "reward": float(rewards.sum()) / count,
         "reward_std": _spread(rewards),
         "kept_share": len(outcomes.kept) / groups,
-        # Right and wrong are those of reward.correct_at: with partial credit, all wrong is no lack of a signal.
+        # Right means at least reward.correct_at. With partial credit, groups that are all wrong may have a signal.
         "all_right_share": sum(bool(right.all()) for right in survivors) / groups,
         "all_wrong_share": sum(not bool(right.any()) for right in survivors) / groups,
         "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in outcomes.closed)),
@@ -166,7 +168,7 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
 
 
 def _spread(values: Tensor) -> float:
-    """The population standard deviation of values [K]; exactly 0 where they are equal, nan where there are none."""
+    """Return the population standard deviation of values [K]; exactly 0 if they are equal, nan if there are none."""
     if not len(values):
         return _NOTHING
     return float(values.std(correction=0)) if has_signal(values) else 0.0

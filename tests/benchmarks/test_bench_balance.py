@@ -1,4 +1,4 @@
-"""The balance benchmark: its arithmetic by hand, and a lower bound on the balance that training reaches."""
+"""The arithmetic of the balance benchmark by hand, and a lower bound on the balance of training."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_lengths_and_kept_groups():
 
 
 @pytest.mark.parametrize("of", ["prompts", "siblings"])
-def test_what_runs_cost_by_hand(of):
-    """Rows that differ in nothing: a replica of 64 has two prompts, of which only some are in an optimizer step."""
+def test_the_efficiency_of_runs_by_hand(of):
+    """All rows are equal: each of 64 replicas has two prompts, of which only some are in an optimizer step."""
     outcomes = simulation.drawn(16, seed=2)
     outcomes.tokens.fill_(1000)
     holder = simulation.in_runs(outcomes, 64)

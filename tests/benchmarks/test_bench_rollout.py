@@ -1,4 +1,4 @@
-"""The rollout benchmark runs, counts what was asked for, and finds the prompt's keys and values stored once."""
+"""The rollout benchmark runs, counts the requested tokens, and finds one copy of the prompt's keys and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 
 @pytest.mark.slow
 def test_rows(monkeypatch, tmp_path):
-    out, peak = tmp_path / "rows.json", 1e11
+    out = tmp_path / "rows.json"
+    peak = 1e11
     monkeypatch.setattr(bench_rollout, "alone", lambda *_: peak)  # the product of 4096 x 4096 matrices takes seconds
     options = "--models t4 --n 6 --prompts 16 --lengths 2-7 --threads 1 --repeat 1 --json"
     monkeypatch.setattr(sys, "argv", ["bench_rollout.py", *options.split(), str(out)])
@@ -53,7 +54,7 @@ def test_lengths():
 
 
 def test_matrix_weights_are_those_of_transformers():
-    """All parameters of transformers' model but norms, biases and the embedding, which a tied head is."""
+    """Compare with all parameters of transformers' model except norms, biases and the embedding; a tied head counts."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = bench_common.MODELS["t4"]
@@ -63,7 +64,7 @@ def test_matrix_weights_are_those_of_transformers():
     )
 
 
-def test_an_engine_that_cheats_is_found():
+def test_an_engine_with_wrong_lengths_is_refused():
     job = {"prompts": [[1], [2]], "lengths": [2, 3]}
     with pytest.raises(RuntimeError, match="other lengths"):
         measure.time_rollouts(job, lambda prompt, lengths, seed: [[0, 0], [1, 1]])
@@ -72,7 +73,7 @@ def test_an_engine_that_cheats_is_found():
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_is_told(monkeypatch):
+def test_the_output_of_a_failed_engine_is_reported(monkeypatch):
     monkeypatch.setattr(bench_rollout, "alone", lambda *_: 1e11)
     options = "--models t4 --n 2 --prompts 2 --lengths 2 --engines brorl --repeat 1 --vllm-python"
     monkeypatch.setattr(sys, "argv", ["bench_rollout.py", *options.split(), sys.executable])

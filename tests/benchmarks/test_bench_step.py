@@ -1,4 +1,4 @@
-"""The step benchmark trains through the command line, and both sides would see the same prompts and rewards."""
+"""The step benchmark trains through the command line; both sides get the same prompts and rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 
 @pytest.mark.slow
 def test_rows(monkeypatch, tmp_path):
-    out, peak = tmp_path / "rows.json", 1e11
+    out = tmp_path / "rows.json"
+    peak = 1e11
     monkeypatch.setattr(bench_step, "alone", lambda *_: peak)
     options = "--n 16 --prompts 8 --response 16 --threads 1 --repeat 1 --json"
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *options.split(), str(out)])
@@ -36,7 +37,7 @@ def test_rows(monkeypatch, tmp_path):
     assert row["gemm_peak_share"] == pytest.approx(8 * T4_MATRICES * row["tokens_per_s"] / peak)
 
 
-def test_prompts_have_the_tokens_they_should(tmp_path):
+def test_prompts_have_the_requested_tokens(tmp_path):
     vocab = bench_common.MODELS["t4"]["vocab_size"]
     bench_common.write_model("t4", tmp_path)  # whose config.json decides on the class of the tokenizer
     bench_step.write_tokenizer(vocab, tmp_path)
@@ -49,7 +50,7 @@ def test_prompts_have_the_tokens_they_should(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_step_without_a_signal_is_no_figure():
+def test_a_step_without_a_signal_is_refused():
     found = {"rewards": [0.5, 0.0]}
     with pytest.raises(bench_step.EngineFailed, match="nothing to train on"):
         bench_step.row("brorl", found, {"n": 2, "response": 1}, 1, 1)

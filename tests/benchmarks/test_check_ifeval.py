@@ -30,7 +30,7 @@ def write(path: Path, lines: list[dict]) -> Path:
 
 @pytest.fixture
 def check(monkeypatch, capsys):
-    """Run the tool: exit code, stdout, stderr."""
+    """Run the tool and return exit code, stdout and stderr."""
 
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["check_ifeval.py", *map(str, args)])

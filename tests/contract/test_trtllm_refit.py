@@ -15,7 +15,7 @@ from contract.engines import draw, same
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.fp8_blocks import dequantize, quantize
-from megatron_brorl.rollout.remote.weights_send import Node
+from megatron_brorl.rollout.remote.weights_send import NodeRanks
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
 
 pytestmark = pytest.mark.slow  # as test_trtllm_engine.py
@@ -92,7 +92,7 @@ def test_engines_of_a_node_share_one_file(model, start):
 
     engines = [start(), start()]
     for i, engine in enumerate(engines):
-        engine.node = Node(i, 2, engines[0].folder, partial(exchange, i))
+        engine.node = NodeRanks(i, 2, engines[0].folder, partial(exchange, i))
     for version in range(2):
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda e, v=version: e.update_weights(model.stream(1 + v), v), engines))

@@ -50,7 +50,7 @@ def test_every_call_of_the_workers_fits():
 
 @pytest.fixture
 def given(tmp_path, monkeypatch):
-    """Yield the arguments that Llm would pass to vLLM on a GPU; vLLM itself is replaced by empty modules."""
+    """Yield the arguments that VllmBackend would pass to vLLM on a GPU; vLLM itself is replaced by empty modules."""
     names = {
         "vllm": ("SamplingParams", "TokensPrompt", "__version__"),
         "vllm.engine": (),
@@ -78,7 +78,7 @@ def given(tmp_path, monkeypatch):
         max_kv_tokens=4000,
         section=dataclasses.asdict(EngineConfig(max_num_tokens=4096, kv_dtype="fp8")),
     )
-    yield importlib.import_module(f"{OURS}.llm").Llm(options).arguments()
+    yield importlib.import_module(f"{OURS}.llm").VllmBackend(options).arguments()
     del sys.modules[f"{OURS}.llm"]
 
 

@@ -1,7 +1,7 @@
-"""What the processes of test_shared_engine.py run; see jobs.py.
+"""Functions that the processes of test_shared_engine.py run; see jobs.py.
 
-Each job returns what happened, in the order in which it happened on all ranks. The stand-ins wait for what another rank
-does, never for a time: a rank that should wait is known to wait when it has come to the barrier.
+Each job returns the events of all ranks in their order. The fakes wait for an event of another rank, never for a time:
+a rank that has reached the barrier is known to wait.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_brorl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig
 from megatron_brorl.rollout.remote import engine as remote_engine
-from megatron_brorl.rollout.remote.engine import RemoteEngine, join
+from megatron_brorl.rollout.remote.engine import RemoteEngine, connect_engine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train import weight_sync
 
 
 class Events:
-    """What happened on all ranks."""
+    """Log of the events on all ranks."""
 
     def __init__(self, name: str) -> None:
         grid_of()  # the processes meet
         self.store = dist.PrefixStore(name, _get_default_store())
 
     def happened(self, what: str) -> None:
-        """Note it after everything that was noted before, and let those go on that wait for it."""
+        """Append an event and release the ranks that wait for it."""
         self.store.set(str(self.store.add("count", 1)), what)
         self.store.set(f"first of {what.split()[0]}", "")
 
     def wait(self, who: str) -> None:
-        """Until something happened on this rank."""
+        """Wait for an event."""
         self.store.wait([f"first of {who}"])
 
     def all(self) -> list[str]:
-        """In their order. A collective."""
+        """Return all events in order. Collective."""
         dist.barrier()
         return [self.store.get(str(i + 1)).decode() for i in range(self.store.add("count", 0))]
 
 
 def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
-    """Return whether join makes this rank the leader of its engine, and the barrier of the ranks that share it."""
+    """Return whether connect_engine makes this rank lead its engine, and the barrier of the ranks that share it."""
     config = replace(
         Config(),
         rollout=RolloutConfig(engine="trtllm"),
@@ -58,7 +58,7 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
         patch.setenv("LOCAL_RANK", str(dist.get_rank()))
         patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
         patch.setattr(remote_engine, "RemoteEngine", lambda *given: given)
-        given: Any = join(config, {}, 200, 304, (2,))
+        given: Any = connect_engine(config, {}, 200, 304, (2,))
     _, _, _, place, devices, *_, meet = given
     dist.barrier()
     shutil.rmtree(place, ignore_errors=True)
@@ -66,12 +66,12 @@ def _joined(folder: str, tensor: int) -> tuple[bool, Callable[[], Any]]:
 
 
 def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> RemoteEngine:
-    """This rank's share of an engine of both ranks, whose process is a stand-in that says what it was asked."""
+    """Return this rank's client of an engine for both ranks, whose process is a fake that logs its calls."""
     leads, meet = _joined(folder, 2)
     me = "leader" if leads else "other"
 
     def told_meet() -> None:
-        events.store.set(f"first of {me}", "")  # it has come to the barrier
+        events.store.set(f"first of {me}", "")  # it has reached the barrier
         meet()
 
     def sleep() -> None:
@@ -79,7 +79,7 @@ def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> Re
         events.happened("engine asleep")
 
     engine: Any = RemoteEngine.__new__(RemoteEngine)
-    engine._meet = told_meet
+    engine._barrier = told_meet
     engine.supervisor = None
     if leads:
         engine.supervisor = SimpleNamespace(sleep=sleep, wake=lambda: events.happened("engine awake"))
@@ -87,7 +87,7 @@ def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> Re
 
 
 def sleeping(rank: int, folder: str, name: str) -> list[str]:
-    """The leader's engine is slow to fall asleep: it does when the other rank has gone on, or waits."""
+    """The leader's engine is slow to sleep: it returns once the other rank continues or waits."""
     events = Events(name)
     engine = _engine(events, folder, lambda: events.wait("other"))
     Watchdog(engine, 60.0).sleep()
@@ -97,7 +97,7 @@ def sleeping(rank: int, folder: str, name: str) -> list[str]:
 
 
 def waking(rank: int, folder: str, name: str) -> list[str]:
-    """The other rank is slow to offload its models: it does when the leader has woken its engine, or waits."""
+    """The other rank is slow to offload its models: it returns once the leader has woken its engine or waits."""
     events = Events(name)
     engine = _engine(events, folder, lambda: None)
     if rank == 1:
@@ -110,7 +110,7 @@ def waking(rank: int, folder: str, name: str) -> list[str]:
 
 
 def stuck(rank: int, folder: str, name: str, which: int) -> list[str]:
-    """One rank was given up in generate: neither waits for ever, and a leader that is stuck asks its engine nothing."""
+    """One rank is stuck in generate: no rank waits forever, and a stuck leader does not call its engine."""
     events = Events(name)
     dog = Watchdog(_engine(events, folder, lambda: None), 60.0)
     dog.stuck = rank == which
@@ -120,7 +120,7 @@ def stuck(rank: int, folder: str, name: str, which: int) -> list[str]:
 
 
 def updating(rank: int, name: str) -> list[str]:
-    """The leader's engine is slow to load: it has the weights when the other rank has gone on, or waits."""
+    """The leader's engine is slow to load weights: it returns once the other rank continues or waits."""
     events = Events(name)
     problem = weight_sync._problem
 
@@ -145,7 +145,7 @@ def updating(rank: int, name: str) -> list[str]:
 
 
 def groups(rank: int, folder: str, name: str) -> list[str]:
-    """Two engines of two ranks each: the second's ranks meet after the first's have gone on."""
+    """Two engines have two ranks each; the ranks of the second meet after those of the first have continued."""
     events = Events(name)
     _, meet = _joined(folder, 2)
     if rank >= 2:

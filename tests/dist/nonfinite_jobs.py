@@ -1,4 +1,4 @@
-"""Steps in which something is not finite on one rank or in some rows, in any layout."""
+"""Steps with NaN on one rank or in some rows, in any layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def steps(
     token: int,
     rows: list[tuple[str, int]],
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Two steps in which the embedding of `token` comes to NaN and the engine gives no log-prob of `rows`."""
+    """Run two steps in which the embedding of `token` is NaN and the engine's log-probs of `rows` are NaN."""
     engine = fakes.Engine(nonfinite=dict.fromkeys(rows, NAN))
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine)
 
@@ -31,13 +31,13 @@ def steps(
 
     if trainer.grid.first_stage:
         trainer.worker.actor.embedding.register_forward_hook(hook, with_kwargs=True)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(2)]
     return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
 
 
 def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> str:
-    """What a checkpoint of weights says of which the last rank alone has a NaN, in its last layer."""
+    """Return the error of saving a checkpoint if only the last rank has a NaN, in its last layer."""
     trainer = make_trainer(directory, grid_of(**parallel), configured({"run": {"dir": root}}), fakes.Engine())
     trainer.state.step = 1
     trainer.save()

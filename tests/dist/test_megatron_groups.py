@@ -1,4 +1,4 @@
-"""Megatron's groups over gloo: of the ranks that they should be of, and one for all names of the same ranks."""
+"""Megatron's groups over gloo have the right ranks, and groups of the same ranks are shared."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ LAYOUTS = [(1, {}), (2, {"tensor": 2}), (4, {"pipeline": 2}), (4, {"context": 2,
 
 
 def neighbours(rank: int, size: int, parallel: dict[str, int], axes: tuple[str, ...]) -> list[int]:
-    """Ranks that differ from this one in these axes alone; numbers vary fastest over tensor, then context, data."""
+    """Return the ranks that differ in these axes only; ranks vary fastest over tensor, then context, data."""
     sizes = {"tensor": 1, "context": 1, "data": size // prod(parallel.values()), "pipeline": 1} | parallel
     order = ("tensor", "context", "data", "pipeline")
 
     def place(r: int) -> dict[str, int]:
         found = {}
         for axis in order:
-            found[axis], r = r % sizes[axis], r // sizes[axis]
+            found[axis] = r % sizes[axis]
+            r = r // sizes[axis]
         return found
 
     return [r for r in range(size) if all(place(r)[a] == place(rank)[a] for a in order if a not in axes)]
 
 
 @pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
-def test_groups_are_of_their_ranks_and_made_once(worlds, size, parallel):
+def test_groups_have_their_ranks_and_are_shared(worlds, size, parallel):
     of = {
         "tp": ("tensor",),
         "pp": ("pipeline",),

@@ -1,4 +1,4 @@
-"""The memory that training is said to need against what is there after a step."""
+"""The memory plan against the bytes of the tensors after a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_bytes_are_those_of_the_tensors(worlds, tmp_path, size, parallel, dtype,
         assert found == pytest.approx(sum(memory_plan.training_parts(shape, stage, *layout, dtype).values()), rel=0.01)
 
 
-def test_zero_1_cuts_moments_and_masters():
+def test_zero_1_divides_moments_and_masters():
     """Bytes per parameter in bf16: weight 2, gradient 4, master 4, moments 8, of which the last two are cut."""
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
     shape = parse_shape(qwen2_config(**sizes), "test")

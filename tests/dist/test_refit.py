@@ -1,4 +1,4 @@
-"""Weights from any layout to the engines: bit by bit every time, and what goes wrong is caught, named and mended."""
+"""Weight sync from any layout to the engines is bit-exact; faults are found, reported and repaired."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weights(tmp_path_factory):
     return [str(root / str(i)) for i in range(20)]
 
 
-def test_twenty_refits_are_bitwise_what_hugging_face_holds(worlds, weights):
+def test_twenty_weight_syncs_are_bit_exact(worlds, weights):
     size, parallel = BIG
     assert worlds(size).run("refit_jobs:refits", weights, parallel) == [[]] * size
 
@@ -56,15 +56,15 @@ FAULTS = {
 
 @pytest.mark.parametrize("where", [0, 3])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_on_one_rank_is_mended_by_sending_again(worlds, weights, fault, where):
+def test_a_fault_on_one_rank_is_repaired_by_sending_again(worlds, weights, fault, where):
     size, parallel = BIG
     for result in worlds(size).run("refit_jobs:faulty", weights[0], parallel, fault, where, 1):
         assert result == {"refused": "", "again": 1, "after": 0, "right": True}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_is_refused_by_every_rank(worlds, weights, fault):
-    """The engine that refused keeps its version; the next refit brings all of them to one again."""
+def test_a_permanent_fault_is_refused_by_every_rank(worlds, weights, fault):
+    """The engine that refused keeps its version; after the next sync all versions are equal."""
     size, parallel = BIG
     results = worlds(size).run("refit_jobs:faulty", weights[0], parallel, fault, 2, 2)
     for rank, result in enumerate(results):
@@ -75,16 +75,17 @@ def test_a_fault_that_stays_is_refused_by_every_rank(worlds, weights, fault):
     assert results[2]["kept"]
 
 
-def test_a_rank_that_dies_in_an_update_leaves_the_others_their_version(weights):
-    """SIGKILL's effect on the peers: their collective fails, no engine is half new; a new world goes on."""
-    world, answers = World(4), []
+def test_a_rank_that_dies_in_an_update_leaves_the_other_engines_unchanged(weights):
+    """After a SIGKILL the other ranks' collective fails, no engine has mixed weights, and a new world works."""
+    world = World(4)
+    answers = []
     try:
         with pytest.raises((EOFError, ConnectionError)):
             world.run("refit_jobs:killed", weights[0], BIG[1], 0)
         for pipe, process in list(zip(world.pipes, world.processes, strict=True))[1:]:
             assert pipe.poll(120)
             answers.append(pipe.recv())
-            process.kill()  # as a rank ends that cannot go on: its own peers then hear of it
+            process.kill()  # as a rank with an error ends, so that its peers notice
     finally:
         world.close()
     assert len(answers) == 3
@@ -94,7 +95,7 @@ def test_a_rank_that_dies_in_an_update_leaves_the_others_their_version(weights):
         assert untouched
 
 
-def test_copies_that_drifted_apart_are_not_taken(worlds, weights):
+def test_different_copies_of_the_weights_are_refused(worlds, weights):
     for message in worlds(2).run("refit_jobs:drifted", weights[0], {}):
         assert "the ranks were sent different bytes" in message
 
@@ -117,7 +118,7 @@ def test_verify_reshard(worlds, weights, size, parallel):
     ],
 )
 def test_megatron_s_own_resharding_agrees(worlds, tmp_path, size, source, target):
-    """megatron.core.resharding moves the weights to another layout; our stream of that is the directory's bits."""
+    """megatron.core.resharding moves the weights to another layout; our stream of them equals the directory."""
     tiny.make_model(tmp_path, "llama", False, num_key_value_heads=4, vocab_size=104)
     assert worlds(size).run("refit_jobs:between_layouts", str(tmp_path), source, target) == [[]] * size
 
@@ -127,7 +128,7 @@ def test_megatron_s_own_resharding_agrees(worlds, tmp_path, size, source, target
     pairs([(1, {}), (2, {"pipeline": 2}), BIG, (4, {"tensor": 2})], [("qwen2", True), ("qwen3", False)]),
 )
 def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, case):
-    """Convert for two tensor ranks and two stages, load by Megatron under every layout, compare with transformers."""
+    """Convert for two tensor ranks and two stages, load by Megatron in every layout, compare with transformers."""
     model = tiny.make_model(tmp_path / "hf", *case)
     to_megatron(tmp_path / "hf", tmp_path / "megatron", 2, 2)
     prompts, responses = rows(1)
@@ -142,8 +143,8 @@ def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, 
 
 
 @pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False)])
-def test_checkpoints_are_cut_as_megatron_cuts_them(worlds, tmp_path, case):
-    """Every key with its type, global shape and chunks is what Megatron's own saver writes on four ranks; and back."""
+def test_checkpoints_are_divided_as_megatron_divides_them(worlds, tmp_path, case):
+    """Keys, types, global shapes and chunks equal those of Megatron's saver on four ranks, and the way back works."""
     from torch.distributed.checkpoint import FileSystemReader
 
     tiny.make_model(tmp_path / "hf", *case)

@@ -1,4 +1,4 @@
-"""Ranks that share an engine: its workers are on the GPUs of all of them, and its leader alone asks it."""
+"""Ranks that share an engine: its workers use the GPUs of all ranks, and only its leader calls it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def test_the_engine_takes_no_memory_before_every_rank_has_offloaded(worlds, tmp_
     assert worlds(2).run("engine_jobs:waking", str(tmp_path), "wake") == [expected] * 2
 
 
-def test_no_rank_goes_on_before_the_engine_has_its_weights(worlds):
+def test_no_rank_continues_before_the_engine_has_its_weights(worlds):
     assert worlds(2).run("engine_jobs:updating", "update") == [["engine has loaded", "other goes on"]] * 2
 
 
 @pytest.mark.parametrize(("which", "expected"), [(0, []), (1, ["engine asleep", "engine awake"])])
-def test_a_stuck_rank_keeps_nobody_waiting(which, expected, worlds, tmp_path):
+def test_a_stuck_rank_blocks_no_other_rank(which, expected, worlds, tmp_path):
     assert worlds(2).run("engine_jobs:stuck", str(tmp_path), f"stuck {which}", which) == [expected] * 2
 
 

@@ -1,6 +1,6 @@
-"""Compiles the emulation and loads it: torch then has a device "emulated" on which csrc's .cu files run.
+"""Compile and load the emulation, which gives torch a device "emulated" that runs csrc's .cu files.
 
-A process that loads it keeps it, so tests do that in processes of their own.
+It cannot be unloaded, so every test loads it in its own process.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.utils import cpp_extension
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEVICE = "emulated"
-VARIABLE = "BRORL_EMULATED"  # the csrc of which tests/gpu is to run the kernels without a GPU
-CHUNK_ROWS = 64  # of logits at a time: several chunks in cases of a hundred rows
+VARIABLE = "BRORL_EMULATED"  # the csrc folder whose kernels tests/gpu runs without a GPU
+CHUNK_ROWS = 64  # logits per chunk: several chunks for a hundred rows
 LAUNCHED = "common/gemm.cu"  # calls cuBLAS and has no kernel
-# A fortified longjmp, which some compilers have by default, refuses to go from one stack to another.
+# A fortified longjmp, the default of some compilers, refuses to switch stacks.
 FLAGS = ["-std=c++17", "-fPIC", "-w", "-Wno-psabi", "-U_FORTIFY_SOURCE"]
 WATCHED = ["-fsanitize=thread,bounds", "--param=tsan-instrument-func-entry-exit=0"]  # for memory.cpp
-OF_TORCH = ["device.cpp", "ops.cpp"]  # include torch's headers; they do little, and compile sooner without -O2
+OF_TORCH = ["device.cpp", "ops.cpp"]  # include torch's headers; they compile faster without -O2
 
 
 def _compiled(source: Path, csrc: Path, folder: Path) -> Path:
-    """The object of one source, which is kept for the next time by the text of all that it may include."""
-    # The stand-ins come before csrc. Kernels are compiled without torch's headers, as nvcc compiles them.
+    """Return the object of one source. It is cached under a hash of its text and all headers."""
+    # Fake CUDA headers come before csrc. Kernels are compiled without torch's headers, as by nvcc.
     kernel = source.suffix == ".cu"
     of_torch = source.name in OF_TORCH
     include = [f"-I{HERE / 'stand_in'}"]
@@ -38,7 +38,7 @@ def _compiled(source: Path, csrc: Path, folder: Path) -> Path:
     kind = ["-O0", "-fopenmp", "-DBRORL_CUDA=1"] if of_torch else ["-O2", *(WATCHED if kernel else [])]
     flags = [*FLAGS, *kind, *include, f"-I{HERE}", f"-I{csrc}"]
 
-    # Names of folders are left out of the key: a copy of csrc gives the same objects.
+    # The key does not contain folder names, so that a copy of csrc gives the same objects.
     ours = [*csrc.rglob("*.h"), *(csrc.rglob("*.cpp") if of_torch else [])]
     headers = sorted([*HERE.rglob("*.h"), *(ours if kernel or source.name == "ops.cpp" else [])])
     told = [*FLAGS, *kind, torch.__version__, source.name, source.read_text(encoding="utf-8")]
@@ -52,13 +52,13 @@ def _compiled(source: Path, csrc: Path, folder: Path) -> Path:
 
 
 def built(csrc: Path = ROOT / "csrc") -> Path:
-    """The library of the emulation with the kernels in `csrc`."""
+    """Return the library of the emulation with the kernels in `csrc`."""
     folder = ROOT / "build" / "emulation"
     folder.mkdir(parents=True, exist_ok=True)
     kernels = [p for p in sorted(csrc.rglob("*.cu")) if str(p.relative_to(csrc)) != LAUNCHED]
     with (folder / "lock").open("w") as lock, ThreadPoolExecutor(2) as pool:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # test processes that come at a time
-        # Of functions that both have, those of the kernels count, which are watched: the linker takes the first.
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other test processes may build at the same time
+        # If two objects have a function, the linker takes the first, that of the instrumented kernels.
         objects = list(pool.map(lambda p: _compiled(p, csrc, folder), [*kernels, *sorted(HERE.glob("*.cpp"))]))
         key = hashlib.sha256("\0".join(p.name for p in objects).encode()).hexdigest()
         library = folder / f"emulation-{key[:16]}.so"
@@ -76,7 +76,7 @@ def load(csrc: str = str(ROOT / "csrc")) -> None:
     """Load the library, which puts csrc's ops on the device "emulated". Call it once in a process."""
     from megatron_brorl.ops.fused import linear, native
 
-    # torch looks for a module of the device's name, and asks it whether it has random numbers to be kept.
+    # torch looks for a module with the device's name and asks it for its random state.
     torch.utils.rename_privateuse1_backend(DEVICE)
     module = types.ModuleType(f"torch.{DEVICE}")
     module.__dict__["is_available"] = lambda: False

@@ -1,5 +1,5 @@
-// A torch device with emulated memory. Only csrc's ops run as kernels there; whatever else torch is asked to do with
-// its tensors is done by the CPU on copies.
+// A torch device with emulated memory. Only csrc's ops run as kernels. All other ops run on the CPU, on copies of the
+// tensors.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -37,14 +37,14 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
     return c10::Stream(c10::Stream::DEFAULT, c10::Device(kDevice, 0));
   }
 
-  // All is done at once, so there is nothing to wait for.
+  // Work is synchronous, so there is nothing to wait for.
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-// What the autograd engine asks.
+// Functions that the autograd engine needs.
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -70,7 +70,7 @@ at::Tensor empty_strided(
   return at::detail::empty_strided_generic(sizes, strides, &memory, kKeys, dtype.value_or(at::kFloat));
 }
 
-// The same memory as a tensor of the CPU.
+// Return a CPU tensor with the same memory.
 at::Tensor on_cpu(const at::Tensor& x) {
   return x.is_cpu() ? x : at::from_blob(x.data_ptr(), x.sizes(), x.strides(), x.options().device(at::kCPU));
 }

@@ -18,10 +18,11 @@ Index threadIdx, blockIdx;
 
 namespace {
 
-constexpr unsigned kMost = 1024, kLanes = 32;  // threads of a block, of a warp
+constexpr unsigned kMost = 1024, kLanes = 32;  // maximum threads of a block, and threads of a warp
 constexpr size_t kStack = 64 << 10;
 
-// A place where threads wait for one another. Values of two rounds: some may read while others bring the next.
+// A synchronisation point. It keeps the values of two rounds, because some threads may read while others write the
+// next.
 struct Meeting {
   std::vector<unsigned> waiting;
   Place place;
@@ -39,16 +40,17 @@ struct Fiber {
 Fiber fibers[kMost];
 jmp_buf host;
 ucontext_t mother;
-std::vector<unsigned> ready;  // threads that can go on
-unsigned size, ended;         // threads of the block; those at the kernel's end
+std::vector<unsigned> ready;  // threads that can continue
+unsigned size, ended;         // threads of the block; finished threads
 bool inside;
 const std::function<void()>* body;
 Meeting of_block, of_warps[kMost / kLanes];
 std::string failure;
 std::minstd_rand chance;
 
-// From the running thread to one of those that can go on; to the host where there is none. Most often to one of a warp
-// that has just met, whose stacks are in cache: one warp is then far ahead of others, in an order that changes.
+// Switch from the running thread to one that can continue, or to the host if there is none. The next thread is usually
+// of a warp that has just synchronised, whose stacks are in cache. So one warp can be far ahead of others, in random
+// order.
 [[noreturn]] void leave() {
   if (ready.empty()) _longjmp(host, 1);
   const uint64_t dice = chance();
@@ -64,7 +66,7 @@ void wait() {
   if (!_setjmp(fibers[threadIdx.x].place)) leave();
 }
 
-// A fiber lives on from kernel to kernel: making one takes longer than a block.
+// Fibers are reused for later kernels, because creating one takes longer than running a block.
 void live() {
   if (!_setjmp(fibers[threadIdx.x].place)) setcontext(&mother);
   for (;;) {
@@ -87,8 +89,8 @@ void bear(unsigned thread) {
   swapcontext(&mother, &fiber.birth);
 }
 
-// All threads of the block, warp by warp in random order: thread 0, which often sums up what others wrote, comes as
-// often before them as after.
+// Make all threads of the block ready, warp by warp in random order. Thread 0, which often sums the results of others,
+// runs as often before them as after.
 void deal() {
   static unsigned warps[kMost / kLanes];
   unsigned* const end = warps + (size + kLanes - 1) / kLanes;
@@ -110,7 +112,7 @@ void meet(Meeting& meeting, unsigned expected, unsigned mask, Place place) {
   meeting.waiting.push_back(threadIdx.x);
   if (meeting.waiting.size() == expected) {
     if (&meeting == &of_block) {
-      deal();  // nobody else can be ready
+      deal();  // no other thread can be ready
     } else {
       ready.insert(ready.end(), meeting.waiting.begin(), meeting.waiting.end());
     }
@@ -120,11 +122,11 @@ void meet(Meeting& meeting, unsigned expected, unsigned mask, Place place) {
   wait();
 }
 
-// Shared memory has what nobody would take for a result, NaN or -1, until the block has written there: this library's
-// thread-local variables, which are all of the kernels.
+// Fill shared memory with NaN or -1 before a block runs. Shared memory is the thread-local variables of this library,
+// all of which belong to kernels.
 void spoil_shared() {
   static thread_local volatile bool touched;
-  touched = true;  // The first access allocates the thread-local variables of this library.
+  touched = true;  // the first access allocates this library's thread-local variables
   const auto of_this_library = [](dl_phdr_info* info, size_t, void*) {
     const auto own = reinterpret_cast<ElfW(Addr)>(&fibers);
     bool here = false;
@@ -148,7 +150,7 @@ void run_block(unsigned block) {
   deal();
   if (!_setjmp(host)) leave();
 
-  // Nobody can go on: at the end, or waiting for threads that do not come.
+  // No thread can continue: all are finished, or some wait for others that never arrive.
   if (!failure.empty() || ended == size) return;
   for (const Meeting& meeting : of_warps) {
     if (!meeting.waiting.empty()) {
@@ -161,7 +163,7 @@ void run_block(unsigned block) {
       of_block.place.file + ":" + std::to_string(of_block.place.line);
 }
 
-// After a failure threads stand anywhere: they are not gone on with.
+// After a failure the threads are not continued.
 void forget() {
   for (Fiber& fiber : fibers) fiber.born = false;
   of_block.waiting.clear();
@@ -199,7 +201,7 @@ const char* run(int64_t blocks, int threads, const std::function<void()>& kernel
     if (!fibers[i].born) bear(i);
   }
 
-  // Blocks share nothing, so their order must not matter either.
+  // The order of blocks must not matter either.
   std::vector<unsigned> order(blocks);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), chance);

@@ -1,5 +1,5 @@
-// Compilers call the functions below at each load and store of what is compiled with -fsanitize=thread, and at an index
-// outside of an array with -fsanitize=bounds. These take the place of the sanitizers' own.
+// With -fsanitize=thread compilers call these functions at each load and store, with -fsanitize=bounds at an index
+// outside of an array. They replace the functions of the sanitizers.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -25,7 +25,7 @@ char* reserved(size_t bytes) {
 }
 
 char* const arena = reserved(kArena);
-uint32_t* const owners = reinterpret_cast<uint32_t*>(reserved(kArena / kPage * sizeof(uint32_t)));  // 0: nobody
+uint32_t* const owners = reinterpret_cast<uint32_t*>(reserved(kArena / kPage * sizeof(uint32_t)));  // 0: free
 std::vector<Allocation> allocations(1);
 size_t next_page = 1;
 
@@ -86,7 +86,7 @@ void __tsan_init() {}
 void __tsan_vptr_update(void*, void*) {}
 
 void __ubsan_handle_out_of_bounds(void* data, void*) {
-  const auto* const place = static_cast<const emulation::Place*>(data);  // begins as clang's and GCC's SourceLocation
+  const auto* const place = static_cast<const emulation::Place*>(data);  // starts like clang's and GCC's SourceLocation
   emulation::fail("an index outside of an array", *place);
 }
 }

@@ -1,4 +1,4 @@
-// csrc's side of torch once more, with BRORL_CUDA, for tensors of the emulated device: in one piece, which compiles in a
+// The torch side of csrc, compiled again with BRORL_CUDA for tensors of the emulated device, as one file, which takes a
 // third of the time.
 #include "common/gemm.h"
 #include "policy/advantages.cpp"
@@ -15,7 +15,7 @@
 
 namespace {
 
-// What is cuBLAS's on a GPU (csrc/common/gemm.cu is tested by ops/test_cublas_gemm.py): products in float32.
+// Products in float32 instead of cuBLAS. tests/ops/test_cublas_gemm.py tests csrc/common/gemm.cu.
 at::Tensor widened(const at::Tensor& x) {
   const auto cpu = at::from_blob(x.data_ptr(), x.sizes(), x.strides(), x.options().device(at::kCPU));
   return x.scalar_type() == at::kBFloat16 ? cpu.to(at::kFloat) : cpu;

@@ -1,4 +1,4 @@
-"""Tests of tests/gpu on the kernels in a csrc, emulated; a process of its own: `run_cases.py CSRC PYTEST_ARGUMENTS`."""
+"""Run tests of tests/gpu on the emulated kernels of a csrc folder: `run_cases.py CSRC PYTEST_ARGUMENTS`."""
 
 from __future__ import annotations
 

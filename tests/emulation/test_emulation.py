@@ -1,6 +1,6 @@
-"""csrc's CUDA kernels, executed without a GPU: the cases of tests/gpu, and kernels with planted faults.
+"""csrc's CUDA kernels without a GPU: the cases of tests/gpu, and kernels with planted faults.
 
-Each file runs in a process of its own, for torch cannot be rid of a device again. Objects are kept in build/emulation.
+Each file runs in its own process, because torch cannot unload a device. Objects are cached in build/emulation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def cases(csrc: Path, file: str, *which: str) -> subprocess.CompletedProcess[str]:
-    build.built(csrc)  # here, where nothing waits for the compiler with a deadline
+    build.built(csrc)  # build here, where no test deadline applies
     return forks.script(HERE / "run_cases.py", csrc, f"tests/gpu/{file}", *which)
 
 
@@ -34,13 +34,13 @@ def cases(csrc: Path, file: str, *which: str) -> subprocess.CompletedProcess[str
         pytest.param("test_linear_ppo_loss_cuda.py", marks=pytest.mark.slow),
     ],
 )
-def test_the_cases_of_a_gpu(file):
+def test_gpu_cases_pass_on_emulated_kernels(file):
     done = cases(build.ROOT / "csrc", file)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert re.search(r"^\d+ passed(, \d+ warnings?)? in ", done.stdout, re.M), done.stdout[-5000:]
 
 
-# What is planted, by what text of which file; which case must see it, and what it must say.
+# The fault: file, text and its replacement; the case that must fail, and its message.
 ROW_OF_WARPS = "  __syncthreads();\n  if (threadIdx.x == 0) {\n    for (int warp = 1;"
 OF_THREAD = "  of_thread[threadIdx.x] = x;"
 LAST = "if (i < n) values[i] ="
@@ -74,7 +74,7 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_seen(name, tmp_path):
+def test_a_planted_fault_is_detected(name, tmp_path):
     source, text, instead, file, case, says = FAULTS[name]
     shutil.copytree(build.ROOT / "csrc", tmp_path / "csrc")
     path = tmp_path / "csrc" / source

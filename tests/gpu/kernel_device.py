@@ -1,4 +1,4 @@
-"""Where the tests of the CUDA kernels run: on a GPU, or on the device that tests/emulation puts in its place."""
+"""The device for tests of CUDA kernels: a GPU, or the emulated device of tests/emulation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emulation import build
 
 from megatron_brorl.ops.fused import native
 
-CSRC = os.environ.get(build.VARIABLE)  # the kernels to be emulated
+CSRC = os.environ.get(build.VARIABLE)  # folder of the kernels to emulate
 EMULATED = CSRC is not None
 DEVICE = build.DEVICE if EMULATED else "cuda"
 if CSRC is not None:

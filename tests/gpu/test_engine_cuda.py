@@ -1,4 +1,4 @@
-"""The built-in engine on a GPU, where it decodes and samples by torch ops, against transformers."""
+"""The built-in engine on a GPU, where it decodes and samples with torch ops, against transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [*MARKS, pytest.mark.skipif(EMULATED, reason="needs a GPU")]
 
 
 def test_log_probs_are_those_of_transformers(tmp_path):
-    """Check 160 siblings under top-p; the engine decodes at most 100 at a time, so the others wait for free slots."""
+    """Check 160 rollouts under top-p. The engine decodes at most 100 at a time, so the others wait for free slots."""
     model = tiny.make_model(tmp_path, "qwen3", False)
     device = torch.device("cuda")
     shape = read_shape(tmp_path)
@@ -35,7 +35,7 @@ def test_log_probs_are_those_of_transformers(tmp_path):
 
 
 def log_probs_of(logits, ids):
-    """Log-probabilities [T] of ids under top-p 0.95."""
+    """Return log-probabilities [T] of ids under top-p 0.95."""
     p, order = logits.double().softmax(-1).sort(-1, descending=True)
     kept = p.cumsum(-1) - p < 0.95
     rest = torch.zeros_like(p).scatter_(-1, order, p * kept)

@@ -11,7 +11,7 @@ from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.ops.reference import linear as reference
 
 pytestmark = MARKS
-# More rows than a chunk of logits, which is smaller in the emulation: there 100 rows take a second.
+# More rows than a chunk of logits. The emulation has smaller chunks, because it takes a second for 100 rows.
 HERE = [x for x in SHAPES if x[0] <= 130] if EMULATED else [*SHAPES, (5000, 64, 9001)]
 SOME, MORE = (70, 130) if EMULATED else (240, 700)
 
@@ -32,7 +32,7 @@ def test_every_term_agrees(settings):
     assert_agree(got, case.call(reference.linear_ppo_loss, settings=settings), 1e-5)
 
 
-def test_repeats_bit_for_bit():
+def test_results_are_reproducible_bit_for_bit():
     runs = [make(MORE, 31, 999).call(fused.linear_ppo_loss, torch.float32, EVERYTHING, device=DEVICE) for _ in range(3)]
     for result, *grads in runs[1:]:
         assert result.sums == runs[0][0].sums

@@ -31,7 +31,7 @@ GROUP_CASES: dict[str, tuple[list[int], str]] = {  # group sizes, kind of reward
 
 
 def sample(n: int, mean: float = 0.0, std: float = 1.0, seed: int = 0) -> Tensor:
-    """Return [n] float64 values that float32 holds to 1e-7."""
+    """Return [n] float64 values that float32 represents to 1e-7."""
     return mean + std * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n + seed))
 
 
@@ -40,14 +40,14 @@ def starts_of(lengths: list[int]) -> Tensor:
 
 
 def gae_inputs(name: str) -> tuple[Tensor, Tensor, Tensor, float, float]:
-    """Return (rewards [T], values [T], starts [S + 1], gamma, lam) in float64 that float32 holds exactly."""
+    """Return (rewards [T], values [T], starts [S + 1], gamma, lam) in float64, exactly representable in float32."""
     lengths, gamma, lam = GAE_CASES[name]
     total = sum(lengths)
     return sample(total).float().double(), sample(total, seed=1).float().double(), starts_of(lengths), gamma, lam
 
 
 def gae_by_hand(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return the sum that the recursion stands for: A_t = sum_l (gamma lam)^l delta_{t + l}, and A_t + V_t."""
+    """Return the closed form of the recursion: A_t = sum_l (gamma lam)^l delta_{t + l}, and A_t + V_t."""
     advantages = torch.zeros_like(rewards)
     for begin, end in zip(starts.tolist()[:-1], starts.tolist()[1:], strict=True):
         v = [*values[begin:end].tolist(), 0.0]

@@ -1,4 +1,4 @@
-"""Inputs of the fused loss in float64, shared by the tests on CPUs, on GPUs and of several ranks."""
+"""Inputs of the fused loss in float64, for tests on CPUs, on GPUs and with several ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHER_LOSSES = [
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Inputs of one call in float64, representable in the dtype that is tested; log-probs lie around the true ones."""
+    """Inputs of one call in float64, representable in the tested dtype; log-probs are close to the true ones."""
 
     hidden: Tensor  # [R, H]
     weight: Tensor  # [V, H]
@@ -58,7 +58,7 @@ class Case:
         device: str = "cpu",
         **kwargs: Any,
     ) -> Any:
-        """(result of op, gradient of hidden, gradient of weight)."""
+        """Return (result of op, gradient of hidden, gradient of weight)."""
         hidden, weight = (x.to(device, dtype, copy=True).requires_grad_() for x in (self.hidden, self.weight))
         result = op(hidden, weight, self.ids.to(device), self.tokens_in(dtype, device), settings, temperature, **kwargs)
         (upstream * result.loss).backward()
@@ -74,7 +74,7 @@ class Case:
 
 
 def make(rows: int, width: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0):
-    """A case with one token in six masked, sequences of 1 to 8 tokens and weights that differ between sequences."""
+    """Return a case with a sixth of the tokens masked, sequences of 1 to 8 tokens and weights per sequence."""
     g = torch.Generator().manual_seed(1000 * seed + rows + width + vocab)
     hidden = (scale * torch.randn(rows, width, generator=g)).to(dtype).double()
     weight = (torch.randn(vocab, width, generator=g) / width**0.5).to(dtype).double()

@@ -70,7 +70,7 @@ def test_moments_equal_exact_sums(name, op):
     check_moments(op, name)
 
 
-def test_moments_show_a_nan():
+def test_moments_propagate_nan():
     values = sample(5000)
     values[4321] = float("nan")
     assert math.isnan(fused.moments(values).mean)
@@ -88,7 +88,7 @@ def test_whiten_equals_the_reference(dtype, shape):
 def test_whiten_without_spread_gives_zeros():
     values = torch.tensor([3.0, float("nan"), float("inf"), -1.0])
     got = fused.whiten(values, Moments(10.0, 2.0, 0.0))
-    assert torch.equal(got.signbit(), torch.zeros(4, dtype=torch.bool))  # The sign bit tells 0 from -0.
+    assert torch.equal(got.signbit(), torch.zeros(4, dtype=torch.bool))  # The sign bit distinguishes 0 from -0.
     assert torch.count_nonzero(got) == 0
 
 

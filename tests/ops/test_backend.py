@@ -1,4 +1,4 @@
-"""The choice of an implementation of the ops."""
+"""Selection of an implementation of the ops."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_the_reference_runs_without_the_extension():
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_loaded_is_what_was_chosen():
-    """Of a build for one processor, and of one for any, whose levels tools/test_wheel.sh asks for in turn."""
+def test_loaded_kernels_are_those_of_the_chosen_level():
+    """Both for a build for one processor and for a wheel, whose levels tools/test_wheel.sh tests one by one."""
     several = {"_C_v4": "x86-64-v4", "_C_v3": "x86-64-v3", "_C": "x86-64"}
     alone = ("this processor", f"any {platform.machine()}")
     if len(list(Path(native.__file__).parents[2].glob("_C*.so"))) > 1:

@@ -1,4 +1,4 @@
-"""bfloat16 products on a GPU: csrc/common/gemm.cu calls cuBLAS, here a double of it for a CPU (double/cublas_v2.h)."""
+"""bfloat16 products on a GPU: csrc/common/gemm.cu with a fake of cuBLAS on the CPU (double/cublas_v2.h)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def library(tmp_path_factory):
 
 
 def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
-    """gemm_'s call of the launcher: of a dimension of size 1 the stride is given as 1."""
+    """Call the launcher as gemm_ does, with a stride of 1 for a dimension of size 1."""
 
     def strides(x):
         return [ctypes.c_int64(1 if n == 1 else s) for n, s in zip(x.shape, x.stride(), strict=True)]
@@ -56,7 +56,7 @@ def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
 
 
 def random(rows, columns, by_columns, apart, seed):
-    """[rows, columns] bfloat16 with `apart` elements more than needed from one row (or column) to the next."""
+    """Return [rows, columns] bfloat16 with `apart` unused elements between rows (or columns)."""
     g = torch.Generator().manual_seed(seed)
     long, short = (columns, rows) if by_columns else (rows, columns)
     x = torch.randn(long, short + apart, generator=g).bfloat16()[:, :short]
@@ -79,13 +79,13 @@ def test_every_layout_agrees_with_float64(library, sizes, a_by_columns, b_by_col
     assert torch.equal(whole[:, n:], torch.full((m, apart), 0.5))
 
 
-def test_what_was_not_set_is_not_read(library):
+def test_uninitialised_output_is_not_read(library):
     out = torch.full((2, 3), torch.nan)
     assert product(library, out, torch.ones(2, 4).bfloat16(), torch.ones(4, 3).bfloat16(), False) is None
     assert torch.equal(out, torch.full((2, 3), 4.0))
 
 
-def test_a_device_has_one_handle_and_a_product_the_stream_it_is_given(library):
+def test_one_handle_per_device_and_the_given_stream(library):
     out = torch.zeros(2, 2)
     a = torch.ones(2, 2).bfloat16()
     product(library, out, a, a, False)
@@ -96,7 +96,7 @@ def test_a_device_has_one_handle_and_a_product_the_stream_it_is_given(library):
         assert library.handles() == before + new
 
 
-def test_refusals_are_words(library):
+def test_errors_have_a_text(library):
     out = torch.zeros(3, 2)
     a = torch.ones(2, 2).bfloat16()
     overlapping = torch.ones(1, 2).bfloat16().expand(3, 2)

@@ -1,4 +1,4 @@
-"""Every kernel compiles with plain nvcc for each architecture, and keeps its data in registers."""
+"""Every kernel compiles with plain nvcc for each architecture, without spilling registers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_compiles_without_spills(source, tmp_path):
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA toolkit")
 @pytest.mark.skipif(not Path(CUDA_HOME, "include", "cublas_v2.h").is_file(), reason="this CUDA toolkit has no cuBLAS")
-def test_the_call_of_cublas_compiles(tmp_path):
+def test_cublas_call_compiles(tmp_path):
     command = [NVCC, *NVCC_FLAGS, "-c", str(ROOT / "csrc" / HOST), "-o", str(tmp_path / "out.o")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def test_the_call_of_cublas_compiles(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="needs the headers of the CUDA toolkit")
-def test_the_torch_side_of_a_cuda_build_compiles():
+def test_torch_side_of_a_cuda_build_compiles():
     """Parse the files that depend on BRORL_CUDA. CPU wheels have torch's CUDA headers except cuda_cmake_macros.h."""
     sources = sorted(str(p) for p in (ROOT / "csrc").rglob("*.cpp") if "BRORL_CUDA" in p.read_text(encoding="utf-8"))
     defines = ["-DBRORL_CUDA=1", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE", "-DTORCH_EXTENSION_NAME=_C"]
@@ -61,7 +61,7 @@ def test_the_torch_side_of_a_cuda_build_compiles():
 
 
 def _by_architecture(text: str) -> dict[str, str]:
-    """ptxas' messages: each kernel's begin with "Compiling entry function ... for 'sm_90'"."""
+    """Return ptxas' messages per kernel; each starts with "Compiling entry function ... for 'sm_90'"."""
     parts: dict[str, str] = {}
     for part in text.split("Compiling entry function")[1:]:
         name = re.search(r"for '(sm_\d+)'", part)

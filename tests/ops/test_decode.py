@@ -1,4 +1,4 @@
-"""One decoding step's attention over pages, and the small ops around it, against float64 row by row."""
+"""Paged attention of one decoding step, and the small ops around it, against float64 row by row."""
 
 from __future__ import annotations
 

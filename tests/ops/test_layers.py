@@ -1,4 +1,4 @@
-"""Products, norm, activation and rotation of a layer that is trained, against float64 from their formulas."""
+"""Products, norm, activation and rotation of trained layers against their formulas in float64."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def turn(x: Tensor, angle: Tensor) -> Tensor:
-    """Pairs (i, i + d / 2) as complex numbers."""
+    """Rotate pairs (i, i + d / 2) as complex numbers."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Within the dtype's precision of the largest entry."""
+    """Check an error relative to the largest entry, within the dtype's precision."""
     assert got.dtype == dtype
     error = (got.detach().double() - expected.detach()).abs().max()
     assert error <= TOLERANCE[dtype] * max(float(expected.detach().abs().max()), 1e-3), error
@@ -47,7 +47,7 @@ def compare(
     upstream: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Result and gradients of op against those of the formula in float64, from the same rounded inputs."""
+    """Compare result and gradients of op with those of the formula in float64, from the same rounded inputs."""
     narrow = [x.to(dtype).requires_grad_() for x in inputs]
     wide = [x.detach().double().requires_grad_() for x in narrow]
     up = upstream.to(dtype)
@@ -95,7 +95,7 @@ def test_silu_mul(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "width"), [((5, 3), 4), ((1, 1, 6), 4), ((70, 1, 130), 65), ((2, 900), 33)])
-def test_products_that_take_a_norm_or_an_activation_along(shape, width, dtype):
+def test_products_fused_with_a_norm_or_an_activation(shape, width, dtype):
     g = torch.Generator().manual_seed(width)
     x, norm_weight, bias = (torch.randn(*s, generator=g) for s in (shape, (shape[-1],), (width,)))
     weight = torch.randn(width, shape[-1], generator=g)
@@ -132,7 +132,7 @@ def test_linear(shape, width, with_bias, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("before", ["nothing", "norm", "activation"])
 def test_products_add_to_the_main_gradient(before, dtype):
-    """Over two micro-batches, on top of what is there, in float32."""
+    """Over two micro-batches, in float32, starting from a nonzero gradient."""
     g = torch.Generator().manual_seed(6)
     ones = torch.ones(24, dtype=dtype)
     product = {
@@ -140,7 +140,7 @@ def test_products_add_to_the_main_gradient(before, dtype):
         "norm": lambda x, w: ops.norm_linear(x, ones, EPS, w, None),
         "activation": lambda x, w: ops.swiglu_linear(x.clone(), w),
     }[before]
-    # What is multiplied is rounded to the dtype first, here as there.
+    # Both sides round the operands to the dtype first.
     rows = {
         "nothing": lambda x: x,
         "norm": lambda x: torch.ops.brorl.rms_norm(x, ones, EPS)[0],
@@ -155,12 +155,12 @@ def test_products_add_to_the_main_gradient(before, dtype):
         product(x.requires_grad_(), weight).backward(up)
         assert weight.grad_added_to_main_grad
         expected = expected + up.double().t() @ rows(x.detach()).double()
-    # Products of bfloat16 are exact in float32, so the sum is as good in both dtypes.
+    # Products of bfloat16 are exact in float32, so one tolerance serves both dtypes.
     close(weight.main_grad, expected, torch.float32)
 
 
 def test_views_that_are_not_contiguous():
-    """A key, for instance, is a slice of the projection."""
+    """For instance, a key is a slice of the projection."""
     x = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(5))
     weight = torch.rand(4)
     close(ops.rms_norm(x[:, 1, :4], weight, EPS), norm(x[:, 1, :4].double(), weight.double()), torch.float32)
@@ -186,7 +186,7 @@ def test_silu_mul_of_extreme_gates():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "heads", "dim", "width"), [(1, 1, 2, 2), (9, 3, 10, 16), (200, 4, 64, 64)])
 def test_rotate(tokens, heads, dim, width, dtype):
-    """The queries and keys of a projection; its values, and places beyond the angles, are not touched."""
+    """Queries and keys are rotated; values, and elements beyond the angles, are unchanged."""
     g = torch.Generator().manual_seed(dim)
     angle = torch.rand(tokens, dim // 2, generator=g).double() * 100
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -211,7 +211,7 @@ def test_gradients_by_finite_differences():
     assert torch.autograd.gradcheck(lambda *all: ops.norm_linear(all[0], all[1], EPS, *all[2:]), (x, w, weight, bias))
 
 
-def test_a_second_backward_pass_over_what_was_overwritten_fails():
+def test_a_second_backward_pass_over_overwritten_inputs_fails():
     x = torch.randn(4, 6, requires_grad=True)
     weight = torch.randn(5, 3, requires_grad=True)
     out = ops.swiglu_linear(x.clone(), weight).sum()

@@ -46,7 +46,7 @@ def test_padding_has_no_probability_and_no_gradient(group):
     g = torch.Generator().manual_seed(0)
     h = torch.randn(6, 4, generator=g)
     w = torch.randn(10, 4, generator=g)
-    w[8:] = 1e3  # would win every softmax
+    w[8:] = 1e3  # would dominate every softmax
     padded = w.clone().requires_grad_()
     targets = torch.arange(6)
     got, _ = linear.linear_log_probs(h, padded, targets, 1.0, group, 8)
@@ -74,8 +74,8 @@ def test_no_rows(group):
     assert dist.is_initialized()
 
 
-def test_rows_without_a_gradient_may_hold_anything(group):
-    """NaN and infinities in hidden states that no loss reads: the gradients are those without them."""
+def test_rows_without_a_gradient_may_be_nan(group):
+    """NaN and infinities in hidden states without a gradient do not change the gradients of the others."""
     g = torch.Generator().manual_seed(2)
     h, w = torch.randn(9, 4, generator=g), torch.randn(7, 4, generator=g)
     h[2] = float("nan")

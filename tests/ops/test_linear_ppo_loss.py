@@ -78,7 +78,7 @@ def test_chunks_give_what_one_chunk_gives(monkeypatch):
     assert_agree(case.call(fused.linear_ppo_loss, settings=EVERYTHING), expected, 1e-13)
 
 
-def test_an_unmoved_policy_has_ratio_one():
+def test_an_unchanged_policy_has_ratio_one():
     case = make(40, 16, 300)
     log_probs, _ = fused.linear_log_probs(case.hidden.float(), case.weight.float(), case.ids, TEMPERATURE)
     result, *grads = case.change(old_log_probs=log_probs).call(fused.linear_ppo_loss, torch.float32)
@@ -92,7 +92,7 @@ def test_an_unmoved_policy_has_ratio_one():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_logits(dtype):
-    # Small integers, so that logits of up to +-1e4 have no rounding of their own; temperature 1 likewise.
+    # Small integers and temperature 1 make logits of up to +-1e4 exact.
     g = torch.Generator().manual_seed(3)
     hidden = torch.randint(-16, 17, (90, 40), generator=g).double()
     weight = torch.randint(-16, 17, (700, 40), generator=g).double()
@@ -121,7 +121,7 @@ def test_extreme_ratios():
     old[20:30] += 80  # and underflows
     old[30:40] -= 80
     rollout = case.tokens.rollout_log_probs.clone()
-    rollout[:5] = float("-inf")  # as the old one: no mismatch
+    rollout[:5] = float("-inf")  # equal to the old one, so no mismatch
     rollout[case.tokens.weights == 0] = 0.0
     case = case.change(old_log_probs=old, rollout_log_probs=rollout)
     for settings in (SETTINGS, EVERYTHING, dataclasses.replace(SETTINGS, is_cap=0.0)):
@@ -129,7 +129,7 @@ def test_extreme_ratios():
         assert_agree(got, case.call(reference.linear_ppo_loss, settings=settings), 1e-5)
 
 
-def test_an_impossible_rollout_stays_out_of_the_gradient():
+def test_an_impossible_rollout_has_no_gradient():
     case = make(10, 8, 50)
     rollout = case.tokens.rollout_log_probs.clone()
     rollout[3] = float("-inf")
@@ -143,8 +143,8 @@ def test_an_impossible_rollout_stays_out_of_the_gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("op", [fused.linear_ppo_loss, reference.linear_ppo_loss], ids=["fused", "reference"])
 @pytest.mark.parametrize("rows", ["finite rows", "rows of NaN"])
-def test_a_masked_token_counts_for_nothing(dtype, settings, op, rows):
-    """Whatever its entries hold, and its hidden state, the results are those of the batch without it."""
+def test_a_masked_token_changes_nothing(dtype, settings, op, rows):
+    """Results are those of the batch without it, for any entries and any hidden state of the token."""
     case = make(80, 12, 70)
     live = case.tokens.weights != 0
     poison = {
@@ -167,7 +167,7 @@ def test_a_masked_token_counts_for_nothing(dtype, settings, op, rows):
 @pytest.mark.parametrize("settings", [EVERYTHING, dataclasses.replace(SETTINGS, ratio="sequence")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 30])
-def test_nothing_to_train_on(rows, dtype, settings):
+def test_no_trainable_tokens(rows, dtype, settings):
     case = make(rows, 8, 30)
     case = case.change(weights=torch.zeros(rows, dtype=torch.float64))
     result, grad_hidden, grad_weight = case.call(fused.linear_ppo_loss, dtype, settings)
@@ -190,7 +190,7 @@ def test_reference_gradcheck(settings):
 
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_fused_gradient_equals_finite_differences(settings):
-    """Along random directions: gradcheck would ask one result for several backward passes."""
+    """Along random directions, because gradcheck would need several backward passes through one result."""
     case = make(9, 4, 7)
     g = torch.Generator().manual_seed(5)
     step = 1e-6
@@ -215,8 +215,8 @@ def test_gradcheck_of_log_probs_and_entropy(op):
     assert torch.autograd.gradcheck(lambda h, w: op(h, w, case.ids, 1.3), inputs)
 
 
-def test_an_unmoved_policy_has_the_gradient_of_reinforce():
-    """Without old log-probs the ratio is 1 by definition, so finite differences would see a constant."""
+def test_an_unchanged_policy_has_the_gradient_of_reinforce():
+    """Against autograd: without old log-probs the ratio is 1 by definition, a constant for finite differences."""
     case = make(9, 4, 7)
     hidden = case.hidden.requires_grad_()
     tokens = dataclasses.replace(case.tokens, old_log_probs=None)
@@ -231,7 +231,7 @@ def test_an_unmoved_policy_has_the_gradient_of_reinforce():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_repeats_bit_for_bit(dtype, threads):
+def test_results_are_reproducible_bit_for_bit(dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -244,7 +244,7 @@ def test_repeats_bit_for_bit(dtype, threads):
         assert all(torch.equal(a, b) for a, b in [*same, *zip(grads, runs[0][1:], strict=True)])
 
 
-def test_only_the_gradients_asked_for():
+def test_only_requested_gradients_are_computed():
     case = make(12, 6, 20)
     rest = (case.ids, case.tokens_in(torch.float32), SETTINGS, TEMPERATURE)
     hidden, weight = case.hidden.float().requires_grad_(), case.weight.float()
@@ -303,7 +303,7 @@ DEAD: dict[str, Any] = {
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dead", DEAD)
-def test_tokens_without_a_gradient_are_left_out_and_nothing_else(dead, dtype, entropy_coef, monkeypatch):
+def test_only_tokens_without_a_gradient_are_left_out(dead, dtype, entropy_coef, monkeypatch):
     monkeypatch.setitem(fused.CHUNK_ROWS, "cpu", 100)
     case = make(300, 24, 700, dtype)
     advantages = case.tokens.advantages.clone()

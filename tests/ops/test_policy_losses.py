@@ -17,26 +17,26 @@ EPS_LOW, EPS_HIGH = 0.2, 0.28
 
 
 def clip(r, a):
-    """min(r A, clip(r) A) as Schulman et al. 2017, eq. 7, has it, by cases."""
+    """Return min(r A, clip(r) A) by cases (Schulman et al. 2017, eq. 7)."""
     stopped = ((a > 0) & (r > 1 + EPS_HIGH)) | ((a < 0) & (r < 1 - EPS_LOW))
     return torch.where(stopped, r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH), r) * a
 
 
 def cispo(r, a):
-    """A log pi weighted by the clipped ratio without gradient (MiniMax-M1, eq. 4)."""
+    """Return A log pi, weighted by the clipped ratio without gradient (MiniMax-M1, eq. 4)."""
     return r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH) * a * r.log()
 
 
 def sapo(r, a):
-    """4 / tau sigmoid(tau (r - 1)) A (SAPO, Gao et al. 2025), where sigmoid(x) = (1 + tanh(x / 2)) / 2."""
+    """Return 4 / tau sigmoid(tau (r - 1)) A (SAPO, Gao et al. 2025), where sigmoid(x) = (1 + tanh(x / 2)) / 2."""
     tau = 1.05 - 0.05 * (a > 0).double()
     return 2 / tau * (1 + (tau * (r - 1) / 2).tanh()) * a
 
 
-BY_HAND = {"clip": clip, "cispo": cispo, "sapo": sapo}  # of ratio and advantage; with autograd's derivative in log pi
+BY_HAND = {"clip": clip, "cispo": cispo, "sapo": sapo}  # functions of ratio and advantage
 
 
-def test_the_names_are_those_of_the_configuration_and_of_this_file():
+def test_every_policy_loss_has_a_formula_here():
     known = typing.get_args(typing.get_type_hints(AlgoConfig)["policy_loss"])
     assert set(known) == set(POLICY_LOSSES) == set(BY_HAND)
     names = {field.name for field in dataclasses.fields(PolicyLossSettings)}

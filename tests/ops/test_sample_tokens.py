@@ -1,4 +1,4 @@
-"""The fused sampler against a float64 brute force, its reference, and the softmax it is to follow."""
+"""The fused sampler against brute force in float64, its reference implementation, and the softmax."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_agrees_with_float64(name, dtype):
 @pytest.mark.parametrize(
     "name", [n for n, c in CASES.items() if c.logits.shape[1] <= 5000 and c.temperature not in (1e-42, 3e3)]
 )
-def test_draws_what_the_reference_draws(name):
-    """All but a few per cent: a cumulative sum of float32, as in the reference, is coarser."""
+def test_samples_equal_the_reference(name):
+    """All but a few per cent, because the reference has a less precise cumulative sum in float32."""
     case = CASES[name]
     ids, log_probs = draw(case)
     expected, expected_log_probs = sampling.sample_tokens(
@@ -80,8 +80,8 @@ SETTINGS = ["plain-1031", "top-p-cold", "top-k", "both", "ties-both", "greedy"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_rows_depend_on_nothing_else(name):
-    """Bit for bit: alone, in another order, and on any number of threads."""
+def test_rows_do_not_depend_on_batch_or_threads(name):
+    """Results are bit-identical for a single row, in another order, and with any number of threads."""
     case = CASES[name]
     ids, log_probs = draw(case)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
@@ -116,7 +116,7 @@ def test_strided_rows(name, dtype):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_bfloat16_is_its_float32_value(name):
+def test_bfloat16_logits_equal_their_float32_values(name):
     logits = CASES[name].logits.bfloat16()
     narrow, wide = draw(CASES[name], logits=logits), draw(CASES[name], logits=logits.float())
     assert torch.equal(narrow[0], wide[0])
@@ -134,9 +134,9 @@ def test_ties():
     assert drawn([0, 2, 1, 2, 2], temperature=0) == {1}
     assert drawn([0, 2, 1, 2, 2], top_k=1) == {1, 3, 4}  # ties with the k-th stay
     assert drawn([1, 2, 1, 0, 1], top_k=2) == {0, 1, 2, 4}
-    assert drawn([0, 0, 0, 0], top_p=0.5) == {0, 1}  # the first of equals, until the mass reaches top_p
+    assert drawn([0, 0, 0, 0], top_p=0.5) == {0, 1}  # the first of equal logits are kept until the mass reaches top_p
     assert drawn([0, 0, 0, 0], top_p=0.51) == {0, 1, 2}
-    assert drawn([-9, 0, 0, 0, 0], top_p=0.25) == {1, 2}  # the mass of the first stays just below a quarter
+    assert drawn([-9, 0, 0, 0, 0], top_p=0.25) == {1, 2}  # the mass of the first remains just below a quarter
     assert drawn([0, 0, 0, 0], top_p=1e-9) == {0}
     assert drawn([0, 1, 0, 0], top_p=1e-300) == {1}
     assert drawn([0.0, -0.0, 0.0, -0.0], top_p=0.5) == {0, 1}

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_brorl.ops.fused import layers as ops
 
 OPS = torch.ops.brorl
-# (tokens of the prompt or 0, tokens of each segment); queries go by blocks of 64, keys by rounds of 512
+# (tokens of the prompt or 0, tokens of each segment); blocks have 64 queries and 512 keys
 STREAMS = {
     "one token": [(0, (1,))],
     "alone": [(0, (5, 64, 65, 1, 130))],
@@ -35,7 +35,7 @@ def table(groups: list[tuple[int, tuple[int, ...]]]) -> Tensor:
 
 
 def brute_force(qkv: Tensor, angle: Tensor, segments: Tensor, scale: float) -> Tensor:
-    """Pairs (i, i + d / 2) of queries and keys are turned as complex numbers."""
+    """Attend with the matrix of all scores; pairs (i, i + d / 2) are rotated as complex numbers."""
     tokens, _, heads, d = qkv.shape
     half = d // 2
     heads = heads - 2
@@ -53,7 +53,7 @@ def brute_force(qkv: Tensor, angle: Tensor, segments: Tensor, scale: float) -> T
 
 
 def inputs(tokens: int, kv_heads: int, heads: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A projection [tokens, kv_heads, heads + 2, dim], as Megatron orders it, and angles in float64."""
+    """Return a projection [tokens, kv_heads, heads + 2, dim], as Megatron orders it, and angles in float64."""
     g = torch.Generator().manual_seed(seed)
     angle = torch.rand(tokens, dim // 2, generator=g).double() * 100
     return torch.randn(tokens, kv_heads, heads + 2, dim, generator=g), angle
@@ -62,7 +62,7 @@ def inputs(tokens: int, kv_heads: int, heads: int, dim: int, seed: int) -> tuple
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize(("kv_heads", "heads", "dim"), [(2, 1, 16), (2, 2, 64), (1, 3, 24)])
 def test_result_and_gradient(stream, kv_heads, heads, dim):
-    """Head sizes that are no multiple of 16 are filled up."""
+    """Head sizes that are not a multiple of 16 are padded."""
     segments = table(STREAMS[stream])
     tokens = int(segments[:, 1].sum())
     qkv, angle = inputs(tokens, kv_heads, heads, dim, seed=tokens)
@@ -79,7 +79,7 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_gradient_reaches_the_projection(normed, bias, dim):
-    """The projection is a view of what a function of ops made, as in FusedSelfAttention; attention overwrites it."""
+    """Attention overwrites a view of the result of another op, as in FusedSelfAttention."""
     segments = table([(3, (2, 4))])
     (_, angle) = inputs(9, 2, 2, dim, seed=6)
     g = torch.Generator().manual_seed(7)
@@ -109,7 +109,7 @@ def test_gradient_reaches_the_projection(normed, bias, dim):
 
 
 def test_large_scores():
-    """Weights that are 0 or 1 in float32 are, and nothing overflows."""
+    """Weights are exactly 0 or 1, and nothing overflows."""
     segments = table([(600, (3,))])
     qkv, _ = inputs(603, 1, 1, 16, seed=2)
     qkv[:, :, :2] *= 100
@@ -120,11 +120,11 @@ def test_large_scores():
     assert got[0].equal(qkv[0, 0, 2])
 
 
-def test_who_kept_what_is_overwritten_is_told():
-    """The projection's own gradient must not be computed from the turned one."""
+def test_backward_of_an_overwritten_input_fails():
+    """A function that saved the projection must not compute its gradient from the rotated one."""
     qkv, angle = inputs(4, 1, 1, 16, seed=5)
     leaf = qkv.requires_grad_()
-    projected = leaf.exp()  # whose backward pass keeps its result
+    projected = leaf.exp()  # its backward pass needs its result
     out = ops.attend(projected, angle.cos().float(), angle.sin().float(), table([(0, (4,))]), 1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         out.sum().backward()

@@ -1,4 +1,4 @@
-"""The ops on chunks of logits one by one: registration, products, parts of the vocabulary that merge."""
+"""The ops on chunks of logits: products, statistics of parts of the vocabulary and their merge."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_products_keep_at_least_float32(m, n, k, transposed, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_products_of_rows_that_overlap(dtype):
-    """One row repeated (stride 0), and windows that slide over a vector."""
+    """A repeated row (stride 0), and sliding windows over a vector."""
     g = torch.Generator().manual_seed(7)
     row = torch.randn(1, 80, generator=g).to(dtype)
     vector = torch.randn(200, generator=g).to(dtype)
@@ -55,10 +55,10 @@ def test_products_of_rows_that_overlap(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cuts", [(0, 2000), (1, 1999), (700, 1300), (1024, 976)])
 def test_parts_of_the_vocabulary_merge(dtype, cuts):
-    """Two shards by hand, with the sums that two ranks would exchange, against log_softmax of the whole in float64."""
+    """Merge two shards with the sums that two ranks would exchange, and compare with log_softmax in float64."""
     g = torch.Generator().manual_seed(cuts[0])
     logits = (4 * torch.randn(6, 2000, dtype=torch.float64, generator=g)).to(dtype)
-    logits[0, :1500] = float("-inf")  # a masked vocabulary: a whole block, and a whole shard, without probability
+    logits[0, :1500] = float("-inf")  # a whole block and a whole shard have no probability
     ids = torch.tensor([1600, 0, 699, 700, 1999, 1023])
     temperature = 0.6
     parts = []
@@ -96,12 +96,12 @@ def test_token_loss_derivative_equals_finite_differences(dtype):
     of_entropy = (losses(log_probs, entropy + h) - losses(log_probs, entropy - h)) / (2 * h)
     narrow = (log_probs.to(dtype), entropy.to(dtype), case.tokens_in(dtype), EVERYTHING)
     first, second, _ = softmax.ppo_tokens(*narrow)
-    # A kink lies within h of no token of this case.
+    # No token of this case is within h of a kink.
     assert close(first, slope, 1e-6)
     assert close(second, of_entropy, 1e-6)
 
 
-def test_shapes_and_dtypes_that_do_not_fit():
+def test_wrong_shapes_and_dtypes_are_refused():
     logits = torch.zeros(3, 4)
     ids = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(TypeError, match="logits must be float32 or float64"):

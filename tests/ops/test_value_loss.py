@@ -1,4 +1,4 @@
-"""The fused value loss against a loop over Python floats: values, gradients, moments, masks, registration, mistakes."""
+"""The fused value loss against a loop over Python floats: values, gradients, moments, masks and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_gradcheck():
     bound = (case.values - case.old_values).abs() - case.clip
     held = case.values.clamp(case.old_values - case.clip, case.old_values + case.clip)
     tie = (held - case.returns).abs() - (case.values - case.returns).abs()
-    # Away from the kinks of clamp and maximum, where finite differences see another branch.
+    # Stay away from the kinks of clamp and maximum, across which finite differences are wrong.
     kept &= (bound.abs() > 1e-3) & ((bound < 0) | (tie.abs() > 1e-3))
     case = dataclasses.replace(case, weights=torch.where(kept, case.weights, 0.0))
     inputs = (case.values.nan_to_num().requires_grad_(), case.old_values, case.returns, case.weights, case.clip)
@@ -39,8 +39,8 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *x: value_loss(*x).loss, inputs)
 
 
-def test_the_bound_itself_and_ties():
-    # At the bound and inside, the gradient is v - R; 2 and its clipped value 0 lie equally far from a return of 1.
+def test_gradient_at_the_clip_bound_and_at_ties():
+    # At the bound and inside, the gradient is v - R; 2 and its clipped value 0 are equally far from a return of 1.
     case = Case(
         values=torch.tensor([0.5, 0.25, 2.0], dtype=torch.float64),
         old_values=torch.tensor([0.0, 0.0, -0.5], dtype=torch.float64),
@@ -54,14 +54,14 @@ def test_the_bound_itself_and_ties():
 
 
 @pytest.mark.parametrize("broken", ["values", "old_values", "returns", "weights"])
-def test_a_nan_that_counts_is_seen(broken):
+def test_an_unmasked_nan_makes_the_loss_nan(broken):
     case = make(50, masked=0.0)
     x = getattr(case, broken).clone()
     x[17] = float("nan")
     case = dataclasses.replace(case, **{broken: x})
     assert math.isnan(case.call(value_loss, torch.float32)[0].sums["loss"])
     assert math.isnan(case.call(reference.value_loss, torch.float32)[0].sums["loss"])
-    if broken == "old_values":  # which an unclipped loss does not look at
+    if broken == "old_values":  # an unclipped loss does not read it
         assert math.isfinite(dataclasses.replace(case, clip=math.inf).call(value_loss, torch.float32)[0].sums["loss"])
 
 

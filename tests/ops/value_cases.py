@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Inputs of one call in float64 that float32 holds exactly."""
+    """Inputs of one call in float64, exactly representable in float32."""
 
     values: Tensor
     old_values: Tensor
@@ -22,7 +22,7 @@ class Case:
     clip: float
 
     def call(self, op: Any, dtype: torch.dtype, device: str = "cpu", upstream: float = 1.0) -> tuple[Any, Tensor]:
-        """(result of op, gradient of values)."""
+        """Return (result of op, gradient of values)."""
         tensors = (x.to(device, dtype) for x in (self.values, self.old_values, self.returns, self.weights))
         values, *rest = tensors
         values = values.clone().requires_grad_()
@@ -42,7 +42,7 @@ class Expected:
 
 
 def by_hand(case: Case) -> Expected:
-    """One token at a time, exactly summed."""
+    """Compute the loss token by token, with exact sums."""
     losses = []
     gradient = []
     clipped = 0
@@ -71,7 +71,7 @@ def by_hand(case: Case) -> Expected:
 
 
 def make(rows: int, clip: float = 0.2, masked: float = 0.3, offset: float = 0.0, seed: int = 0) -> Case:
-    """A third of the values moved out of their range; what lies under the mask is NaN or infinite."""
+    """Return a case with a third of the values out of range and NaN or infinity at masked tokens."""
     g = torch.Generator().manual_seed(1000 * seed + rows)
     old, noise, far = torch.randn(3, rows, generator=g)
     old = old + offset
@@ -93,14 +93,14 @@ CASES = {
     "many": make(5003),
     "many blocks": make(20000, seed=3),
     "nothing masked": make(4097, masked=0.0),
-    "far from zero": make(3000, clip=0.25, offset=1e4),  # a clip that float32 can add there exactly
+    "far from zero": make(3000, clip=0.25, offset=1e4),  # a clip for which the float32 sum is exact
     "all masked": make(50, masked=1.1),
     "empty": make(0),
 }
 
 
 def assert_agree(got: tuple[Any, Tensor], case: Case, upstream: float, tolerance: float) -> None:
-    """Against by_hand, gradients relative to the largest."""
+    """Compare with by_hand; the error of gradients is relative to the largest one."""
     result, gradient = got
     expected = by_hand(case)
     wanted = upstream * torch.tensor(expected.gradient, dtype=torch.float64)

@@ -132,7 +132,7 @@ def test_a_frozen_worker_is_given_up(model, start):
     patience, pid, worker = Patience(), engine.supervisor.pid, worker_of(engine)
     patience.end = time.monotonic() + 3.0
     worker.suspend()
-    found = draw(engine, 64, watch=patience)
+    found = draw(engine, 64, callbacks=patience)
     assert {r.finish for r in found} == {"cut"}
     assert {r.finish for r in draw(engine, 64)} <= {"stop", "length"}
     assert engine.supervisor.pid != pid

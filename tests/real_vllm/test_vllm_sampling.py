@@ -73,7 +73,7 @@ def test_cancelled_rollouts_keep_what_was_drawn(model, shared):
         def cancelled(self):
             return self.ended.is_set()
 
-    found = draw(shared, 512, key=3, watch=Impatient(), sampling=replace(SAMPLING, max_tokens=60))
+    found = draw(shared, 512, key=3, callbacks=Impatient(), sampling=replace(SAMPLING, max_tokens=60))
     cut = [r for r in found if r.finish == "cut"]
     begun = [r for r in cut if len(r.token_ids)]
     assert begun

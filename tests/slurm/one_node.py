@@ -46,7 +46,7 @@ PartitionName=high Nodes={host} PriorityTier=10 PreemptMode=OFF
 
 
 def missing() -> str:
-    """The programs that this machine lacks."""
+    """Return the programs that are not installed."""
     return " ".join(p for p in PROGRAMS if _program(p) is None)
 
 
@@ -55,17 +55,17 @@ def _program(name: str) -> str | None:
 
 
 class OneNode:
-    """Daemons that end with `close`."""
+    """The Slurm daemons; `close` ends them."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short path: that of a socket has 107 letters at most
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # the path of a socket has at most 107 characters
         self._daemons: list[subprocess.Popen[bytes]] = []
         (self.folder / "state").mkdir()
         (self.folder / "spool").mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        self.folder.chmod(0o755)  # munged wants others to reach its socket
+        self.folder.chmod(0o755)  # munged requires that others can reach its socket
         host = socket.gethostname().partition(".")[0]
         ports = [_free_port() for _ in range(2)]
         conf = self.folder / "slurm.conf"
@@ -97,7 +97,7 @@ class OneNode:
             time.sleep(0.5)
 
     def command(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """A command of Slurm's, in its environment."""
+        """Run a command of Slurm in its environment."""
         return subprocess.run(arguments, env=self.environment, capture_output=True, text=True, cwd=cwd)
 
     def close(self) -> None:

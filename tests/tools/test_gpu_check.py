@@ -1,4 +1,4 @@
-"""tools/gpu_check.py: stages that fail, hang or die do not stop others, and every stage runs in the dry mode."""
+"""Tests of tools/gpu_check.py: failing stages, and all stages in the dry mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import gpu_check  # noqa: E402
 FINE = """rows.write('{"what": "b", "result": "ok", "speed": 12345.6}\\n')"""
 
 
-def test_a_stage_that_fails_hangs_or_dies_stops_no_other(tmp_path, monkeypatch):
+def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch):
     row = """rows.write('{"what": "a", "result": "ok"}\\n{"what": '); rows.flush()"""
     child = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True)"
     programs = {
@@ -52,7 +52,7 @@ def test_a_stage_that_fails_hangs_or_dies_stops_no_other(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_stage_runs_in_the_dry_mode(tmp_path, monkeypatch):
-    """Run all stages on a CPU, with the doubles of tests/contract in place of TensorRT-LLM."""
+    """Run all stages on a CPU, with the fakes of tests/contract in place of TensorRT-LLM."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "contract" / "double"))
     job = {"device": "cpu", "scratch": str(tmp_path), "pythons": {}}
     rows = gpu_check.run_stages(gpu_check.STAGES, job, tmp_path / "out.jsonl", 300.0, "a command")

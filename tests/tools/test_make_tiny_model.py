@@ -1,4 +1,4 @@
-"""What the tokenizer of a tiny model is trained on."""
+"""Tests of tools/make_tiny_model.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import make_tiny_model
 from megatron_brorl.config.load import load
 
 
-def test_files_of_other_columns(tmp_path):
-    """Prompts in their template, answers, and the worked solutions that a warm start imitates."""
+def test_the_corpus_follows_template_and_columns(tmp_path):
+    """The tokenizer is trained on prompts in their template, answers and worked solutions."""
     rows = [{"question": "1+1?", "answer": "1+1=2\n#### 2"}, {"question": "2+1?", "answer": "#### 3"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.toml").write_text(

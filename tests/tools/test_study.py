@@ -25,7 +25,7 @@ def design(**changes):
 
 
 def table(curves):
-    """A table of results; curves: {(arm, seed): ([seconds], [pass@1])}, with ten rollouts per second."""
+    """Return a table of results with ten rollouts per second; curves: {(arm, seed): ([seconds], [pass@1])}."""
     rows = [
         {
             "phase": "test",
@@ -52,19 +52,19 @@ def table(curves):
         ({"tuning": {"seeds": (3,), "rates": (1e-3,)}}, "tuning.seeds"),
     ],
 )
-def test_designs_that_contradict_themselves_are_refused(changes, message):
+def test_inconsistent_designs_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
         study.check(design(**changes), "d.toml")
 
 
-def test_an_unknown_key_is_refused_with_its_place(tmp_path):
+def test_an_unknown_key_is_named_with_its_position(tmp_path):
     path = tmp_path / "d.toml"
     path.write_text('name = "d"\nquestion = "?"\nconfig = "run.toml"\nseeds = [1]\n[[arms]]\nname = "a"\nsecond = 3\n')
     with pytest.raises(UserError, match=r"d\.toml: arms\.0\.second: Extra inputs"):
         study.read_design(path)
 
 
-def test_curves_are_read_up_to_the_end_of_the_shorter_one():
+def test_curves_are_compared_up_to_the_end_of_the_shorter_one():
     found = table({("few", 1): ([0, 10], [0.0, 0.5]), ("many", 1): ([0, 5, 20], [0.0, 0.4, 0.7])})
     comparison = study.Comparison(**COMPARISON)
     assert study.differences(comparison, found) == {1: pytest.approx(0.4 + 0.3 / 3 - 0.5)}
@@ -94,7 +94,7 @@ def test_holm_covers_comparisons_that_have_no_pairs():
     assert found.holm[0] == pytest.approx(min(1, 2 * found.p[0]))
 
 
-def test_a_difference_is_seldom_found_in_studies_without_one():
+def test_false_positive_rate_is_near_the_level():
     rng = np.random.default_rng(1)
     p = []
     for _ in range(40):

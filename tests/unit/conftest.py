@@ -1,4 +1,4 @@
-"""One tiny model for every test of a file."""
+"""A fixture with one tiny model for all tests of a file."""
 
 import pytest
 import tiny

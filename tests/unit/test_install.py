@@ -1,5 +1,7 @@
-"""tools/install.sh with fake Python and pip, setup.py with a fake torch and CUDA toolkit, and an installed copy next to
-the sources. No test needs a network or compiles anything."""
+"""Test tools/install.sh, setup.py and csrc/build_backend.py with fakes of Python, pip, torch and the CUDA toolkit.
+
+No test needs a network or compiles anything.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
 import build_backend  # noqa: E402
 
-# The interpreter that PYTHON names: has a torch with CUDA or none, makes environments with the stand-ins below.
+# The interpreter of the variable PYTHON. It creates environments with the fake pip and torch below.
 PYTHON = """#!/bin/bash
 case "$*" in
   *version_info*) exit "${OLD:-0}" ;;
@@ -33,7 +35,7 @@ case "$*" in
   *) echo "unexpected: $*" >&2; exit 99 ;;
 esac
 """
-# REACHED: "up" where the CPU index is. OWN: what pip's own index has of torch, "cuda" (as PyPI does), "cpu" or nothing.
+# REACHED: "up" if the CPU index answers. OWN: the torch of pip's own index, "cuda" (as on PyPI), "cpu" or none.
 PIP = """#!/bin/bash
 echo "pip BRORL_CUDA=${BRORL_CUDA-unset} $*" >>"$LOG"
 venv="$(dirname "$(dirname "$0")")"
@@ -64,7 +66,7 @@ echo "torch $2" >>"$LOG"
 
 @pytest.fixture
 def install(tmp_path):
-    """Runs the script; returns it with what was called and which torch was brought, in order."""
+    """Return a function that runs the script and returns its process and its log of calls."""
     for name, text in {"python": PYTHON, "pip": PIP, "torch": TORCH}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -97,7 +99,7 @@ def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
 
 
 @pytest.mark.parametrize("found", [{"REACHED": "up", "OWN": "cuda"}, {"OWN": "cpu"}], ids=["index", "pip's own"])
-def test_without_cuda_the_cpu_build_is_taken_and_kept_and_no_kernels_are_built(install, found):
+def test_without_cuda_the_cpu_build_is_installed_without_kernels(install, found):
     done, log = install(**found)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -105,23 +107,23 @@ def test_without_cuda_the_cpu_build_is_taken_and_kept_and_no_kernels_are_built(i
     assert "--system-site-packages" not in log[0]
     later = [line for line in log if "--no-deps" not in line and line.startswith("pip ")]
     assert len(later) == 2
-    assert all("torch==2.13.0+cpu" in line for line in later)  # which no other package can then exchange
+    assert all("torch==2.13.0+cpu" in line for line in later)  # so that no other package replaces it
     assert log[-1].endswith("--no-build-isolation --no-deps --editable .")
     assert log[-1].startswith("pip BRORL_CUDA=0 ")
 
 
-def test_a_cuda_build_is_refused_before_it_is_brought(install):
-    """Python 3.12, the CPU index out of reach: pip's own index answered with 4.7 GB."""
+def test_a_cuda_build_is_refused_before_it_is_downloaded(install):
+    """Without the CPU index, pip's own index would download a CUDA build of 4.7 GB."""
     done, log = install(OWN="cuda")
     refused(done, "no torch==2.13.0+cpu for Python 3.12.1", "BRORL_TORCH", "PYTHON")
     assert brought(log) == []
     assert not any("--editable" in line for line in log)
 
 
-def test_with_cuda_the_torch_that_is_there_is_kept(install):
+def test_with_cuda_the_installed_torch_is_kept(install):
     done, log = install(GPU="1", VISIBLE="1", OWN="cuda")
     assert done.returncode == 0, done.stderr
-    assert brought(log) == ["2.9.0"]  # by the environment
+    assert brought(log) == ["2.9.0"]  # visible in the environment
     assert "--system-site-packages" in "".join(log)
     assert "torch==2.9.0" in log[-2]
     assert log[-1].startswith("pip BRORL_CUDA=unset ")
@@ -136,7 +138,7 @@ def test_an_old_python_is_refused(install):
 
 
 def setup(folder: Path, torch: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """setup.py as far as its choices; torch: the source of a stand-in."""
+    """Run setup.py without building. torch: the source of a fake torch."""
     for name, text in {
         "torch/__init__.py": torch,
         "torch/utils/__init__.py": "",
@@ -163,15 +165,15 @@ def toolkit(tmp_path):
     return tmp_path / "cuda"
 
 
-def test_kernels_are_built_where_torch_has_cuda_and_the_toolkit_is_whole(toolkit, tmp_path):
+def test_kernels_are_built_with_a_complete_cuda_toolkit(toolkit, tmp_path):
     done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
     assert done.returncode == 0, done.stderr
     assert "setup.py: with CUDA kernels (BRORL_CUDA=1, default)" in done.stdout
 
 
 @pytest.mark.parametrize("lost", ["bin/nvcc", "lib64/libcudart.so"])
-def test_a_part_of_the_toolkit_that_lacks_is_named(toolkit, tmp_path, lost):
-    """Without libcudart the build went on to `cannot find -lcudart`."""
+def test_a_missing_part_of_the_toolkit_is_named(toolkit, tmp_path, lost):
+    """Without this check, the linker fails with `cannot find -lcudart`."""
     (toolkit / lost).unlink()
     done = setup(tmp_path, fake_torch("12.8"), CUDA_HOME=str(toolkit))
     assert done.returncode == 0, done.stderr
@@ -182,7 +184,7 @@ def test_a_part_of_the_toolkit_that_lacks_is_named(toolkit, tmp_path, lost):
     assert f"BRORL_CUDA=1, but the CUDA toolkit in {toolkit} (CUDA_HOME) has no {Path(lost).name}" in done.stderr
 
 
-def test_cublas_of_pip_completes_a_toolkit_for_cuda_13(toolkit, tmp_path):
+def test_cublas_from_pip_completes_a_toolkit_of_cuda_13(toolkit, tmp_path):
     for lost, found in (("include/cublas_v2.h", "include/cublas_v2.h"), ("lib64/libcublas.so", "lib/libcublas.so.13")):
         (toolkit / lost).unlink()
         wheel = tmp_path / "nvidia" / "cu13" / found
@@ -194,7 +196,7 @@ def test_cublas_of_pip_completes_a_toolkit_for_cuda_13(toolkit, tmp_path):
     assert "has no cublas_v2.h" in done.stdout
 
 
-def test_building_without_torch_is_one_line(tmp_path):
+def test_building_without_torch_is_an_error_of_one_line(tmp_path):
     done = setup(tmp_path, "raise ImportError(\"No module named 'torch'\")")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
@@ -206,7 +208,7 @@ def test_building_without_torch_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(("installed", "brought"), [("2.9.0a0+nv25.9", []), ("", [build_backend.TORCH])])
-def test_a_build_takes_the_torch_of_the_environment_or_brings_one(tmp_path, monkeypatch, installed, brought):
+def test_a_build_uses_the_torch_of_the_environment_or_requires_one(tmp_path, monkeypatch, installed, brought):
     if installed:
         (tmp_path / f"torch-{installed}.dist-info").mkdir()
         (tmp_path / f"torch-{installed}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {installed}\n")
@@ -214,7 +216,7 @@ def test_a_build_takes_the_torch_of_the_environment_or_brings_one(tmp_path, monk
     assert build_backend.get_requires_for_build_wheel() == brought
     assert build_backend.get_requires_for_build_editable() == brought
 
-    # setup.py sees it, behind what the build has of its own.
+    # setup.py finds it after the packages of the build environment.
     monkeypatch.setattr(sys, "path", ["own"])
     seen: list[str] = []
     monkeypatch.setattr(build_backend.build_meta, "build_wheel", lambda folder: seen.extend(sys.path) or folder)
@@ -222,27 +224,23 @@ def test_a_build_takes_the_torch_of_the_environment_or_brings_one(tmp_path, monk
     assert seen == ["own", *([str(tmp_path)] if installed else [])]
 
 
-def test_pip_and_make_bring_the_same_torch():
+def test_pip_and_make_install_the_same_torch():
     assert f"CPU_TORCH={build_backend.TORCH}+cpu" in (ROOT / "tools" / "install.sh").read_text()
 
 
-# ---- a copy that is installed, hidden by the sources
+# ---- sources without the extension
 
 
 @pytest.mark.slow
-def test_sources_that_hide_the_installed_copy_are_named(tmp_path):
-    """`pip install .`, then a command from inside the checkout: the ranks import the folder they are started in."""
-    sources, copy = tmp_path / "checkout" / "megatron_brorl", tmp_path / "site" / "megatron_brorl"
+def test_doctor_reports_sources_without_the_extension(tmp_path):
+    """A checkout without a build may hide an installed package, because ranks import from the current folder."""
+    sources = tmp_path / "checkout" / "megatron_brorl"
     shutil.copytree(ROOT / "megatron_brorl", sources, ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
-    copy.mkdir(parents=True)
-    (copy / "_C.cpython-311-x86_64-linux-gnu.so").touch()
-    # -S leaves out the hook of an editable install, which this environment may have; its packages are needed.
-    env = {**os.environ, "PYTHONPATH": f"{copy.parent}{os.pathsep}{sysconfig.get_paths()['purelib']}"}
+    # -S disables the hook of an editable install. The packages of the environment are still needed.
+    env = {**os.environ, "PYTHONPATH": sysconfig.get_paths()["purelib"]}
     command = [sys.executable, "-S", "-m", "megatron_brorl", "doctor"]
     done = subprocess.run(command, cwd=sources.parent, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
-    (said,) = [line for line in done.stdout.splitlines() if " csrc " in line]
-    assert said.split()[0] == "BAD"
-    assert "pip install -e ." in said
-    assert f"from the sources in {sources}" in said
-    assert str(copy) in said
+    (line,) = [line for line in done.stdout.splitlines() if " csrc " in line]
+    assert line.split()[0] == "BAD"
+    assert "start from another folder if the checkout hides an installed package" in line

@@ -1,4 +1,4 @@
-"""Commands that would overwrite their inputs: an error of one line, and no file is changed."""
+"""Check that commands that would overwrite their inputs end with one line and change no file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG = '{"prompt_id": "1", "answer": "2", "reward": 1}\n'
 
 
 def tree(root: Path) -> dict[str, bytes | str | None]:
-    """Everything under a folder: the bytes of files, the targets of links."""
+    """Return the content of a folder: the bytes of files and the targets of links."""
     return {
         p.relative_to(root).as_posix(): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None
         for p in sorted(root.rglob("*"))
@@ -24,7 +24,7 @@ def tree(root: Path) -> dict[str, bytes | str | None]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A run X with a model, an evaluation and data; the model again by a link, as X/linked/model -> X/model."""
+    """Create a run X with a model, an evaluation and data, and links to the model and the run."""
     for name in ("X/model/config.json", "X/model/rows.jsonl", "X/metrics.jsonl", "X/evaluation.jsonl", "other.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(LOG)
@@ -52,7 +52,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("line", "part"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_command_refuses_to_replace_what_it_reads(place, capsys, line, part):
+def test_a_command_refuses_to_replace_its_inputs(place, capsys, line, part):
     before = tree(place)
     with pytest.raises(SystemExit) as ended:
         main(line.format(root=place).split())
@@ -80,13 +80,13 @@ def test_other_files_may_lie_in_run_dir(place, capsys, line):
     assert "replace" not in capsys.readouterr().err
 
 
-def test_a_conversion_refuses_to_replace_what_it_reads(place, capsys):
+def test_a_conversion_refuses_to_replace_its_inputs(place, capsys):
     (place / "X/model/hf").mkdir()
     (place / "config").mkdir()
     for line, part in {
         "to-megatron X/model linked/model": "linked/model: would replace the source, X/model",
         "to-hf X/model config --config config": "config: would replace --config, config",
-        "to-hf X/model X/model/hf": "X/model/hf: is a part of the source, X/model",
+        "to-hf X/model X/model/hf": "X/model/hf: is part of the source, X/model",
     }.items():
         before = tree(place)
         with pytest.raises(SystemExit) as caught:

@@ -1,4 +1,4 @@
-"""Files of recorded rollouts: whole or not at all, merged over ranks, made anew from where a run goes on."""
+"""Test the files of recorded rollouts: merging ranks, resuming and damaged files."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ def test_ranks_are_merged_bit_for_bit(tmp_path):
     assert rollout_log.moments(tmp_path) == [STEP]
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     rollout_log.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before  # and nothing left beside
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before  # and no other file is left
 
 
-def test_a_step_without_recorded_rollouts_has_none(tmp_path):
+def test_a_step_without_recorded_rollouts_has_an_empty_table(tmp_path):
     rollout_log.write_groups(tmp_path, STEP, groups(1))
     assert rollout_log.read_rollouts(tmp_path, STEP).to_pylist() == []
 
 
-def test_a_resumed_run_drops_what_it_does_again(tmp_path):
-    """After step 4: steps from 4 on and evaluations after more than 4 are of a past that is no more."""
+def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
+    """A run that resumes at step 4 drops the steps from 4 on and the evaluations after more than 4 steps."""
     folder = tmp_path / "rollouts"
     rollout_log.prepare_folder(folder, None)
     for number in range(7):
         for kind in ("step", "evaluation"):
             rollout_log.write_groups(folder, Moment(kind, number), groups(0))
             rollout_log.write_rollouts(folder, Moment(kind, number), 5, rows((0, 0)))
-    (folder / ".step_000002.rollouts.00001.parquet.writing").write_bytes(b"half")  # of one that was killed
+    (folder / ".step_000002.rollouts.00001.parquet.writing").write_bytes(b"half")  # left by a killed process
     rollout_log.prepare_folder(folder, 4)
     there = rollout_log.moments(folder)
     assert there == [*(Moment("step", n) for n in range(4)), *(Moment("evaluation", n) for n in range(5))]
     assert len(list(folder.iterdir())) == 2 * len(there)
 
-    # A new run in the same folder loses nothing either, but for what a killed one left.
+    # A new run renames the folder and removes only the incomplete file of a killed process.
     (folder / ".step_000003.groups.parquet.writing").write_bytes(b"half")
     for aside in ("rollouts.1", "rollouts.2"):
         rollout_log.prepare_folder(folder, None)
@@ -75,7 +75,7 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     assert len(list((tmp_path / "rollouts.1").iterdir())) == 2 * len(there)
 
 
-def test_what_cannot_be_read_is_told_in_one_line(tmp_path):
+def test_unreadable_files_are_errors_of_one_line(tmp_path):
     def told(of) -> str:
         with pytest.raises(UserError) as e:
             of()
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path):
     assert "cannot be written" in told(lambda: rollout_log.prepare_folder(tmp_path / "file" / "rollouts", 0))
 
 
-def test_what_a_model_wrote_cannot_reach_the_terminal():
+def test_control_characters_of_a_response_are_replaced():
     hostile = "a\x1b[31mb\r\x07\u202ec\td\ne\x9b"
     assert printable(hostile) == "a\ufffd[31mb\ufffd\ufffd\ufffdc d\ne\ufffd"
     assert one_line(hostile) == "a\ufffd[31mb\ufffd\ufffd\ufffdc d e\ufffd"

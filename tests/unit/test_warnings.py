@@ -1,4 +1,4 @@
-"""What a fresh process prints when the package and all of Megatron-Core that it uses are imported: nothing."""
+"""Check that importing the package and Megatron-Core prints no warning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-# A run from Python imports these in this order, and a checkpoint is read by the second.
+# The order of imports of a run from Python. The second module reads checkpoints.
 IMPORTS = """
 import megatron_brorl, warnings
 import megatron_brorl.api.training, megatron_brorl.checkpoints.training

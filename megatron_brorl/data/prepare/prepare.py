@@ -19,6 +19,7 @@ from megatron_brorl.data.prompts import check_row
 from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import write_text
 
 _N_GRAM = 13  # words that two problems share; GPT-3 (Brown et al. 2020, appendix C) uses 13 for most sets
 _SHOWN = 160  # characters of a dropped problem
@@ -117,8 +118,7 @@ def prepare(job: Job) -> Counts:
         if not counts.kept:
             why = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.most_common()) or "no rows"
             raise UserError(f"{job.inputs[0]}: no row is left ({why}){first}; is it a file of the set {job.name!r}?")
-    with _writing(job.card) as card:
-        card.write(_card(job, counts))
+    write_text(job.card, _card(job, counts))
     return counts
 
 
@@ -187,11 +187,7 @@ def _card(job: Job, counts: Counts) -> str:
         f"Set: {job.name} ({hub}), licence: {job.data_set.licence}, sha256 {_sha256(job.out)}",
         f"Use: {'evaluation, not training' if job.data_set.evaluation else 'training'}",
         *(f"Input: {path}, {rows} rows, sha256 {_sha256(path)}" for path, rows in counts.read.items()),
-        *(
-            [f"Problems that share {_N_GRAM} words in a row with these are dropped: {evaluations}"]
-            if evaluations
-            else []
-        ),
+        *([f"Problems that share {_N_GRAM} words in a row with these are dropped: {evaluations}"] * bool(evaluations)),
         *(f"Dropped, {reason}: {count} rows" for reason, count in sorted(counts.dropped.items())),
         f"Written: {counts.kept} rows",
     ]

@@ -20,27 +20,27 @@ from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.context import own_tokens, segment_lengths
-from megatron_brorl.parallel.packing import Group
+from megatron_brorl.parallel.packing import PackedGroup
 
 
 @dataclass
 class Segments(PackedSeqParams):
-    """The groups of a stream of T tokens and their rotation, where Megatron hands packing to the core attention."""
+    """The groups of a stream of T tokens and their rotation. Megatron passes it on to core attention."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[PackedGroup, ...] = ()
     cos: Tensor | None = None  # [T, d / 2], float32 or float64: one table for all layers, queries and keys
     sin: Tensor | None = None
-    local: tuple[Tensor, Tensor] | None = None  # the same of local_layers, where a model has some
+    local: tuple[Tensor, Tensor] | None = None  # cos and sin of local_layers
     local_layers: tuple[int, ...] = ()
-    context: dist.ProcessGroup | None = None  # over which every segment is cut (parallel.context); T is this rank's
+    context: dist.ProcessGroup | None = None  # ranks that split every segment; T counts this rank's tokens
 
     @property
     def shared(self) -> bool:
-        """Whether segments attend to a prompt that stands once in the stream."""
+        """Return whether segments attend to a shared prompt."""
         return any(g.prefix for g in self.groups)
 
     def rotate(self, x: Tensor, layer: int) -> Tensor:
-        """x [T, heads, d], a query or key of a layer (from 0, of the whole model), turned by its position."""
+        """Rotate x [T, heads, d], a query or key, by its position. layer: from 0, counted over all stages."""
         assert self.cos is not None
         assert self.sin is not None
         halves = self.local if self.local and layer in self.local_layers else (self.cos, self.sin)
@@ -79,7 +79,7 @@ class Segments(PackedSeqParams):
         return flex_attention.attend(query, key, value, self.mask, scale).flatten(1).unsqueeze(1)
 
 
-def segment_table(groups: tuple[Group, ...]) -> Tensor:
+def segment_table(groups: tuple[PackedGroup, ...]) -> Tensor:
     """Return [segments, 4] int64: first token, length, and both of the prompt it attends to (length 0: none)."""
     rows = []
     begin = 0
@@ -97,7 +97,7 @@ def segment_table(groups: tuple[Group, ...]) -> Tensor:
 class PackedAttention(torch.nn.Module):
     """Causal attention within each segment and to its group's prompt.
 
-    On a CPU runs of segments of equal length are one batched call.
+    On a CPU consecutive segments of equal length are one batched call.
     """
 
     def __init__(
@@ -118,46 +118,44 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d], not yet rotated -> [T, 1, heads * d]."""
-        # Positions, which Megatron would have given the query and key before.
+        # Megatron has not rotated query and key, because it does not know the positions.
         query, key = (packed_seq_params.rotate(x.squeeze(1), self.layer) for x in (query, key))
         value = value.squeeze(1)
         dtype = query.dtype
 
-        # On a GPU one masked call; over context-parallel ranks every segment is cut.
+        # On a GPU one masked call computes shared prompts.
         if query.is_cuda and packed_seq_params.shared:
             return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
-        if not query.is_cuda:  # in bfloat16 the backward pass of the CPU's attention takes twice as long
+        if not query.is_cuda:  # the CPU's backward pass takes twice as long in bfloat16
             query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
-        # No prompt is shared then: config/validate.py and pack both refuse it.
+        # The configuration and parallel.packing refuse shared prompts with context parallelism.
         if packed_seq_params.context is not None:
             out = self._over_ranks(query, key, value, packed_seq_params.groups, packed_seq_params.context)
             return out.flatten(1).unsqueeze(1).to(dtype)
 
-        # Otherwise group by group: the prompt, if it is shared, by itself, then all that follow it.
+        # Otherwise compute group by group: the shared prompt, then the segments that attend to it.
         outputs = []
         begin = 0
         for group in packed_seq_params.groups:
-            # A group's tokens lie together: its prompt, then its runs of equally long segments.
+            # The tokens of a group are contiguous: its prompt, then its runs of equally long segments.
             front = slice(begin, begin + group.prefix)
             begin += group.prefix + sum(count * length for count, length in group.segments)
             own = slice(front.stop, begin)
             q, k, v = (x[own] for x in (query, key, value))
-            # Without a shared prompt each segment carries its own and sees only itself.
+            # Without a shared prompt every segment includes its own.
             if not group.prefix:
                 outputs.append(self._causal(q, k, v, group.segments))
                 continue
-            # The prompt attends to itself once, for all who follow it.
             front_q, front_k, front_v = (x[front] for x in (query, key, value))
             outputs.append(self._causal(front_q, front_k, front_v, ((1, group.prefix),)))
             if group.segments:
                 scale = self.scale if self.scale is not None else q.shape[-1] ** -0.5
                 outputs.append(_SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale))
 
-        # The pieces are in the stream's order: a prompt before its segments, group after group.
         return _joined(outputs).flatten(1).unsqueeze(1).to(dtype)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
-        """query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d]; each segment by itself."""
+        """Attend within each segment: query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d]."""
         outputs = []
         for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True):
             q, k, v = (_batched(x, count, length) for x in qkv)
@@ -166,14 +164,16 @@ class PackedAttention(torch.nn.Module):
         return _joined(outputs)
 
     def _over_ranks(
-        self, query: Tensor, key: Tensor, value: Tensor, groups: tuple[Group, ...], ranks: dist.ProcessGroup
+        self, query: Tensor, key: Tensor, value: Tensor, groups: tuple[PackedGroup, ...], ranks: dist.ProcessGroup
     ) -> Tensor:
-        """This rank's queries [t, heads, d] over the keys and values of all ranks, of which this one has
-        [t, kv_heads, d]; each segment by itself."""
+        """Attend within each segment from this rank's queries [t, heads, d] to the keys and values of all ranks.
+
+        key, value: this rank's [t, kv_heads, d].
+        """
         # The keys and values of all ranks, in the order of the stream.
         size, rank = ranks.size(), ranks.rank()
         order = torch.cat([own_tokens(groups, r, size) for r in range(size)]).argsort().to(query.device)
-        # The backward pass of this gather sums a key's gradient over the ranks that saw it.
+        # The backward pass of this gather sums a key's gradient over the ranks that used it.
         key, value = (gather_from_sequence_parallel_region(x, group=ranks)[order] for x in (key, value))
 
         # This rank has two chunks of every segment, one from the front and one from the back (zigzag).
@@ -183,10 +183,10 @@ class PackedAttention(torch.nn.Module):
         for (count, length), (q,), kv in zip(segments, queries, _cut(segments, key, value), strict=True):
             k, v = (_batched(x, count, length) for x in kv)
             chunk = length // (2 * size)
-            # pack padded every segment to a multiple of 2 * size, so chunks are equal.
+            # parallel.packing has padded every segment to a multiple of 2 * size, so chunks are equal.
             halves = q.unflatten(0, (count, 2, chunk)).transpose(2, 3)  # [count, 2, heads, chunk, d]
 
-            # A chunk sees what stands before it, and itself causally.
+            # A chunk attends to all earlier tokens of its segment, and causally to itself.
             found = []
             for half, place in ((0, rank), (1, 2 * size - 1 - rank)):
                 seen = (place + 1) * chunk  # keys from the segment's begin to the chunk's end
@@ -197,7 +197,7 @@ class PackedAttention(torch.nn.Module):
                     )
                 )
 
-            # Back to the order that this rank's queries came in.
+            # Restore the order of this rank's queries.
             outputs.append(torch.stack(found, dim=1).transpose(2, 3).flatten(0, 2))
         return _joined(outputs)
 
@@ -222,7 +222,7 @@ class _SharedPrompt(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         """query [t, heads, d], key and value [t, kv_heads, d], prompt_* [P, kv_heads, d] -> [t, heads, d]."""
-        # Over the prompt all rows at once, over their own segments run by run.
+        # One call attends from all rows to the prompt; their own segments are computed run by run.
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         on_prompt, prompt_sum = flash(
             *(_batched(x, 1, len(x)) for x in (query, prompt_key, prompt_value)), 0.0, False, scale=scale
@@ -241,7 +241,7 @@ class _SharedPrompt(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of what forward takes, from that of its result [t, heads, d]."""
+        """Return the gradients of forward's inputs, given the gradient [t, heads, d] of its result."""
         query, key, value, prompt_key, prompt_value, out, total = ctx.saved_tensors
         back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grad = upstream[0].contiguous()
@@ -251,7 +251,7 @@ class _SharedPrompt(torch.autograd.Function):
             k, v = (_batched(x, count, len(x) // count) for x in keys)
             return [_flat(x) for x in back(g, q, k, v, o, s, 0.0, causal, scale=ctx.scale)]
 
-        # Both parts' own backward passes, given the whole's output and log-sum.
+        # The backward pass of either part takes the merged output and log-sum.
         rows = (grad, query, out, total)
         grad_query, grad_prompt_key, grad_prompt_value = run(1, len(query), False, rows, (prompt_key, prompt_value))
         own = [
@@ -263,20 +263,22 @@ class _SharedPrompt(torch.autograd.Function):
 
 
 def _merged(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys, from that over each (a, b [t, heads, d]) and the log-sums of their softmax
-    [t, heads]; returns it with its log-sum."""
+    """Merge attention over two sets of keys, a and b [t, heads, d], by the log-sums of their softmax [t, heads].
+
+    Returns the attention over both sets and its log-sum.
+    """
     total = torch.logaddexp(a_sum, b_sum)
     of_a, of_b = ((s - total).exp().unsqueeze(-1) for s in (a_sum, b_sum))
     return (of_a * a + of_b * b).to(a.dtype), total
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:
-    """Concatenated; a single piece is not copied."""
+    """Concatenate the pieces; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _cut(segments: tuple[tuple[int, int], ...], *streams: Tensor) -> list[tuple[Tensor, ...]]:
-    """The part of each stream [t, ...] that every run of segments covers."""
+    """Split each stream [t, ...] into the parts of the runs of segments."""
     sizes = [count * length for count, length in segments]
     return list(zip(*(x.split(sizes) for x in streams), strict=True))
 

@@ -20,7 +20,7 @@ class RmsNorm(torch.nn.RMSNorm):
         self.zero_centred = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] normed and scaled by the weight, or by 1 + weight in at least float32."""
+        """Return x [..., H] normed and scaled by the weight, or by 1 + weight in at least float32."""
         if not self.zero_centred:
             return super().forward(x)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -29,7 +29,7 @@ class RmsNorm(torch.nn.RMSNorm):
 
 
 class PostNormRowLinear(RowParallelLinear):
-    """RowParallelLinear whose result is normed, on its way to the residual stream."""
+    """RowParallelLinear whose result is normed before it is added to the residual stream."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)

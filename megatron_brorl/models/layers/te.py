@@ -1,4 +1,4 @@
-"""Transformer Engine's layers for GPUs that have it. Imported only there: without CUDA its import fails.
+"""Transformer Engine's layers. Imported only on GPUs that have it: the import fails without CUDA.
 
 Not yet run on a GPU; see docs/measurements.
 """
@@ -14,8 +14,10 @@ from torch import Tensor
 
 
 class PackedTeAttention(TEDotProductAttention):
-    """Transformer Engine's variable-length attention over the groups of layers.attention.Segments; FlexAttention where
-    prompts are shared."""
+    """Transformer Engine's variable-length attention over the groups of layers.attention.Segments.
+
+    FlexAttention computes shared prompts.
+    """
 
     def forward(
         self,
@@ -38,7 +40,7 @@ class PackedTeAttention(TEDotProductAttention):
 
 
 def layers(qk_norm: bool, count: int) -> TransformerBlockSubmodules:
-    """`count` layers with fused norms and linears. qk_norm: whether query and key heads are normed."""
+    """Return `count` layers with fused norms and linears. qk_norm: whether query and key heads are normed."""
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
     spec.submodules.self_attention.submodules.core_attention = PackedTeAttention
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=TENorm)

@@ -1,8 +1,8 @@
-"""How one Megatron parameter relates to Hugging Face tensors, and how it is cut over tensor-parallel ranks. Pure.
+"""Conversion between one Megatron parameter, split over tensor-parallel ranks, and its Hugging Face tensors.
 
-Cutting happens on a view in which every rank's part is contiguous along one dimension:
+A parameter is split along one dimension of a view in which every rank's part is contiguous:
 
-    layout       full view                          cut along   Hugging Face tensors
+    layout       full view                          split along Hugging Face tensors
     replicated   as is                              -           1
     rows         [out, in]                          0           1   (column-parallel linear)
     columns      [out, in]                          1           1   (row-parallel linear)
@@ -25,8 +25,8 @@ _CUT = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One parameter under both names."""
+class WeightEntry:
+    """One parameter with its Megatron and Hugging Face names."""
 
     megatron: str  # with the global layer number
     hf: tuple[str, ...]
@@ -35,8 +35,8 @@ class Entry:
     stage: int  # pipeline stage that owns it
 
 
-def local_shape(entry: Entry, size: int) -> tuple[int, ...]:
-    """The shape of each rank's part of an entry, cut over `size` tensor-parallel ranks."""
+def local_shape(entry: WeightEntry, size: int) -> tuple[int, ...]:
+    """Return the shape of a rank's part of an entry, split over `size` tensor-parallel ranks."""
     first, *rest = entry.hf_shapes[0]
     if entry.layout == "vocab":
         return (-(-first // size), *rest)
@@ -48,7 +48,7 @@ def local_shape(entry: Entry, size: int) -> tuple[int, ...]:
 
 
 def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
-    """The view that is cut; also valid for one rank's part (with that rank's kv_heads)."""
+    """Return the view that is split; also valid for one rank's part, with that rank's kv_heads."""
     if layout == "qkv":
         return tensor.reshape(kv_heads, -1, *tensor.shape[1:])
     if layout == "gate_up":
@@ -56,8 +56,8 @@ def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
     return tensor
 
 
-def to_local(entry: Entry, hf: Sequence[Tensor], kv_heads: int, rank: int, size: int) -> Tensor:
-    """The part [local_shape] of tensor-parallel rank `rank` of `size`, from full Hugging Face tensors [hf_shapes]."""
+def to_local(entry: WeightEntry, hf: Sequence[Tensor], kv_heads: int, rank: int, size: int) -> Tensor:
+    """Return the part [local_shape] of rank `rank` of `size`, from full Hugging Face tensors [hf_shapes]."""
     if entry.layout == "replicated":
         return hf[0]
     if entry.layout == "vocab":
@@ -72,11 +72,10 @@ def to_local(entry: Entry, hf: Sequence[Tensor], kv_heads: int, rank: int, size:
     return hf[0].chunk(size, dim=_CUT[entry.layout])[rank]
 
 
-def to_hf(entry: Entry, parts: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
-    """Full, contiguous Hugging Face tensors [hf_shapes] from the parts [local_shape] of all tensor-parallel ranks, in
-    rank order.
+def to_hf(entry: WeightEntry, parts: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
+    """Return the full, contiguous Hugging Face tensors [hf_shapes] of the parts [local_shape] of all ranks, in order.
 
-    They share memory with a part where nothing had to be put together.
+    They share memory with a part if nothing had to be merged.
     """
     if entry.layout == "replicated":
         return [parts[0]]

@@ -1,4 +1,4 @@
-"""Every parameter of a model under both names, Megatron-Core's and Hugging Face's, from its family's table."""
+"""Names of all parameters of a model in Megatron-Core and in Hugging Face checkpoints, from the family's table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megatron_brorl.families.family import Init, Parameter
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.models.weights.layouts import Entry
+from megatron_brorl.models.weights.layouts import WeightEntry
 
 
-def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list[Entry]:
-    """Every parameter of the model once, with the pipeline stage that owns it, in the order of their sending.
+def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list[WeightEntry]:
+    """Return every parameter once, with the pipeline stage that owns it, in the order in which weights are sent.
 
     fused_norms: whether norms have the names that Transformer Engine gives them.
     """
@@ -21,16 +21,16 @@ def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list
     for layer, parameter in _parameters(shape):
         of_hf = _in_layer("model.layers", layer)
 
-        # Stages hold equally many layers; the embedding stands before the first, norm and head after the last.
+        # Stages have equally many layers. The first also has the embedding, the last the final norm and the head.
         if layer is None:
             stage = 0 if parameter is shape.model_family.embedding else pipeline - 1
         else:
             stage = layer * pipeline // shape.layers
 
         table.append(
-            Entry(
+            WeightEntry(
                 _in_layer("decoder.layers", layer) + parameter.name(fused_norms),  # layers are counted over all stages
-                tuple(of_hf + name for name in parameter.hf),  # several where Megatron holds them in one matrix
+                tuple(of_hf + name for name in parameter.hf),  # several if Megatron has them in one matrix
                 tuple(_sizes(shape, parameter).values()),  # of the whole tensors, not of a rank's part
                 parameter.layout,
                 stage,
@@ -40,7 +40,7 @@ def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the Hugging Face checkpoint (a tied lm_head is not one)."""
+    """Return name and shape of every tensor of the Hugging Face checkpoint, without a tied lm_head."""
     return {
         _in_layer("model.layers", layer) + name: size
         for layer, parameter in _parameters(shape)
@@ -49,7 +49,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def hf_inits(shape: ModelShape) -> dict[str, Init]:
-    """What each tensor of hf_shapes holds in a new model."""
+    """Return how a new model initialises each tensor of hf_shapes."""
     return {
         _in_layer("model.layers", layer) + name: parameter.init
         for layer, parameter in _parameters(shape)
@@ -58,7 +58,7 @@ def hf_inits(shape: ModelShape) -> dict[str, Init]:
 
 
 def global_parameters(actor: Any) -> Mapping[str, Tensor]:
-    """This stage's parameters by name, of this rank's shapes, with global layer numbers: Megatron's begin at 0 anew."""
+    """Return this stage's parameters by name, with layers counted over all stages (Megatron counts per stage)."""
     first = actor.decoder.layers[0].layer_number - 1
     named = {}
     for name, parameter in actor.named_parameters():
@@ -70,7 +70,7 @@ def global_parameters(actor: Any) -> Mapping[str, Tensor]:
 
 
 def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, Parameter]]:
-    """Every parameter with its layer, or None outside of the layers."""
+    """Yield every parameter with its layer, or with None outside of the layers."""
     family = shape.model_family
     yield None, family.embedding
     for layer in range(shape.layers):
@@ -82,7 +82,7 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, Parameter]]:
 
 
 def _sizes(shape: ModelShape, parameter: Parameter) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the Hugging Face tensors of a parameter."""
+    """Return name and shape of the Hugging Face tensors of a parameter."""
     of = shape.dimensions
     return {name: tuple(of[d] for d in dimensions) for name, dimensions in parameter.hf.items()}
 

@@ -44,11 +44,11 @@ def moments(values: Tensor, weights: Tensor | None = None) -> Moments:
 def whiten(values: Tensor, batch: Moments) -> Tensor:
     """Replace values, contiguous and of any shape, by (values - mean) / std of the batch and return them.
 
-    The result is 0 everywhere if the batch has no spread.
+    The result is 0 if the batch has no spread.
     """
     check_devices("whiten", values)
     if values.requires_grad:
-        raise ValueError("whiten: values require a gradient, which this op does not give; detach them")
+        raise ValueError("whiten: values require a gradient, but this op has none; detach them")
     torch.ops.brorl.whiten_(values, batch.mean, batch.std)
     return values
 

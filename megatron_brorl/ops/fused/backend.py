@@ -1,4 +1,4 @@
-"""ops.backend.Backend by csrc/. Importing this file loads the extension."""
+"""The ops of csrc/. Importing this module loads the extension."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 
 class FusedBackend:
-    """The ops of csrc/. On a GPU, decoding and sampling are those of ops.reference: csrc has them for CPUs only."""
+    """The ops of csrc/. On a GPU, decoding and sampling use ops.reference, because csrc has them for CPUs only."""
 
     linear_log_probs = staticmethod(linear.linear_log_probs)
     linear_ppo_loss = staticmethod(linear.linear_ppo_loss)

@@ -1,7 +1,7 @@
 """Decoding and sampling on CPUs by csrc/cpu/{decode_attention,layer_ops,sample_tokens}.*, for heads of up to 256.
 
-Several queries read a prompt's pages together, new keys and values are written to their places in memory, and nothing
-is gathered. Tensors are float32 or bfloat16; tensors that do not fit raise ValueError, TypeError or IndexError.
+Several queries read a prompt's pages together, new keys and values are written in place, and nothing is gathered.
+Tensors are float32 or bfloat16. Wrong shapes, dtypes and indices raise ValueError, TypeError or IndexError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FusedDecode:
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See DecodeOps: x [B, H], of which x + delta takes the place, and weight [H] -> [B, H]."""
+        """See DecodeOps: x [B, H], overwritten by x + delta, and weight [H] -> [B, H]."""
         out = torch.empty_like(x)
         torch.ops.brorl.add_rms_norm_(x, delta, weight, eps, out)
         return out
@@ -48,13 +48,13 @@ def sample_tokens(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As ops.reference.sampling.sample_tokens, in vocabulary order, but without a copy of the logits or a sort of them.
+    """Sample as ops.reference.sampling.sample_tokens, but without copying or sorting the logits.
 
-    logits [B, V] float32 or bfloat16, whose rows may lie apart; keys (63 bits), index and position (32 bits) [B] int64.
-    Returns ids [B] int64 and their log-probabilities [B] float32 in nats under the distribution they were drawn from.
-    A row depends neither on its neighbours nor on the number of threads. An id can differ from the reference's where
-    the uniform falls within float32 rounding of a step of the CDF. -inf masks a token. Raises ValueError for a row with
-    NaN or +inf or with nothing above -inf, and for a shape, value or device that does not fit; TypeError for a dtype.
+    logits [B, V] float32 or bfloat16, whose rows may be strided; keys (63 bits), index and position (32 bits) [B]
+    int64. Returns ids [B] int64 and their log-probabilities [B] float32 in nats under the distribution they were drawn
+    from. A row depends neither on other rows nor on the number of threads. An id can differ from the reference's if the
+    uniform is within float32 rounding of a step of the CDF. -inf masks a token. Raises ValueError for a row with NaN or
+    +inf or with nothing above -inf, and for a wrong shape, value or device; TypeError for a wrong dtype.
     """
     native.check_devices("sample_tokens", logits, keys, index, position)
     with torch.no_grad():

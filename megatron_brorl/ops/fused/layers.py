@@ -1,8 +1,8 @@
-"""The parts of a layer that is trained, on CPUs, in float32, bfloat16 and float64: matrix products (csrc/cpu/gemm.*)
-and what stands between them (csrc/cpu/layer_ops.*, segment_attention.*): one pass over memory forward, one backward,
-and little kept in between.
+"""Ops of trained layers on CPUs, in float32, bfloat16 and float64: matrix products (csrc/common/gemm.*), norms,
+activations and attention (csrc/cpu/layer_ops.*, segment_attention.*).
 
-Importing this file loads the extension. Raises ValueError or TypeError for tensors that do not fit.
+The ops between two products make one pass over memory forward and one backward, and keep little in between. Importing
+this module loads the extension. Wrong shapes raise ValueError, wrong dtypes TypeError.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from torch.autograd.graph import increment_version
 from megatron_brorl.ops.fused import native  # noqa: F401  loads the ops
 from megatron_brorl.ops.fused.softmax import gemm_
 
-WIDE = 16  # heads of a multiple of it are what attention takes; others are filled up with zeros
+WIDE = 16  # attention needs a multiple of it as head size; others are padded with zeros
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] weight [N, K]^T + bias [N]. Products that end in bfloat16 are torch's own.
+    """Return x [..., K] weight [N, K]^T + bias [N]. torch computes bfloat16 products.
 
-    Where weight has a main_grad (Megatron's sum over micro-batches), its gradient is added there, and weight.grad only
-    says so, as with Megatron's gradient_accumulation_fusion.
+    If weight has a main_grad (Megatron's sum over micro-batches), its gradient is added there and weight.grad is a
+    placeholder, as with Megatron's gradient_accumulation_fusion.
     """
     out: Tensor = _Linear.apply(x, weight, bias)
     return out
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """linear of rms_norm(x, norm [K], eps), which is computed again in the backward pass instead of being kept."""
+    """Return linear of rms_norm(x, norm [K], eps). The backward pass recomputes the norm instead of storing it."""
     out: Tensor = _NormLinear.apply(x, norm, eps, weight, bias)
     return out
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate) * up [..., K] of gate_up [..., 2 K] (Shazeer 2020, SwiGLU) times weight [N, K]^T.
+    """Return silu(gate) * up [..., K] of gate_up [..., 2 K] (Shazeer 2020, SwiGLU) times weight [N, K]^T.
 
-    The first product is computed again in the backward pass instead of being kept; the gradient of gate_up takes the
-    place of gate_up, which nothing else may need then.
+    The backward pass recomputes silu(gate) * up instead of storing it, and overwrites gate_up by its gradient. No other
+    function may need gate_up for its own backward pass.
     """
     out: Tensor = _SwiGluLinear.apply(gate_up, weight)
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] / rms(x) * weight [H], as torch.nn.functional.rms_norm."""
+    """Return x [..., H] / rms(x) * weight [H], as torch.nn.functional.rms_norm."""
     out: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, eps)
     return out.view_as(x)
 
 
 def attend(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Tensor, scale: float) -> Tensor:
-    """Attention over a packed stream in float32: qkv [T, kv_heads, heads + 2, d] -> [T, kv_heads * heads * d].
+    """Attend over a packed stream in float32: qkv [T, kv_heads, heads + 2, d] -> [T, kv_heads * heads * d].
 
-    For each kv head qkv has the queries that share its key, the key and the value. Queries and keys are turned as by
-    ops.rope.rotate, by the angles whose cos and sin [T, d / 2] are given, in place: nothing else may need qkv then.
-    segments [S, 4] int64 cover the stream in order: first token, tokens, the same of the prefix (no tokens: none).
-    A token attends to its segment up to itself and to all of the prefix, an earlier segment without a prefix.
+    For each kv head qkv has the queries that share its key, the key and the value. Queries and keys are rotated in
+    place as by ops.rope.rotate, with cos and sin [T, d / 2], so no other function may need qkv. segments [S, 4] int64
+    cover the stream in order: first token, length, and both of the prefix (length 0: none). A token attends to its
+    segment up to itself and to all of the prefix, which is an earlier segment without a prefix.
     """
     width = qkv.shape[-1]
     if missing := -width % WIDE:
@@ -95,7 +95,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, norm, inverse_rms, weight = ctx.saved_tensors
         gradient = upstream[0].reshape(len(rows), -1).contiguous()
-        normed = _product(gradient, weight)  # its gradient; the next line makes it the normed rows
+        normed = _product(gradient, weight)  # the gradient, which the next line overwrites by the normed rows
         of_x, of_norm = torch.ops.brorl.rms_norm_gradient_(normed, rows, norm, inverse_rms)
         of_weight = _of_weight(weight, gradient, normed)
         of_bias = _of_bias(ctx.bias, gradient)
@@ -113,9 +113,9 @@ class _SwiGluLinear(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         gradient = upstream[0].reshape(len(rows), -1).contiguous()
-        gated = _product(gradient, weight)  # its gradient; the next line makes it silu(gate) * up
+        gated = _product(gradient, weight)  # the gradient, which the next line overwrites by silu(gate) * up
         torch.ops.brorl.silu_mul_gradient_(gated, rows)
-        increment_version(rows)  # a second backward pass fails
+        increment_version(rows)  # makes a second backward pass fail
         return rows.view(*upstream[0].shape[:-1], -1), _of_weight(weight, gradient, gated)
 
 
@@ -158,7 +158,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = upstream[0].contiguous().clone()  # The op writes over it.
+        gradient = upstream[0].contiguous().clone()  # the op overwrites it
         return (*torch.ops.brorl.rms_norm_gradient_(gradient, *ctx.saved_tensors), None)
 
 
@@ -166,10 +166,10 @@ class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, segments: Tensor, scale: float) -> Tensor:
         torch.ops.brorl.rotate_(qkv[:, :, :-1], cos, sin, False)
-        increment_version(qkv)  # whoever kept it for a backward pass of its own is told
+        increment_version(qkv)  # makes the backward pass of a function that saved qkv fail
         out, log_sums = torch.ops.brorl.segment_attention(qkv, segments, scale)
-        # Detached, because qkv may be a view of a product of _Linear or _NormLinear. Unpacking a saved input asks for
-        # its grad_fn, which autograd refuses for such a view once its memory has been written.
+        # qkv may be a view of a result of _Linear or _NormLinear. Unpacking a saved input asks for its grad_fn, which
+        # autograd refuses for such a view after an in-place change. So save it detached.
         ctx.save_for_backward(qkv.detach(), out, log_sums, segments, cos, sin)
         ctx.scale = scale
         return out

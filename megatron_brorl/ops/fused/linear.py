@@ -1,12 +1,12 @@
-"""From hidden states to log-probabilities and to the policy loss without [R, V] logits, on one rank or many.
+"""Log-probabilities and the policy loss from hidden states without [R, V] logits, on one rank or many.
 
-Chunk by chunk of rows: a product to logits, csrc's passes over them, and products to the gradients. Under tensor
-parallelism each rank of `group` holds its rows of the LM head and the statistics of the softmax are merged in between,
-so that csrc/ knows nothing of communication. ops.reference.linear defines the results.
+Every chunk of rows takes a product to logits, csrc's passes over them, and products to the gradients. Under tensor
+parallelism each rank of `group` holds its rows of the LM head. Python merges the softmax statistics of the ranks, so
+csrc contains no communication. ops.reference.linear defines the results.
 
-A token's policy gradient depends on its own log-probability alone, so linear_ppo_loss finds the gradients on the way
-forward, with three products in all (as Liger-Kernel's fused losses do). A ratio over the whole sequence is known only
-after all of its tokens: it takes linear_log_probs and its backward pass, four products.
+A token's policy gradient depends only on its own log-probability, so linear_ppo_loss computes the gradients in the
+forward pass, with three products in total (as Liger-Kernel's fused losses do). A ratio over the whole sequence is known
+only after all of its tokens. It uses linear_log_probs and its backward pass, four products.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.fused.softmax import Shard, gemm_, merged, ppo_tokens, softmax_gradient_, softmax_statistics
 from megatron_brorl.ops.interface import compute_dtype
 
-# Rows of logits held at a time. With fewer, the products lose speed (the weight's gradient is read and written once per
-# chunk); with more, only memory grows. A very large vocabulary gives way to the limit in bytes.
+# Rows of logits held at a time. Fewer make the products slower, because every chunk reads and writes the weight's
+# gradient. More only take memory. CHUNK_BYTES lowers the number for very large vocabularies.
 CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
 FEWEST_ROWS = 64
 CHUNK_BYTES = 1 << 30
@@ -40,16 +40,16 @@ def linear_log_probs(
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As reference.linear_log_probs, with one chunk of logits held at a time; formed again on the way back.
+    """Compute reference.linear_log_probs chunk by chunk. The backward pass recomputes the logits.
 
     hidden [R, H] and weight [V, H] are both float32, bfloat16 or float64; products accumulate in at least float32. Rows
-    of weight at and beyond `vocab` are padding, without probability and gradient. With a group, hidden and ids are the
+    of weight from `vocab` on are padding, without probability and gradient. With a group, hidden and ids are the
     same on all its ranks, weight is this rank's shard [V/tp, H], and the gradient of hidden is summed over the group.
     Raises ValueError for a shape, value or device, TypeError for a dtype, and on a CPU IndexError for an id outside the
     vocabulary (on a GPU this check would wait for the device).
     """
     shard = _shard("linear_log_probs", hidden, weight, ids, temperature, group, vocab)
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
+    log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
     return log_probs, entropy
 
 
@@ -63,19 +63,18 @@ def linear_ppo_loss(
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
 ) -> PolicyLoss:
-    """As reference.linear_ppo_loss: a scalar; matrices, group, vocab and errors as in linear_log_probs.
+    """Compute reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
 
-    The log-probabilities are bitwise those of linear_log_probs on the same rows. With ratio = "token" the
-    gradients are found on the way forward and only scaled on the way back, in place: a second backward pass through one
-    result raises RuntimeError.
+    The log-probabilities are bitwise those of linear_log_probs on the same rows. With ratio = "token" the forward pass
+    computes the gradients and the backward pass scales them in place, so a second backward pass raises RuntimeError.
     """
     shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
     check_devices("linear_ppo_loss", hidden, *vars(tokens).values())
     if settings.ratio == "sequence":
-        log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
+        log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
         return policy_loss(log_probs, entropy, tokens, settings)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    loss, log_probs, entropy, columns = _LinearPpoLoss.apply(hidden, weight, ids, tokens, settings, shard, wanted)
+    loss, log_probs, entropy, columns = _FusedPpoLoss.apply(hidden, weight, ids, tokens, settings, shard, wanted)
     return PolicyLoss(loss, log_probs, entropy, *_metrics(columns, entropy, tokens.weights))
 
 
@@ -114,9 +113,9 @@ def _shard(
 
 
 def _metrics(columns: Tensor, entropy: Tensor, weights: Tensor) -> tuple[dict[str, float], dict[str, float]]:
-    """Sums and maxima [SUMS, MAXIMA] from the columns of ppo_tokens [R, 8], in one transfer from the device."""
+    """Return SUMS and MAXIMA of the columns [R, 8] of ppo_tokens, in one transfer from the device."""
     live = weights != 0
-    counted = torch.where(live, entropy, 0.0)  # not multiplied: 0 * nan is nan
+    counted = torch.where(live, entropy, 0.0)  # where instead of a product, because 0 * nan is nan
     values = torch.cat((columns.double(), counted.unsqueeze(1), live.unsqueeze(1)), dim=1)
     largest = values.max(dim=0).values if len(values) else values.new_zeros(len(SUMS))
     ratio, gap = SUMS.index("ratio"), SUMS.index("rollout_gap")
@@ -130,24 +129,24 @@ class _Chunk:
     rows: slice
     hidden: Tensor  # [count, H]
     ids: Tensor
-    logits: Tensor  # [count, V_local], memory that the next chunk uses again
+    logits: Tensor  # [count, V_local]; the next chunk reuses the memory
     statistics: Tensor  # [count, 4], of the whole vocabulary
 
     def log_probs(self, shard: Shard) -> Tensor:
-        """Of the ids [count], nats."""
+        """Return log-probabilities of the ids [count], in nats."""
         largest, total, _, target = self.statistics.unbind(1)
-        # Rounded here, so that a policy that has not moved has a ratio of exactly 1 to its own stored log-probs.
+        # Rounding here makes the ratio of an unchanged policy to its stored log-probabilities exactly 1.
         return ((target - largest) / shard.temperature - total.log()).to(self.logits.dtype)
 
     def entropy(self) -> Tensor:
-        """Of each row [count], nats."""
+        """Return the entropy of each row [count], in nats."""
         _, total, weighted, _ = self.statistics.unbind(1)
         return (total.log() - weighted / total).to(self.logits.dtype)
 
 
 def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> Iterator[_Chunk]:
     compute = compute_dtype(hidden.dtype)
-    # Of the shard with its padding: all ranks must cut the same chunks.
+    # Padding counts, because all ranks must use the same chunks.
     fitting = CHUNK_BYTES // (len(weight) * compute.itemsize)
     size = min(len(hidden), max(FEWEST_ROWS, min(fitting, CHUNK_ROWS[hidden.device.type])))
     buffer = hidden.new_empty((size, shard.live), dtype=compute)
@@ -161,7 +160,7 @@ def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> Iterat
 
 
 def _live_first(live: Tensor) -> Tensor:
-    """live [count] bool -> the live rows [L] in the order that moves fewest: those beyond L fill the gaps before it."""
+    """Return the L live rows of live [count] bool in the order that moves fewest: rows beyond L fill the gaps."""
     total = int(live.sum())
     order = torch.arange(total, device=live.device)
     order[(~live[:total]).nonzero().squeeze(-1)] = live[total:].nonzero().squeeze(-1) + total
@@ -169,7 +168,7 @@ def _live_first(live: Tensor) -> Tensor:
 
 
 def _gather_rows_(matrix: Tensor, order: Tensor) -> None:
-    """matrix[:L] = matrix[order] for the order of _live_first, with little memory besides."""
+    """Set matrix[:L] = matrix[order] for the order of _live_first, with little extra memory."""
     moved = (order != torch.arange(len(order), device=order.device)).nonzero().squeeze(-1)
     for part in moved.split(ROWS_MOVED):
         matrix[part] = matrix[order[part]]
@@ -185,10 +184,10 @@ class _Gradients:
         self.of_hidden = hidden.new_empty(hidden.shape, dtype=compute) if wanted[0] else None
         self.of_weight = weight.new_empty(weight.shape, dtype=compute) if wanted[1] else None
         if self.of_weight is not None:
-            self.of_weight[shard.live if len(hidden) else 0 :].zero_()  # what no chunk will write
+            self.of_weight[shard.live if len(hidden) else 0 :].zero_()  # no chunk writes these rows
 
     def add(self, chunk: _Chunk, log_prob_gradient: Tensor, entropy_gradient: Tensor | None) -> None:
-        """Rows without any gradient (clipped, masked, of a group without signal) are left out of the two products."""
+        """Add a chunk. Rows without a gradient (clipped, masked, no group signal) are left out of the products."""
         if self.of_hidden is None and self.of_weight is None:
             return
 
@@ -198,44 +197,43 @@ class _Gradients:
             live |= entropy_gradient != 0
         order = _live_first(live)
         if len(order) < len(live):
-            # Logits move within their own memory; the rest is small beside them, and is copied.
+            # Logits are moved in place. The other tensors are small and are copied.
             _gather_rows_(chunk.logits, order)
             hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
             log_prob_gradient = log_prob_gradient[order]
             entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
         else:
-            # Every row has a gradient, so nothing is moved.
             hidden, ids, statistics = chunk.hidden, chunk.ids, chunk.statistics
 
-        # The gradient of the logits takes their place.
+        # The gradient overwrites the logits.
         d = chunk.logits[: len(order)]
         narrow = hidden.dtype == torch.bfloat16
         softmax_gradient_(d, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, narrow)
-        if narrow:  # it lies in the first half of each row
+        if narrow:  # it is in the first half of each row
             d = d.view(torch.bfloat16)[:, : d.shape[1]]
 
-        # Two products take it to hidden states, whose other rows get 0, and to the weight, summed over chunks.
+        # Two products give the gradients of hidden, 0 in all other rows, and of the weight, summed over chunks.
         if self.of_hidden is not None:
             rows = self.of_hidden[chunk.rows]
             if len(order) < len(live):
-                # A product writes rows that lie together: they are spread out afterwards.
+                # A product writes adjacent rows, which are then moved to their places.
                 product = rows.new_empty(len(order), rows.shape[1])
                 gemm_(product, d, self.weight, accumulate=False)
                 rows.zero_()[order] = product
             else:
                 gemm_(rows, d, self.weight, accumulate=False)
-        # The first chunk writes and the others add, so that the memory needs no zeros at first.
+        # The first chunk writes and the others add, so the memory need not be zeroed.
         if self.of_weight is not None:
             gemm_(self.of_weight[: self.shard.live], d.t(), hidden, accumulate=chunk.rows.start > 0)
 
     def finished(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of hidden [R, H], summed over the group, and weight [V_local, H]; None: not wanted."""
+        """Return the gradients of hidden [R, H], summed over the group, and of weight [V_local, H], or None."""
         if self.of_hidden is not None and self.shard.group is not None:
             dist.all_reduce(self.of_hidden, group=self.shard.group)
         return tuple(None if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight))  # type: ignore[return-value]
 
 
-class _LinearLogProbs(torch.autograd.Function):
+class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
@@ -257,7 +255,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return (*gradients.finished(hidden.dtype), None, None)
 
 
-class _LinearPpoLoss(torch.autograd.Function):
+class _FusedPpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -270,27 +268,24 @@ class _LinearPpoLoss(torch.autograd.Function):
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor, ...]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
-        # Memory for all rows; logits are only ever there for one chunk.
         entropy = torch.empty_like(log_probs)
         gradients = _Gradients(hidden, weight, shard, wanted)
 
-        # Chunk by chunk: log-probabilities, the loss of each token with its derivatives, and the gradients of both.
         columns = []
         for chunk in _chunks(hidden, weight, ids, shard):
             log_prob, row_entropy = chunk.log_probs(shard), chunk.entropy()
             log_probs[chunk.rows], entropy[chunk.rows] = log_prob, row_entropy
-            # Derivatives in log-probability and entropy come with the loss: there is no graph to keep.
+            # The op returns the derivatives in log-probability and entropy together with the loss.
             first, second, column = ppo_tokens(log_prob, row_entropy, tokens.where(chunk.rows), settings)
             columns.append(column)
-            # Now, because the next chunk writes over these logits.
+            # The next chunk overwrites these logits.
             gradients.add(chunk, first, second if settings.entropy_coef else None)
 
-        # The sum in float64, and what is left for the backward pass.
         table = torch.cat(columns) if columns else log_probs.new_zeros(0, len(SUMS) - 2)
         loss = table[:, 0].double().sum().to(log_probs.dtype)
-        # Not save_for_backward, which would keep a reference: autograd takes the gradients over, copying none.
+        # save_for_backward would keep a reference, so that autograd would copy the gradients.
         ctx.gradients = gradients.finished(hidden.dtype)
-        # The loss alone has a gradient, and nobody makes up zeros for the others.
+        # Only the loss has a gradient; do not create zeros for the others.
         ctx.mark_non_differentiable(log_probs, entropy, table)
         ctx.set_materialize_grads(False)
         return loss, log_probs, entropy, table
@@ -299,6 +294,6 @@ class _LinearPpoLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("linear_ppo_loss: its gradients are spent; one result allows one backward pass")
+            raise RuntimeError("linear_ppo_loss: a result allows one backward pass")
         scale = upstream[0]
         return (*(None if g is None or scale is None else g.mul_(scale) for g in gradients), *(None,) * 5)

@@ -82,14 +82,14 @@ def _load() -> Any:
 
 
 EXTENSION: Any = _load()
-CUDA: bool = EXTENSION.cuda  # whether it was built with CUDA kernels (BRORL_CUDA)
-PROCESSOR: str = EXTENSION.processor  # what its CPU kernels were built for
+CUDA: bool = EXTENSION.cuda  # whether it has CUDA kernels (BRORL_CUDA)
+PROCESSOR: str = EXTENSION.processor  # processor that its CPU kernels were built for
 BFLOAT16_KERNEL: bool = EXTENSION.has_bfloat16_kernel()
 DEVICES = ("cpu", "cuda") if CUDA else ("cpu",)
 
 
 def check_devices(op: str, *tensors: Tensor | None) -> None:
-    """Raise ValueError unless all tensors lie on one device that the extension has kernels for."""
+    """Raise ValueError unless all tensors are on one device that the extension has kernels for."""
     devices = {x.device for x in tensors if x is not None}
     if len(devices) > 1 or any(d.type not in DEVICES for d in devices):
         built = "CPU and CUDA" if CUDA else "CPU (BRORL_CUDA=0)"

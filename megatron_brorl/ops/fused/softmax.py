@@ -1,4 +1,4 @@
-"""csrc's ops on one chunk of logits [R, V_local], with types, and what merges them over tensor-parallel ranks."""
+"""csrc's ops on one chunk of logits [R, V_local], with types, and the merge of their statistics over ranks."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from megatron_brorl.ops.fused import native
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of the softmax."""
+    """This rank's part of the vocabulary."""
 
-    start: int  # the token of its first logit
-    live: int  # its logits; the rows of the LM head beyond are padding
+    start: int  # token id of its first logit
+    live: int  # number of its logits; further rows of the LM head are padding
     temperature: float
-    group: dist.ProcessGroup | None  # the ranks that hold the vocabulary together; None: this one holds all of it
+    group: dist.ProcessGroup | None  # ranks that share the vocabulary; None: this rank has all of it
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """out [m, n] = a [m, k] @ b [k, n], or out += that. All float32 or float64, or bfloat16 with out in float32."""
+    """Set out [m, n] = a [m, k] @ b [k, n], or add to it; all float32 or float64, or bfloat16 with out in float32."""
     if a.dtype == torch.bfloat16 and a.device.type == "cpu" and not native.BFLOAT16_KERNEL:
-        a, b = a.float(), b.float()  # without a kernel for them the matrices are widened: slower, never coarser
+        a, b = a.float(), b.float()  # slower, but not less precise
     torch.ops.brorl.gemm_(out, a, b, accumulate)
 
 
 def softmax_statistics(logits: Tensor, ids: Tensor, shard: Shard) -> Tensor:
-    """[R, 4] float64 of this shard: largest logit, sum and weighted sum of exponentials, logit of ids or 0."""
+    """Return [R, 4] float64 of this shard: largest logit, sum and weighted sum of exponentials, logit of ids or 0."""
     statistics: Tensor = torch.ops.brorl.softmax_statistics(logits, ids, shard.start, shard.temperature)
     return statistics
 
 
 def merged(statistics: Tensor, shard: Shard) -> Tensor:
-    """The statistics [R, 4] of the whole vocabulary, the same on every rank of the group (softmax_math.h, merge)."""
+    """Return the statistics [R, 4] of the whole vocabulary, the same on every rank (merge in softmax_math.h)."""
     if shard.group is None:
         return statistics
     largest = statistics[:, 0].clone()
@@ -58,9 +58,9 @@ def softmax_gradient_(
     shard: Shard,
     narrow: bool,
 ) -> None:
-    """Write the gradient of the logits over them, from upstream gradients [R] of log-probability and entropy.
+    """Overwrite the logits by their gradient, given gradients [R] of log-probability and entropy.
 
-    statistics: merged. narrow: as bfloat16, in the first half of each row.
+    statistics: merged over ranks. narrow: write bfloat16, in the first half of each row.
     """
     torch.ops.brorl.softmax_gradient_(
         logits, ids, statistics, log_prob_gradient, entropy_gradient, shard.start, shard.temperature, narrow
@@ -72,7 +72,7 @@ def ppo_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients [R] of the policy loss in log-probability and entropy, and the columns [R, 8].
 
-    The columns are those of algo.loss.SUMS before "entropy".
+    The columns are algo.policy_loss.SUMS before "entropy".
     """
     first, second, columns = torch.ops.brorl.ppo_tokens(
         log_probs,

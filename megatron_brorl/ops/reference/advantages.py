@@ -13,14 +13,14 @@ from megatron_brorl.ops.interface import GroupKind, ValueLoss
 
 
 def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Generalised advantages and the returns to regress values on, both [T] (Schulman et al. 2016, eq. 11-16).
+    """Return generalised advantages and the targets of the values, both [T] (Schulman et al. 2016, eq. 11-16).
 
     rewards and values [T] of packed segments: segment s is starts[s]:starts[s + 1] (starts [S + 1] int64, from 0 to T,
     never falling; a segment may be empty). Per segment, from its last token on: delta_t = r_t + gamma V_{t+1} - V_t,
     A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last token V and A are 0. gamma and lam lie in
     [0, 1].
     """
-    # All of it in float64: a return is a sum over thousands of tokens.
+    # All sums are in float64, because a return is a sum over thousands of tokens.
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for begin, end in pairwise(starts.tolist()):
         advantage = next_value = torch.zeros((), dtype=torch.float64, device=rewards.device)
@@ -33,9 +33,9 @@ def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam
 
 
 def group_advantages(rewards: Tensor, starts: Tensor, kind: GroupKind = "mean") -> Tensor:
-    """Advantages [B] of rollouts against their group: starts[g]:starts[g + 1] of rewards [B] (starts as in gae).
+    """Return advantages [B] of rollouts in their group: starts[g]:starts[g + 1] of rewards [B] (starts as in gae).
 
-    "mean": algo.advantage.group_baseline, the first step of REINFORCE++-baseline; "mean_std": group_normalised there,
+    "mean": algo.advantages.group_baseline, the first step of REINFORCE++-baseline; "mean_std": group_normalised there,
     as in GRPO. The advantage is exactly 0 in groups of one and in groups whose rewards are all equal.
     """
     formula = group_baseline if kind == "mean" else group_normalised
@@ -47,11 +47,12 @@ def group_advantages(rewards: Tensor, starts: Tensor, kind: GroupKind = "mean") 
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:
-    """loss = sum_t w_t max((v_t - R_t)^2, (clip(v_t, old_t - clip, old_t + clip) - R_t)^2) / 2; all tensors are [R].
+    """Return the loss sum_t w_t max((v_t - R_t)^2, (clip(v_t, old_t - clip, old_t + clip) - R_t)^2) / 2 of
+    tensors [R].
 
     The value loss of PPO (Schulman et al. 2017) as in OpenAI baselines, ppo2. weights carry the mask and the divisor:
-    a token of weight 0 contributes nothing to anything, whatever its other entries hold. clip in units of value,
-    infinity: unclipped, and old_values are not looked at.
+    a token of weight 0 contributes nothing, even if its other entries are NaN. clip is in units of value; with infinity
+    the loss is not clipped and old_values are not read.
     """
     kept = weights != 0  # selected, because 0 * nan is nan, forward and backward
     v = values[kept]

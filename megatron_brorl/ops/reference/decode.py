@@ -9,38 +9,35 @@ from torch.nn.functional import rms_norm, silu
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import PAGE, DecodeBatch, HeadNorms
 
-GATHERED = 1 << 26  # keys gathered at a time, in numbers, so that N = 512 long rows fit a GPU's memory
+GATHERED = 1 << 26  # elements of keys gathered at a time, so that N = 512 long rows fit a GPU's memory
 
 
 class ReferenceDecode:
-    """See ops.interface.DecodeOps; gathers every row's pages, the prompt's too."""
+    """See ops.interface.DecodeOps. Gathers the pages of every row, its prompt's included."""
 
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:
         """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
-        # Queries, keys and values, normed and rotated in float32.
+        # Norm and rotate queries and keys in float32.
         _, kv_heads, dim, _ = keys.shape
         q, k, v = qkv.float().unflatten(-1, (-1, dim)).tensor_split([-2 * kv_heads, -kv_heads], dim=1)
-        # Heads are normed before they are rotated.
         if norms is not None:
             q, k = rms_norm(q, (dim,), norms.q, norms.eps), rms_norm(k, (dim,), norms.k, norms.eps)
         cos, sin = (torch.cat((x, x), dim=-1).unsqueeze(1) for x in (batch.cos, batch.sin))
         q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
 
-        # The new key and value of each row go to the place of its last token.
+        # Write the new key and value of each row to the slot of its last token.
         place = batch.lengths - 1
         page = batch.tables.gather(1, (place // PAGE).unsqueeze(1)).squeeze(1).long()
-        # Keys are stored with their tokens last, values with their tokens before d.
         keys[page, :, :, place % PAGE] = k.to(keys.dtype)
         values[page, :, place % PAGE, :dim] = v.to(values.dtype)
 
-        # The pages of each row's prompt and of its own tokens, and which slots in them hold a token.
+        # List the pages of each row's prompt and own tokens, and the slots in them that hold a token.
         used = int(-(-batch.lengths.max() // PAGE))
         tables = torch.cat((batch.prompt_tables[batch.prompts], batch.tables[:, :used]), dim=1).long()
         slots = torch.arange(PAGE * used, device=qkv.device)
         prompt_slots = torch.arange(PAGE * batch.prompt_tables.shape[1], device=qkv.device)
-        # Prompt first, as in the tables.
         there = torch.cat(
             (
                 prompt_slots < batch.prompt_lengths[batch.prompts].unsqueeze(1),
@@ -48,15 +45,15 @@ class ReferenceDecode:
             ),
             dim=1,
         )
-        tables = tables.masked_fill(~there[:, ::PAGE], 0)  # entries beyond a length hold anything
+        tables = tables.masked_fill(~there[:, ::PAGE], 0)  # entries beyond a length are arbitrary
 
-        # Some rows at a time, because every row gathers its own copy of its keys and values.
+        # Compute a few rows at a time, because every row gathers a copy of its keys and values.
         size = max(1, GATHERED // (there.shape[1] * kv_heads * dim))
         parts = zip((scale * q).split(size), tables.split(size), there.split(size), strict=True)
         return torch.cat([_attention(*part, keys, values) for part in parts]).to(qkv.dtype)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See DecodeOps: x [B, H], of which x + delta takes the place, and weight [H] -> [B, H]."""
+        """See DecodeOps: x [B, H], overwritten by x + delta, and weight [H] -> [B, H]."""
         if delta is not None:
             x += delta
         return rms_norm(x, weight.shape, weight, eps)
@@ -75,7 +72,7 @@ def _attention(q: Tensor, tables: Tensor, there: Tensor, keys: Tensor, values: T
     batch, _, dim = q.shape
     k = keys[tables].permute(0, 2, 3, 1, 4).flatten(3).float()  # [B, K, d, tokens]
     v = values[tables].transpose(1, 2).flatten(2, 3)[..., :dim].float()  # [B, K, tokens, d]
-    # A slot without a token may hold NaN, which a weight of 0 would not take away.
+    # A slot without a token may hold NaN, and 0 * NaN is NaN.
     v = v.masked_fill(~there[:, None, :, None], 0)
     # Consecutive query heads share a key and a value head.
     scores = q.view(batch, keys.shape[1], -1, dim) @ k

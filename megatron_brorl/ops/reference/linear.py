@@ -1,8 +1,8 @@
-"""Log-probabilities and the policy loss from hidden states in plain torch: the definition that csrc/ must agree with.
+"""Log-probabilities and the policy loss from hidden states in plain torch, which define the results of csrc/.
 
 Under tensor parallelism rank t of the group holds rows [t * V/tp, (t+1) * V/tp) of the LM head. The softmax is merged
-over ranks from each one's maximum and sum (as in Megatron's vocab-parallel cross entropy; Shoeybi et al. 2019,
-section 3). Logits are formed in chunks of rows and formed again in the backward pass, so that [R, V] is never held.
+over ranks by maxima and sums (as in Megatron's vocab-parallel cross entropy; Shoeybi et al. 2019, section 3). Logits
+are computed in chunks of rows, and again in the backward pass, so that [R, V] is never held.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def linear_log_probs(
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of ids and entropy of softmax(hidden @ weight.T / temperature) at each row.
+    """Return log-probability of ids and entropy of softmax(hidden @ weight.T / temperature) at each row.
 
-    hidden [R, H]; weight [V, H], whose rows at and beyond `vocab` (None: there are none) are padding and have no
+    hidden [R, H]; weight [V, H], whose rows from `vocab` on (None: no rows) are padding and have no
     probability; ids [R] int64 below `vocab`. With a group, hidden and ids are the same on all its ranks, weight is this
     rank's shard [V/tp, H], and the gradient of hidden is summed over the group. Returns two [R] tensors in the compute
     dtype, in nats, both differentiable.
@@ -51,7 +51,7 @@ def linear_ppo_loss(
     group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
 ) -> PolicyLoss:
-    """The policy loss of algo.loss.policy_loss, where formula and figures are explained, from the hidden states on.
+    """Return the policy loss of algo.policy_loss, which documents formula and metrics, from hidden states.
 
     hidden [R, H], weight [V, H], ids [R], group and vocab as in linear_log_probs; the tensors of tokens are [R] in the
     compute dtype.
@@ -76,10 +76,10 @@ class _LinearLogProbs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        # This rank's part of the vocabulary: `live` tokens from `start` on, and then padding.
+        # This rank's part of the vocabulary: `live` tokens from `start` on, followed by padding.
         start = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         live = min(max(vocab - start, 0), weight.shape[0])
-        # Rows of a chunk, by the size of float32 logits; the same on all ranks, which exchange sums chunk by chunk.
+        # All ranks must use the same chunks, because they exchange sums chunk by chunk.
         rows = max(1, CHUNK_BYTES // (4 * max(weight.shape[0], 1)))
         log_probs = []
         entropies = []
@@ -91,11 +91,11 @@ class _LinearLogProbs(torch.autograd.Function):
             peak = logits.max(dim=-1).values if live else logits.new_full((len(h),), float("-inf"))
             _reduce(peak, dist.ReduceOp.MAX, group)
 
-            # The logit of the id is on one rank alone; the others add 0.
+            # Only one rank has the logit of the id; the others add 0.
             own = t - start
             mine = (own >= 0) & (own < live)
             picked = torch.zeros_like(peak)
-            # A shard of padding alone has no logit to pick.
+            # A shard that is all padding has no logit to pick.
             if live:
                 picked = logits.gather(-1, own.clamp(0, live - 1).unsqueeze(-1)).squeeze(-1) * mine
 
@@ -110,7 +110,7 @@ class _LinearLogProbs(torch.autograd.Function):
             entropies.append(log_norm - sums[2] / sums[0])
             log_norms.append(log_norm)
 
-        # Kept per row, so that the way back forms the logits again but exchanges no sums.
+        # With these, the backward pass recomputes the logits but exchanges no sums.
         empty = hidden.new_zeros(0, dtype=compute_dtype(hidden.dtype))
         log_prob, entropy, log_norm = (torch.cat(x) if x else empty for x in (log_probs, entropies, log_norms))
         ctx.save_for_backward(hidden, weight, ids, log_norm, entropy)
@@ -122,10 +122,10 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, ids, log_norm, entropy = ctx.saved_tensors
         start, live, rows, temperature, group = ctx.settings
 
-        # Sums over chunks, in the compute dtype.
+        # Gradients are summed over chunks in the compute dtype.
         grad_hidden = torch.zeros_like(hidden, dtype=compute_dtype(hidden.dtype))
         grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight.dtype))
-        # Rows without a gradient are left out, not multiplied by 0: what they hold may be NaN.
+        # Rows without a gradient are skipped, because they may hold NaN and 0 * NaN is NaN.
         counted = ((grads[0] != 0) | (grads[1] != 0)).nonzero().squeeze(-1)
         head = weight[:live]
         for chunk in counted.split(rows) if live else ():
@@ -135,18 +135,18 @@ class _LinearLogProbs(torch.autograd.Function):
             # d log p(t) / d logits = onehot(t) - p and dH / d logits = -p (log p + H), then through the temperature.
             upstream, of_entropy = (g[chunk].unsqueeze(-1) for g in grads)
             d = log_p.exp().mul_(-(upstream + of_entropy * (log_p + entropy[chunk].unsqueeze(-1))))
-            # The onehot of the id, on the rank that has it.
+            # Add the onehot of the id on the rank that has it.
             own = ids[chunk] - start
             mine = (own >= 0) & (own < live)
             d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), mine.unsqueeze(-1) * upstream)
             d.div_(temperature)
 
-            # Products in the dtype of the matrices.
+            # Multiply in the dtype of the matrices.
             d = d.to(hidden.dtype)
             grad_hidden[chunk] = (d @ weight[:live]).to(grad_hidden.dtype)
             grad_weight[:live] += (d.t() @ h).to(grad_weight.dtype)
 
-        # Each rank has what its own tokens add to hidden states; its rows of the weight are its alone.
+        # Every rank has the contribution of its tokens to the gradient of hidden. Weight shards are not shared.
         _reduce(grad_hidden, dist.ReduceOp.SUM, group)
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *(None,) * 4
 

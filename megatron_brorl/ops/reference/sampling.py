@@ -1,4 +1,4 @@
-"""Drawing the next token by inverse CDF, and its log-probability under the distribution it was drawn from."""
+"""Sampling of the next token by inverse CDF, and its log-probability under the distribution it was drawn from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megatron_brorl.ops import philox
 
 
 def sampling_log_probs(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """Log-probabilities [B, V] float32 of the sampling distribution; tokens that are cut get -inf.
+    """Return log-probabilities [B, V] float32 of the sampling distribution; excluded tokens get -inf.
 
     top_k keeps the k largest logits (0 = all; ties with the k-th stay), then top_p keeps the smallest set of the most
-    likely tokens whose mass reaches top_p (Holtzman et al. 2020); what is left is renormalised.
+    likely tokens whose mass reaches top_p (Holtzman et al. 2020). The rest is renormalised.
     """
     logits = logits.float() / temperature
     if top_k and top_k < logits.shape[-1]:
@@ -58,5 +58,5 @@ def sample_tokens(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`sample` with the keyed uniforms of philox.uniforms(keys, index, position), all [B] int64."""
+    """Call `sample` with philox.uniforms(keys, index, position), all [B] int64."""
     return sample(logits, philox.uniforms(keys, index, position), temperature, top_p, top_k)

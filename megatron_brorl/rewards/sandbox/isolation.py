@@ -36,7 +36,8 @@ class Limits:
 
 def set_environment(bare: bool, timeout_s: float) -> None:
     """Put reward.unsandboxed and reward.timeout_s into the environment of worker processes."""
-    os.environ[UNSANDBOXED], os.environ[TIMEOUT_S] = str(int(bare)), str(timeout_s)
+    os.environ[UNSANDBOXED] = str(int(bare))
+    os.environ[TIMEOUT_S] = str(timeout_s)
 
 
 def limits() -> Limits:
@@ -46,12 +47,12 @@ def limits() -> Limits:
 
 
 def unsandboxed() -> bool:
-    """Return whether programs run without isolation here (reward.unsandboxed)."""
+    """Return whether programs run without isolation (reward.unsandboxed)."""
     return os.environ.get(UNSANDBOXED) == "1"
 
 
 def bare_command() -> list[str]:
-    """Return the command without isolation, in which only the limits of the order hold."""
+    """Return the command without isolation. Only the resource limits of the order apply."""
     package = Path(__file__).parents[3]
     return [sys.executable, *_GUARD, "-c", _START.format(str(package), _MODULE)]
 
@@ -64,7 +65,7 @@ def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[in
     fds = [seccomp, info]
     namespaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if os.geteuid() == 0:
-        # The guard drops these two rights with the user.
+        # The guard loses these two capabilities when it changes its user.
         fds.append(_user_namespace())
         who = ["--userns", str(_user_namespace()), "--cap-drop", "ALL", "--cap-add", "CAP_SETUID"]
         who += ["--cap-add", "CAP_SETGID"]
@@ -72,7 +73,7 @@ def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[in
         who = ["--unshare-user", "--disable-userns", "--uid", str(USER), "--gid", str(USER)]
         who += ["--cap-drop", "ALL"]
 
-    # /dev is a file system in memory without a bound, and so is the root: both are closed once they are made.
+    # /dev and the root are file systems in memory without a size limit, so they become read-only at the end.
     scratch = ["--perms", "1777", "--size", str(limits.scratch_mb << 20), "--tmpfs"]
     files = [*_files(), "--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp"]
     files += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
@@ -85,7 +86,7 @@ def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[in
 
 @functools.lru_cache(maxsize=1)
 def _files() -> tuple[str, ...]:
-    """Return arguments that show /usr, this Python, its standard library and the guard, read-only, and nothing else."""
+    """Return arguments that mount /usr, this Python, its standard library and the guard, read-only."""
     files = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -94,7 +95,8 @@ def _files() -> tuple[str, ...]:
         elif path.is_dir():
             files += ["--ro-bind", str(path), str(path)]
 
-    # Bubblewrap gives the folders above a mount the rights that they have outside, and a home may be closed to others.
+    # Bubblewrap copies the permissions of the folders above a mount point. A home directory may be closed to others,
+    # so the interpreter is mounted under /python.
     interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     files += ["--dir", "/python", "--dir", "/python/bin", "--ro-bind", interpreter, "/python/bin/python"]
     for name in ("lib", "lib64"):
@@ -107,7 +109,7 @@ def _files() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _user_namespace() -> int:
-    """Return a file descriptor of a user namespace that knows root and USER, made once per process.
+    """Return a file descriptor of a user namespace that maps root and USER. It is made once per process.
 
     The limit on the number of processes does not hold for root, so the first process of a sandbox must become another
     user. Raises OSError if this machine permits no namespaces.
@@ -116,12 +118,12 @@ def _user_namespace() -> int:
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     child = os.fork()
     if child == 0:
-        os.close(permit)  # or it would wait for itself
+        os.close(permit)  # Otherwise the child would wait for itself.
         _enter(unshare, tell, go)
     os.close(tell)
     os.close(go)
 
-    # Only a process outside may map two users. The open file keeps the namespace alive when its first process ends.
+    # Only a process outside may map two users. The open file keeps the namespace alive after its first process ends.
     try:
         if os.read(ready, 1) != b"+":
             raise OSError("this machine permits no user namespaces")
@@ -129,7 +131,7 @@ def _user_namespace() -> int:
             _write(f"/proc/{child}/{ids}", f"0 0 1\n{USER} {_OUTSIDE} 1\n")
         os.write(permit, b"+")
         if os.read(ready, 1) != b"+":
-            raise OSError("a user namespace cannot be forbidden to make further ones")
+            raise OSError("the limit on further user namespaces cannot be set")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(ready)
@@ -145,7 +147,7 @@ def _enter(unshare: ctypes._NamedFuncPointer, tell: int, go: int) -> None:
             if os.read(go, 1) == b"+":
                 _write("/proc/sys/user/max_user_namespaces", "0")
                 os.write(tell, b"+")
-                os.read(go, 1)  # until it has been opened
+                os.read(go, 1)  # Wait until the parent has opened the namespace.
     finally:
         os._exit(0)
 

@@ -24,7 +24,7 @@ def problem() -> str | None:
     if not shutil.which("bwrap"):
         return "bubblewrap is missing; install it (apt-get install bubblewrap)"
 
-    # Only running a program shows whether a container forbids namespaces.
+    # A container may forbid namespaces, which only a trial run shows.
     order = {"mode": "scripts", "program": "print(6 * 7)"}
     try:
         with SandboxProcess(order, Limits(seconds=20.0, test_seconds=20.0), isolated=True) as process:

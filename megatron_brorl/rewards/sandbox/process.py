@@ -1,4 +1,4 @@
-"""The process of one sandbox: runs one program, exchanges lines of JSON, and is killed with everything inside."""
+"""The process of one sandbox. It runs one program, exchanges lines of JSON, and is killed with everything inside."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class SandboxProcess:
     """A sandbox in which inside.guard carries out `order`; a context manager."""
 
     def __init__(self, order: dict[str, Any], limits: Limits, isolated: bool) -> None:
-        self._limits, self._isolated = limits, isolated
+        self._limits = limits
+        self._isolated = isolated
         self._outgoing = self._incoming = b""
         self._pidfd: int | None = None
         self._folder = None if isolated else tempfile.TemporaryDirectory(prefix="brorl-")
@@ -114,7 +115,7 @@ class SandboxProcess:
                 arguments, fds = isolation.command(self._limits, filter_, tell)
                 self._process = subprocess.Popen(arguments, pass_fds=fds, **options)
             finally:
-                # The child has copies of its own. These would keep its pipes open.
+                # The child has its own copies. These would keep its pipes open.
                 os.close(tell)
                 os.close(filter_)
             # The kernel kills a namespace with its process 1, so `close` kills that one.

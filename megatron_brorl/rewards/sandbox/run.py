@@ -95,10 +95,10 @@ class Sandbox:
 
 
 def _outcome(message: Mapping[str, Any]) -> Outcome:
-    """Convert a message from inside to an outcome. Every part of it may be forged by the program."""
+    """Convert a message from inside to an outcome. The program may have forged any part of it."""
     status, why, stdout, result = (message.get(key, "") for key in ("status", "why", "stdout", "result"))
     if status not in _STATUSES or not all(isinstance(part, str) for part in (why, stdout, result)):
-        return Outcome("form", "a message that is no outcome")
+        return Outcome("form", "a message that is not an outcome")
     reason = _printable(why) or _REASONS.get(status, "")
     if status != "ok":
         return Outcome(status, reason, stdout)

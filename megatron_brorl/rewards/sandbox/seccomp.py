@@ -1,7 +1,7 @@
-"""The system calls that a sandboxed program is refused, as a program for the kernel's filter (classic BPF).
+"""System calls that the sandbox refuses, as a filter program for the kernel (classic BPF).
 
-The numbers are those of Linux's asm/unistd_64.h and asm-generic/unistd.h. All else is allowed: what a program may reach
-is set by its namespaces; the filter takes away the parts of the kernel that it has no use for.
+The numbers are those of Linux's asm/unistd_64.h and asm-generic/unistd.h. All other calls are allowed. Namespaces limit
+the resources that a program can reach. The filter removes parts of the kernel that programs do not need.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import platform
 import struct
 
-# Name, number on x86_64, number on aarch64 (-: it has none).
+# Name, number on x86_64, number on aarch64 (- if there is none).
 _REFUSED = """
 socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
 ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, pidfd_getfd 438 438, kcmp 312 272,
@@ -26,9 +26,9 @@ setdomainname 171 162, personality 135 92, mbind 237 235, move_pages 279 239, mi
 set_mempolicy 238 237, fanotify_init 300 262, inotify_init1 294 26, lookup_dcookie 212 18, iopl 172 -, ioperm 173 -,
 modify_ldt 154 -, clock_settime 227 112, settimeofday 164 170, adjtimex 159 171, clock_adjtime 305 266, vhangup 153 58
 """
-# AUDIT_ARCH of <linux/audit.h>, its column above, clone, clone3.
+# AUDIT_ARCH of <linux/audit.h>, the column above, the numbers of clone and clone3.
 _MACHINES = {"x86_64": (0xC000003E, 1, 56, 435), "aarch64": (0xC00000B7, 2, 220, 435)}
-_X32 = 0x40000000  # the bit of x86_64's second set of numbers, which would pass by those above
+_X32 = 0x40000000  # the bit of x86_64's second set of call numbers, which would bypass the list
 _NEW_NAMESPACE = 0x7E020000  # every CLONE_NEW* that clone takes
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
@@ -36,30 +36,30 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def refused(machine: str) -> dict[str, int]:
-    """The refused calls and their numbers on this machine."""
+    """Return the refused calls and their numbers on this machine."""
     column = _MACHINES[machine][1]
     rows = [line.split() for line in _REFUSED.strip().split(",")]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
 def known(machine: str) -> bool:
-    """Whether there is a filter for this machine."""
+    """Return whether there is a filter for this machine."""
     return machine in _MACHINES
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter as an array of struct sock_filter, for this machine or for another one."""
+    """Return the filter as an array of struct sock_filter. machine: this one by default."""
     machine = machine or platform.machine()
     arch, _, clone, clone3 = _MACHINES[machine]
 
-    # Numbers mean nothing under another architecture's convention (a 32-bit call, x32).
+    # Call numbers differ between calling conventions. Calls of another one (32-bit, x32) kill the process.
     code = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         code += _when(_AT_LEAST, _X32, _KILL)
     for number in refused(machine).values():
         code += _when(_EQUAL, number, _ERRNO | errno.EPERM)
 
-    # clone3 keeps its flags in memory, where no filter sees them; without it libraries fall back on clone.
+    # clone3 passes its flags in memory, which a filter cannot read. With ENOSYS, libraries fall back to clone.
     code += _when(_EQUAL, clone3, _ERRNO | errno.ENOSYS)
     new_namespace = _when(_ANY_BIT, _NEW_NAMESPACE, _ERRNO | errno.EPERM)
     code += [(_EQUAL, 0, 3, clone), (_LOAD, 0, 0, _FIRST_ARGUMENT), *new_namespace]

@@ -1,7 +1,7 @@
-r"""The verifier "choice": multiple choice, answered by a letter in any notation or by the text of its option.
+r"""Verifier `choice`: multiple choice, answered by a letter in any common notation or by the text of an option.
 
-`B`, `(B)`, `B.`, `**B**`, `\boxed{\text{B}}`, `Option B`, `The answer is (b)`, `B. Paris` and, with
-metadata.choices, `Paris`.
+Accepted notations are `B`, `(B)`, `B.`, `**B**`, `\boxed{\text{B}}`, `Option B`, `The answer is (b)`, `B. Paris` and,
+with metadata.choices, `Paris`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron_brorl.rewards.extract import final_answer, is_short_line, places
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 _LETTERS = "ABCDEFGHIJ"
-# A letter between brackets or before a stop, in either case; a capital alone at the end or before a reason.
-_DRESSED = re.compile(
+# A letter in brackets or before a full stop, in either case, or a capital letter at the end or before a reason.
+_MARKED_LETTER = re.compile(
     r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?"
     r"(?:[(\[]\s*(?P<a>[A-Ja-j])\s*[)\]][.:]?|(?P<b>[A-Ja-j])\s*[).:](?!\w)|(?P<c>[A-J])(?=\s*[,;-]|\s*$)|(?P<d>[a-j])$)",
     re.IGNORECASE,
 )
-_BARE_WORD = re.compile(
+_BARE_LETTER = re.compile(
     r"(?:(?:the )?(?:option|choice|letter|answer)\s*:?\s*)?([A-J])(?:\s+(?![=<>+*/^])(?P<text>.*))?$", re.DOTALL
 )
 _REASON = re.compile(r"[,;]?\s*\b(?:because|since|as|which|for the reason|due to)\b.*", re.IGNORECASE | re.DOTALL)
@@ -30,18 +30,18 @@ _OTHER = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]|(?<![\w'])([B-HJ])(?![\w'])|(?<
 
 
 def find(response: str) -> str | None:
-    """Return the answer in a response; the whole response if it is one short line."""
+    """Return the final answer of a response, or the whole response if it is one short line."""
     return final_answer(response, same, is_short_line, _names_options)
 
 
 def same(a: str, b: str) -> bool:
-    """Return whether two texts are the same answer: the same letter, or the same text."""
+    """Return whether two texts name the same letter or, without letters, are the same text."""
     x, y = _letter(a)[0], _letter(b)[0]
     return x == y if x or y else _normal(a) == _normal(b)
 
 
 def check_row(row: VerifierRow, where: str) -> None:
-    """Raise UserError unless the reference is a letter, and names one of metadata.choices if they are given."""
+    """Raise UserError unless the reference is a letter and, with metadata.choices, the letter of an option."""
     choices = row["metadata"].get("choices")
     if choices is not None:
         if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
@@ -51,17 +51,17 @@ def check_row(row: VerifierRow, where: str) -> None:
     reference = row["answer"] or ""
     right = _chosen(reference, choices or ())
     if not right:
-        raise UserError(f'{where}: verifier "choice" needs answer, a letter from A to J; {quote(reference)!r} is none')
+        raise UserError(f'{where}: verifier "choice" needs a letter from A to J as answer, not {quote(reference)!r}')
     if choices and _LETTERS.index(right) >= len(choices):
         raise UserError(f"{where}: answer is {right}, but metadata.choices has {len(choices)} options")
 
 
 def verify(answer: str, row: VerifierRow) -> Score:
-    """Return 1 for the letter of the reference, or for the text of its option in metadata.choices."""
+    """Return 1 for the letter of the reference, or for the text of that option in metadata.choices."""
     choices = row["metadata"].get("choices") or ()
     right = _chosen(row["answer"] or "", choices)
 
-    # A response may give its answer in several places, which must agree.
+    # A response may state its answer several times. All of them must agree.
     texts = [_normal(choice) for choice in choices]
     said = places(answer, lambda text: _names_options(text) or _normal(text) in texts) or [answer]
     letters = {_chosen(text, choices) for text in said}
@@ -72,7 +72,7 @@ def verify(answer: str, row: VerifierRow) -> Score:
 
 
 def _chosen(text: str, choices: Sequence[str]) -> str:
-    """Return the letter of an answer, or "". A letter with the text of another option is refused."""
+    """Return the letter of an answer, or "" if there is none or it comes with the text of another option."""
     options = [_normal(choice) for choice in choices]
     whole = _normal(text)
     if options.count(whole) == 1:
@@ -83,21 +83,23 @@ def _chosen(text: str, choices: Sequence[str]) -> str:
 
 
 def _names_options(text: str) -> bool:
-    """Return whether a text names one or several options. `42` names none and does not hide another answer."""
+    """Return whether a text names one or several options. A text such as `42` names none and is skipped."""
     return is_short_line(text) and bool(_letter(text)[0] or _SEVERAL.fullmatch(tidy(text)))
 
 
 def _letter(text: str) -> tuple[str, str]:
-    """Return the letter at the start of a text as a capital, and the rest; "" if the rest names another letter."""
+    """Return the letter at the start of a text and the rest, or ("", "") if the rest names another letter."""
     text = _REASON.sub("", " ".join(tidy(text).split()))
-    dressed = _DRESSED.match(text)
-    if dressed:
-        found, behind = next(part for part in dressed.groups() if part).upper(), text[dressed.end() :]
+    marked = _MARKED_LETTER.match(text)
+    if marked:
+        found = next(part for part in marked.groups() if part).upper()
+        behind = text[marked.end() :]
     else:
-        bare = _BARE_WORD.match(text)
-        if not bare or (bare["text"] and bare[1] in "AI"):  # "A dog" is no option A
+        bare = _BARE_LETTER.match(text)
+        if not bare or (bare["text"] and bare[1] in "AI"):  # "A dog" does not name option A
             return "", ""
-        found, behind = bare[1].upper(), bare["text"] or ""
+        found = bare[1].upper()
+        behind = bare["text"] or ""
     others = {next(part for part in match.groups() if part).upper() for match in _OTHER.finditer(behind)}
     return (found, behind.strip()) if others <= {found} else ("", "")
 

@@ -1,10 +1,11 @@
-"""The verifier "code": the share of its tests that a program passes. docs/sandbox.md describes the forms of tests.
+"""Verifier `code`: the share of the row's tests that a program passes. The metadata of a row has one of three forms:
 
     stdin/stdout  {"tests": [{"input": "1 2", "output": "3"}, ...], "tolerance": 1e-6?}
     function      {"function": "add", "tests": [{"args": [1, 2], "kwargs": {}?, "expected": 3}, ...], "tolerance"?}
     asserts       {"function": "add", "asserts": ["assert add(1, 2) == 3", ...] or one text, "setup": "import math"?}
 
-Expected results stay in the worker process, or for asserts in another sandbox than the program.
+The sandbox of the program never contains expected results. They stay in the worker process, or for asserts in a second
+sandbox. docs/sandbox.md describes the forms.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ _WRONG = Outcome("error", "wrong result")
 def load() -> Verifier:
     """Return the verifier. Raises UserError if programs cannot be isolated and reward.unsandboxed is false."""
     sandbox = Sandbox(probe.require('verifier "code"'), isolation.limits())
-    return lambda answer, row: score(answer, row, sandbox)
+    return lambda answer, row: verify(answer, row, sandbox)
 
 
-def score(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
-    """Return the share of the row's tests that the program passes. answer: a program, or what `find` found."""
+def verify(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
+    """Return the share of the row's tests that the program passes.
+
+    answer: the result of `find`, or a program.
+    """
     metadata = row["metadata"]
     has_input = any((test.get("input") or "").strip() for test in metadata.get("tests") or ())
     program = code_blocks.program(answer, metadata.get("function"), has_input)
@@ -50,9 +54,9 @@ def score(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
 
 
 def find(text: str) -> str | None:
-    """Return the only block after the thought, or the text from the first block to the last; None: there is none.
+    """Return the only Python block after the thought, the text from the first block to the last, or None.
 
-    Which of several blocks is the program depends on the row: `score` chooses.
+    With several blocks, `verify` selects the program, because the choice depends on the row.
     """
     text = after_thought(text)
     return None if text.lstrip().startswith("<think>") else code_blocks.blocks_of(text)
@@ -63,7 +67,7 @@ def check_row(row: VerifierRow, where: str) -> None:
     metadata = row["metadata"]
     language = metadata.get("language", "python")
     if language != "python":
-        raise UserError(f'{where}: verifier "code" knows no language {language!r}; metadata.language must be "python"')
+        raise UserError(f'{where}: verifier "code" supports only metadata.language = "python", not {language!r}')
 
     tolerance = metadata.get("tolerance", 0)
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
@@ -89,16 +93,16 @@ def _check_asserts(metadata: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}: metadata.asserts needs metadata.function, the name that they call")
     texts = _texts(metadata["asserts"])
     if not texts or not all(isinstance(text, str) for text in (*texts, metadata.get("setup", ""))):
-        raise UserError(f"{where}: metadata.asserts must be a text or a list of texts, metadata.setup a text")
+        raise UserError(f"{where}: metadata.asserts must be a string or a list of strings, and metadata.setup a string")
 
-    # Any program would pass a text without an assertion.
+    # Without an assertion, every program would pass.
     for text in (metadata.get("setup", ""), *texts):
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError) as e:
             raise UserError(f"{where}: metadata.asserts is not Python: {e}") from None
         if text in texts and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
-            raise UserError(f"{where}: metadata.asserts: {text[:60]!r} asserts nothing; give each text an assert")
+            raise UserError(f"{where}: metadata.asserts: {text[:60]!r} has no assert; add one to each text")
 
 
 def _check_test(test: Any, of_function: bool, where: str) -> None:
@@ -106,11 +110,11 @@ def _check_test(test: Any, of_function: bool, where: str) -> None:
         raise UserError(f"{where}: must be an object, not {type(test).__name__}")
     if not of_function:
         if not isinstance(test.get("input"), str) or not isinstance(test.get("output"), str):
-            raise UserError(f"{where}: needs the texts input and output (or name metadata.function)")
+            raise UserError(f"{where}: needs input and output as strings, or set metadata.function")
         return
     kwargs = test.get("kwargs", {})
     if not isinstance(test.get("args"), list) or not isinstance(kwargs, dict) or "expected" not in test:
-        raise UserError(f"{where}: needs args, a list, and expected; kwargs is an object")
+        raise UserError(f"{where}: needs args as a list, expected, and kwargs as an object if given")
     try:
         codec.decode([test["args"], kwargs, test["expected"]])
     except codec.Unencodable as e:
@@ -119,7 +123,8 @@ def _check_test(test: Any, of_function: bool, where: str) -> None:
 
 def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Sequence[Outcome]:
     """Return one outcome per test; "ok" means that it passed."""
-    function, tolerance = metadata.get("function"), float(metadata.get("tolerance", 0))
+    function = metadata.get("function")
+    tolerance = float(metadata.get("tolerance", 0))
     if "asserts" in metadata:
         return sandbox.asserts(program, function or "", metadata.get("setup", ""), _texts(metadata["asserts"]))
     tests = metadata["tests"]
@@ -134,7 +139,7 @@ def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Se
 
 
 def same_text(got: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Compare two outputs by lines and words; the amount of white space and trailing empty lines are ignored.
+    """Compare two outputs line by line and word by word. Extra white space and trailing empty lines are ignored.
 
     Words that are numbers may differ by the tolerance, absolute or relative to the expected number.
     """
@@ -142,9 +147,9 @@ def same_text(got: str, expected: str, tolerance: float = 0.0) -> bool:
 
 
 def same_value(got: Any, expected: Any, tolerance: float = 0.0, words: bool = False) -> bool:
-    """Compare two values, strictly: True is not 1, and a list is not a set. A tuple is accepted for an expected list.
+    """Compare two values strictly: True is not 1, and a list is not a set. A tuple matches an expected list.
 
-    words: with a tolerance, texts are also compared as numbers.
+    words: with a tolerance, also compare strings as numbers.
     """
     if isinstance(expected, (list, tuple)):
         kinds = (list, tuple) if isinstance(expected, list) else (tuple,)
@@ -158,7 +163,7 @@ def same_value(got: Any, expected: Any, tolerance: float = 0.0, words: bool = Fa
     if isinstance(expected, (set, frozenset)):
         return isinstance(got, (set, frozenset)) and _kinds(got) == _kinds(expected)
 
-    # Numbers are compared by value, so that 2 equals 2.0, and everything else by type and value.
+    # Compare numbers by value, so that 2 equals 2.0, and other values by type and value.
     if words and tolerance and isinstance(got, str) and got != expected:
         return _near(_number(got), _number(expected), tolerance)
     if _is_number(got) and _is_number(expected):
@@ -174,7 +179,7 @@ def _words(text: str) -> list[list[str]]:
 
 
 def _kinds(values: Any) -> set[Any]:
-    """Return the members, each marked so that True differs from 1."""
+    """Return the members with a mark that distinguishes True from 1."""
     return {(isinstance(value, bool), value) for value in values}
 
 

@@ -1,7 +1,7 @@
-"""The fenced blocks of a response, and which of them is the program. docs/sandbox.md states the rules.
+"""Find the fenced code blocks of a response and select the program. docs/sandbox.md states the rules.
 
-`blocks_of` compiles nothing and is linear in the text, so the trainer can call it. `program` compiles the blocks: call
-it in a scoring process.
+`blocks_of` takes linear time and compiles nothing, so the trainer can call it. `program` compiles the blocks and must
+run in a worker process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 
-# A line that may open or close a block: its indentation, its mark and what follows.
+# A line that can open or close a block: indentation, fence and info string.
 _FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<mark>`{3,}(?=[^`\n]*$)|~{3,})(?P<info>[^\n]*)$", re.MULTILINE)
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#-]*)")
 _PYTHON = re.compile(r"(?:(?:python|py)\d*)?")
-_MOST_ENDS = 16  # fences that are tried as the end of one block
-_UNTERMINATED = "unterminated triple-quoted"  # how CPython's message begins
+_MOST_ENDS = 16  # fences to try as the end of one block
+_UNTERMINATED = "unterminated triple-quoted"  # start of CPython's error message
 
-# How a program prints, how it reads the standard input, and how an example replaces the standard input by its own.
+# Code that prints, that reads standard input, and that replaces standard input by an example.
 _PRINTS = re.compile(r"\b(?:p?print|stdout|__stdout__|write|writelines)\b")
 _STDIN = r"\b(?:stdin|__stdin__|fileinput)\b|/dev/stdin|\b(?:open|fdopen|FileIO|read)\(\s*0\b"
 _READS = re.compile(rf"\binput\s*\(|\b(?:iter|map)\(\s*input\b|{_STDIN}")
@@ -30,12 +30,13 @@ _KNOWN = {*dir(builtins), "exit", "quit", "__file__"}
 
 
 def blocks_of(text: str) -> str | None:
-    """Return the content of a text's only Python block, or all from its first fence to its last; None: no block."""
+    """Return the only Python block of a text, or the text from its first fence to its last, or None without blocks."""
     fences = list(_FENCE.finditer(text))
     if len(fences) < 2:
         return None
 
-    # Blocks that open with a language and close without one leave no doubt. Else only a compiler can tell what is what.
+    # If each block opens with a language and closes without one, the blocks are unambiguous. Otherwise `program` has to
+    # compile them.
     pairs = list(zip(fences[::2], fences[1::2], strict=False))
     clear = len(fences) % 2 == 0 and all(_closes(*pair) and not _info(pair[1]) for pair in pairs)
     python = [pair for pair in pairs if _is_python(pair[0])]
@@ -45,15 +46,17 @@ def blocks_of(text: str) -> str | None:
 
 
 def program(found: str, function: str | None, has_input: bool) -> str | None:
-    """Return the program in what `blocks_of` found. A text that compiles or has no fence is the program itself.
+    """Return the program in a result of `blocks_of`, or None without a closed Python block.
 
-    function: the name that the tests call, if they do. has_input: whether any test has a standard input.
-    None where no block of Python is closed.
+    A text that compiles or has no fence is the program itself.
+
+    function: name that the tests call, if any.
+    has_input: whether any test has standard input.
     """
     if not _FENCE.search(found):
         return found
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler
+        warnings.simplefilter("ignore")  # SyntaxWarning of compiled blocks
         if _error(found) is None:
             return found
         blocks = list(_python_blocks(found))
@@ -62,7 +65,7 @@ def program(found: str, function: str | None, has_input: bool) -> str | None:
 
 
 def _rank(block: str, function: str | None, has_input: bool) -> tuple[int, ...]:
-    """Order the blocks of a response; the last one of the highest rank is the program. (): it does not compile."""
+    """Return the rank of a block, () if it does not compile. The last block of the highest rank is the program."""
     if _error(block) is not None:
         return ()
     try:
@@ -76,7 +79,7 @@ def _rank(block: str, function: str | None, has_input: bool) -> tuple[int, ...]:
 
 
 def _python_blocks(text: str) -> Iterator[str]:
-    """Yield the contents of the closed blocks that are Python or name no language."""
+    """Yield the closed blocks that are marked as Python or have no language."""
     fences = list(_FENCE.finditer(text))
     i = 0
     while i < len(fences):
@@ -90,12 +93,12 @@ def _python_blocks(text: str) -> Iterator[str]:
             end = _end(text, fences, i, ends)
             yield _content(text, fences[i], fences[end])
 
-        # A fence with a language opens a block, also where the one before was left open.
+        # A fence with a language opens a new block even if the previous block was not closed.
         i = end if _info(fences[end]) else end + 1
 
 
 def _end(text: str, fences: list[re.Match[str]], start: int, ends: list[int]) -> int:
-    """Return the fence that ends a block: the first one, unless it is part of a string in the program."""
+    """Return the index of the fence that ends a block: the first one that is not inside a string of the program."""
     for end in ends:
         error = _error(_content(text, fences[start], fences[end]))
         if error is None:
@@ -119,7 +122,7 @@ def _is_python(fence: re.Match[str]) -> bool:
 
 
 def _content(text: str, opening: re.Match[str], closing: re.Match[str]) -> str:
-    """Return the lines between two fences without the indentation that is not the program's own."""
+    """Return the lines between two fences without the indentation of the block."""
     content = text[opening.end() + 1 : closing.start()]
     if width := len(opening["indent"]):
         content = re.sub(rf"^[ \t]{{1,{width}}}", "", content, flags=re.MULTILINE)
@@ -127,7 +130,7 @@ def _content(text: str, opening: re.Match[str], closing: re.Match[str]) -> str:
 
 
 def _error(block: str) -> str | None:
-    """Return why a block does not compile; None if it does."""
+    """Return the compiler's error message for a block, or None."""
     try:
         compile(block, "program", "exec", dont_inherit=True)
     except SyntaxError as e:
@@ -138,7 +141,7 @@ def _error(block: str) -> str | None:
 
 
 def _definition(scope: symtable.SymbolTable, path: list[str]) -> tuple[int, ...]:
-    """Return (how many names of a path such as Class.method are defined here, whether the first is not imported)."""
+    """Return how many names of a path such as Class.method are defined, and 1 if the first is not an import."""
     first, *rest = path
     symbol = scope.lookup(first) if first in scope.get_identifiers() else None
     if symbol is None or not (symbol.is_assigned() or symbol.is_imported()):
@@ -149,8 +152,10 @@ def _definition(scope: symtable.SymbolTable, path: list[str]) -> tuple[int, ...]
 
 
 def _is_complete(module: symtable.SymbolTable) -> bool:
-    """Return whether a block defines or imports each global name that it uses, except builtins."""
-    scopes, used, own = [module], set(), set(_KNOWN)
+    """Return whether a block defines or imports all global names that it uses, except builtins."""
+    scopes = [module]
+    used = set()
+    own = set(_KNOWN)
     while scopes:
         scope = scopes.pop()
         scopes += scope.get_children()

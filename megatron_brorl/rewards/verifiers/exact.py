@@ -1,4 +1,4 @@
-"""The verifier "exact": the answer equals the reference, character by character."""
+"""Verifier `exact`: the response must equal the reference, character by character."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 
-def exact(answer: str, row: VerifierRow) -> Score:
-    """Return 1 if the answer equals the reference; white space at the ends is ignored."""
+def verify(answer: str, row: VerifierRow) -> Score:
+    """Return 1 if the answer equals the reference. White space at both ends is ignored."""
     reference = row["answer"]
     if reference is not None and answer.strip() == reference.strip():
         return Score(1.0)
@@ -17,4 +17,4 @@ def exact(answer: str, row: VerifierRow) -> Score:
 def check_row(row: VerifierRow, where: str) -> None:
     """Raise UserError if the row has no reference."""
     if row["answer"] is None:
-        raise UserError(f'{where}: verifier "exact" compares with the answer, and there is none; add "answer"')
+        raise UserError(f'{where}: verifier "exact" needs a reference; add "answer"')

@@ -1,11 +1,11 @@
-"""The verifier "reasoning_gym", and the tasks of reasoning-gym that may be trained on.
+"""Verifier `reasoning_gym`, and the reasoning-gym tasks that are safe to train on.
 
-A scorer runs on text that a policy under optimization wrote. It must not execute that text, spend minutes or gigabytes
-on it, or accept a wrong answer. The source of every `score_answer` of the version below was read, and each was tried
-with hostile and with almost right answers. Another version is refused until that has been repeated.
+A policy under optimization writes the text that a scorer receives. The scorer must not execute that text, spend minutes
+or gigabytes on it, or accept a wrong answer. For the version below, the source of every `score_answer` was read, and
+each one was tested with hostile and with almost correct answers. Other versions are refused until this is repeated.
 
-Some allowed scorers call eval or sympy.parse_expr. Their answers must match a form in which nothing can be called, no
-name has a meaning and no number can grow: brackets hold literals, and there are no powers.
+Some allowed scorers call eval or sympy.parse_expr. Their answers must match a pattern that allows only literals,
+brackets and arithmetic without powers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.
 
 _LISTED = r"(?:-?\d{1,9}(?!\d)|[\s,\[\]])*"
 
-# Tasks whose scorers execute the answer: the most characters of an answer, and its form. Other text scores 0 unseen.
+# Tasks whose scorers execute the answer, with the maximum length and the pattern of an answer. Other text scores 0.
 EXECUTING: Mapping[str, tuple[int, re.Pattern[str]]] = {
     "binary_matrix": (4096, re.compile(_LISTED)),
     "spiral_matrix": (4096, re.compile(_LISTED)),
@@ -63,29 +63,33 @@ EXECUTING: Mapping[str, tuple[int, re.Pattern[str]]] = {
     "bitwise_arithmetic": (64, re.compile(r"\s*-?0x[0-9a-f]{1,32}\s*", re.IGNORECASE)),
 }
 
+# The scorer of bitwise_arithmetic also executes the problem of the item.
+_BITS = re.compile(r"(?:0x[0-9a-f]{1,16}|<<|>>|\*(?!\s*\*)|[\s+\-()&|^~])*")
+
 
 def load() -> Verifier:
-    """Return the verifier after the library is imported."""
+    """Return the verifier. Imports reasoning-gym first, which takes a second."""
     allowed()
-    return score
+    return verify
 
 
-def score(answer: str, row: VerifierRow) -> Score:
+def verify(answer: str, row: VerifierRow) -> Score:
     """Return the library's score for the item metadata["entry"] of the task metadata["source_dataset"].
 
-    Partial credit is capped, because one wrong cell of a hundred scores 0.99 in the library, which is not right.
+    Partial credit is capped. In the library, one wrong cell in a hundred scores 0.99, which could pass for correct.
     """
     metadata = row["metadata"]
-    task, config = metadata["source_dataset"], metadata.get("config") or {}
+    task = metadata["source_dataset"]
+    config = metadata.get("config") or {}
     if not harmless(task, answer):
-        return Score(0.0, f"not of the form of task {task}")
+        return Score(0.0, f"the answer does not match the format of task {task}")
     scorer = _scorer(task, json.dumps(config, sort_keys=True))
-    with decimal.localcontext(decimal.DefaultContext):  # Some tasks set the precision.
+    with decimal.localcontext(decimal.DefaultContext):  # some tasks change the precision
         value = scorer(answer, metadata["entry"])
     if value == 1:
         return Score(1.0)
     capped = PARTIAL_CREDIT_CAP if PARTIAL_CREDIT_CAP < value < 1 else value
-    return Score(capped, "wrong" if value == 0 else f"partly right, says task {task}")
+    return Score(capped, "wrong" if value == 0 else f"partial credit from task {task}")
 
 
 @functools.lru_cache(maxsize=128)
@@ -95,7 +99,7 @@ def _scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], float]
 
 
 def harmless(task: str, answer: str) -> bool:
-    """Return whether the scorer of this task may see this answer."""
+    """Return whether the scorer of this task can safely run on this answer."""
     if task not in EXECUTING:
         return True
     longest, form = EXECUTING[task]
@@ -103,7 +107,7 @@ def harmless(task: str, answer: str) -> bool:
 
 
 def check_row(row: VerifierRow, where: str) -> None:
-    """Raise UserError unless the metadata of a data row name one allowed task and hold its item."""
+    """Raise UserError unless the metadata of a data row has an allowed task and one of its items."""
     metadata = row["metadata"]
     name, entry, config = metadata.get("source_dataset"), metadata.get("entry"), metadata.get("config", {})
     if not isinstance(name, str):
@@ -115,13 +119,20 @@ def check_row(row: VerifierRow, where: str) -> None:
         )
     inner = entry["metadata"].get("source_dataset", name)
     if inner != name:
-        raise UserError(f"{where}: metadata.source_dataset is {name!r} but the entry is of {inner!r}; make them agree")
+        raise UserError(
+            f"{where}: metadata.source_dataset is {name!r}, but the entry is of {inner!r}; correct one of them"
+        )
     if not isinstance(config, dict):
         raise UserError(f"{where}: metadata.config must be an object, not {config!r}; leave it out for the defaults")
+    problem = entry["metadata"].get("problem")
+    if name == "bitwise_arithmetic" and not (isinstance(problem, str) and _BITS.fullmatch(problem)):
+        raise UserError(
+            f"{where}: metadata.entry.metadata.problem = {problem!r:.60} is not an expression; generate it again"
+        )
 
 
 def check_task(name: str, where: str) -> None:
-    """Raise UserError unless the task may be used; `where` is the key or row that names it."""
+    """Raise UserError unless the task is allowed. where: the key or row that names it."""
     if name in REFUSED:
         raise UserError(f"{where}: reasoning-gym task {name!r} is refused: {REFUSED[name]}; choose another task")
     known = allowed()
@@ -133,20 +144,20 @@ def check_task(name: str, where: str) -> None:
 
 @functools.cache
 def allowed() -> list[str]:
-    """Return the names of the tasks that are not refused. Raises UserError for an unchecked version of the library."""
+    """Return the names of the allowed tasks. Raises UserError for an unchecked version of the library."""
     installed = metadata.version("reasoning-gym")
     if installed != CHECKED_VERSION:
         raise UserError(
             f"reasoning-gym {installed} is installed, but only the scorers of {CHECKED_VERSION} were checked; "
             f"pip install reasoning-gym=={CHECKED_VERSION}"
         )
-    from reasoning_gym.factory import DATASETS  # The import takes a second.
+    from reasoning_gym.factory import DATASETS  # takes a second
 
     return sorted(DATASETS.keys() - REFUSED.keys())
 
 
 def create(name: str, seed: int, config: Mapping[str, Any], where: str) -> Any:
-    """Return the reasoning-gym data set of an allowed task."""
+    """Return the reasoning-gym dataset of an allowed task. where: the key that names the task, for errors."""
     check_task(name, where)
     if reserved := config.keys() & {"seed", "size"}:
         raise UserError(
@@ -158,7 +169,7 @@ def create(name: str, seed: int, config: Mapping[str, Any], where: str) -> Any:
     try:
         built = config_class(seed=seed, **config)  # raises TypeError for unknown keys
         if hasattr(built, "validate"):
-            built.validate()  # by assertions
+            built.validate()  # raises AssertionError
         return dataset_class(config=built)
     except (TypeError, ValueError, AssertionError, KeyError) as e:
         reason = " ".join(str(e).split()) or type(e).__name__

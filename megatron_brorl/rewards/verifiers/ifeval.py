@@ -1,16 +1,17 @@
-"""Verifier `ifeval`: how many of a row's instructions a response follows, by the 25 checks of IFEval.
+"""Verifier `ifeval`: the share of a row's instructions that a response follows, with the 25 checks of IFEval.
 
-IFEval is Zhou et al. 2023, arXiv 2311.07911. Every check takes the response and the arguments that a data set names.
-Words and sentences are counted by fixed rules in linear time; the published program counts them with nltk, whose models
-change with its version.
+The checks follow Zhou et al. 2023 (arXiv 2311.07911). Each one takes the response and the arguments in the data row.
+Words and sentences are counted by fixed rules in linear time. The published program uses nltk, whose models change with
+its version.
 
 metadata of a row:
     instruction_id_list   ids of the instructions
-    kwargs                the arguments of each, by name; null stands for an argument that is not there
-    mode                  "strict" (default), or "loose": an instruction also counts as followed without the first
-                          line, the last line, or the asterisks of Markdown
-    all                   true: the reward is 1 if all instructions are followed, else 0; false (default): their share
-    min_words             a shorter response scores 0 (default 0), because some instructions ask for very little
+    kwargs                arguments of each instruction, by name; null is the same as no argument
+    mode                  "strict" (default), or "loose": an instruction also counts if the response follows it without
+                          its first line, its last line, or the asterisks of Markdown
+    all                   true: 1 if all instructions are followed, else 0; false (default): the share of instructions
+    min_words             a shorter response scores 0 (default 0), because an almost empty response follows some
+                          instructions
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-LESS_THAN, AT_LEAST = "less than", "at least"
+LESS_THAN = "less than"
+AT_LEAST = "at least"
 LANGUAGES = _words(
     "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
     "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"  # of langdetect 1.0.9
@@ -47,7 +49,7 @@ _PARAGRAPH_DIVIDER, _RESPONSE_DIVIDER = re.compile(r"\s?\*\*\*\s?"), re.compile(
 _FIRST_WORD_END = re.compile(r"[.,?!'\"]")
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
-# Marks that may end a sentence. The marks of other scripts end one whatever follows.
+# Marks that can end a sentence. The marks of other scripts always end one.
 _OTHER_SCRIPTS = "。\uff01\uff1f।"
 _MARKS = re.compile(rf"[.?!…]+|[{_OTHER_SCRIPTS}]+")
 _OPENING = "\"'([{*_“\u2018«»"
@@ -61,7 +63,7 @@ _ABBREVIATIONS = _words(
     "inc ltd co corp bros dept univ assn est ave blvd rd mt ft "
     "vs etc al cf approx ca fig figs vol vols ed eds pp ch sec ph.d"
 )
-# These words with a capital letter begin a sentence after an abbreviation. A name does not.
+# After an abbreviation, these words start a new sentence if they begin with a capital letter. Names do not.
 _STARTERS = _words(
     "a an the this that these those he she it we they you i his her its our their my your there here if when while "
     "and but or so yet then thus however also in on at for from with after before since as although though because "
@@ -78,14 +80,15 @@ def _compare(count: int, relation: str, threshold: int) -> bool:
 
 
 def is_in_language(response: str, language: str) -> bool:
-    """Return whether the response is in a language. A text without letters is in every language, as published."""
+    """Return whether the response is in a language. As in the published program, text without letters matches."""
     return detected_language(response) in (None, language)
 
 
 def _divided(text: str, divider: re.Pattern[str]) -> list[str]:
-    """Return the parts between dividers, [] if one between two dividers is empty; the first and last may be empty."""
+    """Return the non-empty parts of a divided text, or [] if a part between two dividers is empty."""
     first, *others = (part.strip() for part in divider.split(text))
-    inner, last = others[:-1], others[-1:]
+    inner = others[:-1]
+    last = others[-1:]
     return [part for part in (first, *inner, *last) if part] if all(inner) else []
 
 
@@ -95,9 +98,9 @@ def number_paragraphs(response: str, num_paragraphs: int) -> bool:
 
 
 def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Check the number of paragraphs between empty lines, and the first word of the n-th.
+    """Check the number of paragraphs, which empty lines separate, and the first word of the n-th.
 
-    An empty paragraph is not counted, but it takes a place, as in the published program.
+    As in the published program, empty paragraphs do not count towards the number but have an index.
     """
     paragraphs = [paragraph.strip() for paragraph in response.split("\n\n")]
     if sum(map(bool, paragraphs)) != num_paragraphs or nth_paragraph > num_paragraphs:
@@ -108,13 +111,14 @@ def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: 
 
 def number_placeholders(response: str, num_placeholders: int) -> bool:
     """Return whether the response has at least num_placeholders [placeholders], each within one line."""
-    # Every part before a closing bracket that has an opening one ends a placeholder.
+    # Count the closing brackets that have an opening bracket after the previous closing one.
     return sum("[" in part for line in response.split("\n") for part in line.split("]")[:-1]) >= num_placeholders
 
 
 def postscript(response: str, postscript_marker: str) -> bool:
-    """Return whether the marker occurs in either case; P.S. and P.P.S may be spaced."""
-    marker, text = postscript_marker.strip(), response.lower()
+    """Return whether the marker occurs in any case. P.S. and P.P.S may contain spaces."""
+    marker = postscript_marker.strip()
+    text = response.lower()
     pattern = _POSTSCRIPTS.get(marker)
     return pattern.search(text) is not None if pattern else marker.lower() in text
 
@@ -153,20 +157,21 @@ def json_format(response: str) -> bool:
 def title(response: str) -> bool:
     """Return whether a line has a <<title>> that is not empty."""
     for line in response.split("\n"):
-        start, end = line.find("<<"), line.rfind(">>")
+        start = line.find("<<")
+        end = line.rfind(">>")
         if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
             return True
     return False
 
 
 def two_responses(response: str) -> bool:
-    """Return whether six asterisks separate two different texts; asterisks may also open and close the response."""
+    """Return whether six asterisks separate two different texts. They may also begin and end the response."""
     found = _divided(response, _RESPONSE_DIVIDER)
     return len(found) == 2 and found[0] != found[1]
 
 
 CHECKS: Mapping[str, Callable[..., bool]] = {
-    # Keywords may occur within words.
+    # Keywords also count inside words.
     "keywords:existence": lambda response, keywords: all(_occurs(re.escape(word), response) for word in keywords),
     "keywords:frequency": lambda response, keyword, frequency, relation: _compare(
         len(re.findall(re.escape(keyword.strip()), response, re.IGNORECASE)), relation, frequency
@@ -211,12 +216,12 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 }
 
 
-@functools.lru_cache(maxsize=32)  # Several instructions ask for the language of one response.
+@functools.lru_cache(maxsize=32)  # several instructions of a row check the language
 def detected_language(text: str) -> str | None:
-    """Return the code of the likeliest language, or None for a text without letters."""
-    import langdetect  # Only scoring processes need it.
+    """Return the code of the most likely language, or None for a text without letters."""
+    import langdetect  # only worker processes need it
 
-    langdetect.DetectorFactory.seed = 0  # Without a seed, the result for one text differs from call to call.
+    langdetect.DetectorFactory.seed = 0  # without a seed, results differ between calls
     try:
         code: str = langdetect.detect(text)
     except langdetect.LangDetectException:
@@ -230,12 +235,12 @@ def count_words(text: str) -> int:
 
 
 def count_capital_words(text: str) -> int:
-    """Count words with a capital and without a small letter; a hyphen or an apostrophe does not end a word."""
+    """Count words in capital letters. Hyphens and apostrophes do not end a word."""
     return sum(word.isupper() for word in _NOT_IN_WORDS.split(text))
 
 
 def count_sentences(text: str) -> int:
-    """Count the parts between ends of sentences, and the part after the last, that have a letter or a digit."""
+    """Count sentences, including an unfinished last one. Sentences without a letter or digit do not count."""
     count, start = 0, 0
     for mark in _MARKS.finditer(text):
         if _ends_sentence(text, mark):
@@ -245,12 +250,12 @@ def count_sentences(text: str) -> int:
 
 
 def _ends_sentence(text: str, mark: re.Match[str]) -> bool:
-    """Return whether a sentence ends at these marks, by the text before and after them."""
+    """Return whether a sentence ends at these marks, judging by the text before and after them."""
     marks = mark.group()
     if marks[0] in _OTHER_SCRIPTS:
         return True
 
-    # Closing quotes and brackets belong to the sentence. A mark inside a word, as in 3.14, does not end one.
+    # Closing quotes and brackets belong to the sentence. A mark inside a word, as in 3.14, does not end it.
     closing = _CLOSING.match(text, mark.end())
     after = closing.end() if closing else mark.end()
     if after == mark.end() < len(text) and not text[after].isspace():
@@ -258,7 +263,7 @@ def _ends_sentence(text: str, mark: re.Match[str]) -> bool:
     if "?" in marks or "!" in marks:
         return True
 
-    # Three dots may trail off. One or two dots after white space do not belong to a sentence.
+    # Several dots end a sentence only before a capital letter or at the end. One or two dots after a space never do.
     found = _NEXT_WORD.match(text, after)
     next_word = found.group(1) if found else ""
     if marks in (".", "..") and (mark.start() == 0 or text[mark.start() - 1].isspace()):
@@ -266,12 +271,12 @@ def _ends_sentence(text: str, mark: re.Match[str]) -> bool:
     if marks != ".":
         return not next_word or next_word[0].isupper()
 
-    # A full stop may belong to the word before it, and then ends a sentence only if one clearly begins.
+    # After an abbreviation, a full stop ends the sentence only if the next word clearly starts a new one.
     word = text[max(0, mark.start() - _MAX_ABBREVIATION) : mark.start()].split()[-1].lstrip(_OPENING).lower()
     if word in _ABBREVIATIONS or _DOTTED.fullmatch(word) or (len(word) == 1 and word.isalpha()):
         return not next_word or (next_word[0].isupper() and next_word.lower() in _STARTERS)
 
-    # After a number, a small letter shows that the sentence continues ("the 3. item"). "1. Item" is a list item.
+    # After a number, the sentence continues with a small letter ("the 3. item"). "1. Item" is a list item.
     return not (word.isdigit() and next_word[:1].islower())
 
 
@@ -283,7 +288,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-# A condition on the values of each argument, and the condition in words.
+# Conditions on the arguments: a predicate, and its description for messages.
 _Condition = tuple[Callable[[Any], bool], str]
 _COUNT: _Condition = (_is_count, "a whole number of at least 0")
 _ORDINAL: _Condition = (lambda v: _is_count(v) and v > 0, "a whole number of at least 1")
@@ -302,18 +307,18 @@ _CONDITIONS: Mapping[str, _Condition] = {
 
 
 def find(response: str) -> str | None:
-    """Return what follows the last </think>; None if that is empty."""
+    """Return the text after the last </think>, or None if it is empty."""
     return after_thought(response).strip() or None
 
 
 def load() -> Verifier:
-    """Return the verifier after langdetect has read its profiles, which takes longer than many answers."""
+    """Return the verifier. Loads the language profiles of langdetect first, which is slow."""
     detected_language("the profiles are read at the first call")
-    return score
+    return verify
 
 
-def score(answer: str, row: VerifierRow) -> Score:
-    """Return the share of the row's instructions that the answer follows, with a part for each."""
+def verify(answer: str, row: VerifierRow) -> Score:
+    """Return the share of the row's instructions that the answer follows, with one part per instruction."""
     metadata = row["metadata"]
     if count_words(answer) < metadata.get("min_words", 0):
         return Score(0.0, f"fewer than {metadata['min_words']} words (min_words)")
@@ -331,19 +336,19 @@ def score(answer: str, row: VerifierRow) -> Score:
 
 
 def follows(kind: str, arguments: Mapping[str, Any], response: str) -> bool:
-    """Return whether a response follows one instruction. An empty response follows none."""
+    """Return whether a response follows an instruction. An empty response follows none."""
     return bool(response.strip()) and CHECKS[kind](response, **arguments)
 
 
 def loose_readings(response: str) -> list[str]:
-    """Return the response and the variants of it that the published loose accuracy accepts."""
+    """Return the response and the variants that the published loose accuracy also accepts."""
     lines = response.split("\n")
     readings = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return list(dict.fromkeys([*readings, *(text.replace("*", "") for text in readings)]))
 
 
 def check_row(row: VerifierRow, where: str) -> None:
-    """Raise UserError unless the metadata name known instructions with arguments that they take."""
+    """Raise UserError unless metadata has known instructions with valid arguments."""
     metadata = row["metadata"]
     kinds, kwargs = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not isinstance(kinds, list) or not kinds or not all(isinstance(kind, str) for kind in kinds):
@@ -381,7 +386,8 @@ def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> Non
     key = f"{where}: metadata.kwargs[{place}] ({kind})"
     if not isinstance(arguments, dict):
         raise UserError(f"{key} is {arguments!r}; use an object, {{}} for no arguments")
-    given, wanted = _given(arguments), list(inspect.signature(CHECKS[kind]).parameters)[1:]
+    given = _given(arguments)
+    wanted = list(inspect.signature(CHECKS[kind]).parameters)[1:]
     unknown = [name for name in given if name not in wanted]
     if unknown:
         takes = ", ".join(wanted) or "no arguments"
@@ -393,9 +399,9 @@ def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> Non
         if not accepts(given[name]):
             raise UserError(f"{key} has {name} = {given[name]!r}; it must be {meaning}")
     if given.get("nth_paragraph", 0) > given.get("num_paragraphs", 0):
-        raise UserError(f"{key} has nth_paragraph above num_paragraphs, which nothing can follow; lower it")
+        raise UserError(f"{key} has nth_paragraph above num_paragraphs, which no response can follow; lower it")
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove nulls, because files with columns name every argument of every instruction."""
+    """Remove nulls. Files in columns have every argument for every instruction."""
     return {name: value for name, value in arguments.items() if value is not None}

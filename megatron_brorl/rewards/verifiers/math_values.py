@@ -1,11 +1,12 @@
-r"""Read LaTeX as values, and compare two values exactly.
+r"""Parse LaTeX to values, and compare two values exactly.
 
-Lists, brackets and relations are read here, because latex2sympy drops parts of them or evaluates them: it reads the
-pair (2, 1) as an empty interval. latex2sympy reads the expressions between them. `read` raises an exception for a text
-that it does not understand, so no part of an answer is dropped before the comparison.
+This module parses lists, brackets and relations, because latex2sympy drops parts of them or evaluates them: it reads
+the pair (2, 1) as an empty interval. latex2sympy parses the expressions inside. `read` raises an exception for text
+that it cannot parse, so that no part of an answer is ignored in the comparison.
 
-Two expressions are equal if their difference, evaluated with as many digits as its cancellation needs, has only zeros
-among the first 1,000 digits. Expressions with letters are compared so at three points. No equation is solved.
+Two expressions are equal if the first 1,000 digits of their difference are zero. sympy raises the working precision
+until cancellation no longer matters. Expressions with variables are compared at three points. Equations are not
+solved.
 """
 
 from __future__ import annotations
@@ -23,28 +24,27 @@ from mpmath.libmp import prec_to_dps
 from sympy.core.function import AppliedUndef
 
 from megatron_brorl.rewards import answer_text
-from megatron_brorl.rewards.answer_text import NAME, THIN, PlainNumber, Unit, names_clash, plain_number
+from megatron_brorl.rewards.answer_text import NAME, THIN, PlainNumber, Unit, names_clash, plain_number, units_clash
 
-# A number or an expression of sympy (a Float is a decimal with its digits as written), a matrix, a set, Group, Named or
-# Relation.
+# A sympy expression, matrix or set, or a Group, Named or Relation. A Float has the digits of a decimal in the text.
 Value = Any
 
 _DIGITS = 1000
-_GAMMA_DIGITS = 100  # of factorials of fractions, which take seconds for more
-_DECIMALS = 6  # digits that a decimal needs to stand for an irrational number
+_GAMMA_DIGITS = 100  # for factorials of fractions, which would take seconds with more digits
+_DECIMALS = 6  # fewest digits with which a decimal can match an irrational number
 
 _LATEX2SYMPY = functools.partial(
     latex2sympy, is_real=True, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
 )
-# latex2sympy drops a part of these: the base of a numeral, a modulus, a prime, the T of A^T. It multiplies numbers in a
-# row, reads 1:2:3 as 1/6 and 0x1F as a product.
+# latex2sympy ignores the base of a numeral, a modulus, a prime and the T of A^T. It multiplies adjacent numbers. It
+# reads 1:2:3 as 1/6 and 0x1F as a product.
 _MISREAD = re.compile(
     r"[\d)}]\s*_|\d\s+[\d.]|\\[a-z]*mod|['?#]|\.\.|:|[A-Za-z]\s*\^\s*\{?\s*(?:T|\\top)(?!\w)|(?<![\w.])0[A-Za-z]\w"
 )
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _WITH_ARGUMENTS = re.compile(r"\\(?:frac|binom|(sqrt))(?![A-Za-z])(?:\s*\[[^\[\]]*\])?")
 
-# A numeral with its base: 2516_9, (A3)_{16}, 101_\text{two}, 101 (base 2). One letter with an index is a variable.
+# A numeral with its base: 2516_9, (A3)_{16}, 101_\text{two}, 101 (base 2). A single letter with an index is a variable.
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
           "twelve": 12, "sixteen": 16}  # fmt: skip
 _BASE = rf"\d{{1,2}}(?!\d)|{'|'.join(_BASES)}"
@@ -53,7 +53,7 @@ _BASED = re.compile(
     rf"_[\s{{(]*(?:base\s*)?(?P<base>{_BASE})[\s)}}]*|\(?\s*(?:in\s+)?base\s+(?P<base2>{_BASE})\s*\)?)"
 )
 
-# Different ways to write the same, in the order in which they are replaced.
+# Equivalent spellings, replaced in this order.
 _FONT = re.compile(r"\\(?:text|math)(?:rm|it|bf|sf|normal)?(?![A-Za-z])\s*\{([^{}]*)\}|\\[mh]box\s*\{([^{}]*)\}")
 _UNWRAPPED = re.compile(rf"or|and|(?:in\s+)?base\s*(?:\d+|{'|'.join(_BASES)})?|{'|'.join(_BASES)}|[A-F]{{2,}}")
 _SPELLINGS = [
@@ -80,15 +80,16 @@ _NAME = re.compile(rf"\s*({NAME})\s*")
 _SUCH_THAT = re.compile(rf"\s*{NAME}\s*(?:\\mid(?![a-z])|[|:])(.*)", re.DOTALL)
 _TUPLE_OF_NAMES = re.compile(rf"\s*\(({NAME}(?:\s*,\s*{NAME})+)\s*\)\s*")
 
-# Where a text is split outside brackets.
+# Patterns that split a text outside brackets.
 _BRACKETS = re.compile(r"(?P<open>\\?[{(\[])|(?P<close>\\?[})\]])|\\[A-Za-z]+|\\?\S", re.DOTALL)
-_OR, _LIST = r"\\lor(?![A-Za-z])", "[,;]"
+_OR = r"\\lor(?![A-Za-z])"
+_LIST = "[,;]"
 _RELATION = r"[<>!]=|[<>=]|\\(?:in|approx|le|ge|ne)(?![A-Za-z])"
 _SIGNS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!="}
 
 
 class Group(NamedTuple):
-    """Values in brackets; `bracket` is empty for a bare list."""
+    """Values in brackets. `bracket` is "" for a list without brackets."""
 
     bracket: str
     items: tuple[Value, ...]
@@ -102,36 +103,44 @@ class Named(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """An equation or inequality that is not solved for a name: `difference` is =, !=, < or <= 0."""
+    """An equation or inequality that is not solved for a variable: `difference` `sign` 0, with sign =, !=, < or <=."""
 
     sign: str
     difference: Any
 
 
+def same_value(reference: str, given: str) -> bool:
+    """Return whether two texts have equal values and compatible units. Raises the exceptions of `read`."""
+    (wanted, unit), (value, other_unit) = read(reference), read(given)
+    return not units_clash(unit, other_unit) and same(wanted, value)
+
+
+@functools.lru_cache(maxsize=256)
 def read(text: str) -> tuple[Value, Unit | None]:
-    """Return the value of a text, and the unit of measurement at its end, if there is one."""
+    """Parse a text. Return its value and the unit of measurement at its end, if there is one."""
     text = answer_text.commands(_BRACED_COMMA.sub("", answer_text.ascii_text(text)))
     text, measured = answer_text.without_unit(_DELIMITER.sub("", text))
     text = _FONT.sub(_without_font, text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
-    # In brackets, a comma between digits separates the members of a tuple or a set.
+    # Inside brackets, a comma between digits separates items of a tuple or set.
     if not re.search(r"[(\[]|\\\{", text):
         text = _GROUPED.sub(lambda m: m[0].replace(",", ""), text)
     return _value(_BASED.sub(_numeral, text)), measured
 
 
 def _without_font(match: re.Match[str]) -> str:
-    r"""Keep words as \text{...}, which is one symbol. Take anything else out of the font."""
+    r"""Keep words as \text{...}, which latex2sympy reads as one symbol. Remove the font around other text."""
     inside = (match[1] or match[2] or "").strip()
     is_word = re.fullmatch(r"[A-Za-z][A-Za-z .'-]+", inside) and not _UNWRAPPED.fullmatch(inside)
     return rf"\text{{{inside}}}" if is_word else f" {inside} "
 
 
 def _numeral(match: re.Match[str]) -> str:
-    """Return a numeral as one symbol for its digits and its base, or as digits if the base is ten."""
+    """Return a numeral as one symbol of its digits and base, or as plain digits in base ten."""
     name = match["base"] or match["base2"]
-    base, decimals = _BASES.get(name) or int(name), (match["decimals"] or "").rstrip(".0")
+    base = _BASES.get(name) or int(name)
+    decimals = (match["decimals"] or "").rstrip(".0")
     if base == 10:
         return f" {match['whole']}{decimals} "
     return rf"\variable{{n{match['whole'].upper()}o{decimals[1:].upper()}base{base}}}"
@@ -151,9 +160,12 @@ def _value(text: str) -> Value:
 
 
 def _split(text: str, cut: str) -> tuple[list[str], list[str]]:
-    """Return the parts of a text between the cuts outside brackets, and the cuts."""
+    """Split a text at a pattern outside brackets. Return the parts and the separators."""
     tokens = re.compile(rf"(?P<cut>{cut})|{_BRACKETS.pattern}", re.DOTALL)
-    parts, cuts, depth, start = [], [], 0, 0
+    parts = []
+    cuts = []
+    depth = 0
+    start = 0
     for token in tokens.finditer(text):
         depth += bool(token["open"]) - bool(token["close"])
         if token["cut"] and depth == 0:
@@ -164,7 +176,7 @@ def _split(text: str, cut: str) -> tuple[list[str], list[str]]:
 
 
 def _group_end(text: str, start: int = 0) -> int:
-    """Return where the first token from `start` on ends, or the brackets that it opens."""
+    """Return the end of the first token after `start`, or of the group in brackets that it opens."""
     depth = 0
     for token in _BRACKETS.finditer(text, start):
         depth += bool(token["open"]) - bool(token["close"])
@@ -181,9 +193,9 @@ def _plus_minus(text: str) -> list[str]:
 
 
 def _union(values: list[Value]) -> Value:
-    """Return the union of values that "or" separates, such as inequalities; a number counts as a set of one element.
+    """Return the union of values separated by "or", such as inequalities. A number counts as a set of one element.
 
-    Return a list instead if all values are numbers or Groups, or if they belong to different names.
+    Return a list instead if all values are numbers or Groups, or if they have different names.
     """
     names = {value.name for value in values if isinstance(value, Named)}
     sets = [as_set(value) for value in values]
@@ -195,7 +207,7 @@ def _union(values: list[Value]) -> Value:
 
 
 def _list(values: list[Value], strict: bool) -> Value:
-    """Return a bare list; inequalities of one name as their intersection, or as their union if that is empty."""
+    """Return a list. Inequalities of one variable become their intersection, or their union if that is empty."""
     sets = [value.value for value in values if isinstance(value, Named) and isinstance(value.value, sympy.Set)]
     names = {value.name for value in values if isinstance(value, Named)}
     if len(sets) == len(values) and len(names) == 1:
@@ -212,7 +224,7 @@ def _relation(sides: list[str], signs: list[str]) -> Value:
     if not sides[0].strip() and signs[0] in ("=", r"\approx"):
         return _relation(sides[1:], signs[1:]) if signs[1:] else _value(sides[1])
 
-    # "\pi/4 \approx 0.785" is its left side. A name has no value: "x \approx 0.785" is its right side.
+    # Of "\pi/4 \approx 0.785", take the left side. Of "x \approx 0.785", take the right side.
     if r"\approx" in signs:
         first = signs.index(r"\approx")
         if first or not _NAME.fullmatch(sides[0]):
@@ -224,13 +236,14 @@ def _relation(sides: list[str], signs: list[str]) -> Value:
 
 
 def _named(left: str, right: str) -> Value | None:
-    """Return the right side of an equation whose left side is a name, or a tuple of names; None for any other."""
-    name, names = _NAME.fullmatch(left), _TUPLE_OF_NAMES.fullmatch(left)
+    """Return the right side of an equation whose left side is a name or a tuple of names, otherwise None."""
+    name = _NAME.fullmatch(left)
+    names = _TUPLE_OF_NAMES.fullmatch(left)
     if name:
         return Named(_plain_name(name[1]), _value(right))
     if not names:
         return None
-    # (x, y) may be in a set of points; (x, y) = (1, 2) gives each name its value.
+    # (x, y) = (1, 2) assigns a value to each name. (x, y) can also be an element of a set of points.
     value = _value(right)
     if not isinstance(value, Group) or value.bracket != "(":
         return value
@@ -239,14 +252,15 @@ def _named(left: str, right: str) -> Value | None:
 
 
 def _unsolved(terms: list[Any], signs: list[str]) -> Value:
-    """Return the set of an inequality between one name and numbers, or else the difference of both sides."""
+    """Return the solution set of bounds on one variable, such as 1 < x < 2. Otherwise return a Relation."""
     symbols = set().union(*(term.free_symbols for term in terms))
     if "=" not in signs and len(symbols) == 1 and all(term in symbols or not term.free_symbols for term in terms):
         bounds = [sympy.Rel(*pair) for pair in zip(terms, terms[1:], signs, strict=False)]
         return Named(_plain_name(symbols.pop().name), sympy.And(*bounds).as_set())
 
-    # A true equation of numbers is their value.
-    (left, right), (sign,) = terms, signs
+    # A true equation of two numbers has their value.
+    (left, right) = terms
+    (sign,) = signs
     if sign == "=" and left == right:
         return right
     return Relation(sign.replace(">", "<"), right - left if sign[0] == ">" else left - right)
@@ -257,7 +271,7 @@ def _plain_name(name: str) -> str:
 
 
 def _atom(text: str) -> Value:
-    """Read a text that has no parts outside brackets."""
+    """Parse a text without separators outside brackets."""
     text = text.strip()
     number = plain_number(text)
     if number:
@@ -266,7 +280,7 @@ def _atom(text: str) -> Value:
     if not opened or _group_end(text) < len(text):
         return _expression(text)
 
-    # Different brackets make a half-open interval. One value in brackets is that value, and in braces a set.
+    # Different brackets delimit a half-open interval. A single value in brackets is that value, in braces a set.
     bracket = opened[0][-1] if opened[0] != "{" else ""
     inside = text[opened.end() : -2 if text.endswith("\\}") else -1]
     if {bracket, text[-1]} in ({"(", "]"}, {"[", ")"}) or not inside.strip():
@@ -281,7 +295,7 @@ def _atom(text: str) -> Value:
 
 def _number(number: PlainNumber, text: str) -> Any:
     value = sympy.Rational(number.value.numerator, number.value.denominator) / (100 if number.percent else 1)
-    # A decimal may be a rounded value, so its digits count. A fraction never is.
+    # A decimal may be rounded, so keep its number of digits. A fraction is exact.
     decimal = re.fullmatch(r"\D*?([\d,]*\.\d+)(?:[^.\d/].*)?", text, re.DOTALL)
     if decimal:
         value = sympy.Float(value, max(1, len(re.sub(r"[,.]", "", decimal[1]).lstrip("0"))))
@@ -290,11 +304,11 @@ def _number(number: PlainNumber, text: str) -> Any:
 
 
 def _expression(text: str) -> Any:
-    """Return what latex2sympy reads, with decimals as fractions and with i as the imaginary unit."""
+    """Parse an expression with latex2sympy. Decimals become fractions, and i becomes the imaginary unit."""
     if _MISREAD.search(text):
         raise ValueError("a notation that latex2sympy misreads")
 
-    # Degrees count only in a trigonometric function. Elsewhere both sides are in degrees.
+    # Convert degrees only with trigonometric functions. Elsewhere, both sides are in degrees.
     degree = r"(\1\\cdot\\frac{\\pi}{180})" if _TRIGONOMETRIC.search(text) else r"\1"
     parsed = _LATEX2SYMPY(re.sub(r"([\d.]+)\s*°", degree, _braced(text)))
     if not isinstance(parsed, (sympy.Expr, sympy.MatrixBase, sympy.MatrixExpr, sympy.Set)):
@@ -302,16 +316,17 @@ def _expression(text: str) -> Any:
     parsed = exact(parsed)
     parsed = parsed.replace(lambda e: isinstance(e, AppliedUndef), lambda e: sympy.Symbol(str(e), real=True)).doit()
 
-    # i is an index in a sum.
+    # In a sum or product, i is an index.
     i = sympy.Symbol("i", real=True)
     is_index = i not in parsed.free_symbols or parsed.has(sympy.Sum, sympy.Product)
     return parsed if is_index else parsed.xreplace({i: sympy.I})
 
 
 def _braced(text: str) -> str:
-    r"""Return LaTeX with braces around the arguments of \frac, \binom and \sqrt."""
+    r"""Add braces around the arguments of \frac, \binom and \sqrt."""
     for command in reversed(list(_WITH_ARGUMENTS.finditer(text))):
-        arguments, end = "", command.end()
+        arguments = ""
+        end = command.end()
         for _ in range(1 if command[1] else 2):
             start, end = end, _group_end(text, end)
             argument = text[start:end].strip()
@@ -321,7 +336,7 @@ def _braced(text: str) -> str:
 
 
 def as_set(value: Value) -> Any:
-    """Return the set of numbers that a value means, or None. A pair in brackets is an interval."""
+    """Return a value as a set of numbers, or None. A pair in brackets is an interval."""
     if isinstance(value, Named):
         return as_set(value.value)
     if not isinstance(value, Group):
@@ -339,22 +354,22 @@ def as_set(value: Value) -> Any:
 
 
 def exact(value: Value) -> Any:
-    """Return an expression with decimals as fractions. Raises ValueError for a list or a relation."""
+    """Replace the decimals of an expression by fractions. Raises ValueError for a list or a relation."""
     if isinstance(value, tuple):
         raise ValueError("a list or a relation where a number is expected")
     return value.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))) if value.has(sympy.Float) else value
 
 
 def same(reference: Value, given: Value) -> bool:
-    """Return whether a given value is the value of the reference."""
-    # Names count if both sides have one.
+    """Return whether a value equals the reference."""
+    # Names are compared only if both sides have one.
     clash = isinstance(reference, Named) and isinstance(given, Named) and names_clash(reference.name, given.name)
     if clash or isinstance(reference, Relation) or isinstance(given, Relation):
         return _same_relations(_as_relation(reference), _as_relation(given))
     if isinstance(reference, Named) or isinstance(given, Named):
         return same(_without_name(reference), _without_name(given))
 
-    # Lists, tuples and sets of single values; an interval may be written as a pair.
+    # Compare groups item by item. A pair in brackets may be an interval.
     if isinstance(reference, Group) and isinstance(given, Group):
         return _same_groups(reference, given)
     sets = as_set(reference), as_set(given)
@@ -371,20 +386,20 @@ def _without_name(value: Value) -> Value:
 
 
 def _single(value: Value) -> Value:
-    """Return the number in a set of one number, or any other value as it is."""
+    """Return the number in a set of one number. Return other values unchanged."""
     one = isinstance(value, Group) and len(value.items) == 1 and not isinstance(value.items[0], (Group, sympy.Set))
     return value.items[0] if one else value
 
 
 def _parts(numbers: Any) -> Group:
-    """Return a set as a Group of its parts, an interval as (start, end, left_open, right_open)."""
+    """Return a set as a Group of its parts. The parts of an interval are start, end, left_open, right_open."""
     if isinstance(numbers, sympy.Union):
         return Group("{", tuple(map(_parts, numbers.args)))
     return Group("(" if isinstance(numbers, sympy.Interval) else "{", numbers.args)
 
 
 def _same_groups(a: Group, b: Group) -> bool:
-    # `x = 1, y = 2` is the tuple (1, 2) next to values without names. Between two such lists the order does not count.
+    # Compared with values without names, `x = 1, y = 2` is the tuple (1, 2). Two lists with names may differ in order.
     if _all_named(a) and _all_named(b):
         a, b = Group("", a.items), Group("", b.items)
     elif any(_all_named(one) and not any(isinstance(i, Named) for i in other.items) for one, other in ((a, b), (b, a))):
@@ -398,7 +413,7 @@ def _same_groups(a: Group, b: Group) -> bool:
 
 
 def _same_items(a: Sequence[Value], b: Sequence[Value]) -> bool:
-    """Return whether each item has an equal one on the other side."""
+    """Return whether each item has an equal item on the other side."""
     return all(any(same(x, y) for y in b) for x in a) and all(any(same(x, y) for x in a) for y in b)
 
 
@@ -408,17 +423,17 @@ def _all_named(group: Group) -> bool:
 
 
 def _as_relation(value: Value) -> Relation | None:
-    """Return `y = 2x + 1` as an equation without a name; None for a solved one, `x = 3`, and for anything else."""
+    """Return `y = 2x + 1` as a Relation. Return None for a solved equation, `x = 3`, and for other values."""
     if isinstance(value, Named) and isinstance(value.value, sympy.Expr) and value.value.free_symbols:
         return Relation("=", sympy.Symbol(value.name, real=True) - value.value)
     return value if isinstance(value, Relation) else None
 
 
 def _same_relations(a: Relation | None, b: Relation | None) -> bool:
-    """Return whether the differences have a constant quotient, which is positive for an inequality."""
+    """Return whether the quotient of both differences is constant and, for inequalities, positive."""
     if a is None or b is None or a.sign != b.sign or a.difference.free_symbols != b.difference.free_symbols:
         return False
-    # The quotient at one point is the only constant that can make them equal.
+    # If the quotient is constant, it has the same value at any point.
     point = next(_points(a.difference.free_symbols))
     quotient = a.difference.xreplace(point) / b.difference.xreplace(point)
     usable = quotient.is_finite and (a.sign in ("=", "!=") or quotient.is_positive)
@@ -445,7 +460,7 @@ def _same_expressions(a: Any, b: Any) -> bool:
 
 
 def _points(symbols: set[Any]) -> Iterator[dict[Any, Any]]:
-    """Yield fixed values for the letters of an expression: all positive, all negative, then of both signs."""
+    """Yield three fixed assignments of values to variables: all positive, all negative, and mixed signs."""
     draw = random.Random(0)
     ordered = sorted(symbols, key=lambda symbol: symbol.name)
     for signs in ((1, 1), (-1, -1), (1, -1)) if symbols else ((1, 1),):
@@ -456,7 +471,7 @@ def _points(symbols: set[Any]) -> Iterator[dict[Any, Any]]:
 
 
 def _is_zero(number: Any) -> bool:
-    """Return whether a number without letters has only zeros as digits; evalf tells how many of them are certain."""
+    """Return whether a number is zero to the precision that evalf reaches."""
     if number.is_zero or number.is_Rational:
         return bool(number.is_zero)
     digits = _GAMMA_DIGITS if number.has(sympy.gamma, sympy.factorial, sympy.binomial) else _DIGITS
@@ -465,7 +480,7 @@ def _is_zero(number: Any) -> bool:
 
 
 def _is_rounded(irrational: Any, given: Decimal, digits: int) -> bool:
-    """Return whether a decimal is an irrational number rounded or cut off to `digits` digits."""
+    """Return whether a decimal is an irrational number rounded or truncated to `digits` digits."""
     value = str(irrational.evalf(digits + 20))
     contexts = (Context(prec=digits, rounding=rounding) for rounding in (ROUND_HALF_EVEN, ROUND_DOWN))
     return any(context.create_decimal(value) == given for context in contexts)

@@ -1,8 +1,8 @@
-"""Verifier `short_answer`: a few words or one quantity, against a reference and other accepted answers.
+"""Verifier `short_answer`: compare a few words or one quantity with a reference and other accepted answers.
 
-A quantity is compared as a number with its unit, exactly or within metadata.tolerance. Everything else is compared as
-text without case, articles, punctuation and LaTeX commands. Synonyms, paraphrases and chemistry are not understood, and
-no unit is converted: a right answer in other words scores 0.
+A quantity is compared as a number with its unit, exactly or within metadata.tolerance. Any other text is compared
+without case, accents, articles, punctuation and LaTeX commands. Synonyms, paraphrases and chemical formulas are not
+recognised, and units are not converted, so a correct answer in other words scores 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def find(response: str) -> str | None:
 
 
 def same(a: str, b: str) -> bool:
-    """Return whether two texts are the same quantity, or the same text after `words`."""
+    """Return whether two texts are the same quantity or have the same words."""
     x, y = plain_number(a), plain_number(b)
     if x and y:
         return x.equals(y) and (x.unit or {}) == (y.unit or {})
@@ -43,7 +43,7 @@ def words(text: str) -> str:
 
 
 def check_row(row: VerifierRow, where: str) -> None:
-    """Raise UserError unless there is a reference, and metadata.answers and metadata.tolerance are valid."""
+    """Raise UserError unless there is an accepted answer, and metadata.answers and metadata.tolerance are valid."""
     answers = row["metadata"].get("answers", [])
     if not isinstance(answers, list) or not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise UserError(f"{where}: metadata.answers must be a list of accepted answers as texts, not {answers!r:.60}")
@@ -60,7 +60,7 @@ def check_row(row: VerifierRow, where: str) -> None:
 
 
 def verify(answer: str, row: VerifierRow) -> Score:
-    """Return 1 for an answer equal to one of the accepted answers."""
+    """Return 1 if the answer equals one of the accepted answers."""
     given, why = given_answer(answer, same)
     if why:
         return Score(0.0, why)
@@ -70,17 +70,17 @@ def verify(answer: str, row: VerifierRow) -> Score:
 
 
 def _accepted(row: VerifierRow) -> list[str]:
-    """Return the answer of the reference, if there is one, and the others."""
+    """Return the answer in the reference, if there is one, and metadata.answers."""
     reference = given_answer(row["answer"] or "", same)[0]
     return [*filter(None, [reference]), *row["metadata"].get("answers", [])]
 
 
 def _difference(given: str, accepted: str, tolerance: Fraction) -> str:
-    """Return why an answer is not equal to an accepted one, or ""."""
+    """Return why an answer does not equal an accepted one, or ""."""
     number, wanted = plain_number(given), plain_number(accepted)
     if not number or not wanted:
         right = words(given) and words(given) == words(accepted)
-    elif wanted.unit and number.unit != wanted.unit:  # An answer may have a unit that the reference lacks.
+    elif wanted.unit and number.unit != wanted.unit:  # The answer may have a unit that the reference lacks.
         return f"{quote(given)} does not have the unit of {quote(accepted)}"
     else:
         right = number.equals(wanted) or _is_near(number, wanted, tolerance)
@@ -88,7 +88,7 @@ def _difference(given: str, accepted: str, tolerance: Fraction) -> str:
 
 
 def _is_near(number: PlainNumber, wanted: PlainNumber, tolerance: Fraction) -> bool:
-    # 10% is compared with 0.1 and with 10.
+    # If only one side has a percent sign, 10% matches both 0.1 and 10.
     targets = [wanted.value]
     if number.percent and not wanted.percent:
         targets.append(100 * wanted.value)

@@ -1,4 +1,4 @@
-"""A plain decoder for the dense families of model_shape.FAMILIES over paged keys and values.
+"""A decoder for the families of families.shape.FAMILIES, with paged keys and values.
 
 Shapes: B rows, H hidden size, V vocabulary; pages as in ops.interface.
 """
@@ -21,14 +21,14 @@ from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import PAGE, DecodeBatch, DecodeOps, HeadNorms
 from megatron_brorl.rollout.native.pages import PagePool
 
-QUERIES = 1024  # queries of a chunk that attend to the earlier tokens at a time
-LAYOUT_ROWS = 512  # the batch size that oneDNN lays weights out for; others work as well
+QUERIES = 1024  # queries of a chunk that attend to earlier pages at a time
+LAYOUT_ROWS = 512  # the batch size that oneDNN optimises the weight layout for; others work too
 
 
 class Linear:
-    """Compute x weight^T + bias, [B, in] -> [B, out], with the weights in oneDNN's own layout on CPUs.
+    """Compute x weight^T + bias, [B, in] -> [B, out]; on CPUs the weights have oneDNN's own layout.
 
-    oneDNN reads its layout faster than rows, and would rearrange bfloat16 weights on every call otherwise.
+    oneDNN reads this layout faster, and would otherwise reorder bfloat16 weights on every call.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -45,42 +45,41 @@ class Linear:
 
 @dataclass(frozen=True)
 class _Layer:
-    norm1: Tensor  # [H], before attention
+    attention_norm: Tensor  # [H], before attention
     qkv: Linear  # [B, H] -> [B, (heads + 2 kv heads) d]
     head_norms: HeadNorms | None
-    o: Linear  # [B, heads d] -> [B, H]
-    post1: Tensor | None  # [H], after attention
-    norm2: Tensor  # [H], before the MLP
+    attention_out: Linear  # [B, heads d] -> [B, H]
+    post_attention_norm: Tensor | None  # [H], after attention
+    mlp_norm: Tensor  # [H], before the MLP
     gate_up: Linear  # [B, H] -> [B, 2 ffn]
     down: Linear  # [B, ffn] -> [B, H]
-    post2: Tensor | None  # [H], after the MLP
-    local: bool  # has the second rotation
+    post_mlp_norm: Tensor | None  # [H], after the MLP
+    local: bool  # uses the second rotation
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens to compute at once, and where the keys and values of the last of them go."""
+    """Tokens to compute in one pass, and the pages for the keys and values of the last ones."""
 
     ids: Sequence[int]
-    start: int  # index in `ids` of the first token that is stored; those before it are only computed
+    start: int  # index in `ids` of the first token that is stored; earlier ones are only computed
     pages: Tensor  # for tokens from `start` on, [pages] int32
     before: Tensor  # [n] int32: the full pages before `ids`
 
 
 class Decoder:
-    """The decoder's weights are Hugging Face tensors, with q/k/v and gate/up fused at load.
+    """A decoder whose weights are Hugging Face tensors, with q/k/v and gate/up fused at load.
 
     The model's family lists the tensors of a layer and their Hugging Face names.
     """
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype, ops: DecodeOps) -> None:
-        """weights: every tensor of models.hf_names.hf_shapes, on the device to run on."""
+        """weights: every tensor of models.weights.names.hf_shapes, on the device to run on."""
         self.shape = shape
         self.dtype = dtype
         self.ops = ops
         family = shape.model_family
 
-        # Outside of the layers.
         self.embedding = _fused(weights, "", family.embedding).to(dtype)
         self.device = self.embedding.device
         self.head = Linear(self.embedding if shape.tied else _fused(weights, "", family.head).to(dtype))
@@ -91,7 +90,6 @@ class Decoder:
 
         self.layers = [self._layer(weights, f"model.layers.{i}.", i) for i in range(shape.layers)]
 
-        # What attention needs of the shape.
         self.inv_freq, self.rope_factor = rope.inverse_frequencies(shape)
         self.inv_freq = self.inv_freq.to(self.device)
         if shape.local_layers:
@@ -99,47 +97,43 @@ class Decoder:
         self.scale = shape.attention_scale or shape.head_dim**-0.5
 
     def _scale(self, norm: Tensor) -> Tensor:
-        """Return the factor by which a norm of this weight [n] scales."""
+        """Return the scale [n] of a norm with this weight [n]."""
         return 1 + norm.float() if self.shape.zero_centred_norms else norm
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str, number: int) -> _Layer:
         def find(part: Parameter) -> Tensor | None:
-            # Fused once, so that a step has one product for q, k and v, and one for gate and up.
             found = self.shape.model_family.find(part)
             return None if found is None else _fused(weights, prefix, found)
 
         def get(part: Parameter) -> Tensor:
-            # A part that every family has.
             found = find(part)
             assert found is not None, f"a family without {part.megatron}"
             return found.to(self.dtype)
 
         def norm(part: Parameter) -> Tensor | None:
-            # A norm that only some families have.
             found = find(part)
             return None if found is None else self._scale(found).to(self.dtype)
 
-        # What only some families have.
+        # Only some families have these.
         bias = find(dense.QKV_BIAS)
         q_norm = find(dense.Q_NORM)
         k_norm = find(dense.K_NORM)
-        # In float32, as the decode ops take them; prefill casts them to what it computes in.
+        # The decode ops take float32; prefill casts to its own dtype.
         norms = None
         if q_norm is not None and k_norm is not None:
             norms = HeadNorms(self._scale(q_norm).float(), self._scale(k_norm).float(), self.shape.norm_eps)
 
-        # In the order in which a token meets them.
         return _Layer(
-            norm1=self._scale(get(dense.ATTENTION_NORM)).to(self.dtype),
+            attention_norm=self._scale(get(dense.ATTENTION_NORM)).to(self.dtype),
             qkv=Linear(get(dense.QKV), None if bias is None else bias.to(self.dtype)),
             head_norms=norms,
-            o=Linear(get(dense.ATTENTION_OUT)),
-            post1=norm(gemma3.POST_ATTENTION_NORM),
-            norm2=self._scale(get(dense.MLP_NORM)).to(self.dtype),
+            attention_out=Linear(get(dense.ATTENTION_OUT)),
+            post_attention_norm=norm(gemma3.POST_ATTENTION_NORM),
+            mlp_norm=self._scale(get(dense.MLP_NORM)).to(self.dtype),
             gate_up=Linear(get(dense.GATE_UP)),
             down=Linear(get(dense.DOWN)),
-            post2=norm(gemma3.POST_MLP_NORM),
-            local=number in (self.shape.local_layers or ()),  # a fact of the shape: the weights do not show it
+            post_mlp_norm=norm(gemma3.POST_MLP_NORM),
+            local=number in (self.shape.local_layers or ()),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -165,22 +159,22 @@ class Decoder:
         return gelu(gate, approximate="tanh") * up
 
     def _post(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """Return the output of a part of a layer, [B, H], as it is added to the residual stream."""
+        """Return the output [B, H] of attention or MLP, after its norm if there is one."""
         return x if norm is None else self.ops.add_norm(x, None, norm, self.shape.norm_eps)
 
     def _layers_forward(self, x: Tensor, attend: Any) -> Tensor:
-        """Pass x [B, H] through all layers; attend(layer number, layer, qkv) -> [B, heads d]."""
+        """Pass x [B, H] through all layers. attend: (layer number, layer, qkv) -> [B, heads d]."""
         delta = None
         eps = self.shape.norm_eps
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self.ops.add_norm(x, delta, layer.norm1, eps))
-            delta = self._post(layer.o(attend(i, layer, qkv)), layer.post1)
-            gated = self._activate(layer.gate_up(self.ops.add_norm(x, delta, layer.norm2, eps)))
-            delta = self._post(layer.down(gated), layer.post2)
+            qkv = layer.qkv(self.ops.add_norm(x, delta, layer.attention_norm, eps))
+            delta = self._post(layer.attention_out(attend(i, layer, qkv)), layer.post_attention_norm)
+            gated = self._activate(layer.gate_up(self.ops.add_norm(x, delta, layer.mlp_norm, eps)))
+            delta = self._post(layer.down(gated), layer.post_mlp_norm)
         return self.ops.add_norm(x, delta, self.norm, eps)
 
     def step(self, pool: PagePool, rows: DecodeBatch, ids: Tensor) -> Tensor:
-        """Feed each row's newest token [B]; returns the hidden states [B, H] after it."""
+        """Feed each row's newest token [B] and return the hidden states [B, H]."""
         local_rows = rows
         if self.shape.local_layers:
             cos, sin = self.angles(rows.prompt_lengths[rows.prompts] + rows.lengths - 1, local=True)
@@ -193,26 +187,25 @@ class Decoder:
         return self._layers_forward(self._embed(ids), attend)
 
     def prefill(self, pool: PagePool, chunks: Sequence[PrefillChunk]) -> Tensor:
-        """Compute chunks with equally much before each; returns the hidden states [chunks, H] at their ends."""
+        """Compute chunks with equally many pages before each; return the hidden states [chunks, H] at their ends."""
         shape = self.shape
         before = torch.stack([p.before for p in chunks]).long().to(self.device)  # [chunks, n]
         offset = before.shape[1] * PAGE
 
-        # Chunks side by side, padded on the right.
+        # Batch the chunks, padded on the right.
         lengths = torch.tensor([len(p.ids) for p in chunks])
         ids = pad_sequence([torch.tensor(p.ids) for p in chunks], batch_first=True).to(self.device)
         batch, width = ids.shape
 
-        # Every chunk starts at the same position, so that one table of angles serves all of them.
+        # Every chunk starts at the same position, so all share one table of angles.
         places = torch.arange(offset, offset + width, device=self.device)
         whole = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(places)]
-        # For the layers that have the second rotation.
         local = whole
         if shape.local_layers:
             local = [torch.cat((x, x), dim=-1).to(self.dtype) for x in self.angles(places, local=True)]
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
-            # [B, heads, tokens, d], normed and rotated as training does.
+            # [B, heads, tokens, d], normed and rotated as in training.
             parts = qkv.view(batch, width, -1, shape.head_dim).transpose(1, 2)
             q, k, v = parts.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
             if layer.head_norms is not None:
@@ -220,29 +213,28 @@ class Decoder:
                 q = rms_norm(q, (shape.head_dim,), norms.q.to(q.dtype), norms.eps)
                 k = rms_norm(k, (shape.head_dim,), norms.k.to(k.dtype), norms.eps)
 
-            # Keys are stored rotated, so that later steps need not touch them again.
+            # Keys are stored after rotation.
             cos, sin = local if layer.local else whole
             q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
 
-            # Every layer's keys and values go to the chunks' pages.
             for p, key, value in zip(chunks, k, v, strict=True):
                 _store(pool.keys[i], pool.values[i], p, key, value)
 
-            # Padding stands on the right, so causality alone keeps it away from the real tokens.
+            # Padding is on the right, so the causal mask hides it from real tokens.
             if offset:
                 k, v = (torch.cat(x, dim=2) for x in zip(_load(pool, i, before, shape.head_dim), (k, v), strict=True))
                 out = _prefix_attention(q, k, v, offset, self.scale)
             else:
                 out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            return out.transpose(1, 2).reshape(batch * width, -1)  # [B * tokens, heads d], tokens for rows
+            return out.transpose(1, 2).reshape(batch * width, -1)  # [B * tokens, heads d]
 
-        # All tokens through all layers; only the last token of a chunk is drawn from.
+        # Only the last hidden state of a chunk is sampled from.
         hidden = self._layers_forward(self._embed(ids.flatten()), attend)
         return hidden[torch.arange(batch) * width + lengths - 1]
 
 
 def _has_layout_for(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has such a layout on this processor; bfloat16 needs AVX-512."""
+    """Return whether oneDNN has a weight layout for this dtype here; bfloat16 needs AVX-512."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -272,9 +264,9 @@ def _load(pool: PagePool, layer: int, pages: Tensor, dim: int) -> tuple[Tensor, 
 
 
 def _prefix_attention(q: Tensor, k: Tensor, v: Tensor, offset: int, scale: float) -> Tensor:
-    """Return the attention of q [B, heads, tokens, d] behind `offset` tokens; k and v [B, K, offset + tokens, d].
+    """Return attention of q [B, heads, tokens, d] after `offset` tokens; k and v [B, K, offset + tokens, d].
 
-    Some queries attend at a time, because the mask of all would be larger than the keys.
+    Queries are split, because the mask of all of them would be larger than the keys.
     """
     parts = []
     for begin in range(0, q.shape[2], QUERIES):

@@ -1,4 +1,4 @@
-"""The built-in rollout engine, for any device: prompts are stored once, and rows enter as others end."""
+"""The built-in rollout engine, for any device. Rollouts share their prompt, and new rows start as others end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops.interface import DecodeOps
 from megatron_brorl.ops.reference.decode import ReferenceDecode
-from megatron_brorl.rollout.engine import KvUsage, Request, SampleTokens, Sampling, Supply, Watch, check_context
+from megatron_brorl.rollout.engine import (
+    GenerateCallbacks,
+    KvUsage,
+    Request,
+    SampleTokens,
+    Sampling,
+    Supply,
+    check_context,
+)
 from megatron_brorl.rollout.native.decoder import Decoder
 from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
 from megatron_brorl.rollout.native.scheduler import Scheduler
@@ -19,11 +27,11 @@ from megatron_brorl.rollout.native.stopping import StopCriteria
 from megatron_brorl.rollout.weight_receiver import receive
 from megatron_brorl.types import FinishReason, Rollout
 
-SAMPLED_ROWS = 128  # rows drawn at a time: their logits stay in a CPU's cache, and their memory serves again
+SAMPLED_ROWS = 128  # rows sampled at a time, so that their logits stay in a CPU's cache
 
 
 class TorchEngine:
-    """A full copy of the model on one device; see rollout.engine for the verbs."""
+    """A RolloutEngine with a full copy of the model on one device."""
 
     def __init__(
         self,
@@ -37,10 +45,10 @@ class TorchEngine:
         memory: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """names: every Hugging Face tensor the model has, with its shape. max_rows: rows decoded at a time.
+        """names: every Hugging Face tensor of the model, with its shape. max_rows: rows decoded at a time.
 
-        sample, ops: which implementation draws the tokens and attends (config key ops.implementation). memory: bytes
-        for keys and values; 0 = half of what is free. decode: tokens -> text, for stop strings.
+        sample, ops: the ops of config key ops.implementation. memory: bytes for keys and values; 0 = half of the free
+        memory. decode: tokens -> text, for stop strings.
         """
         self.shape = shape
         self.names = names
@@ -56,30 +64,30 @@ class TorchEngine:
         self._pool: PagePool | None = None
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine; tensors [any shape]."""
+        """See RolloutEngine."""
         received = receive(tensors, self.names, self.device, self.dtype)
         self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
 
     @property
-    def if_repeating(self) -> str:
-        """See RolloutEngine. Keys never repeat, so one of the two samplers would be at fault."""
+    def duplicate_advice(self) -> str:
+        """See RolloutEngine. Keys never repeat, so duplicates would be a bug of the sampler."""
         return (
-            'the built-in engine (rollout.engine = "torch"); install megatron-brorl again, or start anew with the '
+            'the built-in engine (rollout.engine = "torch"); install megatron-brorl again, or start again with the '
             "other ops.implementation"
         )
 
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values of the tokens alive now, in whole pages."""
+        """Return the bytes of all pages in use."""
         pool = self._pool
         return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
 
-    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See RolloutEngine; tensors [any shape]."""
-        for _ in tensors:  # Making each of them is a collective.
+    def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See RolloutEngine."""
+        for _ in tensors:  # producing each tensor is a collective
             pass
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """See RolloutEngine: no other rank shares this engine."""
 
     def kv_usage(self) -> KvUsage | None:
@@ -90,7 +98,7 @@ class TorchEngine:
         mean = pool.used_sum / pool.turns / pool.size
         return KvUsage(pool.most_used / pool.size, mean, pool.turns, pool.prompt_tokens, pool.prompt_found)
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         """Return False, because this engine does not run in a separate process; see RolloutEngine."""
         return False
 
@@ -100,14 +108,14 @@ class TorchEngine:
         self.version = -1
 
     def wake(self) -> None:
-        """See RolloutEngine: update_weights and generate take the memory."""
+        """See RolloutEngine: update_weights and generate allocate the memory."""
 
     @torch.inference_mode()
     def generate(
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watch: Watch | None = None,
+        callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         decoder = self._decoder
@@ -121,59 +129,57 @@ class TorchEngine:
         found: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(results: list[tuple[int, Rollout]]) -> None:
-            # A "cut" rollout is not reported to the watch, because a later call continues it.
+            # Do not report a "cut" rollout to the callbacks, because a later call continues it.
             for request, rollout in results:
                 found[request].append(rollout)
-                if watch and rollout.finish != "cut":
-                    watch.finished(request, rollout)
+                if callbacks and rollout.finish != "cut":
+                    callbacks.finished(request, rollout)
 
-        def take() -> None:
-            # Take only rows that can begin now, because other ranks can sample the rest of the supply.
+        def request_more() -> None:
+            # Take only rows that can start now. Other ranks can sample the rest of the supply.
             if supply and (room := scheduler.free_rows()):
-                new = supply.take(room)
+                new = supply.next_requests(room)
                 scheduler.add(new)
                 found.extend([] for _ in new)
 
-        # hidden [active rows, H]: each row's next token is drawn from it. All rows get one token per turn.
-        take()
+        # hidden [active rows, H] gives each row's next token. Every turn adds one token to each row.
+        request_more()
         hidden = scheduler.admit()
-        while not (watch and watch.cancelled()):
-            # Without a row there may still be some to come.
+        while not (callbacks and callbacks.cancelled()):
+            # Without active rows, wait for the supply.
             if not len(scheduler.active):
-                if not (supply and supply.wait()):
+                if not (supply and supply.has_more()):
                     break
-                take()
+                request_more()
                 hidden = scheduler.admit()
                 continue
 
             pool.count_turn()
             deliver(self._advance(scheduler, hidden, stops, sampling))
 
-            # Rows that continue feed their new token; then waiting rows take the free slots.
+            # Feed the new token of the rows that continue; then start waiting rows in the free slots.
             staying = scheduler.reserve_pages()
             hidden = scheduler.decoder.embedding.new_empty(0, self.shape.hidden)
             if staying:
                 new = scheduler.tokens[scheduler.active, scheduler.produced[scheduler.active] - 1]
                 hidden = decoder.step(pool, scheduler.decode_batch(), new.to(self.device))
 
-            # New rows come last: `hidden` is in the order of scheduler.active.
-            take()
+            # New rows are last in `hidden` and in scheduler.active.
+            request_more()
             if scheduler.waiting and scheduler.free_slots:
                 hidden = torch.cat((hidden, scheduler.admit()))
 
-        # Only a call that was cancelled has any left.
+        # Only a cancelled call has unfinished rollouts.
         deliver(scheduler.unfinished())
-
-        # Rows end in any order.
         return [sorted(rollouts, key=lambda x: x.index) for rollouts in found]
 
     def _advance(
         self, scheduler: Scheduler, hidden: Tensor, stops: StopCriteria, sampling: Sampling
     ) -> list[tuple[int, Rollout]]:
-        """Draw the next token of every row; returns the rollouts that ended."""
+        """Sample the next token of every row and return the rollouts that ended."""
         active = scheduler.active
         new, log_probs = self._sample(scheduler, hidden, sampling)
-        if bool(log_probs.isnan().any()):  # The fused sampler raises this itself, the reference one does not.
+        if bool(log_probs.isnan().any()):  # only the fused sampler raises this itself
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
 
         scheduler.append(new, log_probs)
@@ -191,7 +197,7 @@ class TorchEngine:
         return scheduler.remove(gone, [reason(i) for i in gone.tolist()])
 
     def _sample(self, scheduler: Scheduler, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Token ids and log-probs [rows], on the CPU, for the hidden states [rows, H] of the active rows."""
+        """Return token ids and log-probs [rows], on the CPU, given the hidden states [rows, H] of the active rows."""
         assert self._decoder is not None
         active = scheduler.active
         places = (scheduler.key[active], scheduler.sibling[active], scheduler.produced[active])
@@ -204,21 +210,21 @@ class TorchEngine:
     def _pages(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> PagePool:
         """Return an empty pool with pages for all rows in flight, or with as many pages as fit in memory.
 
-        The current pool is used again if its size is suitable. Raises UserError if the longest prompt and one full
+        Reuses the current pool if its size is suitable. Raises UserError if the longest prompt and one full
         response do not fit.
         """
-        # The pool must hold all prompts, and a full response for each row that is decoded at a time.
+        # The pool holds all prompts and a full response for each row that is decoded at a time.
         own = pages_for(sampling.max_tokens)
         prompts = [pages_for(len(r.prompt.token_ids)) for r in requests]
         rows = sum(r.n for r in requests)
-        if supply:  # Assume the worst case, in which every row of the supply has a prompt of its own.
+        if supply:  # assume that every row of the supply has a prompt of its own
             prompts += [pages_for(supply.prompt_tokens)] * min(self.max_rows, supply.rows)
             rows += supply.rows
         needed = sum(prompts) + own * min(self.max_rows, rows)
 
-        # A pool that is far too large is replaced too.
+        # Replace a pool that is much too large, too.
         if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:
-            self._pool = None  # first, so that its memory counts as free below
+            self._pool = None  # frees its memory first
             size = page_bytes(self.shape, self.dtype)
             # With fewer pages, the row with the longest prompt could not reach max_tokens.
             least = max(prompts, default=0) + own
@@ -231,6 +237,6 @@ class TorchEngine:
                 )
             self._pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device)
 
-        # An earlier call left other prompts in it, and perhaps keys and values of other weights.
+        # The pool may hold prompts of an earlier call, computed with other weights.
         self._pool.reset()
         return self._pool

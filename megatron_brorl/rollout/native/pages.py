@@ -1,9 +1,9 @@
 """Paged memory for keys and values, 16 tokens per page, with pages that prompts share for a common prefix.
 
-Rows may have any length, and memory use grows with the number of live tokens. A prefix that several prompts of a call
-share, such as an instruction, is computed once, and the page tables of all these prompts refer to its pages. A prompt
-is cut into blocks of 64 tokens. A block is identified by its tokens and the block before it. It stays in memory as long
-as any prompt that contains it.
+Rows may have any length, and memory grows with the number of live tokens. A prefix that several prompts of a call
+share, such as an instruction, is computed once, and the page tables of these prompts refer to the same pages. Prompts
+are split into blocks of 64 tokens. A block is identified by its tokens and the block before it, and stays in memory as
+long as any prompt that contains it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops.interface import PAGE
 
 BLOCK = 64  # tokens
-PAGES = BLOCK // PAGE  # in a block
+PAGES = BLOCK // PAGE  # pages per block
 
 _Key = tuple[int, tuple[int, ...]]  # the number of the block before, 0 for none, and the tokens
 
@@ -33,7 +33,7 @@ class PagePool:
     """The pages of all layers; page p is keys[layer][p] and values[layer][p]."""
 
     def __init__(self, shape: ModelShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        """pages: how many there are. On a CPU the system gives memory page by page, so untouched ones take none."""
+        """pages: their number. On a CPU, pages that are never written take no memory."""
         self.size = pages
         width = pages_for(shape.head_dim) * PAGE
         keys, values = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
@@ -43,12 +43,12 @@ class PagePool:
 
     def reset(self) -> None:
         """Free all pages."""
-        # The last page that was given back is the next to be taken, because its memory is there already.
+        # The page released last is allocated first, because its memory is already in use.
         self._free = torch.arange(self.size - 1, -1, -1, dtype=torch.int32)
         self.free = self.size
-        # Decoding steps since, and the pages in use in them: their maximum and their sum.
+        # Decoding steps since the reset, and maximum and sum of the pages in use.
         self.turns = self.most_used = self.used_sum = 0
-        # Prompt tokens of the rows that came in since, and how many of them other rows had computed.
+        # Prompt tokens of the rows started since the reset, and those that other rows had computed.
         self.prompt_tokens = self.prompt_found = 0
 
     def count_turn(self) -> None:
@@ -59,7 +59,7 @@ class PagePool:
         self.used_sum += used
 
     def count_prompt(self, tokens: int, found: int) -> None:
-        """Record a row that came in; found: tokens of its prompt that it need not compute."""
+        """Record a new row. found: tokens of its prompt that are already computed."""
         self.prompt_tokens += tokens
         self.prompt_found += found
 
@@ -71,7 +71,7 @@ class PagePool:
         return taken
 
     def release(self, pages: Tensor) -> None:
-        """Take pages [any number] int32 back."""
+        """Free the given pages, int32 of any number."""
         self._free[self.free : self.free + len(pages)] = pages.flip(0)
         self.free += len(pages)
 
@@ -81,11 +81,11 @@ class _Block:
     key: _Key
     number: int
     pages: Tensor  # [PAGES] int32
-    prompts: int = 0  # in memory that have it
+    prompts: int = 0  # prompts in memory that contain it
 
 
 class PrefixCache:
-    """The blocks of prompts in memory."""
+    """The blocks of the prompts in memory."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -93,16 +93,16 @@ class PrefixCache:
         self._made = 0
 
     def pages_needed(self, prompt: Sequence[int]) -> int:
-        """Return how many free pages the prompt needs: all but those of other prompts."""
+        """Return the number of pages that the prompt needs and does not share."""
         return pages_for(len(prompt)) - PAGES * len(self._found(prompt))
 
     def add(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
-        """Return the pages of a whole prompt [n] int32, and how many of its tokens other prompts compute.
+        """Add a prompt. Returns its pages [n] int32, and how many of its tokens are already computed.
 
-        The last token is never among these, because the first response tokens are drawn from its hidden state.
+        The last token is never among these, because its hidden state gives the first response token.
         """
         found = self._found(prompt)
-        # This prompt computes the other blocks, and later prompts find them.
+        # The caller computes the other blocks of this prompt; later prompts find them.
         chain = list(found)
         for tokens in _cut(prompt)[len(found) :]:
             self._made += 1
@@ -115,7 +115,7 @@ class PrefixCache:
         return torch.cat([*(block.pages for block in chain), rest]), BLOCK * len(found)
 
     def remove(self, prompt: Sequence[int], pages: Tensor) -> None:
-        """Remove a prompt from memory; pages [n] int32: as add returned them."""
+        """Remove a prompt. pages: [n] int32, as returned by add."""
         found = self._found(prompt)
         self._pool.release(pages[PAGES * len(found) :])
         for block in found:
@@ -136,18 +136,18 @@ class PrefixCache:
 
 
 def _cut(prompt: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the prompt's whole blocks, without one that would hold its last token."""
+    """Return the prompt's full blocks, without one that contains its last token."""
     return [tuple(prompt[i : i + BLOCK]) for i in range(0, (len(prompt) - 1) // BLOCK * BLOCK, BLOCK)]
 
 
 def page_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return the bytes of one page in all layers."""
+    """Return the bytes of one page over all layers."""
     width = pages_for(shape.head_dim) * PAGE
     return shape.layers * shape.kv_heads * PAGE * (shape.head_dim + width) * dtype.itemsize
 
 
 def spare_memory(device: torch.device) -> int:
-    """Return half of the free bytes, which the cache may take where no limit is set."""
+    """Return half of the free bytes, the size of the cache if no limit is set."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return psutil.virtual_memory().available // 2

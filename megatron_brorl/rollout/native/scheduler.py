@@ -1,7 +1,8 @@
-"""Scheduling of rows: which are decoded now, which wait, and which make room.
+"""Scheduling of rows: which are decoded now, which wait, and which are evicted.
 
-Rows enter as others end. Where pages run out, the rows that came last give theirs back and wait to continue from the
-tokens they have. Random numbers are a function of (key, sibling, position), so the tokens do not change.
+New rows start as others end. If pages run out, the rows that started last release theirs and wait, to continue later
+from the tokens they have. Random numbers are a function of (key, sibling, position), so eviction does not change the
+tokens.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.interface import PAGE, DecodeBatch
-from megatron_brorl.rollout.engine import Request, Sampling, Supply, extended
+from megatron_brorl.rollout.engine import Request, Sampling, Supply, extend_spans
 from megatron_brorl.rollout.native.decoder import Decoder, PrefillChunk
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import FinishReason, Rollout
 
-PREFILL_TOKENS = 8192  # computed at once, padding included
+PREFILL_TOKENS = 8192  # tokens per prefill batch, padding included
 
 
 @dataclass(frozen=True)
 class WaitingRollout:
-    """A rollout that has no slot yet, or had to give up its own."""
+    """A rollout that has no slot yet or was evicted from its slot."""
 
     request: int
-    so_far: Rollout  # without tokens at first
+    so_far: Rollout  # empty at first
     limit: int  # tokens at which this call cuts it: by sampling.budget, or sampling.max_tokens
 
 
 class Scheduler:
-    """Slots 0 .. max_rows - 1 hold the rows in flight; `active` [B] lists them, siblings side by side."""
+    """Assigns rows, which are rollouts in progress, to slots 0 .. max_rows - 1; `active` [B] lists the used slots."""
 
     def __init__(
         self,
@@ -52,53 +53,53 @@ class Scheduler:
         self.sampling = sampling
         self.waiting = deque(_waiting(requests, sampling))
 
-        # Per slot.
+        # State per slot.
         slots = min(max_rows, len(self.waiting) + (supply.rows if supply else 0))
         self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
-        self.held: list[WaitingRollout | None] = [None] * slots  # what each slot was given to
-        names = torch.zeros(6, slots, dtype=torch.int64)
-        self.request, self.prompt, self.sibling, self.key, self.produced, self.limit = names
+        self.held: list[WaitingRollout | None] = [None] * slots  # the rollout that each slot was assigned to
+        columns = torch.zeros(6, slots, dtype=torch.int64)
+        self.request, self.prompt, self.sibling, self.key, self.produced, self.limit = columns
         self.tokens = torch.empty(slots, sampling.max_tokens, dtype=torch.int64)
         self.log_probs = torch.empty(slots, sampling.max_tokens)
-        self.tables = torch.zeros(
-            slots, pages_for(sampling.max_tokens), dtype=torch.int32
-        )  # pages of a row's own tokens
+        own_pages = pages_for(sampling.max_tokens)
+        self.tables = torch.zeros(slots, own_pages, dtype=torch.int32)  # pages of each row's own tokens
 
-        # Per prompt, which is in memory once for all requests that have it, from its first row to its last.
+        # State per prompt. A prompt is in memory once for all its requests, from its first row to its last.
         self.prefixes = PrefixCache(pool)
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         longest = max(longest, supply.prompt_tokens if supply else 0)
         self.prompt_tables = torch.zeros(0, pages_for(longest), dtype=torch.int32)
         self.prompt_lengths = torch.zeros(0, dtype=torch.int64)  # 0: not in memory
         self.prompt_hidden: dict[int, Tensor] = {}
-        self.rows_left: list[int] = []  # rows that have not ended; at 0 the prompt's pages are free again
+        self.rows_left: list[int] = []  # rows that have not ended; at 0 the prompt is removed
         self.prompt_numbers: dict[tuple[int, ...], int] = {}  # by tokens
         self.prompts: list[tuple[int, ...]] = []  # tokens by number
-        self.prompt_of: list[int] = []  # the number of each request's
+        self.prompt_of: list[int] = []  # prompt number of each request
         self._number_prompts(requests)
 
     def free_rows(self) -> int:
-        """Return how many rows could begin now: slots, and pages for half of the longest response each."""
+        """Return how many rows could start now, given the free slots and half of the longest response's pages each."""
         if self.waiting:
             return 0
         return min(len(self.free_slots), self.pool.free // (pages_for(self.sampling.max_tokens) // 2 + 1))
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add requests, numbered on from those before; their rows wait."""
+        """Append requests; their rows wait."""
         self.waiting.extend(_waiting(requests, self.sampling, len(self.requests)))
         self.requests += requests
         self._number_prompts(requests)
 
     def _number_prompts(self, requests: Sequence[Request]) -> None:
-        """Number the prompt of each request, with places in the tables for new ones."""
-        for r in requests:
-            number = self.prompt_numbers.setdefault(r.prompt.token_ids, len(self.prompt_numbers))
+        """Number the prompt of each request, and extend the tables for new prompts."""
+        for request in requests:
+            tokens = request.prompt.token_ids
+            number = self.prompt_numbers.setdefault(tokens, len(self.prompts))
             self.prompt_of.append(number)
-            if number == len(self.rows_left):
+            if number == len(self.prompts):
                 self.rows_left.append(0)
-                self.prompts.append(r.prompt.token_ids)
-            self.rows_left[number] += r.n
+                self.prompts.append(tokens)
+            self.rows_left[number] += request.n
         new = len(self.rows_left) - len(self.prompt_lengths)
         self.prompt_tables = torch.cat(
             (self.prompt_tables, self.prompt_tables.new_zeros(new, self.prompt_tables.shape[1]))
@@ -106,86 +107,90 @@ class Scheduler:
         self.prompt_lengths = torch.cat((self.prompt_lengths, self.prompt_lengths.new_zeros(new)))
 
     def admit(self) -> Tensor:
-        """Let rows in while there are slots and pages; returns the hidden states [new rows, H] to draw from next."""
-        new: list[int] = []
+        """Start waiting rows while there are slots and pages; return hidden states [new rows, H] to sample from."""
+        slots: list[int] = []
         chunks: list[PrefillChunk] = []
-        owner: list[tuple[str, int]] = []  # of each chunk: a prompt's number, or a slot
-        while self.waiting and self.free_slots:
-            # It needs pages for its prompt, unless a sibling has it in memory, and for its own tokens.
-            first = self.waiting[0]
-            prompt = self.requests[first.request].prompt.token_ids
-            number = self.prompt_of[first.request]
-            begun = len(first.so_far.token_ids)
-            resident = int(self.prompt_lengths[number]) > 0
-            of_prompt = 0 if resident else self.prefixes.pages_needed(prompt)
-            own = pages_for(begun)
-
-            # Keep one page per row free for the next tokens, so that no row has to make room right after this one
-            # enters. A single row needs no reserve, because the pool can hold any one row.
-            others = len(self.active) + len(new)
-            if others and self.pool.free < of_prompt + own + 1 + others:
-                break  # no row overtakes, or a long prompt would never get in
-            self.waiting.popleft()
-
-            found = len(prompt)  # prompt tokens that others have computed
-            if not resident:
-                pages, found = self.prefixes.add(prompt)
+        owners: list[tuple[str, int]] = []  # of each chunk: ("prompt", its number) or ("row", its slot)
+        # Rows start in order, or a long prompt might never start.
+        while self.waiting and self.free_slots and self._fits(self.waiting[0], len(slots)):
+            waiting = self.waiting.popleft()
+            number = self.prompt_of[waiting.request]
+            prompt = self.prompts[number]
+            computed = len(prompt)  # prompt tokens that other rows have computed
+            if not self.prompt_lengths[number]:
+                pages, computed = self.prefixes.add(prompt)
                 self.prompt_tables[number, : len(pages)] = pages
                 self.prompt_lengths[number] = len(prompt)
-                chunks.append(PrefillChunk(prompt[found:], 0, pages[found // PAGE :], pages[: found // PAGE]))
-                owner.append(("prompt", number))
-            slot = self._assign_slot(first, begun)
-            # A row that was cut or made room has tokens of its own. The unshared part of its prompt is computed again
-            # with them, but only what follows the prompt is stored.
-            if begun:
-                shared = (len(prompt) - 1) // BLOCK * BLOCK
-                found = min(found, shared)
-                pages = self.pool.allocate(own)
-                self.tables[slot, :own] = pages
-                ids = (*prompt, *first.so_far.token_ids.tolist())
-                before = self.prompt_tables[number, : shared // PAGE]
-                chunks.append(PrefillChunk(ids[shared:], len(prompt) - shared, pages, before))
-                owner.append(("row", slot))
-            self.pool.count_prompt(len(prompt), found)
-            new.append(slot)
+                first = computed // PAGE
+                chunks.append(PrefillChunk(prompt[computed:], 0, pages[first:], pages[:first]))
+                owners.append(("prompt", number))
 
-        if not new:
+            slot = self._assign_slot(waiting)
+            produced = waiting.so_far.token_ids.tolist()
+            # A row that was cut or evicted has tokens of its own. Compute them together with the unshared part of its
+            # prompt, but store only the keys and values of its own tokens.
+            if produced:
+                shared = (len(prompt) - 1) // BLOCK * BLOCK
+                computed = min(computed, shared)
+                pages = self.pool.allocate(pages_for(len(produced)))
+                self.tables[slot, : len(pages)] = pages
+                tokens = (*prompt[shared:], *produced)
+                before = self.prompt_tables[number, : shared // PAGE]
+                chunks.append(PrefillChunk(tokens, len(prompt) - shared, pages, before))
+                owners.append(("row", slot))
+            self.pool.count_prompt(len(prompt), computed)
+            slots.append(slot)
+
+        if not slots:
             return self.decoder.embedding.new_empty(0, self.decoder.shape.hidden)
 
-        # Prefill: all siblings without tokens draw from the last hidden state of their prompt.
-        of_row: dict[int, Tensor] = {}
+        # All rows without tokens sample from the last hidden state of their prompt.
+        row_hidden: dict[int, Tensor] = {}
         for part in _batches(chunks):
             hidden = self.decoder.prefill(self.pool, [chunks[i] for i in part])
             for i, h in zip(part, hidden, strict=True):
-                kind, number = owner[i]
-                (self.prompt_hidden if kind == "prompt" else of_row)[number] = h
+                kind, number = owners[i]
+                (self.prompt_hidden if kind == "prompt" else row_hidden)[number] = h
 
-        # Append new rows at the end, because reserve_pages evicts rows from there.
-        self.active = torch.cat((self.active, torch.tensor(new)))
-        return torch.stack([of_row[s] if s in of_row else self.prompt_hidden[int(self.prompt[s])] for s in new])
+        # Append new rows, because reserve_pages evicts rows from the end.
+        self.active = torch.cat((self.active, torch.tensor(slots)))
+        return torch.stack(
+            [row_hidden[s] if s in row_hidden else self.prompt_hidden[int(self.prompt[s])] for s in slots]
+        )
 
-    def _assign_slot(self, waiting: WaitingRollout, begun: int) -> int:
-        """Give a waiting rollout a slot."""
+    def _fits(self, waiting: WaitingRollout, started: int) -> bool:
+        """Return whether there are enough pages to start a rollout, after `started` other new rows."""
+        number = self.prompt_of[waiting.request]
+        prompt_pages = 0 if self.prompt_lengths[number] else self.prefixes.pages_needed(self.prompts[number])
+        own_pages = pages_for(len(waiting.so_far.token_ids))
+        # Reserve a free page per row, so that admission does not trigger an eviction. A single row needs no reserve,
+        # because the pool can hold any one row.
+        others = len(self.active) + started
+        return not others or self.pool.free >= prompt_pages + own_pages + 1 + others
+
+    def _assign_slot(self, waiting: WaitingRollout) -> int:
         slot = self.free_slots.pop()
+        produced = len(waiting.so_far.token_ids)
         self.held[slot] = waiting
         self.request[slot] = waiting.request
         self.sibling[slot] = waiting.so_far.index
         self.prompt[slot] = self.prompt_of[waiting.request]
         self.key[slot] = self.requests[waiting.request].key
-        self.produced[slot] = begun
+        self.produced[slot] = produced
         self.limit[slot] = waiting.limit
-        self.tokens[slot, :begun] = waiting.so_far.token_ids
-        self.log_probs[slot, :begun] = waiting.so_far.log_probs
+        self.tokens[slot, :produced] = waiting.so_far.token_ids
+        self.log_probs[slot, :produced] = waiting.so_far.log_probs
         return slot
 
     def append(self, new: Tensor, log_probs: Tensor) -> None:
         """Append the next token of every active row: new [B] int64, log_probs [B] float32."""
-        place = self.produced[self.active]
-        self.tokens[self.active, place], self.log_probs[self.active, place] = new, log_probs
-        self.produced[self.active] = place + 1
+        position = self.produced[self.active]
+        self.tokens[self.active, position] = new
+        self.log_probs[self.active, position] = log_probs
+        self.produced[self.active] = position + 1
 
     def remove(self, gone: Tensor, finish: Sequence[FinishReason]) -> list[tuple[int, Rollout]]:
-        """Remove the given places [gone] of `active`, and return their results as (request, rollout)."""
+        """Remove the rows at indices `gone` of `active` and return their results as (request, rollout)."""
         results = []
         for slot, reason in zip(self.active[gone].tolist(), finish, strict=True):
             prompt = int(self.prompt[slot])
@@ -203,31 +208,31 @@ class Scheduler:
         return active + [(w.request, w.so_far) for w in self.waiting]
 
     def reserve_pages(self) -> int:
-        """Give a page to every active row whose newest token needs one; returns how many rows stay.
+        """Allocate a page for every active row whose newest token needs one; return how many rows stay.
 
-        The first rows stay, and the others wait again.
+        If pages run out, rows are evicted from the end and wait again.
         """
-        place = self.produced[self.active] - 1
-        full_page = place % PAGE == 0
-        while int(full_page.sum()) > self.pool.free:
+        position = self.produced[self.active] - 1
+        needs_page = position % PAGE == 0
+        while int(needs_page.sum()) > self.pool.free:
             slot = int(self.active[-1])
-            holder = self.held[slot]
-            assert holder is not None
+            evicted = self.held[slot]
+            assert evicted is not None
             assert len(self.active) > 1  # the pool holds any one row
-            self.waiting.appendleft(WaitingRollout(holder.request, self._rollout(slot, "cut"), holder.limit))
+            self.waiting.appendleft(WaitingRollout(evicted.request, self._rollout(slot, "cut"), evicted.limit))
             self._release(slot)
             self.active = self.active[:-1]
-            full_page = full_page[:-1]
-            place = place[:-1]
+            needs_page = needs_page[:-1]
+            position = position[:-1]
             if not bool((self.prompt[self.active] == self.prompt[slot]).any()):
                 self._forget_prompt(int(self.prompt[slot]))
 
-        rows = self.active[full_page]
-        self.tables[rows, place[full_page] // PAGE] = self.pool.allocate(len(rows))
+        rows = self.active[needs_page]
+        self.tables[rows, position[needs_page] // PAGE] = self.pool.allocate(len(rows))
         return len(self.active)
 
     def decode_batch(self) -> DecodeBatch:
-        """Return the places of the active rows on the decoder's device; each has its newest token to be fed."""
+        """Return positions and pages of the active rows, on the decoder's device, for feeding their newest tokens."""
         active = self.active
         device = self.decoder.device
         prompts = self.prompt[active]
@@ -245,17 +250,17 @@ class Scheduler:
         )
 
     def _rollout(self, slot: int, finish: FinishReason) -> Rollout:
-        holder = self.held[slot]
+        waiting = self.held[slot]
         end = int(self.produced[slot])
-        assert holder is not None
-        before = holder.so_far
-        spans = extended(before.spans, self.version, end - len(before.token_ids))
-        # Clones, so that a short response does not keep the whole buffer alive.
+        assert waiting is not None
+        before = waiting.so_far
+        spans = extend_spans(before.spans, self.version, end - len(before.token_ids))
+        # Clone, so that a short response does not keep the whole buffer alive.
         ids, log_probs = self.tokens[slot, :end].clone(), self.log_probs[slot, :end].clone()
         return Rollout(before.index, ids, log_probs, finish, spans)
 
     def _release(self, slot: int) -> None:
-        """Free a slot and the pages of all its tokens but the newest, which has none yet."""
+        """Free a slot and its pages; the newest token has none yet."""
         self.pool.release(self.tables[slot, : pages_for(int(self.produced[slot]) - 1)])
         self.held[slot] = None
         self.free_slots.append(slot)
@@ -281,9 +286,9 @@ def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) ->
 
 
 def _batches(chunks: Sequence[PrefillChunk]) -> list[list[int]]:
-    """Batch chunks of like length with equally much before them, up to PREFILL_TOKENS a batch.
+    """Batch chunks of similar length and with equally many pages before them, up to PREFILL_TOKENS a batch.
 
-    Those with less before them come first, because others have them before theirs.
+    Chunks with fewer pages before them come first, because later chunks may attend to them.
     """
     batches: list[list[int]] = [[]]
     sizes = [(len(p.before), len(p.ids)) for p in chunks]

@@ -1,7 +1,7 @@
 """When a response ends before its limit: at a stop token, or when its text contains a stop string.
 
-The rule for strings: a response ends with the first token after which its decoded text contains one of them. Decoding
-every prefix would cost the square of the length, so only the end of the text is decoded for most tokens.
+A response ends with the first token after which its decoded text contains a stop string. Decoding every prefix would
+cost the square of the length, so most tokens decode only the end of the text.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-_REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not valid UTF-8, such as part of a character
+_REPLACEMENT = "\ufffd"  # decoders write it for invalid UTF-8, such as part of a character
 _MAX_CHARACTER_BYTES = 4
 
 
 class StopCriteria:
-    """Looks at each row's newest token."""
+    """Stop tokens and stop strings, checked after every token."""
 
     def __init__(
         self, ids: Sequence[int], strings: Sequence[str], decode: Callable[[Sequence[int]], str] | None
     ) -> None:
-        """decode: tokens -> text, needed for strings only; ValueError where it is missing or a string is empty."""
+        """decode: tokens -> text, needed for strings. Raises ValueError if it is missing or a string is empty."""
         if strings and decode is None:
             raise ValueError("stop strings need an engine that was given a tokenizer's decode")
         if not all(strings):
@@ -37,7 +37,10 @@ class StopCriteria:
         self.texts: dict[int, str] = {}  # of single tokens
 
     def hit(self, new: Tensor, rows: Tensor, tokens: Tensor, produced: Tensor) -> Tensor:
-        """new [B] int64, of rows [B] in tokens [rows, max_tokens], of which produced [rows] are there -> [B] bool."""
+        """Return whether each row ends with its newest token, [B] bool.
+
+        new [B] int64: newest tokens of the rows [B] of tokens [slots, max_tokens]; produced [slots]: valid tokens.
+        """
         ended = torch.isin(new, self.ids)
         if self.strings:
             for i, (token, row) in enumerate(zip(new.tolist(), rows.tolist(), strict=True)):
@@ -46,9 +49,9 @@ class StopCriteria:
         return ended
 
     def first_end(self, ids: Tensor, begun: int = 0) -> int | None:
-        """Return the number of tokens of ids [G] after which the response ends, or None where it does not end.
+        """Return the number of tokens of ids [G] after which the response ends, or None if it does not end.
 
-        begun: tokens at its start after which it is known not to end.
+        begun: number of first tokens that are known not to end it.
         """
         for end in range(begun + 1, len(ids) + 1):
             token = int(ids[end - 1])
@@ -69,8 +72,8 @@ class StopCriteria:
         """Return whether the text of ids [G] contains a stop string that the last token completes."""
         start = self._window_start(ids)
 
-        # A window that begins within a character, or within a run of byte tokens that some decoders only accept as a
-        # whole, shows replacement characters: one of the next places to the left begins a character.
+        # A window that starts within a character, or within a run of byte tokens that some decoders accept only as a
+        # whole, decodes to replacement characters. Then one of the next positions to the left starts a character.
         for first in range(start, max(start - _MAX_CHARACTER_BYTES, -1), -1):
             text = self._decode(ids[first:])
             if self._in(text):
@@ -80,7 +83,7 @@ class StopCriteria:
         return False
 
     def _window_start(self, ids: Tensor) -> int:
-        """Return where the last `window` tokens that add text begin; other tokens, such as padding, do not count."""
+        """Return the start of the last `window` tokens that add text; other tokens, such as padding, do not count."""
         start = len(ids)
         missing = self.window
         while missing > 0 and start > 0:
@@ -96,7 +99,7 @@ class StopCriteria:
         return self.decode(ids.tolist())
 
     def _text(self, token: int) -> str:
-        """Return the text of the token by itself."""
+        """Return the text of a single token."""
         if token not in self.texts:
             assert self.decode is not None
             self.texts[token] = self.decode([token])

@@ -27,12 +27,19 @@ from megatron_brorl.config.schema import Config, EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.rollout.engine import KvUsage, Request, Sampling, Supply, Watch, check_context
+from megatron_brorl.rollout.engine import GenerateCallbacks, KvUsage, Request, Sampling, Supply, check_context
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
-from megatron_brorl.rollout.remote.process import EngineError, Link, Supervisor, address, make_folder
+from megatron_brorl.rollout.remote.process import Connection, EngineError, Supervisor, address, make_folder
 from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message
-from megatron_brorl.rollout.remote.weights_send import HostWeights, Node, Update, as_is, in_fp8_blocks, stage
+from megatron_brorl.rollout.remote.weights_send import (
+    HostWeights,
+    NodeRanks,
+    WeightUpdate,
+    to_fp8_blocks,
+    unchanged,
+    write_update,
+)
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.types import Rollout
 
@@ -51,30 +58,33 @@ class RemoteEngine:
         folder: Path,
         devices: Sequence[int] | None,
         log: Path,
-        node: Node | None = None,
+        node: NodeRanks | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
-        meet: Callable[[], object] = lambda: None,
+        barrier: Callable[[], object] = lambda: None,
     ) -> None:
         """Start the process on the leading rank, and wait until it answers.
 
         names: every Hugging Face tensor of the model with its shape. folder: from process.make_folder, the same for all
         ranks that share the engine. devices: the engine's CUDA devices; None on every rank except the leading one. log:
         file for the process's output. node: the ranks that write updates together; None if only the leader writes them.
-        decode: tokens -> text, for stop strings. meet: a barrier of the ranks that share the engine.
+        decode: tokens -> text, for stop strings. barrier: a barrier of the ranks that share the engine.
 
         Raises UserError if the process does not start, or does not support the configuration.
         """
-        self.settings, self.options, self.names, self.folder = settings, options, names, folder
+        self.settings = settings
+        self.options = options
+        self.names = names
+        self.folder = folder
         self.decode = decode
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.version = -1
         self.leads = devices is not None
         self.supervisor: Supervisor | None = None
-        self.node = node or (Node.alone(folder) if self.leads else None)
-        self._meet = meet
+        self.node = node or (NodeRanks.alone(folder) if self.leads else None)
+        self._barrier = barrier
         self._calls = self._updates = 0
         self._open: set[int] = set()  # calls of this generation that are not over
-        self._link = Link(address(folder))
+        self._link = Connection(address(folder))
 
         # A failure from here on must leave no process and no folder behind.
         try:
@@ -86,7 +96,7 @@ class RemoteEngine:
             raise
 
     @property
-    def if_repeating(self) -> str:
+    def duplicate_advice(self) -> str:
         """See RolloutEngine."""
         return f'{self.capabilities.engine}; start anew with rollout.engine = "torch"'
 
@@ -97,8 +107,9 @@ class RemoteEngine:
         It is the rank's share of the rows that the engine computes at a time. Each row is assumed to fill half of the
         context, so that no rollout waits inside the engine.
         """
-        c = self.capabilities
-        return max(1, min(c.rows, 2 * c.kv_tokens // self.options.context) // self.settings.tensor)
+        capabilities = self.capabilities
+        rows = min(capabilities.rows, 2 * capabilities.kv_tokens // self.options.context)
+        return max(1, rows // self.settings.tensor)
 
     def _wait_for_capabilities(self) -> Capabilities:
         deadline = time.monotonic() + self.settings.start_timeout_s
@@ -119,7 +130,7 @@ class RemoteEngine:
         """
         # Other ranks have no engine to tell. train.refit asks all ranks whether the leader's took the weights.
         if self.supervisor is None:
-            self.decline_weights(tensors)
+            self.skip_update(tensors)
             self.version = version  # generate waits until the engine reports this one
             return
 
@@ -132,7 +143,7 @@ class RemoteEngine:
             raise UpdateRefused(f"weight update: {e}") from None
         self.version = version
 
-    def decline_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See RolloutEngine; tensors [any shape]."""
         if self.node is None:
             for _ in tensors:  # a collective
@@ -145,20 +156,21 @@ class RemoteEngine:
     def _as_sent(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensor in the engine's dtype, or as FP8 blocks with scales if the engine loads those."""
         in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
-        return (in_fp8_blocks if in_blocks else as_is)(name, tensor.to(self.dtype))
+        return (to_fp8_blocks if in_blocks else unchanged)(name, tensor.to(self.dtype))
 
     def _stage(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights | None:
         """Return a complete, checked update in shared memory on a leading rank; a collective of the node."""
         assert self.node
         self._updates += 1
-        update = Update(self._updates, version, self.names, self.dtype, self._as_sent)
-        return stage(tensors, update, self.node, self.folder / f"weights_{self._updates}" if self.leads else None)
+        update = WeightUpdate(self._updates, version, self.names, self.dtype, self._as_sent)
+        link = self.folder / f"weights_{self._updates}" if self.leads else None
+        return write_update(tensors, update, self.node, link)
 
     def generate(
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        watch: Watch | None = None,
+        callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
         """See RolloutEngine.
@@ -172,20 +184,21 @@ class RemoteEngine:
 
         # An earlier call is over, however it ended.
         self._open.clear()
-        pending = PendingRollouts(sampling, watch, supply, self.rows, self.options.vocab, self.decode)
+        pending = PendingRollouts(sampling, callbacks, supply, self.rows, self.options.vocab, self.decode)
         pending.add(requests)
-        pending.take()
+        pending.admit()
 
         # Loop until every rollout has an answer or the caller cancels. The engine process may be restarted meanwhile.
-        asked, rows = 0, pending.rows  # asked: the process that has the rows
-        self._link.greet()  # It answers with its state, which may be newer than what this rank knows.
-        while rows and not (watch and watch.cancelled()):
+        asked = 0
+        rows = pending.rows  # asked: the process that has the rows
+        self._link.say_hello()  # It answers with its state, which may be newer than what this rank knows.
+        while rows and not (callbacks and callbacks.cancelled()):
             # No engine will come up any more. Ranks without a supervisor do not know, and end when they are cancelled.
             if self.supervisor and self.supervisor.failure:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
 
             # A new process knows no requests: ask for all missing rollouts once it has this version of the weights.
-            if self._link.boot != asked and self._link.version == self.version:
+            if self._link.pid != asked and self._link.version == self.version:
                 self._open.clear()
                 asked = self._ask(rows, sampling)
 
@@ -199,15 +212,15 @@ class RemoteEngine:
                 elif message.kind == "error":
                     raise RuntimeError(f"engine process: {message.fields['what']}")
                 else:
-                    self._take(message, pending)
+                    self._handle(message, pending)
 
             # Rows whose answers did not come although the engine sent them are asked again.
             if asked and rows and not self._open:
                 asked = 0
 
             # Rows that ended make room for others.
-            new = pending.take() if len(rows) < before else {}
-            if new and asked == self._link.boot:
+            new = pending.admit() if len(rows) < before else {}
+            if new and asked == self._link.pid:
                 self._ask(new, sampling)
 
         if rows:
@@ -222,13 +235,13 @@ class RemoteEngine:
 
     def _ask(self, rows: Mapping[int, PendingRollout], sampling: Sampling) -> int:
         """Ask for these rows by a call of their own; returns the process that was asked."""
-        boot = self._link.boot
+        pid = self._link.pid
         self._calls += 1
         self._open.add(self._calls)
         self._link.send(generate_message(rows, sampling, {"call": self._calls, "version": self.version}))
-        return boot
+        return pid
 
-    def _take(self, message: Message, pending: PendingRollouts) -> None:
+    def _handle(self, message: Message, pending: PendingRollouts) -> None:
         if message.kind == "rollout":
             pending.answered(message, self.version)
         elif message.kind == "ended":
@@ -242,7 +255,7 @@ class RemoteEngine:
         while self._open and time.monotonic() < deadline:
             for message in self._link.poll(_POLL_S):
                 if message.fields.get("call") in self._open:
-                    self._take(message, pending)
+                    self._handle(message, pending)
         if self._open and self.supervisor:
             self.supervisor.restart(f"engine process {self.supervisor.pid} did not stop when told to")
 
@@ -250,7 +263,7 @@ class RemoteEngine:
         """See RolloutEngine: the process does not report it."""
         return None
 
-    def renew(self, why: str) -> bool:
+    def restart(self, why: str) -> bool:
         """See RolloutEngine. Raises UserError where no engine comes up any more."""
         try:
             if self.supervisor:
@@ -265,21 +278,21 @@ class RemoteEngine:
         if self.supervisor:
             self.supervisor.sleep()
         # The engine's workers are on the GPUs of all its ranks, which may load their models when it has let go.
-        self.meet()
+        self.barrier()
 
     def wake(self) -> None:
         """See RolloutEngine. Raises UserError where no engine comes up any more."""
         # The other way round: every rank has offloaded its models before the workers take memory.
-        self.meet()
+        self.barrier()
         try:
             if self.supervisor:
                 self.supervisor.wake()
         except EngineError as e:
             raise UserError(f"{self.options.key}: {e}") from None
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """See RolloutEngine."""
-        self._meet()
+        self._barrier()
 
     def close(self) -> None:
         """End the process."""
@@ -290,7 +303,7 @@ class RemoteEngine:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def join(
+def connect_engine(
     config: Config,
     names: dict[str, tuple[int, ...]],
     context: int,
@@ -306,13 +319,15 @@ def join(
     tokens -> text, for stop strings. Raises UserError where the ranks of a node cannot be grouped so, or the engine
     does not come up.
     """
-    engine, settings = config.rollout.engine, config.engine
+    engine = config.rollout.engine
+    settings = config.engine
     kind = ENGINES[engine]
     model = Path(config.model.path).resolve()
     _check_stop_strings(config.rollout.stop_strings, kind.name, model)
 
     # torchrun sets these variables. Without them, this rank is the only one on its node.
-    rank, tensor = dist.get_rank(), settings.tensor
+    rank = dist.get_rank()
+    tensor = settings.tensor
     local, per_node = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     if per_node % tensor:
         raise UserError(
@@ -354,7 +369,7 @@ def join(
         Path(folders[rank - local % tensor]),
         range(local, local + tensor) if leads else None,  # the GPUs of the ranks that share it, numbered in the node
         Path(config.run.dir) / "engines" / f"rank_{rank}.log",
-        Node(local, per_node, Path(folders[rank - local]), exchange),
+        NodeRanks(local, per_node, Path(folders[rank - local]), exchange),
         decode,
         lambda: engine_exchange(None),
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import torch
 
 from megatron_brorl.errors import shown
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.engine import Request, Sampling, Supply, Watch, extended
+from megatron_brorl.rollout.engine import GenerateCallbacks, Request, Sampling, Supply, extend_spans
 from megatron_brorl.rollout.native.stopping import StopCriteria
 from megatron_brorl.rollout.remote.protocol import Message
 from megatron_brorl.types import FinishReason, Rollout
@@ -32,7 +32,8 @@ class PendingRollout:
         answer: tensors ids [tokens added] int64 and log_probs [tokens added] float32. version: the version of the
         weights that generated these tokens.
         """
-        before, ids = self.begun, answer.tensors["ids"]
+        before = self.begun
+        ids = answer.tensors["ids"]
         if not len(ids):
             return before
 
@@ -47,12 +48,14 @@ class PendingRollout:
             torch.cat((before.token_ids, ids)),
             torch.cat((before.log_probs, log_probs)),
             finish,
-            extended(before.spans, version, len(ids)),
+            extend_spans(before.spans, version, len(ids)),
         )
 
     def fault(self, answer: Message, sampling: Sampling, vocab: int) -> str:
         """Return why an answer cannot be part of a rollout, or "". vocab: of the model, with its padding."""
-        ids, log_probs, finish = answer.tensors["ids"], answer.tensors["log_probs"], answer.fields["finish"]
+        ids = answer.tensors["ids"]
+        log_probs = answer.tensors["log_probs"]
+        finish = answer.fields["finish"]
         if len(ids) > self.tokens:
             return f"{len(ids)} tokens where {self.tokens} were asked for"
         outside = ids[(ids < 0) | (ids >= vocab)]
@@ -69,7 +72,7 @@ class PendingRollouts:
     def __init__(
         self,
         sampling: Sampling,
-        watch: Watch | None,
+        callbacks: GenerateCallbacks | None,
         supply: Supply | None,
         most: int,
         vocab: int,
@@ -77,7 +80,11 @@ class PendingRollouts:
     ) -> None:
         """most: rollouts the engine has at a time. vocab: of the model, with padding. decode: see StopCriteria."""
         self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
-        self._sampling, self._watch, self._supply, self._most, self._vocab = sampling, watch, supply, most, vocab
+        self._sampling = sampling
+        self._callbacks = callbacks
+        self._supply = supply
+        self._most = most
+        self._vocab = vocab
         self.faults: list[str] = []  # of invalid answers, each of which costs its rollout
         self.rows: dict[int, PendingRollout] = {}  # by the number in the engine's answers
         self._found: list[list[Rollout]] = []  # of each request
@@ -97,15 +104,16 @@ class PendingRollouts:
         return added
 
     def _pending(self, number: int, request: Request, begun: Rollout) -> PendingRollout:
-        done, s = len(begun.token_ids), self._sampling
-        tokens = min(s.budget or s.max_tokens, s.max_tokens - done)
+        done = len(begun.token_ids)
+        sampling = self._sampling
+        tokens = min(sampling.budget or sampling.max_tokens, sampling.max_tokens - done)
         ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
         return PendingRollout(number, ids, begun, tokens, sibling_seed(request.key, begun.index, done))
 
-    def take(self) -> dict[int, PendingRollout]:
+    def admit(self) -> dict[int, PendingRollout]:
         """Take rollouts of the supply, as many as the engine has room for."""
         room = self._most - len(self.rows)
-        return self.add(self._supply.take(room)) if self._supply and room > 0 else {}
+        return self.add(self._supply.next_requests(room)) if self._supply and room > 0 else {}
 
     def answered(self, answer: Message, version: int) -> None:
         """Record the answer for a rollout; version: of the weights.
@@ -124,10 +132,11 @@ class PendingRollouts:
                     token_ids=rollout.token_ids[:end],
                     log_probs=rollout.log_probs[:end],
                     finish="stop",
-                    spans=extended(row.begun.spans, version, end - len(row.begun.token_ids)),
+                    spans=extend_spans(row.begun.spans, version, end - len(row.begun.token_ids)),
                 )
             elif rollout.finish == "stop":
-                fault, rollout = "it ended at a stop string that the text of its tokens does not contain", row.begun
+                fault = "it ended at a stop string that the text of its tokens does not contain"
+                rollout = row.begun
         if fault:
             self.faults.append(fault)
         self._deliver(row, rollout)
@@ -141,8 +150,8 @@ class PendingRollouts:
     def _deliver(self, row: PendingRollout, rollout: Rollout) -> None:
         self._found[row.request].append(rollout)
         # A "cut" rollout is not reported as finished, because it continues in a later call.
-        if self._watch and rollout.finish != "cut":
-            self._watch.finished(row.request, rollout)
+        if self._callbacks and rollout.finish != "cut":
+            self._callbacks.finished(row.request, rollout)
 
 
 def sibling_seed(key: int, sibling: int, done: int) -> int:
@@ -155,13 +164,6 @@ def sibling_seed(key: int, sibling: int, done: int) -> int:
 
 def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fields: Mapping[str, Any]) -> Message:
     """Return the message that asks for all of `rows` (number -> rollout). fields: of the call."""
-    settings = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "log_probs": sampling.log_probs,
-        "stop_strings": list(sampling.stop_strings),
-    }
     # Flat tensors, because a message costs time per field.
     tensors = {
         "numbers": torch.tensor(list(rows)),
@@ -170,4 +172,4 @@ def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fie
         "tokens": torch.tensor([row.tokens for row in rows.values()]),
         "seeds": torch.tensor([row.seed for row in rows.values()]),
     }
-    return Message("generate", {**fields, **settings}, tensors)
+    return Message("generate", {**fields, "sampling": asdict(sampling)}, tensors)

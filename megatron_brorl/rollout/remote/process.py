@@ -91,12 +91,12 @@ def unlink_shared_memory(group: int) -> None:
                     Path(path).unlink(missing_ok=True)
 
 
-class Link:
+class Connection:
     """One end of the socket to an engine process, which may die and come back at any time; for one thread at a time."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.boot = 0  # identifies the process that was heard last; 0 = none yet
+        self.pid = 0  # identifies the process that was heard last; 0 = none yet
         self.version = -1  # of its weights
         self.capabilities: Capabilities | None = None
         self.heard = time.monotonic()
@@ -110,18 +110,20 @@ class Link:
         socket.connect(self.address)
         return socket
 
-    def renew(self) -> None:
+    def reconnect(self) -> None:
         """Connect to a new process, and drop the state of the old one and the messages still queued for it."""
         self._socket.close()
         self._socket = self._connect()
-        self.boot, self.version, self._greeted = 0, -1, 0.0
+        self.pid = 0
+        self.version = -1
+        self._greeted = 0.0
         self.heard = time.monotonic()
 
     def send(self, message: Message) -> None:
         """Queue a message; only an answer shows that it arrived."""
         self._socket.send_multipart(encode(message))
 
-    def greet(self) -> None:
+    def say_hello(self) -> None:
         """Say hello to the process, which answers with its capabilities and state."""
         self._greeted = time.monotonic()
         self.send(Message("hello"))
@@ -133,7 +135,7 @@ class Link:
         """
         now = time.monotonic()
         if now - max(self.heard, self._greeted) > _SILENT_S or not self._greeted:
-            self.greet()
+            self.say_hello()
 
         found = []
         if self._socket.poll(int(seconds * 1000)):
@@ -141,7 +143,8 @@ class Link:
                 message = decode(self._socket.recv_multipart())
                 self.heard = time.monotonic()
                 if message.kind == "heartbeat":
-                    self.boot, self.version = message.fields["boot"], message.fields["version"]
+                    self.pid = message.fields["pid"]
+                    self.version = message.fields["version"]
                 elif message.kind == "hello":
                     self.capabilities = Capabilities(**message.fields)
                 else:
@@ -216,7 +219,11 @@ class Supervisor:
         self, settings: EngineConfig, options: EngineOptions, folder: Path, devices: Sequence[int], log: Path
     ) -> None:
         """Start the process and wait until it answers. Raises UserError where it does not come up."""
-        self.settings, self.options, self.folder, self.devices, self.log = settings, options, folder, devices, log
+        self.settings = settings
+        self.options = options
+        self.folder = folder
+        self.devices = devices
+        self.log = log
         self.weights: HostWeights | None = None  # the weights in use
         self.restarts = 0
         self.failure = ""  # why the engine was given up; "" before that
@@ -225,7 +232,7 @@ class Supervisor:
         self._asleep = False
 
         # The watch begins when the process is up: then those that wait for it hear of its end in time.
-        self._link = Link(address(folder))
+        self._link = Connection(address(folder))
         self._process = self._start()
         try:
             self._wait()
@@ -252,7 +259,8 @@ class Supervisor:
                 self._push(weights)
             except EngineError as e:
                 self._restart(str(e), weights)
-            old, self.weights = self.weights, weights
+            old = self.weights
+            self.weights = weights
             if old:
                 old.delete()
 
@@ -296,9 +304,9 @@ class Supervisor:
 
     def _wait(self) -> None:
         """Wait until the process answers."""
-        self._link.renew()
+        self._link.reconnect()
         deadline = time.monotonic() + self.settings.start_timeout_s
-        while not self._link.boot or self._link.capabilities is None:
+        while not self._link.pid or self._link.capabilities is None:
             self._link.poll(_POLL_S)
             ended = self._process.ended()
             if ended:

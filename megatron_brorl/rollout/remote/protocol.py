@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatron_brorl.rollout.engine import Sampling
+
 PROTOCOL = 6  # raised with every change of a message
 _DTYPES = {"int64": torch.int64, "float32": torch.float32}
 _PROBE_TOKENS = 16  # enough that two independent draws do not agree by chance
@@ -128,28 +130,19 @@ class Completion:
         return cls(list(token_ids), "length" if reason == "length" else "cut", log_probs)
 
 
-class EngineLeaf(Protocol):
+class EngineBackend(Protocol):
     """One engine in this process. All methods belong to one event loop.
 
-    A class Llm(options) in the module that rollout.registry names. Its constructor raises ValueError where this version
-    of the engine cannot do what is asked.
+    rollout.registry names its class, which is called with the options and raises ValueError if this version of the
+    engine does not support them.
     """
 
     options: EngineOptions
 
     async def start(self) -> Capabilities:
-        """Start the workers with random weights and return their capabilities. Raises ValueError as `check_draws`."""
+        """Start the workers with random weights. Raises ValueError as `check_sampling`."""
 
-    def params(
-        self,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        tokens: int,
-        seed: int,
-        log_probs: bool = True,
-        stop_strings: Sequence[str] = (),
-    ) -> Any:
+    def params(self, sampling: Sampling, tokens: int, seed: int) -> Any:
         """Return the engine's own sampling settings of one rollout of at most `tokens` tokens."""
 
     def submit(self, ids: Sequence[int], params: Any) -> Any:
@@ -189,21 +182,22 @@ class EngineLeaf(Protocol):
         """Take the memory of keys and values again, when all ranks of the node have given back theirs."""
 
 
-async def check_draws(leaf: EngineLeaf, engine: str) -> None:
+async def check_sampling(backend: EngineBackend, engine: str) -> None:
     """Raise ValueError unless a request's seed determines the sampled tokens and the engine returns log-probs.
 
     engine: name and version of the engine, for the message.
     """
-    first, again, other = [await _draw(leaf, seed) for seed in (1, 1, 2)]
+    first, again, other = [await _draw(backend, seed) for seed in (1, 1, 2)]
     if first.token_ids != again.token_ids or first.token_ids == other.token_ids:
         raise ValueError(f"{engine} takes no seed per request: siblings on different engines would repeat one another")
     if len(first.log_probs) != len(first.token_ids):
         raise ValueError(f"{engine} reports no log-probs of sampled tokens")
 
 
-async def _draw(leaf: EngineLeaf, seed: int) -> Completion:
+async def _draw(backend: EngineBackend, seed: int) -> Completion:
     """Return one rollout of a few tokens at temperature 1."""
-    o = leaf.options
-    ids = [i % o.vocab for i in range(min(8, o.context // 2))]
-    params = leaf.params(1.0, 1.0, 0, min(_PROBE_TOKENS, o.context - len(ids)), seed)
-    return await leaf.completion(leaf.submit(ids, params))
+    options = backend.options
+    ids = [i % options.vocab for i in range(min(8, options.context // 2))]
+    tokens = min(_PROBE_TOKENS, options.context - len(ids))
+    params = backend.params(Sampling(1.0, 1.0, 0, tokens, options.stop_ids), tokens, seed)
+    return await backend.completion(backend.submit(ids, params))

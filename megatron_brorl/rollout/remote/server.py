@@ -13,11 +13,12 @@ import dataclasses
 import importlib
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ import torch
 import zmq
 import zmq.asyncio
 
+from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.process import unlink_shared_memory
 from megatron_brorl.rollout.remote.protocol import (
     Capabilities,
-    EngineLeaf,
+    EngineBackend,
     EngineOptions,
     Message,
     ProtocolError,
@@ -43,12 +45,13 @@ HEARTBEAT_S = 0.5
 class Server:
     """One engine and the ranks that share it. Weights are changed by one rank alone, while nobody generates."""
 
-    def __init__(self, llm: EngineLeaf, capabilities: Capabilities, address: str) -> None:
-        self.llm, self.capabilities = llm, capabilities
+    def __init__(self, backend: EngineBackend, capabilities: Capabilities, address: str) -> None:
+        self.backend = backend
+        self.capabilities = capabilities
         self.version = -1  # of complete weights; -1 while they are random, gone or half loaded
         self.caches_asleep = False  # since `sleep`: the trainer's ranks may still hold memory that caches need
         self.waking = asyncio.Lock()
-        self.boot = os.getpid()
+        self.pid = os.getpid()
         self.clients: set[bytes] = set()
         self.calls: dict[tuple[bytes, int], list[Any]] = {}  # handles of rollouts in flight, to be aborted
         self.tasks: set[asyncio.Task[None]] = set()
@@ -82,9 +85,9 @@ class Server:
                 self._spawn(self._generate(client, message))
             elif message.kind == "cancel":
                 for handle in self.calls.get((client, message.fields["call"]), []):
-                    self.llm.abort(handle)
+                    self.backend.abort(handle)
             elif message.kind == "wake":
-                await self._change(client, message, self.llm.wake())  # memory alone: weights follow
+                await self._change(client, message, self.backend.wake())  # memory alone: weights follow
             else:
                 await self._change(client, message, changes[message.kind](message))
 
@@ -94,7 +97,7 @@ class Server:
         task.add_done_callback(self.tasks.discard)
 
     def _state(self) -> Message:
-        return Message("heartbeat", {"boot": self.boot, "version": self.version})
+        return Message("heartbeat", {"pid": self.pid, "version": self.version})
 
     async def _heartbeat(self) -> None:
         while True:
@@ -119,86 +122,90 @@ class Server:
 
     async def _begin(self, message: Message) -> None:
         self.version = -1
-        await self.llm.begin()
+        await self.backend.begin()
 
     async def _load(self, message: Message) -> None:
-        await self.llm.load(dict(message.fields["bucket"]))
+        await self.backend.load(dict(message.fields["bucket"]))
 
     async def _finish(self, message: Message) -> None:
-        await self.llm.finish(message.fields["names"])
+        await self.backend.finish(message.fields["names"])
         self.version = message.fields["version"]
 
     async def _sleep(self, message: Message) -> None:
         self.version = -1
-        await self.llm.sleep()
+        await self.backend.sleep()
         self.caches_asleep = True
 
     async def _wake_caches(self) -> None:
         """Wake the caches before the first generation after a sleep, when all ranks have made room."""
         async with self.waking:
             if self.caches_asleep:
-                await self.llm.wake_caches()
+                await self.backend.wake_caches()
                 self.caches_asleep = False
 
     async def _generate(self, client: bytes, message: Message) -> None:
         """Answer with a "rollout" for each that ends, then "ended"; with "stale" where other weights were asked."""
         # The rank asks again when it has heard of the new weights.
-        f, call = message.fields, message.fields["call"]
-        if f["version"] != self.version:
+        fields = message.fields
+        call = message.fields["call"]
+        if fields["version"] != self.version:
             await self._send(client, Message("stale", {"call": call}))
             return
 
         # Rollouts are answered one by one, in the order in which they end.
         try:
             await self._wake_caches()
-            rows = self._submit(message)
+            sampling = Sampling(**fields["sampling"])
+            rows = self._submit(message, sampling)
             self.calls[client, call] = [handle for _, handle in rows]
-            await asyncio.gather(*(self._answer(client, call, number, handle, f) for number, handle in rows))
+            await asyncio.gather(*(self._answer(client, call, number, handle, sampling) for number, handle in rows))
         except Exception as e:
             # The rank raises, and has no use for the others.
             for handle in self.calls.get((client, call), []):
-                self.llm.abort(handle)
+                self.backend.abort(handle)
             await self._send(client, Message("error", {"what": f"generate: {type(e).__name__}: {e}", "call": call}))
         finally:
             self.calls.pop((client, call), None)
 
         await self._send(client, Message("ended", {"call": call}))
 
-    def _submit(self, message: Message) -> list[tuple[int, Any]]:
+    def _submit(self, message: Message, sampling: Sampling) -> list[tuple[int, Any]]:
         """Submit every rollout of the message as a request of its own; returns their numbers and handles."""
-        f, t = message.fields, message.tensors
+        tensors = message.tensors
         rows = []
-        texts = t["ids"].split(t["lengths"].tolist())
-        table = zip(t["numbers"].tolist(), texts, t["tokens"].tolist(), t["seeds"].tolist(), strict=True)
+        texts = tensors["ids"].split(tensors["lengths"].tolist())
+        table = zip(
+            tensors["numbers"].tolist(), texts, tensors["tokens"].tolist(), tensors["seeds"].tolist(), strict=True
+        )
         for number, ids, tokens, seed in table:
-            cuts = f["temperature"], f["top_p"], f["top_k"]
-            params = self.llm.params(*cuts, tokens, seed, f["log_probs"], f["stop_strings"])
-            rows.append((number, self.llm.submit(ids.tolist(), params)))
+            params = self.backend.params(sampling, tokens, seed)
+            rows.append((number, self.backend.submit(ids.tolist(), params)))
         return rows
 
-    async def _answer(self, client: bytes, call: int, number: int, handle: Any, f: Mapping[str, Any]) -> None:
+    async def _answer(self, client: bytes, call: int, number: int, handle: Any, sampling: Sampling) -> None:
         """Wait for one rollout and send it."""
-        done = await self.llm.completion(handle)
-        ids, log_probs = done.token_ids, done.log_probs
-        if f["temperature"] == 0:
+        done = await self.backend.completion(handle)
+        ids = done.token_ids
+        log_probs = done.log_probs
+        if sampling.temperature == 0:
             log_probs = [0.0] * len(ids)  # The distribution is a point mass.
 
-        by_token = done.finish == "stop" and not f["stop_strings"]
-        if by_token and (not ids or ids[-1] not in self.llm.options.stop_ids):
+        by_token = done.finish == "stop" and not sampling.stop_strings
+        if by_token and (not ids or ids[-1] not in self.backend.options.stop_ids):
             raise ValueError(f"a rollout ended by a stop token that it does not hold: ..., {ids[-3:]}")
         tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.tensor(log_probs)}
         await self._send(client, Message("rollout", {"call": call, "number": number, "finish": done.finish}, tensors))
 
 
 async def _main(address: str, options: EngineOptions) -> None:
-    # The version is checked first, because the leaf cannot be imported with an older engine. The trainer reads the
+    # The version is checked first, because the backend cannot be imported with an older engine. The trainer reads the
     # reason from the last line of the log.
     kind = ENGINES[options.engine]
     old = kind.too_old(importlib.import_module(kind.package).__version__)
     if old:
         raise SystemExit(old)
-    llm: EngineLeaf = importlib.import_module(kind.leaf).Llm(options)
-    await Server(llm, await llm.start(), address).serve()
+    backend: EngineBackend = pkgutil.resolve_name(kind.backend)(options)
+    await Server(backend, await backend.start(), address).serve()
 
 
 def _end_with_parent(directory: Path) -> None:

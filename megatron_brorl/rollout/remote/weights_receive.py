@@ -46,8 +46,8 @@ class BucketReader:
         """
         given: Any = bucket["records"]
         records = [TensorRecord(*record) for record in given]
-        memory = mapped(str(bucket["path"]))
-        tensors = {record.name: view(memory, record).to(self.device) for record in records}
+        memory = map_file(str(bucket["path"]))
+        tensors = {record.name: tensor_at(memory, record).to(self.device) for record in records}
         for record in records:
             if record.name in self.seen:
                 raise ValueError(f"{record.name} came twice")
@@ -63,12 +63,12 @@ class BucketReader:
             raise ValueError(f"{len(wrong)} tensors missing or unknown, for example {min(wrong)}")
 
 
-def mapped(path: str | Path) -> Tensor:
+def map_file(path: str | Path) -> Tensor:
     """Return the bytes of a file [size], shared with every process that maps it."""
     return torch.from_file(str(path), shared=True, size=os.path.getsize(path), dtype=torch.uint8)
 
 
-def view(memory: Tensor, record: TensorRecord) -> Tensor:
+def tensor_at(memory: Tensor, record: TensorRecord) -> Tensor:
     """Return the tensor [record.shape] in the bytes of a file [size]."""
     own = memory[record.offset : record.offset + record.nbytes]
     return own.view(getattr(torch, record.dtype)).view(record.shape)

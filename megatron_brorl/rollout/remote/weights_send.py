@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import checksum
 from megatron_brorl.ops.fp8_blocks import quantize
-from megatron_brorl.rollout.remote.weights_receive import TensorRecord, mapped, view
+from megatron_brorl.rollout.remote.weights_receive import TensorRecord, map_file, tensor_at
 from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive_each
 
 BUCKET_BYTES = 256 << 20  # of tensors that a worker loads at a time
@@ -32,16 +32,16 @@ _ALIGN = 64  # bytes between the starts of two tensors
 _LINEARS = tuple(f"{x}_proj.weight" for x in ("q", "k", "v", "o", "gate", "up", "down"))
 
 # Maps (Hugging Face name, tensor [any shape]) to the named tensors that are sent to the engine in its place.
-Form = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
+Encode = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
 Checksums = dict[str, int]  # of the tensors in the file, by name
 
 
-def as_is(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def unchanged(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensor itself."""
     yield name, tensor
 
 
-def in_fp8_blocks(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def to_fp8_blocks(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a linear layer's weight [N, K] in FP8 with a scale per 128 x 128 block, and any other tensor as it is.
 
     weight = fp8 * scale_inv up to rounding, as block-scaled Hugging Face checkpoints (quant_method "fp8") hold it:
@@ -73,7 +73,8 @@ class HostWeights:
         for record in self.records:
             if bucket and size + record.nbytes > limit and not record.name.endswith(SCALE):
                 yield bucket
-                bucket, size = [], 0
+                bucket = []
+                size = 0
             bucket.append(record)
             size += record.nbytes
         if bucket:
@@ -85,7 +86,7 @@ class HostWeights:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRanks:
     """The ranks of a machine that write an update together."""
 
     rank: int  # of this one among them
@@ -94,30 +95,32 @@ class Node:
     exchange: Callable[[Any], list[Any]]  # a collective: returns what each of them gives, in order
 
     @staticmethod
-    def alone(folder: Path) -> Node:
+    def alone(folder: Path) -> NodeRanks:
         """Return the node of a rank that writes by itself."""
-        return Node(0, 1, folder, lambda own: [own])
+        return NodeRanks(0, 1, folder, lambda own: [own])
 
 
 @dataclass(frozen=True)
-class Update:
+class WeightUpdate:
     """One update that is written."""
 
     number: int  # the same on all ranks of the node
     version: int  # of the weights
     names: Mapping[str, tuple[int, ...]]  # every tensor of the model with its shape
-    dtype: torch.dtype  # of tensors before `form`
-    form: Form
+    dtype: torch.dtype  # of tensors before `encode`
+    encode: Encode
 
 
-def stage(tensors: Iterable[tuple[str, Tensor]], update: Update, node: Node, link: Path | None) -> HostWeights | None:
+def write_update(
+    tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate, node: NodeRanks, link: Path | None
+) -> HostWeights | None:
     """Write a complete, checked update (tensors [any shape]); a collective of the node.
 
     link: path of the hard link for the engine that this rank leads. On ranks that lead none it is None, and they return
     None. Raises UpdateRefused on all ranks of the node if one of them finds a fault, and UserError if shared memory has
     no room for the file.
     """
-    records, size = layout(update.names, update.dtype, update.form)
+    records, size = file_layout(update.names, update.dtype, update.encode)
     path = node.folder / f"staged_{update.number}"
 
     # The first rank makes the file. The stream is read to its end in any case.
@@ -134,7 +137,7 @@ def stage(tensors: Iterable[tuple[str, Tensor]], update: Update, node: Node, lin
         raise UserError(fault)
 
     # Each rank writes its share, and checks its own stream as a whole. One rank's fault refuses the update for all.
-    own = {name for name, rank in shares(update.names, node.size).items() if rank == node.rank}
+    own = {name for name, rank in assign_writers(update.names, node.size).items() if rank == node.rank}
     sums: Checksums = {}
     try:
         sums = _write(tensors, update, own, records, path)
@@ -162,15 +165,18 @@ def stage(tensors: Iterable[tuple[str, Tensor]], update: Update, node: Node, lin
     return HostWeights(link, update.version, whole) if link else None
 
 
-def layout(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, form: Form) -> tuple[list[TensorRecord], int]:
+def file_layout(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, encode: Encode
+) -> tuple[list[TensorRecord], int]:
     """Return the records of all tensors in an update file, with checksums 0, and the size of the file in bytes.
 
-    shapes: name -> shape of each tensor before `form`. The ranks of a node compute the same layout without
+    shapes: name -> shape of each tensor before `encode`. The ranks of a node compute the same layout without
     communication.
     """
-    records, offset = [], 0
+    records = []
+    offset = 0
     for name, shape in shapes.items():
-        for sent, x in form(name, torch.empty(shape, dtype=dtype, device="meta")):
+        for sent, x in encode(name, torch.empty(shape, dtype=dtype, device="meta")):
             record = TensorRecord(sent, str(x.dtype).removeprefix("torch."), tuple(x.shape), offset, 0)
             records.append(record)
             # Unaligned, the next tensor could not be viewed in its own dtype.
@@ -178,9 +184,10 @@ def layout(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, form: Form
     return records, offset
 
 
-def shares(names: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
+def assign_writers(names: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
     """Return the rank of a node that writes each tensor: the one that has least to write so far."""
-    load, owner = [0] * ranks, {}
+    load = [0] * ranks
+    owner = {}
     for name, shape in names.items():
         owner[name] = load.index(min(load))
         load[owner[name]] += torch.Size(shape).numel()
@@ -202,20 +209,21 @@ def allocate(path: Path, size: int) -> None:
 
 
 def _write(
-    tensors: Iterable[tuple[str, Tensor]], update: Update, own: set[str], records: list[TensorRecord], path: Path
+    tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate, own: set[str], records: list[TensorRecord], path: Path
 ) -> Checksums:
     """Read the stream to its end and write the tensors in `own`. Raises UpdateRefused."""
-    memory, places = mapped(path), {record.name: record for record in records}
+    memory = map_file(path)
+    records_by_name = {record.name: record for record in records}
     sums: Checksums = {}
     faults: list[str] = []
     waiting: list[Future[None]] = []
 
-    def place(name: str, tensor: Tensor, expected: Tensor | None) -> None:
-        # Compute the checksum from the file, because workers read those bytes. If `form` or the dtype changes the
+    def write(name: str, tensor: Tensor, expected: Tensor | None) -> None:
+        # Compute the checksum from the file, because workers read those bytes. If `encode` or the dtype changes the
         # tensor, the expected checksum does not apply to the file and is compared with the received tensor instead.
-        sent = dict(update.form(name, tensor.to(update.dtype)))
+        sent = dict(update.encode(name, tensor.to(update.dtype)))
         for part, x in sent.items():
-            written = view(memory, places[part])
+            written = tensor_at(memory, records_by_name[part])
             written.copy_(x)
             sums[part] = int(checksum(part, written))
         if expected is not None:
@@ -225,16 +233,16 @@ def _write(
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="staging") as pool:
 
-        def take(name: str, tensor: Tensor, expected: Tensor | None) -> None:
+        def write_own(name: str, tensor: Tensor, expected: Tensor | None) -> None:
             if name not in own:
                 return
             # A copy, because the stream's tensors are views of buffers that are used again.
-            waiting.append(pool.submit(place, name, tensor.detach().clone(), expected))
+            waiting.append(pool.submit(write, name, tensor.detach().clone(), expected))
             # Without a limit the whole model would wait on the device.
             if len(waiting) > _WAITING:
                 waiting.pop(0).result()
 
-        receive_each(tensors, update.names, take)
+        receive_each(tensors, update.names, write_own)
         for future in waiting:
             future.result()
     if faults:

@@ -1,4 +1,4 @@
-// Stands in for CUDA's header: rounding to the nearest bfloat16, ties to even.
+// Replaces CUDA's header: rounding to the nearest bfloat16, ties to even.
 #pragma once
 
 #include "cuda_runtime.h"

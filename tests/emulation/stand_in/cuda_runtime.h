@@ -1,4 +1,5 @@
-// Stands in for CUDA's header where g++ compiles the .cu files of csrc: its words, as functions of emulation/machine.h.
+// Replaces CUDA's header when g++ compiles the .cu files of csrc: CUDA's keywords and functions, by
+// emulation/machine.h.
 #pragma once
 
 #include <math.h>  // not <cmath>: kernels say exp, and mean that of their type
@@ -16,7 +17,7 @@ using cudaStream_t = CUstream_st*;
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static thread_local  // blocks run one after another; nothing else here lies there, see machine.cpp
+#define __shared__ static thread_local  // blocks run one after another; see machine.cpp
 
 using emulation::blockIdx;
 using emulation::threadIdx;
@@ -26,7 +27,7 @@ inline void __syncthreads(Place place = Place::here()) { emulation::meet_block(p
 
 namespace emulation {
 
-// The value of lane `from`; the own one where that lies beyond the warp.
+// Return the value of lane `from`, or the own one if `from` is outside of the warp.
 template <typename T>
 T shuffle(unsigned mask, T value, unsigned from, Place place) {
   static_assert(sizeof(T) <= sizeof(uint64_t));

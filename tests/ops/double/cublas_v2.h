@@ -1,6 +1,6 @@
-// A double of cuBLAS for a CPU: what csrc/gemm.cu calls, with the names, values and refusals of cublas_api.h (CUDA 13)
-// and its meaning, after the reference BLAS: matrices by columns, op(A) [m, k], op(B) [k, n], C = alpha op(A) op(B) +
-// beta C. C is not read where beta is 0.
+// A fake of cuBLAS for CPUs: the functions that csrc/common/gemm.cu calls, with the names, values and errors of
+// cublas_api.h (CUDA 13). As in the reference BLAS, matrices are column-major, op(A) [m, k], op(B) [k, n] and C = alpha
+// op(A) op(B) + beta C. C is not read if beta is 0.
 #pragma once
 
 #include <cstdint>

@@ -32,13 +32,13 @@ SIZES = pytest.mark.parametrize("n", [2, 3, 5, 6])
 
 
 def gradient(logits: list[float], objective: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of a function of the success rate, on the logits, by autograd."""
+    """Return the gradient of a function of the success rate on the logits, by autograd."""
     x = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
     return torch.autograd.grad(objective((x.softmax(0) * RIGHT).sum()), x)[0]
 
 
 def expected(logits: list[float], n: int, advantages: Callable[[Tensor], Tensor]) -> Tensor:
-    """E[mean_i A_i grad log p(y_i)] over all 3^n draws of a softmax."""
+    """Return E[mean_i A_i grad log p(y_i)] over all 3^n draws of a softmax."""
     p = torch.tensor(logits, dtype=torch.float64).softmax(0)
     scores = torch.eye(3, dtype=torch.float64) - p  # grad log p(y) is the outcome's unit vector minus p
     total = torch.zeros(3, dtype=torch.float64)
@@ -69,7 +69,7 @@ def test_pass_at_k_is_unbiased(n, k, logits):
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_pass_at_k_by_all_subsets(k):
-    """Of 3 right ones among 7: whether a set of k has a right one, sets with the rollout against sets without it."""
+    """Compare sets of k that have the rollout with sets that do not: how many of them have a right one."""
     rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
     found = pass_at_k_advantages(rewards, k)
     for i in range(7):
@@ -80,13 +80,13 @@ def test_pass_at_k_by_all_subsets(k):
         assert float(found[i]) == pytest.approx(k * (means[True] - means[False]), rel=1e-6)
 
 
-def test_survivors_fewer_than_k_lower_k():
+def test_k_is_at_most_the_number_of_siblings():
     rewards = torch.tensor([1.0, 0.0, 0.0])
     assert torch.equal(pass_at_k_advantages(rewards, 8), pass_at_k_advantages(rewards, 2))
     assert pass_at_k_advantages(rewards, 8).abs().max() > 0
 
 
-def test_a_large_group_keeps_its_digits():
+def test_pass_at_k_is_accurate_for_large_groups():
     """One right rollout of 512, k = 64: C(511, 64) / C(511, 64) = 1 exactly, and the wrong ones' share of it."""
     rewards = torch.zeros(512)
     rewards[7] = 1.0
@@ -99,11 +99,11 @@ def test_a_large_group_keeps_its_digits():
 
 
 def test_groups_without_a_signal_are_exactly_zero():
-    """All wrong, all right, and one rollout alone: what algo.dynamic_sampling leaves out would add nothing."""
+    """Groups that algo.dynamic_sampling drops would add nothing to the gradient."""
     for make in (over_group_mean, lambda r: pass_at_k_advantages(r, 3)):
         for rewards in ([0.0] * 4, [1.0] * 4, [1.0] * 512, [0.0]):
             assert torch.equal(make(torch.tensor(rewards)), torch.zeros(len(rewards)))
-    assert torch.equal(over_group_mean(torch.tensor([0.95] * 512)), torch.zeros(512))  # whose spread is rounding
+    assert torch.equal(over_group_mean(torch.tensor([0.95] * 512)), torch.zeros(512))
 
 
 def test_names_are_those_of_the_configuration():

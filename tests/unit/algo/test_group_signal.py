@@ -1,4 +1,4 @@
-"""Which cause is named where rollouts carry no signal."""
+"""The cause that is reported if no group has a signal."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ NONE_RIGHT = {"all_right_share": 0.0}
         (SILENT | NONE_RIGHT | {"answered_share": 0.0, "cut_off_share": 1.0}, "cut off"),
         (SILENT | NONE_RIGHT | {"cut_off_share": 0.97}, "cut off"),
         (SILENT | NONE_RIGHT | {"cut_off_share": 0.89}, "none right"),
-        # Every group is kept without dynamic sampling, which makes no signal of equal rewards.
+        # Without dynamic sampling every group is kept, but equal rewards are no signal.
         (FINE | NONE_RIGHT | {"kept_share": 1.0, "reward_std": 0.0}, "none right"),
         (FINE | {"kept_share": 1.0, "reward_std": 0.0, "all_right_share": 1.0}, "all right"),
-        # Partial credit is a signal where nothing is right, and where everything is.
+        # With partial credit, groups that are all wrong or all right have a signal.
         (FINE | NONE_RIGHT | {"kept_share": 1.0}, None),
         (FINE | {"kept_share": 1.0, "all_right_share": 1.0}, None),
-        # Responses that are cut off and keep a part of their reward do have one.
+        # Responses that are cut off may keep a part of their reward.
         (FINE | {"cut_off_share": 1.0}, None),
-        # What is not known explains nothing.
+        # Missing metrics explain nothing.
         (dict.fromkeys(FINE, math.nan), None),
         (dict.fromkeys(FINE, None), None),
         ({}, None),

@@ -1,4 +1,4 @@
-"""Length and repetition terms against their equations, and masks for what engine and trainer disagree on."""
+"""Length and repetition terms, mismatch masks and learning rates against their equations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_cosine_length_reward():
     assert found == pytest.approx([0.25, -0.5 + 0.375 * (1 + half), -0.125, -0.5 + 0.375 * (1 - half), -0.5])
 
 
-def test_the_schedule_of_the_cosine():
+def test_the_cosine_term_is_on_for_some_steps_of_a_cycle():
     assert [step for step in range(14) if cycle_is_on(step, 2, 5)] == [0, 1, 7, 8]
     assert all(cycle_is_on(step, 0, 0) for step in range(3))
 
@@ -41,7 +41,8 @@ def test_repeated_ngrams_are_counted_by_looking_back():
     ids = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(0))
     text = ids.tolist()
     for n in (1, 2, 4):
-        seen, repeated = [], 0
+        seen = []
+        repeated = 0
         for i in range(len(text) - n + 1):
             repeated += text[i : i + n] in seen
             seen.append(text[i : i + n])
@@ -52,7 +53,8 @@ def test_repeated_ngrams_are_counted_by_looking_back():
 
 def test_terms_add_up_and_the_cosine_is_for_right_responses():
     rewards = torch.tensor([[1.0, 0.0], [0.5, 1.0]])
-    tokens, repeats = torch.tensor([[10, 10], [20, 5]]), torch.tensor([[3, 0], [10, 0]])
+    tokens = torch.tensor([[10, 10], [20, 5]])
+    repeats = torch.tensor([[3, 0], [10, 0]])
     config = ShapingConfig(
         overlong_tokens=15,
         cosine_coef=2.0,
@@ -98,9 +100,9 @@ def test_learning_rate_grows_with_the_root_of_the_batch():
 
 
 def test_learning_rate_of_the_filtered_batch():
-    """The same rule with the rollouts that are left: 62.5% of 128 groups of 512 are 80 of them, 40,960 rollouts."""
+    """The rule counts the kept rollouts: 62.5% of 128 groups of 512 are 80 groups, or 40,960 rollouts."""
     optim = OptimConfig(lr=1e-6, lr_for_rollouts=512 * 16, lr_counts="kept")
     assert scaled(optim, 128 * 512, 80 * 512).lr == pytest.approx(1e-6 * math.sqrt(5), rel=1e-12)
     assert scaled(optim, 128 * 512, 128 * 512).lr == pytest.approx(1e-6 * math.sqrt(8), rel=1e-12)
-    assert scaled(optim, 128 * 512, 0).lr == 0  # nothing is trained on
+    assert scaled(optim, 128 * 512, 0).lr == 0  # no rollout is kept
     assert scaled(OptimConfig(lr=1e-6, lr_counts="kept"), 128 * 512, 80 * 512).lr == 1e-6

@@ -1,4 +1,4 @@
-"""pass@k against enumeration, the bootstrap against the normal approximation and itself."""
+"""Bootstrap intervals against the normal approximation and closed forms; Student's test against integration."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_bootstrap_of_two_prompts_is_the_binomial() -> None:
     assert bootstrap_mean([0.0, 1.0], resamples=500, seed=0) == Interval(0.5, 0.0, 1.0)
 
 
-def test_the_mean_of_means_counts_groups_alike() -> None:
-    """Its variance is that of a mean of independent means, by the normal approximation."""
+def test_the_mean_of_means_gives_groups_equal_weight() -> None:
+    """The interval is that of the normal approximation for a mean of independent means."""
     random = np.random.default_rng(2)
     groups = [random.beta(2.0, 3.0, size=2000), random.beta(5.0, 1.0, size=500)]
     got = bootstrap_mean_of_means([x.tolist() for x in groups], resamples=4000, seed=1)
@@ -65,7 +65,7 @@ def test_bootstrap_of_equal_values_has_no_width() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5, 40, 320, 10_000])
 def test_equal_shares_have_the_interval_of_clopper_and_pearson(n: int) -> None:
-    """None of n right, or all: the share at which that has a probability of 0.025 (Clopper and Pearson 1934)."""
+    """The end is the share at which 0 of n, or n of n, has a probability of 0.025 (Clopper and Pearson 1934)."""
     none, every = (bootstrap_mean([v] * n, resamples=10, seed=0, bounds=SHARE) for v in (0.0, 1.0))
     assert (none.mean, none.low, every.mean, every.high) == (0.0, 0.0, 1.0, 1.0)
     assert (1 - none.high) ** n == pytest.approx(0.025)
@@ -75,8 +75,8 @@ def test_equal_shares_have_the_interval_of_clopper_and_pearson(n: int) -> None:
 @pytest.mark.parametrize(
     ("n", "value", "bounds"), [(3, 0.25, (0, 1)), (1, 0.375, (0, 1)), (7, 0.0, (-1, 1)), (4, -0.5, (-1, 1))]
 )
-def test_equal_values_leave_room_for_what_was_not_drawn(n: int, value: float, bounds: tuple[float, float]) -> None:
-    """The ends are means of the extreme prompts that show nothing but one value n times with probability 0.025."""
+def test_equal_values_have_room_for_others_in_their_interval(n: int, value: float, bounds: tuple[float, float]) -> None:
+    """At either end, prompts have the value n times with probability 0.025."""
     got = bootstrap_mean([value] * n, resamples=10, seed=0, bounds=bounds)
     seen = 0.025 ** (1 / n)  # the share of prompts with the value
     assert got.mean == value
@@ -84,7 +84,7 @@ def test_equal_values_leave_room_for_what_was_not_drawn(n: int, value: float, bo
     assert got.high == pytest.approx(seen * value + (1 - seen) * bounds[1])
 
 
-def test_bounds_change_nothing_where_values_differ() -> None:
+def test_bounds_change_nothing_if_values_differ() -> None:
     values = [0.0] * 30 + [1.0]
     assert bootstrap_mean(values, 200, 1, SHARE) == bootstrap_mean(values, 200, 1)
     # A benchmark of equal values widens the mean by its own share.
@@ -97,7 +97,7 @@ def test_bounds_change_nothing_where_values_differ() -> None:
     ("values", "resamples", "message"),
     [([], 10, "at least one prompt"), ([0.5], 0, "at least 1"), ([0.5, float("nan")], 10, "finite")],
 )
-def test_bootstrap_refuses_what_has_no_interval(values: list[float], resamples: int, message: str) -> None:
+def test_bootstrap_refuses_values_without_an_interval(values: list[float], resamples: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bootstrap_mean(values, resamples, seed=0)
 
@@ -111,15 +111,16 @@ def test_tails_with_closed_forms(t):
 
 @pytest.mark.parametrize(("t", "degrees"), [(0.7, 3), (2.0, 9), (-1.0, 17), (3.5, 40), (4.84, 10_000), (1.0, 200_000)])
 def test_tails_by_integration(t, degrees):
-    """Simpson's rule over the density from t to where nothing is left."""
+    """Simpson's rule over the density from t to infinity."""
     log_front = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
-    # x = t + s / (1 - s) takes [0, 1) to all that is beyond t.
+    # x = t + s / (1 - s) maps [0, 1) to [t, infinity).
     s = np.linspace(0, 1, 400_001)[:-1]
     x = t + s / (1 - s)
     density = np.exp(log_front - (degrees + 1) / 2 * np.log1p(x * x / degrees)) / (1 - s) ** 2
     density = np.append(density, 0.0)  # at infinity
     weights = np.ones(len(density))
-    weights[1:-1:2], weights[2:-1:2] = 4, 2
+    weights[1:-1:2] = 4
+    weights[2:-1:2] = 2
     assert student_tail(t, degrees) == pytest.approx(float((weights * density).sum() / 400_000 / 3), rel=1e-8)
 
 
@@ -129,7 +130,8 @@ def test_the_p_value_of_the_paper():
 
 
 def test_paired_test_written_out():
-    before, after = [0.25, 0.5, 1.0, 0.0, 0.75], [0.5, 0.5, 1.0, 0.25, 0.5]
+    before = [0.25, 0.5, 1.0, 0.0, 0.75]
+    after = [0.5, 0.5, 1.0, 0.25, 0.5]
     d = [b - a for a, b in zip(before, after, strict=True)]
     mean = math.fsum(d) / 5
     error = math.sqrt(math.fsum((x - mean) ** 2 for x in d) / 4 / 5)
@@ -154,8 +156,8 @@ def test_differences_that_do_not_vary():
         paired([0.5], [0.5], 10, 0)
 
 
-def test_the_test_has_its_size():
-    """Where nothing differs, one in twenty of 2,000 tests is below 0.05, within four standard errors."""
+def test_false_positives_are_as_frequent_as_stated():
+    """Without a difference, one in twenty of 2,000 p-values is below 0.05, within four standard errors."""
     g = np.random.default_rng(0)
     hits = 0
     for _ in range(2000):

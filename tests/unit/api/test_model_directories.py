@@ -1,4 +1,4 @@
-"""Model directories as people leave them: log-probabilities and ends of responses equal those of transformers.
+"""Compare log-probabilities and stop tokens with transformers for unusual model directories.
 
 Each directory is changed by hand after transformers wrote it. The built-in engine and the trainer read it by
 themselves, and transformers' from_pretrained and generate say what is right.
@@ -42,7 +42,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 MISSING = object()
-# Gemma's local layers have a rotation of their own.
+# Gemma's local layers have their own rotary embedding.
 BOTH = {"full_attention": PLAIN, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
 Change = Callable[[Path, int, int], None]  # (directory, two ids that the model samples early)
 
@@ -59,12 +59,12 @@ def config(*without: str, **changes: Any) -> Change:
 
 
 def rope(**changes: Any) -> Change:
-    """Replace all that config.json says of rotations."""
+    """Replace the rotary settings of config.json."""
     return config(*({"rope_parameters", "rope_scaling", "rope_theta"} - set(changes)), **changes)
 
 
 def ends(choose: Callable[[int, int], tuple[Any, Any]]) -> Change:
-    """Set eos_token_id of config.json and of generation_config.json; None in the second place removes that file."""
+    """Set eos_token_id of config.json and generation_config.json. A second value of None removes the latter file."""
 
     def change(directory: Path, a: int, b: int) -> None:
         first, second = choose(a, b)
@@ -79,7 +79,7 @@ def ends(choose: Callable[[int, int], tuple[Any, Any]]) -> Change:
 
 
 def shards_of_another_model(directory: Path, a: int, b: int) -> None:
-    """Index and shards of an earlier upload next to the single file of a later one."""
+    """Add index and shards of an older upload to the single file of a newer one."""
     other = AutoModelForCausalLM.from_pretrained(directory)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -91,14 +91,8 @@ def shards_of_another_model(directory: Path, a: int, b: int) -> None:
     assert (directory / INDEX).is_file()
 
 
-def index_of_no_shards(directory: Path, a: int, b: int) -> None:
-    (directory / INDEX).write_text(
-        json.dumps({"metadata": {}, "weight_map": {"model.norm.weight": "gone.safetensors"}})
-    )
-
-
 def in_shards(directory: Path, a: int, b: int) -> None:
-    """One file cut in two, with an index that is wrong about one tensor and lacks another."""
+    """Split the weights into two files, with an index that has one wrong entry and lacks another."""
     tensors = tiny.weights(directory)
     names = sorted(tensors)
     parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
@@ -112,7 +106,7 @@ def in_shards(directory: Path, a: int, b: int) -> None:
 
 
 def eos_is_an_added_token(directory: Path, a: int, b: int) -> None:
-    """The tokenizer got tokens beyond its vocabulary, and the model rows for them."""
+    """Add tokens beyond the vocabulary of the tokenizer, for which the model has rows."""
     inner = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     inner.add_special_tokens(["<|turn|>", "<|end|>"])
     inner.add_tokens(["added"])
@@ -122,7 +116,7 @@ def eos_is_an_added_token(directory: Path, a: int, b: int) -> None:
     assert load_tokenizer(directory).eos_id >= inner.get_vocab_size(with_added_tokens=False)
 
 
-# Family, tied, changes, and the content of generation_config.json: None removes it, {} leaves it as it is.
+# Family, whether the embeddings are tied, and the changes to the directory.
 MADE: dict[str, tuple[str, bool, list[Change]]] = {
     "yarn over plain": ("llama", False, [rope(rope_scaling=YARN, rope_parameters=PLAIN)]),
     "linear over plain": ("qwen2", True, [rope(rope_scaling=LINEAR, rope_parameters=PLAIN)]),
@@ -130,7 +124,6 @@ MADE: dict[str, tuple[str, bool, list[Change]]] = {
     "plain over yarn": ("qwen3", False, [rope(rope_scaling={"type": "default"}, rope_parameters=YARN)]),
     "yarn without its original context": ("qwen3", True, [rope(rope_parameters={"rope_type": "yarn", "factor": 4.0})]),
     "original context outside": ("llama", False, [rope(rope_scaling=LLAMA3, original_max_position_embeddings=128)]),
-    "yarn of a short context": ("qwen2", False, [rope(rope_scaling={**YARN, "original_max_position_embeddings": 4})]),
     "older keys": ("qwen2", True, [rope(rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=777.0)]),
     "gemma with both": ("gemma3", True, [rope(rope_scaling=LINEAR, rope_parameters=BOTH)]),
     "gemma with a base outside": (
@@ -141,21 +134,18 @@ MADE: dict[str, tuple[str, bool, list[Change]]] = {
     "gemma that does not say it is tied": ("gemma3", True, [config("tie_word_embeddings")]),
     "untied by default": ("qwen3", False, [config("tie_word_embeddings", "use_sliding_window", "layer_types")]),
     "stops in config.json": ("llama", True, [ends(lambda a, b: ([a, b], None))]),
-    "one stop in config.json": ("qwen2", True, [ends(lambda a, b: (a, None))]),
     "stops in generation_config.json": ("qwen2", False, [ends(lambda a, b: (EOS, [a, b]))]),
     "stops in both": ("llama", False, [ends(lambda a, b: (a, b))]),
     "a generation config without stops": ("llama", True, [ends(lambda a, b: ([a, b], MISSING))]),
     "no stops": ("qwen3", True, [ends(lambda a, b: (MISSING, None))]),
-    "null stops": ("qwen2", True, [ends(lambda a, b: (None, None))]),
     "a stale index": ("llama", False, [shards_of_another_model]),
-    "an index of nothing": ("qwen2", True, [index_of_no_shards]),
     "shards and a wrong index": ("qwen3", False, [in_shards]),
     "added tokens": ("llama", True, [eos_is_an_added_token, ends(lambda a, b: ([a, b], None))]),
 }
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE; ids 0 and 1 are <s> and </s>."""
+    """Write a byte-level BPE. Ids 0 and 1 are <s> and </s>."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -169,7 +159,7 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-# One of each kind while one works; the rest before a commit.
+# Cases of `make test-fast`, one of each kind.
 FAST = ("yarn over plain", "stops in config.json", "a stale index")
 NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MADE]
 
@@ -193,14 +183,14 @@ def expected_log_probs(model: Any, prompt: torch.Tensor, response: torch.Tensor)
     return logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
 
 
-def test_log_probs_and_ends_are_those_of_transformers(directory: Path, processes: Any) -> None:
+def test_log_probs_and_stop_tokens_are_those_of_transformers(directory: Path, processes: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = load_tokenizer(directory)
     prompts = [torch.tensor(tokenizer.encode_prompt(text)) for text in PROMPTS]
     given = model.generation_config.eos_token_id
     stops = {tokenizer.eos_id, *([] if given is None else given if isinstance(given, list) else [given])}
 
-    # Responses of the built-in engine: their log-probabilities, and where they end.
+    # Log-probabilities and stop tokens of the built-in engine.
     with Engine.from_pretrained(directory) as engine:
         sampled: list[list[Sample]] = engine.sample(PROMPTS, 24, max_tokens=TOKENS, seed=1)
         greedy: list[list[Sample]] = engine.sample(PROMPTS, 1, max_tokens=TOKENS, temperature=0)
@@ -218,9 +208,9 @@ def test_log_probs_and_ends_are_those_of_transformers(directory: Path, processes
             ended |= {sample.token_ids[-1]} & stops
             rows.append(prompt)
             responses.append(response)
-    assert ended  # some ended, or the comparison says nothing
+    assert ended  # otherwise stop tokens were not tested
 
-    # The same responses through the trainer.
+    # Log-probabilities of the trainer for the same responses.
     ops = backend("fused", torch.device("cpu"))
     worker = Worker(read_shape(directory), processes, StageOptions(400, ops, torch.float32), None)
     worker.load_hf(str(directory))

@@ -1,4 +1,4 @@
-"""The Python face against transformers, a brute force, and the command line's own parts."""
+"""Compare Engine and score with transformers, brute force and the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory):
     return directory, made
 
 
-def test_the_import_is_cheap_and_names_are_there():
+def test_the_import_is_fast_and_exports_all_names():
     code = (
         "import sys, megatron_brorl as m; assert 'torch' not in sys.modules; "
         "assert {'Engine', 'score', 'train'} <= {*dir(m)}; from megatron_brorl.train import early_stopping; "
@@ -44,13 +44,13 @@ def test_log_probs_are_those_of_transformers(model):
     prompts = ["12 + 7 =", [{"role": "user", "content": "12 + 7"}], "1"]
     with Engine.from_pretrained(directory) as engine:
         samples = engine.sample(prompts, n=3, max_tokens=5, seed=3)
-        # A prompt's samples are its own: alone, again, and of more siblings.
+        # The samples of a prompt do not depend on other prompts, earlier calls or n.
         alone = engine.sample(prompts[1:2], n=5, max_tokens=5, seed=3)
         other = engine.sample(prompts[:1], n=3, max_tokens=5, seed=4)
     assert [s.token_ids for s in alone[0][:3]] == [s.token_ids for s in samples[1]]
     assert [s.token_ids for s in other[0]] != [s.token_ids for s in samples[0]]
 
-    # The prompt's ids by transformers' own tokenizer.
+    # Token ids of the prompt by the tokenizer of transformers.
     reader = AutoTokenizer.from_pretrained(directory)
     texts = ["12 + 7 =", reader.apply_chat_template(prompts[1], tokenize=False, add_generation_prompt=True), "1"]
     for text, rows in zip(texts, samples, strict=True):
@@ -66,7 +66,7 @@ def test_log_probs_are_those_of_transformers(model):
 
 
 def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
-    """The likeliest token after the prompt that transformers makes with the same variables; special tokens are text."""
+    """Compare the first greedy token with transformers. Special tokens of a response are part of its text."""
     directory, made = model
     shutil.copytree(directory, tmp_path / "model")
     make_hf(tmp_path / "model", chat_template=CHAT + "{% if not enable_thinking %}7 + 7{% endif %}")
@@ -82,7 +82,7 @@ def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
             with torch.no_grad():
                 assert row.token_ids == (int(made(torch.tensor([ids])).logits[0, -1].argmax()),)
             firsts.append(ids)
-        # Every token is drawn, special ones too.
+        # All tokens are sampled, including special ones.
         [rows] = engine.sample(["1"], n=400, max_tokens=1, temperature=50.0, stop=("<|user|>",))
     assert firsts[0] != firsts[1]
     for token, text, finish in ((2, "<|user|>", "stop"), (3, "<|assistant|>", "length"), (1, "", "stop")):
@@ -90,7 +90,7 @@ def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
         assert found == {(text, finish)}
 
 
-def test_greedy_is_the_likeliest_token(model):
+def test_greedy_decoding_takes_the_most_likely_token(model):
     directory, made = model
     with Engine.from_pretrained(str(directory)) as engine:
         [[row]] = engine.sample(["1"], n=1, max_tokens=1, temperature=0)
@@ -115,17 +115,10 @@ def test_greedy_is_the_likeliest_token(model):
         ),
     ],
 )
-def test_mistakes_end_in_one_line(model, arguments, message):
+def test_mistakes_are_errors_of_one_line(model, arguments, message):
     with Engine.from_pretrained(model[0]) as engine, pytest.raises(UserError, match=message) as e:
         engine.sample(**{"n": 2, "max_tokens": 4, **arguments})
     assert "\n" not in str(e.value)
-
-
-def test_a_closed_engine_says_so(model):
-    engine = Engine.from_pretrained(model[0])
-    engine.close()
-    with pytest.raises(UserError, match="is closed"):
-        engine.sample(["1"])
 
 
 def test_scores_are_those_of_the_verifier():
@@ -138,8 +131,8 @@ def test_scores_are_those_of_the_verifier():
         score(["1", "2"], ["1"])
 
 
-def test_a_row_without_an_id_is_known_by_its_place():
-    """An id that differs from the place in an error message would lead to the wrong row."""
+def test_a_row_without_an_id_gets_its_index():
+    """Ids and error messages use the same name for a row."""
     ids = []
 
     def see(response, row):
@@ -152,7 +145,7 @@ def test_a_row_without_an_id_is_known_by_its_place():
         score(["a"], [{"answer": 4}], verifier=see)
 
 
-def test_a_function_is_a_verifier():
+def test_a_function_can_be_the_verifier():
     def half(response, row):
         if response == "raise":
             raise ValueError("oh")

@@ -1,4 +1,4 @@
-"""A chat template that writes today's date: one date for a run, its resumption and evaluations in its folder."""
+"""Check that a run, its resumption and evaluations in its folder use one date in the chat template."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture
 def today(monkeypatch):
-    """Sets the date of this process."""
+    """Return a function that sets the date of this process."""
 
     def make(day):
         clock = SimpleNamespace(date=SimpleNamespace(today=lambda: day))
@@ -81,7 +81,7 @@ def without_time(rows):
     return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 
-def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config, tmp_path, today):
+def test_a_resumed_run_and_its_evaluation_use_the_date_of_the_first_start(config, tmp_path, today):
     whole, parts = [f"run.dir={tmp_path / 'whole'}"], [f"run.dir={tmp_path / 'parts'}"]
     today(FIRST)
     expected = train(config, overrides=whole, reward=even)
@@ -94,7 +94,7 @@ def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config,
         assert all(prompt.startswith("31 Jan 2026 /no_think ") for prompt in prompts if prompt)
     assert (tmp_path / "parts" / TEMPLATE_DATE).read_text() == "2026-01-31\n"
 
-    # An evaluation in the same folder has the same prompts, one elsewhere those of today; both say so.
+    # An evaluation in the same folder uses the date of the run, and one elsewhere uses today's date.
     verifier = "data.verifier=exact"
     for name, date in (("parts", FIRST), ("elsewhere", datetime.date.today())):
         done = brorl("evaluate", config, f"run.dir={tmp_path / name}", verifier)
@@ -107,7 +107,7 @@ def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config,
     assert compared.returncode == 0, compared.stderr
     assert "warning: the chat templates wrote other dates: 2026-01-31 and " in compared.stderr
 
-    # Without its date the run is another one; a run that starts anew takes today's.
+    # Without the file the run cannot be resumed. A run that starts again uses today's date.
     (tmp_path / "parts" / TEMPLATE_DATE).unlink()
     with pytest.raises(UserError, match=r"the date 2026-01-31 .*now 2026-02-01: write 2026-01-31 into run\.dir/"):
         train(config, overrides=[*parts, "train.steps=3"], reward=even)
@@ -116,14 +116,7 @@ def test_a_run_goes_on_and_is_evaluated_with_the_date_of_its_first_start(config,
     assert (tmp_path / "parts" / TEMPLATE_DATE).read_text() == "2026-02-01\n"
 
 
-def test_other_variables_are_another_run(config, tmp_path):
-    asked = {"overrides": [f"run.dir={tmp_path}"], "reward": even}
-    assert not train(config, callbacks=[Stopping()], **asked).finished
-    with pytest.raises(UserError, match=r"was written with data\.chat_template_kwargs = \{'enable_thinking': False\}"):
-        train(config, overrides=[*asked["overrides"], "data.chat_template_kwargs={}"], reward=even)
-
-
-def test_a_file_without_a_date_is_an_error(tmp_path):
+def test_a_damaged_date_file_is_an_error(tmp_path):
     assert run_folder.template_date(tmp_path) is None
     (tmp_path / TEMPLATE_DATE).write_text("2026-01-31\n")
     assert run_folder.template_date(tmp_path) == FIRST
@@ -133,7 +126,7 @@ def test_a_file_without_a_date_is_an_error(tmp_path):
             run_folder.template_date(tmp_path)
 
 
-def test_ranks_that_start_on_two_days_do_not_run(tmp_path, monkeypatch):
+def test_ranks_that_start_on_different_days_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder.collectives, "all_gather", lambda text: [text, str(NEXT)])
     with pytest.raises(UserError, match="ranks started on different days, 2026-01-31 and 2026-02-01"):
         run_folder.keep_template_date(tmp_path, FIRST, True)

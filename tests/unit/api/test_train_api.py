@@ -1,4 +1,4 @@
-"""`train` from Python: the command line's run, with a function as its reward, told and stopped by callbacks."""
+"""Test `megatron_brorl.train` with a reward function and callbacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [{"prompt": f"{a} + {b} =", "answer": str((a + b) % 10)} for a in range(3
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    """What a run of two steps is made of."""
+    """Return the configuration of a run of two steps."""
     folder = tmp_path_factory.mktemp("face_training")
     tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
     make_hf(folder / "model")
@@ -35,13 +35,13 @@ def tables(tmp_path_factory):
 
 
 def even(response, row):
-    """Of texts, so that an untrained model is sometimes right."""
+    """Reward texts of even length, so that an untrained model is sometimes correct."""
     assert row["answer"] is not None
     return float(len(response) % 2 == 0)
 
 
 class Watched:
-    """Keeps what it is told; raises what it is given after the first step."""
+    """A callback that stores its arguments and raises an exception after the first step."""
 
     def __init__(self, raised=None):
         self.steps, self.evaluations, self.summaries, self.raised = [], [], [], raised
@@ -68,10 +68,10 @@ def without_time(rows):
     return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 
-def test_a_run_and_what_it_tells(whole):
+def test_callbacks_receive_the_recorded_metrics(whole):
     result, watched = whole
     assert result.finished
-    # The function's verdicts, from the texts that were recorded.
+    # Rewards computed from the recorded texts.
     for step, metrics in watched.steps:
         texts = result.rollouts(step)["text"].to_pylist()
         assert len(texts) == 2 * 16
@@ -87,7 +87,7 @@ def test_a_run_and_what_it_tells(whole):
         result.rollouts(7)
 
 
-def test_a_finished_run_is_returned_as_it_is(tables, tmp_path, capfd):
+def test_a_finished_run_is_returned_without_training(tables, tmp_path, capfd):
     asked = {**tables, "train": {**tables["train"], "steps": 1}, "run": {"log": [], "dir": str(tmp_path)}}
     first, written = train(asked), tmp_path / "model" / "model.safetensors"
     before = written.stat().st_mtime_ns
@@ -102,8 +102,8 @@ def test_a_finished_run_is_returned_as_it_is(tables, tmp_path, capfd):
     assert len(train(asked, overrides=["train.steps=2"]).metrics) == 2
 
 
-def test_the_example_of_the_page_runs(whole, tables, tmp_path, monkeypatch):
-    """It needs no package that the project does not install, and its names hold what it says."""
+def test_the_example_of_the_documentation_runs(whole, tables, tmp_path, monkeypatch):
+    """Run the example of docs/python.md and check its values."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "x").symlink_to(whole[0].directory)
@@ -127,7 +127,7 @@ def test_the_example_of_the_page_runs(whole, tables, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("raised", [StopTraining(), ValueError("plot\nfailed")])
-def test_stopped_runs_go_on_to_the_same_end(whole, tables, tmp_path, raised):
+def test_stopped_runs_resume_bit_exactly(whole, tables, tmp_path, raised):
     asked = {"overrides": [f"run.dir={tmp_path}"], "reward": even}
     if isinstance(raised, StopTraining):
         stopped = train(tables, callbacks=[Watched(raised)], **asked)
@@ -141,7 +141,7 @@ def test_stopped_runs_go_on_to_the_same_end(whole, tables, tmp_path, raised):
     assert without_time(train(tables, **asked).metrics) == without_time(whole[0].metrics)
 
 
-def test_mistakes_are_those_of_the_command_line(tables, tmp_path):
+def test_mistakes_are_reported_as_on_the_command_line(tables, tmp_path):
     with pytest.raises(UserError, match=r"unknown key rollout\.m"):
         train(tables | {"rollout": {"m": 3}})
     with pytest.raises(UserError, match="no such configuration file"):

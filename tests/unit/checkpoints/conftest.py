@@ -1,4 +1,4 @@
-"""One trained model for the tests of checkpoints."""
+"""Fixtures for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_brorl.train.worker import StageOptions, Worker
 
 @pytest.fixture(scope="module")
 def part(processes, model):
-    """The actor and the optimizer of a tiny model."""
+    """A tiny actor with its optimizer."""
     options = StageOptions(100, backend("fused", torch.device("cpu")))
     worker = Worker(read_shape(model[0]), processes, options, OptimConfig())
     worker.load_hf(model[0])

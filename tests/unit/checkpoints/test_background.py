@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the run continues: `latest` names one only when all of it is on the disk."""
+"""Tests of checkpoints that are written in the background."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(root: Path) -> list[str]:
 
 
 class Held:
-    """Saves that stop where a file of this name is about to be written, until they are let go."""
+    """Blocks saves before they write a file of this name, until `go` is set."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
         self.reached = threading.Event()
@@ -47,8 +47,8 @@ class Held:
 
 
 @pytest.mark.parametrize("name", ["1.distcp", "own", "manifest.json"])
-def test_latest_is_the_old_one_until_all_of_the_new_one_is_there(begin, tmp_path, monkeypatch, name):
-    """A SIGKILL at this moment leaves these files: a restart continues from the old one."""
+def test_latest_names_the_old_checkpoint_until_the_new_one_is_complete(begin, tmp_path, monkeypatch, name):
+    """The files while the save is blocked are those that a SIGKILL would leave."""
     first = begin(1)
     first.write()
     first.agree()
@@ -71,7 +71,7 @@ def test_latest_is_the_old_one_until_all_of_the_new_one_is_there(begin, tmp_path
     assert saving.seconds_to_come() == saving.write_s > 0
 
 
-def test_the_rest_of_a_killed_save_is_deleted_by_the_next(begin, tmp_path):
+def test_the_next_save_deletes_files_of_a_killed_one(begin, tmp_path):
     abandoned = begin(1)
     abandoned.shards.write(abandoned.aside)
     assert names(tmp_path) == [".step_00000001.writing"]
@@ -83,7 +83,7 @@ def test_the_rest_of_a_killed_save_is_deleted_by_the_next(begin, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".distcp", ".metadata", "manifest.json"])
-def test_latest_does_not_name_a_checkpoint_that_reads_back_with_other_bytes(begin, tmp_path, monkeypatch, name):
+def test_a_checkpoint_that_reads_back_differently_is_rejected(begin, tmp_path, monkeypatch, name):
     saving = BackgroundSaver()
     saving.start(begin(1), SOON)
     saving.settle()
@@ -122,7 +122,7 @@ def test_the_manifest_has_the_hash_of_every_file(begin, tmp_path):
     assert {"own", "run.json", "common.pt", ".metadata", "metadata.json", "__0_0.distcp", "__0_1.distcp"} == set(there)
 
 
-def test_an_error_of_the_run_waits_for_the_checkpoint(begin, tmp_path, monkeypatch):
+def test_finish_waits_for_the_checkpoint_and_warns_of_errors(begin, tmp_path, monkeypatch):
     held = Held(monkeypatch, ".metadata")
     saving = BackgroundSaver()
     told = []

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints: bit by bit for many shapes, and errors."""
+"""Tests of checkpoint conversion: bit-exact weights for many shapes, and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "
 
 
 def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """`brorl convert` by its older name."""
+    """Run tools/convert_checkpoint.py."""
     return forks.script(TOOL, *arguments)
 
 
@@ -80,7 +80,7 @@ SHAPES = {
         for i, (name, case) in enumerate(SHAPES.items())
     ],
 )
-def test_both_ways_bit_by_bit_and_logits_of_transformers(tmp_path, model, tensor, pipeline):
+def test_conversion_is_bit_exact_both_ways_and_logits_equal_transformers(tmp_path, model, tensor, pipeline):
     family, tied, overrides = model
     tiny.make_model(tmp_path / "hf", family, tied, **overrides)
     size = to_megatron(tmp_path / "hf", tmp_path / "a", tensor, pipeline)
@@ -98,7 +98,7 @@ def test_both_ways_bit_by_bit_and_logits_of_transformers(tmp_path, model, tensor
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A Hugging Face directory of some shards and a Megatron checkpoint of it."""
+    """A sharded Hugging Face directory and the same model as a Megatron checkpoint."""
     root = tmp_path_factory.mktemp("made")
     tiny.make_model(root / "one", "qwen2", False).save_pretrained(root / "hf", max_shard_size="80KB")
     to_megatron(root / "hf", root / "megatron", 2, 2)
@@ -125,7 +125,7 @@ def test_the_command_verifies_and_shows_progress(made, tmp_path):
     assert tool("to-hf", tmp_path / "m", tmp_path / "back", "--overwrite").returncode == 0
 
 
-def test_verify_finds_other_weights(copy):
+def test_verify_detects_different_weights(copy):
     names = sorted(p.name for p in (copy / "hf").glob("*.safetensors"))
     changed = load_file(copy / "hf" / names[1])
     save_file({n: t * 1.01 for n, t in changed.items()}, copy / "hf" / names[1], metadata={"format": "pt"})
@@ -198,7 +198,7 @@ MEGATRON_FAULTS = [
 
 
 @pytest.mark.parametrize(("change", "parts"), HF_FAULTS)
-def test_a_bad_hugging_face_directory_is_named_and_leaves_nothing(copy, change, parts):
+def test_a_damaged_hugging_face_directory_is_named_and_no_files_are_left(copy, change, parts):
     change(copy)
     with pytest.raises(UserError) as caught:
         to_megatron(copy / "hf", copy / "out", 2, 1)
@@ -209,7 +209,7 @@ def test_a_bad_hugging_face_directory_is_named_and_leaves_nothing(copy, change, 
 
 
 @pytest.mark.parametrize(("change", "parts"), MEGATRON_FAULTS)
-def test_a_bad_megatron_checkpoint_is_named_and_leaves_nothing(copy, change, parts):
+def test_a_damaged_megatron_checkpoint_is_named_and_no_files_are_left(copy, change, parts):
     change(copy)
     with pytest.raises(UserError) as caught:
         to_hf(copy / "megatron", copy / "out")
@@ -219,8 +219,8 @@ def test_a_bad_megatron_checkpoint_is_named_and_leaves_nothing(copy, change, par
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
 
 
-def test_a_full_disk_ends_in_one_line(copy):
-    """A limit on the size of files refuses writes as a full disk does."""
+def test_a_full_disk_is_reported_in_one_line(copy):
+    """A limit on the file size makes writes fail as a full disk does."""
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -234,8 +234,8 @@ def test_a_full_disk_ends_in_one_line(copy):
 
 
 @pytest.mark.slow
-def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
-    """SIGKILL at some moment of the writing; then the same command does the whole."""
+def test_a_killed_conversion_does_not_look_complete(tmp_path):
+    """After a SIGKILL during the conversion, the same command completes it."""
     config = QWEN | SMALLER | {"num_hidden_layers": 48, "hidden_size": 384, "intermediate_size": 1024}
     write_random_model(config, tmp_path / "hf", 0, torch.bfloat16)
     command = [*COMMAND, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"), "--tensor", "2"]
@@ -257,14 +257,14 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
 
 
 def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_path, capsys):
-    """What a run saves, optimizer and all; config.json and tokenizer from the model it began with."""
+    """The checkpoint has an optimizer; config.json and the tokenizer come from the initial model."""
     from megatron_brorl.checkpoints.model_state import ModelState
     from megatron_brorl.config.schema import OptimConfig
     from megatron_brorl.ops.backend import backend
     from megatron_brorl.train.worker import StageOptions, Worker
 
     tiny.make_model(tmp_path / "hf", "qwen3", True)
-    edit(tmp_path / "hf/config.json", dtype="bfloat16")  # the run trains in fp32 what was published in bf16
+    edit(tmp_path / "hf/config.json", dtype="bfloat16")  # published in bf16, trained in fp32
     options = StageOptions(100, backend("fused", torch.device("cpu")))
     worker = Worker(read_shape(tmp_path / "hf"), processes, options, OptimConfig())
     worker.load_hf(tmp_path / "hf")
@@ -273,7 +273,7 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_p
     assert_same_weights(tmp_path / "hf", tmp_path / "back")
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
 
-    # A pointer names a checkpoint too.
+    # A pointer can be given instead of the folder.
     (tmp_path / "checkpoints/best").write_text("step_00000001\npass_at_1 0.5\n")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/latest").write_text("nothing of ours\n")
@@ -284,7 +284,7 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_p
         assert ended.value.code == code
         assert out.exists() == (code == 0)
     assert_same_weights(tmp_path / "hf", tmp_path / "checkpoints-best")
-    assert "elsewhere/latest: names no checkpoint; give the folder of one" in capsys.readouterr().err
+    assert "elsewhere/latest: does not name a checkpoint; give the folder of one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tensor", "tied"), [(1, True), (2, False)])

@@ -1,4 +1,4 @@
-"""Other files next to a run's checkpoints: they are neither resumed from nor deleted."""
+"""Tests of checkpoint folders, pointers and rotation, and of unrelated files next to them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_brorl.errors import UserError
 
 @pytest.fixture
 def save(part, tmp_path):
-    """Save a step of a run that keeps the newest two."""
+    """A function that saves a step; by default the newest two are kept."""
     return lambda step, keep=2: save_checkpoint(tmp_path, step, part, keep)
 
 
 def files(root: Path) -> dict[str, bytes]:
-    """Every file under a folder, but for what Megatron writes, by its path."""
+    """Return the content of all files below a folder, by path. Files of Megatron are empty."""
     return {
         p.relative_to(root).as_posix(): b"" if p.suffix in (".distcp", ".pt") else p.read_bytes()
         for p in sorted(root.rglob("*"))
@@ -58,7 +58,7 @@ def test_stray_files_and_links_are_ignored(save, tmp_path, tmp_path_factory):
 
 
 def test_repair_completes_a_killed_save(save, tmp_path):
-    """Killed while it wrote `latest`: its folder is whole, and older ones are still there."""
+    """The save was killed before it wrote `latest`: the new folder is complete, and the old one still exists."""
     save(1)
     save(2)
     (tmp_path / "latest").write_text("step_00000001\n")
@@ -69,8 +69,8 @@ def test_repair_completes_a_killed_save(save, tmp_path):
     assert (tmp_path / "latest").read_text() == "step_00000002\n"
 
 
-def test_a_renamed_checkpoint_never_rolls_a_run_back(save, tmp_path):
-    """`latest` names the newest: without it there is nothing to go on from unseen, however many others there are."""
+def test_a_missing_newest_checkpoint_is_an_error(save, tmp_path):
+    """A run must not silently continue from an older checkpoint than the one that `latest` names."""
     save(1)
     save(2).rename(tmp_path / "step_best")
     with pytest.raises(UserError, match=r"step_00000002: is missing; delete it and .*latest to continue from an older"):
@@ -79,7 +79,7 @@ def test_a_renamed_checkpoint_never_rolls_a_run_back(save, tmp_path):
     assert checkpoint.find(tmp_path) == tmp_path / "step_00000001"
 
 
-def test_a_checkpoint_that_lost_its_step_is_damaged(save, tmp_path):
+def test_a_checkpoint_with_a_broken_run_json_is_damaged(save, tmp_path):
     newest = save(1)
     (newest / "run.json").write_text("{")
     with pytest.raises(UserError, match=r"step_00000001: run\.json is damaged"):

@@ -1,4 +1,4 @@
-"""Hugging Face directories: weight files as transformers chooses them, tensor names and shapes, and errors."""
+"""Tests of Hugging Face directories: the choice of weight files, tensor names and shapes, and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture twice, as one file and as shards of other values."""
+    """Two models of one architecture with different weights: one in a single file, one in shards."""
     root = tmp_path_factory.mktemp("made")
     tiny.make_model(root / "one", "llama", False, seed=1)
     tiny.make_model(root / "other", "llama", False, seed=2).save_pretrained(root / "shards", max_shard_size="80KB")
@@ -44,7 +44,7 @@ def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def reindex(directory: Path, **files: str) -> None:
-    """Write other files for some tensors into the index; "" removes a tensor from it."""
+    """Change the files of some tensors in the index; "" removes a tensor."""
     index = json.loads((directory / INDEX).read_text())
     index["weight_map"] |= {name.replace("__", "."): file for name, file in files.items()}
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file}
@@ -52,7 +52,7 @@ def reindex(directory: Path, **files: str) -> None:
 
 
 def index_next_to_one_file(one: Path, sharded: Path) -> Path:
-    """A stale index whose shards are there."""
+    """Add a stale index with its shards."""
     for path in (*shards(sharded), sharded / INDEX):
         shutil.copy(path, one)
     return one
@@ -64,7 +64,7 @@ def a_tensor_that_the_index_lacks(one: Path, sharded: Path) -> Path:
 
 
 def a_tensor_in_another_shard(one: Path, sharded: Path) -> Path:
-    """The index is wrong about one tensor."""
+    """Let the index name the wrong shard for one tensor."""
     other = next(p.name for p in shards(sharded) if "model.norm.weight" not in load_file(p))
     reindex(sharded, model__norm__weight=other)
     return sharded
@@ -82,7 +82,7 @@ def copies(made: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("arrange", READ)
-def test_weights_are_those_that_transformers_loads(made: Path, tmp_path: Path, arrange: Any) -> None:
+def test_the_same_weights_are_loaded_as_by_transformers(made: Path, tmp_path: Path, arrange: Any) -> None:
     directory = arrange(*copies(made, tmp_path))
     expected = AutoModelForCausalLM.from_pretrained(directory).state_dict()
     names = hf_shapes(read_shape(directory))
@@ -127,7 +127,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arrange", "message"), REFUSED)
-def test_other_directories_end_in_one_line(made: Path, tmp_path: Path, arrange: Any, message: str) -> None:
+def test_an_invalid_directory_is_reported_in_one_line(made: Path, tmp_path: Path, arrange: Any, message: str) -> None:
     directory = arrange(*copies(made, tmp_path))
     with pytest.raises(UserError) as e:
         Checkpoint(directory)
@@ -135,7 +135,7 @@ def test_other_directories_end_in_one_line(made: Path, tmp_path: Path, arrange: 
     assert message in str(e.value)
 
 
-def test_an_export_has_no_index_of_other_files(made: Path, tmp_path: Path) -> None:
+def test_an_export_has_no_index_of_the_source(made: Path, tmp_path: Path) -> None:
     from megatron_brorl.checkpoints.hugging_face import copy_companions
 
     one, sharded = copies(made, tmp_path)
@@ -162,14 +162,14 @@ GGUF = [a_gguf_file, gguf_next_to_config_and_tokenizer]
 
 
 @pytest.mark.parametrize("arrange", GGUF)
-def test_gguf_is_answered_wherever_a_model_is_given(made: Path, tmp_path: Path, arrange: Any) -> None:
+def test_gguf_files_are_refused_with_advice(made: Path, tmp_path: Path, arrange: Any) -> None:
     given = arrange(copies(made, tmp_path)[0])
     for use in (read_shape, load_tokenizer, Engine.from_pretrained):
         with pytest.raises(UserError, match=r"GGUF.*convert"):
             use(given)
 
 
-def test_a_file_in_the_place_of_a_directory(made: Path) -> None:
+def test_a_file_instead_of_a_directory_is_refused(made: Path) -> None:
     with pytest.raises(UserError, match=r"model\.safetensors: is a file; give the Hugging Face directory"):
         read_shape(made / "one" / WEIGHTS)
     for empty in ("", " "):
@@ -178,7 +178,7 @@ def test_a_file_in_the_place_of_a_directory(made: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_export_tells_whether_weights_changed(made: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_save_returns_whether_weights_changed(made: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     stored = load_file(made / "one" / WEIGHTS)
 
     def differs(**changed: torch.Tensor) -> bool:
@@ -188,7 +188,7 @@ def test_an_export_tells_whether_weights_changed(made: Path, tmp_path: Path, dty
     norm = stored["model.norm.weight"]
     assert not differs()
     assert differs(model_norm_weight=norm + 1)
-    # A difference that the exported type cannot hold does not count.
+    # A difference below the precision of the exported type does not count.
     assert differs(model_norm_weight=norm + 2**-20) == (dtype == torch.float32)
 
 
@@ -202,7 +202,7 @@ def test_shapes_equal_those_transformers_writes(tmp_path, family, tied):
     Checkpoint(tmp_path).check(hf_shapes(shape))
 
 
-def test_checkpoint_that_does_not_fit_is_refused(tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     tiny.make_model(tmp_path, "llama", False)
     shapes = hf_shapes(read_shape(tmp_path))
     checkpoint = Checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""README.md of an exported model, read back by pyyaml and by its tables."""
+"""Tests of the model card, with its metadata read by pyyaml."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TRAINING = Training(
 
 
 def parts(card: str) -> tuple[dict, str]:
-    """Front matter and body, as the hub tells them apart."""
+    """Return metadata and body of a card."""
     empty, front, body = card.split("---\n", 2)
     assert not empty
     return yaml.safe_load(front), body
 
 
 def cells(body: str, first: str) -> list[str]:
-    """The row of a table that begins so, without its first cell."""
+    """Return the table row that starts with this cell, without the cell."""
     (line,) = [line for line in body.splitlines() if line.startswith(f"| {first} |")]
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
@@ -95,7 +95,7 @@ def test_a_run_without_evaluation():
         ("license: {", {"license": "other"}),
     ],
 )
-def test_licence_and_base_are_those_of_the_base_models_own_card(tmp_path: Path, own, front):
+def test_licence_and_base_model_come_from_the_card_of_the_base_model(tmp_path: Path, own, front):
     if own:
         (tmp_path / CARD).write_text(f"---\n{own}\n---\n# Theirs\nTheir own words.\n")
     base = Base.of(str(tmp_path), tmp_path)

@@ -1,4 +1,4 @@
-"""`brorl quantize` on a tiny model: figures against plain formulas, and files against what they came from."""
+"""Tests of `brorl quantize` on a tiny model: metrics against plain formulas, and files against the original."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def model(tmp_path_factory):
 
 
 def quantize(*arguments: object) -> int:
-    """Its exit code."""
+    """Run `brorl quantize` and return its exit code."""
     with pytest.raises(SystemExit) as done:
         main(["quantize", *map(str, arguments)])
     return done.value.code
 
 
-def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
-    """Before the model, which is not there, is looked at."""
+def test_user_errors_are_one_line_with_exit_code_2(tmp_path, capsys, monkeypatch):
+    """The model does not exist, so arguments are checked before it is read."""
     rows = tmp_path / "rows.jsonl"
     assert quantize("evaluate", tmp_path / "model", rows, "--calibrate", 0) == 2
     assert capsys.readouterr().err == "brorl: --calibrate 0: must be at least 1\n"
@@ -59,7 +59,7 @@ def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch)
     assert told.endswith("pip install 'megatron-brorl[quantize]'\n")
 
 
-def test_shift_against_loops():
+def test_shift_equals_plain_loops():
     g = torch.Generator().manual_seed(0)
     logits = [[torch.randn(n, 7, generator=g) for n in (3, 5)] for _ in range(2)]
     targets = [torch.randint(0, 7, (n,), generator=g) for n in (3, 5)]
@@ -82,7 +82,7 @@ def test_shift_against_loops():
 
 
 @needs_modelopt
-def test_formats_move_the_distribution_as_their_precision_says(model, capsys):
+def test_fp8_changes_the_distribution_less_than_int4(model, capsys):
     found = {}
     for form in ("fp8", "int4"):
         assert quantize("evaluate", *model, "--format", form, "--calibrate", 16) == 0
@@ -93,8 +93,8 @@ def test_formats_move_the_distribution_as_their_precision_says(model, capsys):
 
 
 @needs_modelopt
-def test_export_holds_the_weights(model, tmp_path):
-    """float8 weights times their scale are the weights, to half a step of three fraction bits; the rest is bf16."""
+def test_exported_weights_equal_the_original_within_rounding(model, tmp_path):
+    """float8 weights times scale equal the weights within half a step of three fraction bits; the rest is bf16."""
     out = tmp_path / "out"
     assert quantize("export", *model, out) == 0
     original = load_file(model[0] / "model.safetensors")

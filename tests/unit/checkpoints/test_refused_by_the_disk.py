@@ -1,4 +1,4 @@
-"""A disk that refuses reads or writes: an error of one line, nothing half-written stays, and the run can continue."""
+"""Tests of disk errors: one line for the user, no partial files, and the run can continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(part, tmp_path):
 
 
 def fails(save, step: int, root: Path, reason: str) -> None:
-    """Saving is refused in one line, and leaves the folder as it was."""
+    """Check that saving raises NotWritten with this reason, and does not change the folder."""
     before = sorted(p.name for p in root.iterdir())
     with pytest.raises(checkpoint.NotWritten) as error:
         save(step)
@@ -33,8 +33,7 @@ def fails(save, step: int, root: Path, reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", [".distcp", ".metadata", "manifest.json"])
-def test_full_while_a_file_is_written(save, tmp_path, monkeypatch, name):
-    """Quotas are not in what a file system says is free."""
+def test_a_full_disk_during_a_save_leaves_the_folder_unchanged(save, tmp_path, monkeypatch, name):
     save(1)
 
     def refuse(path) -> bool:
@@ -47,8 +46,8 @@ def test_full_while_a_file_is_written(save, tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", [".metadata", "manifest.json"])
-def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, part, tmp_path, monkeypatch, capfd, name):
-    """Nobody is told to delete a checkpoint that nothing is known of."""
+def test_a_read_error_is_not_reported_as_damage(save, part, tmp_path, monkeypatch, capfd, name):
+    """The message must not advise to delete the checkpoint, because it may be intact."""
     directory = save(1)
     call = io.open
 
@@ -67,7 +66,7 @@ def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, part, tmp_
         with pytest.raises((UserError, OSError)) as error:
             read()
     assert os.strerror(errno.EIO) in str(error.value)
-    # Other ranks may have read theirs: a UserError would be told by the first one alone.
+    # An OSError is reported by each rank, because the other ranks may have succeeded.
     assert isinstance(error.value, OSError) == (name != ".metadata")
     assert str(directory) in str(error.value)
     assert "delete" not in str(error.value)
@@ -76,7 +75,7 @@ def test_what_the_disk_does_not_give_back_is_not_called_damaged(save, part, tmp_
 
 
 def _break_writes(m, refuse) -> None:
-    """Whatever opens a file of that name for writing is refused: by open, by Path.open, and by torch.save."""
+    """Make open, Path.open and torch.save fail for file names that `refuse` accepts."""
     for module in (builtins, io):
         m.setattr(module, "open", _refusing(open, refuse))
     m.setattr(torch, "save", _refusing(torch.save, refuse, 1))
@@ -92,8 +91,8 @@ def _refusing(call, refuse, place=0):
     return called
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path):
-    """Of an open file a full disk's error tells no name."""
+def test_a_write_error_names_the_directory(tmp_path):
+    """The OSError of a write to an open file has no file name."""
     target = tmp_path / "model"
 
     def write():

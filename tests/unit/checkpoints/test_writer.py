@@ -1,4 +1,4 @@
-"""Files of a checkpoint on a disk that refuses a write in the middle of a tensor."""
+"""Tests of write_verified, with writes that fail in the middle of a tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_brorl.checkpoints import writer
 
 
 class Disk(io.FileIO):
-    """A file, one of whose writes is refused."""
+    """A file whose write number `at` fails halfway."""
 
     at = 0
     written = 0
@@ -42,15 +42,15 @@ def disk(monkeypatch):
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, 9])
-def test_a_refused_write_is_an_error_of_the_disk(disk, monkeypatch, tmp_path, at):
-    """torch raises a RuntimeError when it closes an archive after a refused write."""
+def test_a_failed_write_raises_oserror(disk, monkeypatch, tmp_path, at):
+    """torch itself would raise RuntimeError when it closes the archive after a failed write."""
     monkeypatch.setattr(disk, "at", at)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         writer.write_verified(tmp_path / "x", three_tensors)
     assert disk.written >= at
 
 
-def test_the_digest_is_that_of_the_file(disk, tmp_path):
+def test_the_digest_equals_that_of_the_file(disk, tmp_path):
     assert writer.write_verified(tmp_path / "x", three_tensors) == (
         hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest(),
         "filled",

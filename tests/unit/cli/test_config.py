@@ -1,4 +1,4 @@
-"""`brorl config`, `brorl init` and what the bare command says."""
+"""Tests of `brorl config`, `brorl init`, and `brorl` without a command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def said(capsys, *arguments, code=0):
     return captured.err if code else captured.out
 
 
-def test_one_key_a_section_and_all(capsys):
+def test_config_prints_one_key_a_section_or_all_keys(capsys):
     assert said(capsys, "config", "rollout.n").split("\n") == [
         "",
         "[rollout]  Sampling of responses.",
@@ -40,17 +40,17 @@ def test_one_key_a_section_and_all(capsys):
     assert json.loads(said(capsys, "config", "--schema"))["$defs"]["RolloutConfig"]["properties"]["n"]["minimum"] == 1
 
 
-def test_a_key_that_is_not_there(capsys):
+def test_an_unknown_key_is_answered_with_a_suggestion(capsys):
     assert said(capsys, "config", "num_generations", code=2) == (
         "brorl: no key is called 'num_generations'; this trainer calls it rollout.n\n"
     )
 
 
-def test_what_brorl_says_without_a_command(capsys):
+def test_version_and_help_without_a_command(capsys):
     assert said(capsys, "--version") == f"brorl {__version__}\n"
     shown = said(capsys)
     assert shown.startswith("usage: brorl")
-    assert "reinforcement learning: sample, score" in shown
+    assert "train by reinforcement learning" in shown
     assert "generate" in said(capsys, "data", code=2)
 
 
@@ -69,11 +69,11 @@ def test_init_writes_what_load_reads(capsys, tmp_path):
     assert config.data.columns == ColumnsConfig(prompt="question", answer="answer", answer_regex="#### (.+)")
 
     assert f"# {keys()['rollout.n']['description']}\nn = 64\n" in path.read_text()
-    assert f"{path}: is there already" in said(capsys, "init", path, code=2)
+    assert f"{path}: exists; name another file" in said(capsys, "init", path, code=2)
 
 
-def test_every_file_gets_a_folder_of_its_own(capsys, tmp_path, monkeypatch):
-    """Two files of one run.dir: the second run would be refused, or take itself for the first one."""
+def test_each_configuration_gets_its_own_run_dir(capsys, tmp_path, monkeypatch):
+    """With a common run.dir, the second run would be refused or would continue the first one."""
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b", "runs/own", "deep/er"):
         (tmp_path / folder).mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_every_file_gets_a_folder_of_its_own(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["metrics.jsonl", "run.json", "checkpoints/step_00000001/run.json"])
-def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path, monkeypatch, what):
+def test_init_refuses_a_run_dir_that_contains_a_run(capsys, tmp_path, monkeypatch, what):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "x" / what).parent.mkdir(parents=True)
     (tmp_path / "runs" / "x" / what).write_text("")
@@ -106,12 +106,12 @@ def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path, monkeypatch, wha
     assert not (tmp_path / "x.toml").exists()
     (tmp_path / "other").mkdir()
     elsewhere = tmp_path / "other"
-    monkeypatch.chdir(elsewhere)  # outside of the working directory the name of the file is all there is
+    monkeypatch.chdir(elsewhere)  # a file outside of the working directory contributes only its name
     said(capsys, "init", tmp_path / "x.toml")
     assert load(tmp_path / "x.toml").run.dir == "runs/x"
 
 
-def test_init_alone_is_whole_but_for_the_names(capsys, tmp_path, monkeypatch):
+def test_init_without_options_writes_a_valid_configuration(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said(capsys, "init")
     assert load("run.toml").data.train == ("train.jsonl",)

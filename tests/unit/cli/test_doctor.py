@@ -1,4 +1,4 @@
-"""`brorl doctor`, and the container whose health check it is."""
+"""Tests of `brorl doctor` and of the Dockerfile."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def no_megatron(monkeypatch):
 
 
 def no_kernels(monkeypatch):
-    """As where the extension was never built."""
+    """Make the extension appear as not built."""
     monkeypatch.delitem(sys.modules, "megatron_brorl.ops.fused.native", raising=False)
     monkeypatch.delattr(sys.modules["megatron_brorl.ops.fused"], "native", raising=False)
 
@@ -103,7 +103,7 @@ def test_a_problem_is_reported_with_its_remedy(plant, check, mark, remedy, monke
         ("vllm", ({"vllm": False}, ""), ""),
     ],
 )
-def test_problems_of_an_engine_stop_no_run(monkeypatch, engine, answer, remedy):
+def test_engine_problems_are_only_notes(monkeypatch, engine, answer, remedy):
     monkeypatch.setattr(preflight, "ask_engine", lambda kind, python: answer)
     found = preflight._installed_engine(ENGINES[engine])
     assert found.remedy.startswith(remedy)
@@ -114,7 +114,7 @@ def test_problems_of_an_engine_stop_no_run(monkeypatch, engine, answer, remedy):
 def test_the_built_in_engine_is_slow_on_a_gpu(monkeypatch):
     assert not preflight._built_in_engine().remedy or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert 'it is slow there; set rollout.engine = "vllm" or "trtllm"' in preflight._built_in_engine().remedy
+    assert 'it is slow on a GPU; set rollout.engine = "vllm" or "trtllm"' in preflight._built_in_engine().remedy
 
 
 def test_only_torch_is_needed_to_import_the_checks():
@@ -126,8 +126,8 @@ def doctor_of(config: Path, *options: str) -> list[str]:
     return plan_of(main._parse(["doctor", str(config), *options]))
 
 
-def test_the_plan_of_a_configuration(tmp_path):
-    """The 1.5B example on 64 GPUs of 80 GiB of another machine, and on this machine."""
+def test_doctor_plans_the_memory_of_a_configuration(tmp_path):
+    """Plan the 1.5B example on 64 GPUs of 80 GiB, and on too small GPUs."""
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
     (tmp_path / "config.json").write_text(json.dumps({**qwen2_config(**sizes), "tie_word_embeddings": False}))
     example = ROOT / "examples" / "brorl_1.5b.toml"
@@ -147,7 +147,7 @@ def test_the_plan_of_a_configuration(tmp_path):
 
 
 def files(root: Path, folder: str = ".") -> set[Path]:
-    """Return the files that neither running nor building makes."""
+    """Return the source files below a folder."""
     found = {p.relative_to(root) for p in (root / folder).rglob("*") if p.is_file()}
     return {p for p in found if "__pycache__" not in p.parts and p.suffix != ".so"}
 
@@ -160,7 +160,7 @@ def test_dockerfile_passes_hadolint():
 
 
 def test_the_files_copied_into_the_image_build_the_package(tmp_path):
-    """The COPY steps in a folder of their own; then the packaging that pip starts with."""
+    """Copy the files of the COPY steps to an empty folder, and build the Python part of the wheel there."""
     ignored = (ROOT / ".dockerignore").read_text().split()
     for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.M):
         *sources, target = line.split()
@@ -173,7 +173,7 @@ def test_the_files_copied_into_the_image_build_the_package(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
-    # Every file of the package, and the torch that it was compiled against.
+    # The wheel has every file of the package, and requires the installed torch.
     assert files(tmp_path / "wheel") == files(ROOT, "megatron_brorl")
     assert Path("megatron_brorl/py.typed") in files(tmp_path / "wheel")
     asked = (tmp_path / "megatron_brorl.egg-info" / "requires.txt").read_text().splitlines()

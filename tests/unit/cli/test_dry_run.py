@@ -1,4 +1,4 @@
-"""`brorl train --dry-run`: its checks, its errors, and that it changes no file."""
+"""Tests of `brorl train --dry-run`: its checks and errors, and that it changes no file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ tokens_per_micro_batch = 256
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working directory, with all that a run needs."""
+    """A working directory with model, data and configuration of a run."""
     monkeypatch.chdir(tmp_path)
     sizes = {"vocab_size": 304, "bos_token_id": 0, "eos_token_id": 1, "num_hidden_layers": 2}
     tiny.make_model(tmp_path / "model", "qwen2", True, **sizes)
@@ -58,14 +58,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def state(folder: Path) -> dict[str, str]:
-    """Every file and folder, with what is in it and when it was written."""
+    """Return hash and modification time of every file and folder."""
     paths = sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts)
     read = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in paths}
     return {str(p.relative_to(folder)): f"{text} {p.stat().st_mtime_ns}" for p, text in read.items()}
 
 
 def dry(capfd, *overrides: str, told: str = "") -> tuple[int, list[str], str]:
-    """Return the exit code, the names of the checks that passed, and stderr. told: what stdout must have."""
+    """Return the exit code, the names of the checks that passed, and stderr. told: text that stdout must contain."""
     before = state(Path())
     with pytest.raises(SystemExit) as end:
         main.main(["train", "run.toml", "--dry-run", *overrides])
@@ -77,19 +77,19 @@ def dry(capfd, *overrides: str, told: str = "") -> tuple[int, list[str], str]:
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Signals and children are the test process's own."""
+    """Do not install signal handlers in the test process."""
     monkeypatch.setattr(main.signals, "install", lambda **_: None)
 
 
 pytestmark = pytest.mark.usefixtures("ranks")
 
 
-def test_all_checks_pass_and_nothing_is_left(folder, capfd):
+def test_all_checks_pass_and_no_file_changes(folder, capfd):
     code, names, err = dry(capfd)
     assert (code, names, err) == (0, NAMES, "")
 
 
-def test_a_checkpoint_is_looked_at_and_left_alone(folder, capfd):
+def test_an_existing_checkpoint_is_checked_and_not_changed(folder, capfd):
     train("run.toml")
     capfd.readouterr()
     code, names, err = dry(capfd, "train.steps=2")
@@ -118,7 +118,7 @@ def raising(folder: Path) -> None:
 
 
 def old_engine(folder: Path) -> None:
-    """An interpreter whose environment has an engine of another time."""
+    """Create an interpreter that reports an old engine."""
     python = folder / "python"
     python.write_text('#!/bin/sh\necho \'[{"vllm": true}, "0.31.2"]\'\n')
     python.chmod(0o755)
@@ -145,7 +145,7 @@ def old_engine(folder: Path) -> None:
     ],
     ids=["tokenizer", "layout", "weights", "verifier", "old engine"],
 )
-def test_the_first_problem_ends_it_in_one_line(folder, capfd, fault, overrides, last, says):
+def test_the_first_problem_is_reported_in_one_line(folder, capfd, fault, overrides, last, says):
     fault(folder)
     code, names, err = dry(capfd, *overrides)
     told = [line for line in err.splitlines() if line.startswith("brorl: ")]
@@ -153,7 +153,7 @@ def test_the_first_problem_ends_it_in_one_line(folder, capfd, fault, overrides, 
     assert says in told[0]
 
 
-def test_a_run_ends_at_once_if_disk_or_memory_is_too_small(folder, capfd, monkeypatch):
+def test_too_little_disk_or_memory_is_refused_before_the_run(folder, capfd, monkeypatch):
     def refused(message, *overrides):
         for options in (["--dry-run"], []):
             with pytest.raises(SystemExit, match="2"):
@@ -169,8 +169,8 @@ def test_a_run_ends_at_once_if_disk_or_memory_is_too_small(folder, capfd, monkey
     assert not list((folder / "run").glob("*.json*"))
 
 
-def test_the_bytes_of_a_checkpoint(folder):
-    """12 bytes per parameter of transformers' model, and Megatron's own; 16 with a reference in bf16."""
+def test_checkpoint_size_equals_hand_count_and_files(folder):
+    """12 bytes per parameter, as Megatron writes them; 16 with a reference in bf16."""
     config = load("run.toml")
     shape = read_shape("model")
     parameters = sum(t.numel() for t in tiny.weights("model").values())
@@ -183,7 +183,7 @@ def test_the_bytes_of_a_checkpoint(folder):
 
 
 @pytest.mark.slow
-def test_ranks_check_together(folder, capfd):
+def test_dry_run_with_two_ranks(folder, capfd):
     before = state(folder)
     config = str(folder / "run.toml")
     done = forks.command_line(["train", "--processes", "2", config, "--dry-run"], ENVIRONMENT, folder)

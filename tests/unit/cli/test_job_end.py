@@ -1,4 +1,4 @@
-"""A step is begun only where one as long as the longest of the last five would end before the job."""
+"""Tests of JobEnd: a step starts only if one as long as the longest of the last five would end before the job."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def fits_after(end: JobEnd, clock: Clock, seconds: float) -> bool:
     return end.step_fits()
 
 
-def test_the_longest_of_the_last_steps_must_fit(monkeypatch):
+def test_a_step_as_long_as_the_longest_recent_one_must_fit(monkeypatch):
     monkeypatch.setenv(SLURM_END, "1100")
     clock = Clock()
     end = JobEnd(clock)
-    assert end.step_fits()  # no step is known yet
+    assert end.step_fits()  # no step has been timed yet
     assert fits_after(end, clock, 10)  # 1010
-    assert fits_after(end, clock, 30)  # 1040, an evaluation among it
+    assert fits_after(end, clock, 30)  # 1040, the step includes an evaluation
     assert end.step_s() == 30
     assert fits_after(end, clock, 10)  # 1050
     assert fits_after(end, clock, 19)  # 1069 + 30 < 1100
-    assert not fits_after(end, clock, 1)  # 1070 + 30 is not
-    assert not fits_after(end, clock, 1)  # it is the last but four
-    assert fits_after(end, clock, 1)  # 1072 + 19: it is looked back on no more
+    assert not fits_after(end, clock, 1)  # 1070 + 30 = 1100
+    assert not fits_after(end, clock, 1)  # the step of 30 s is still among the last five
+    assert fits_after(end, clock, 1)  # 1072 + 19; the step of 30 s no longer counts
     assert end.step_s() == 19
 
 
-def test_saving_must_fit_too(monkeypatch):
-    """Where it went on beside the steps, which therefore do not show how long it takes."""
+def test_time_for_saving_is_included(monkeypatch):
+    """Steps do not include the time of saving in the background, so it is passed to step_fits."""
     monkeypatch.setenv(SLURM_END, "1100")
     clock = Clock()
     end = JobEnd(clock)
@@ -48,7 +48,7 @@ def test_saving_must_fit_too(monkeypatch):
     assert not end.step_fits(60.0)
 
 
-def test_without_an_end_every_step_fits(monkeypatch):
+def test_without_a_job_end_every_step_fits(monkeypatch):
     monkeypatch.delenv(SLURM_END, raising=False)
     assert JobEnd(lambda: 9e9).step_fits()
     monkeypatch.setenv(SLURM_END, "1500")
@@ -56,7 +56,7 @@ def test_without_an_end_every_step_fits(monkeypatch):
     assert not JobEnd(lambda: 1500.0).step_fits()
 
 
-def test_a_time_that_is_none_is_told(monkeypatch):
+def test_an_invalid_job_end_is_refused(monkeypatch):
     monkeypatch.setenv(SLURM_END, "UNLIMITED")
     with pytest.raises(UserError) as caught:
         JobEnd()

@@ -1,4 +1,4 @@
-"""The launcher with ranks that do nothing but what a rank does at its begin and end."""
+"""Tests of the launcher, with ranks that only handle signals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = [sys.executable, "-c", "import sys; from megatron_brorl.cli import launc
 HEEDING = [sys.executable, "-c", "import os, signal, sys; [signal.signal(getattr(signal, n), signal.SIG_DFL) "
            "for n in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1')]; os.execvp(sys.argv[1], sys.argv[1:])"]  # fmt: skip
 
-# Saves at a signal, and needs as long for it as the test likes; forks as a checkpoint's writer does.
+# A rank that forks a child, and at a signal waits for the file `saved` before it exits.
 RANK = """
 import os, sys, time
 from pathlib import Path
@@ -56,12 +56,12 @@ def until(happened: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 class Ranks:
-    """Two ranks of RANK under a launcher, which wait for files in `folder`."""
+    """A launcher with two ranks that run RANK and wait for files in `folder`."""
 
     def __init__(self, folder: Path, start: list[str], **environment: str) -> None:
         self.folder = folder
         (folder / "rank.py").write_text(RANK)
-        # Whoever runs the tests may ignore signals (nohup, a shell's &), which the launcher would inherit and respect.
+        # The launcher would inherit ignored signals if the tests were started by nohup or in the background.
         self.launcher = subprocess.Popen(
             [*HEEDING, *start, str(folder / "rank.py"), str(folder)],
             stderr=subprocess.PIPE,
@@ -78,7 +78,7 @@ class Ranks:
         self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
 
     def end(self) -> tuple[int, str]:
-        """The launcher's exit code and what it said."""
+        """Return exit code and stderr of the launcher."""
         said = self.launcher.communicate(timeout=60)[1]
         return self.launcher.returncode, said
 
@@ -100,8 +100,8 @@ def started(tmp_path: Path) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_signal_saves_whenever_it_comes(started: Ranks, name: str) -> None:
-    """SIGHUP before the ranks have handlers; the others when they have."""
+def test_a_signal_makes_the_ranks_save(started: Ranks, name: str) -> None:
+    """SIGHUP is sent before the ranks have installed handlers, the others afterwards."""
     started.reach("started")
     if name != "SIGHUP":
         started.say("begin")
@@ -115,11 +115,11 @@ def test_a_signal_saves_whenever_it_comes(started: Ranks, name: str) -> None:
     until(started.gone)
 
 
-def test_a_second_signal_ends_all_at_once(started: Ranks) -> None:
+def test_a_second_signal_kills_the_ranks(started: Ranks) -> None:
     started.reach("started")
     started.say("begin")
     started.reach("began")
-    for _ in range(2):  # a repetition at once, as some schedulers send it, is no second one
+    for _ in range(2):  # some schedulers send a signal twice; this does not count as a second signal
         started.launcher.send_signal(signal.SIGTERM)
     started.reach("asked")
     time.sleep(1.1)
@@ -143,7 +143,7 @@ TORCHRUN = [sys.executable, "-c", "import subprocess, sys; subprocess.run([sys.e
 
 
 @pytest.mark.parametrize("when", ["before they begin", "running", "stopped", "under torchrun"])
-def test_ranks_and_their_forks_end_with_a_launcher_that_is_killed(tmp_path: Path, when: str) -> None:
+def test_ranks_and_their_children_end_if_the_launcher_is_killed(tmp_path: Path, when: str) -> None:
     torchrun = when == "under torchrun"
     count = 1 if torchrun else 2
     ranks = Ranks(tmp_path, TORCHRUN, TORCHELASTIC_RUN_ID="x", RANK="0") if torchrun else Ranks(tmp_path, START)
@@ -157,7 +157,7 @@ def test_ranks_and_their_forks_end_with_a_launcher_that_is_killed(tmp_path: Path
             for process in ranks.processes:
                 process.suspend()
         ranks.launcher.kill()
-        ranks.launcher.wait()  # what it leaves to the kernel happens before its end can be seen
+        ranks.launcher.wait()  # the kernel signals the children before the parent can be waited for
         ranks.say("begin")
         until(ranks.gone)
         assert when != "before they begin" or not list(tmp_path.glob("began_*"))
@@ -172,12 +172,12 @@ def test_ranks_and_their_forks_end_with_a_launcher_that_is_killed(tmp_path: Path
         ((75, 75), 75, ""),
         ((75, 0), 1, "brorl: ranks [1] had ended before"),
         ((75, 3), 3, ""),
-        ((2, None), 2, ""),  # the other one hangs
+        ((2, None), 2, ""),  # the other rank hangs
         ((75, -9), 128 + 9, "brorl: rank 1 was ended by SIGKILL (out of memory?)"),
         ((-11, None), 128 + 11, "brorl: rank 0 was ended by SIGSEGV"),
     ],
 )
-def test_the_exit_code_is_that_of_all_ranks(codes: tuple[int | None, ...], expected: int, said: str) -> None:
+def test_the_exit_code_summarises_all_ranks(codes: tuple[int | None, ...], expected: int, said: str) -> None:
     end = f"""
 import os, signal, sys, time
 code = {codes!r}[int(os.environ["RANK"])]

@@ -1,4 +1,4 @@
-"""The plan of a GPU's and a node's memory against bytes counted by hand."""
+"""Tests of the memory plan against bytes counted by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TABLES = {
 
 
 def plan_of(ranks=1, stage=0, **changes):
-    """Return the plan with other values of some keys."""
+    """Return the plan with some keys changed."""
     tables = {name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {*TABLES, *changes}}
     config = load_table(tables, "test", ())
     return memory.plan_stage(config, SHAPE, memory.Machines(ranks, 8, H100), stage)
@@ -62,8 +62,8 @@ def test_the_1_5b_model_on_one_gpu():
     assert "185.4 GiB of offloaded states" in node
 
 
-def test_a_rank_of_tensor_2_pipeline_2_data_4():
-    """Halves of every matrix, whole norms, half of the layers; ZeRO-1 over four ranks; an engine on two GPUs."""
+def test_tensor_and_pipeline_parallelism_with_zero_1():
+    """A rank has half of every matrix, whole norms, and half of the layers; ZeRO-1 spans four ranks."""
     half = 1024 * 1536 + 1024 + 768 * 1536 + 3 * 1536 * 4480 + 2 * 1536
     first = 14 * half + EMBEDDING // 2
     changes = {
@@ -93,7 +93,7 @@ def test_a_rank_of_tensor_2_pipeline_2_data_4():
     assert last["activations (estimate)"] == 1000 * 2 * 14 * whole
 
 
-def test_a_critic_and_a_reference_come_on_top():
+def test_critic_and_reference_are_added():
     algo = {"advantage": "gae", "kl_coef": 0.1}
     plan = plan_of(algo=algo, model={"dtype": "fp32"}, engine={"kv_dtype": "fp8"})
     assert plan.training["critic's optimizer"] == plan.training["optimizer"] == 8 * WEIGHTS
@@ -102,14 +102,14 @@ def test_a_critic_and_a_reference_come_on_top():
     assert plan.kv_per_token == 14 * 1024
 
 
-def test_fp8_weights_take_half_and_their_scales():
+def test_fp8_weights_take_half_plus_scales():
     scales = 28 * 4 * (12 * 12 + 2 * 2 * 12 + 12 * 12 + 3 * 12 * 70)
     linears = 28 * (2048 * 1536 + 1536 * 1536 + 3 * 1536 * 8960)
     sent = plan_of(engine={"quantization": "fp8"}).generation["engine's weights"]
     assert sent == pytest.approx(2 * WEIGHTS - linears + scales, abs=64 * 28 * 7)
 
 
-def test_a_plan_that_does_not_fit_is_refused_in_one_line():
+def test_a_plan_that_does_not_fit_is_refused():
     plan = plan_of()
 
     def check(plan, gpu=H100, host=2**40, shared=2**34):

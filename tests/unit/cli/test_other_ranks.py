@@ -1,4 +1,4 @@
-"""An error of a collective is one line about the rank that it waited for; any other keeps its traceback."""
+"""Tests of errors that a lost rank causes in the other ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WAITED = (
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (CLOSED, "another rank is gone"),
-        (LATE, "did not come within parallel"),
-        (MISSED, "waited for ranks 1, 3: gone, or took too long"),
-        (WAITED, "another rank is gone"),
+        (CLOSED, "another rank has died"),
+        (LATE, "did not respond in parallel"),
+        (MISSED, "waited for ranks 1, 3: dead or too slow"),
+        (WAITED, "another rank has died"),
     ],
 )
-def test_it_is_told_in_one_line(monkeypatch, capsys, text, told):
+def test_a_lost_rank_is_reported_in_one_line(monkeypatch, capsys, text, told):
     def fails(_):
         raise RuntimeError(text)
 
@@ -42,7 +42,7 @@ def test_it_is_told_in_one_line(monkeypatch, capsys, text, told):
     assert said.count("\n") == 1
 
 
-def test_another_error_keeps_its_traceback(monkeypatch):
+def test_other_errors_keep_their_traceback(monkeypatch):
     def fails(_):
         raise RuntimeError("shape [3] is invalid for input of size 2")
 

@@ -1,4 +1,4 @@
-"""What `brorl report` prints of a run's summary."""
+"""Tests of the summary that `brorl report` prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_brorl.files import write_json
 from megatron_brorl.tracking.metrics import MetricsWriter
 
 
-def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):
+def test_the_summary_shows_missing_evaluations_and_findings(tmp_path, capsys):
     with MetricsWriter(tmp_path) as writer:
         writer.write(0, {"reward": 0.0}, {"step": 1.0})
     summary = {
@@ -48,13 +48,13 @@ def test_what_was_not_measured_and_why_nothing_was_learned(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "nowhere: holds no metrics.jsonl; give the run.dir of a training run"),
-        (["run", "run"], "brorl report: a run is named twice; name each once"),
+        (["nowhere"], "nowhere: contains no metrics.jsonl; give the run.dir of a training run"),
+        (["run", "run"], "brorl report: a run is given twice; give each run once"),
         (["run", "--out", "run/metrics.jsonl"], "--out run/metrics.jsonl: must end in .html"),
         (["run", "--megabytes", "0"], "--megabytes 0.0: must be above 0"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):
+def test_user_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
     with MetricsWriter(tmp_path / "run"):
         pass

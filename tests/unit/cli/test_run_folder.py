@@ -1,4 +1,4 @@
-"""What a resumed run may change, and what it must share with the run that it continues."""
+"""Tests of the changes that a resumed run may make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHERE = Path("runs/x/checkpoints/step_00000003")
 SHAPE = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
 INPUTS = {"tokenizer": "a" * 64, "train": "b" * 64, "held_out": "c" * 64}
 
-# Whole sections whose keys may all change: none of them is in the data, the model or what a checkpoint holds.
+# Sections whose keys may all change, because they affect neither the data nor the content of checkpoints.
 FREE_SECTIONS = "parallel fp8 engine shaping critic reference ops train theory sft"
 FIXED = {
     "run": "seed",
@@ -37,12 +37,12 @@ def of(table):
 
 
 def changes(before, after):
-    """From the first start's table to the second one's; through JSON, as a checkpoint has it."""
+    """Return the changes between two configurations, with the first one stored as JSON as in a checkpoint."""
     return check_fingerprint(json.loads(json.dumps(of(before))), of(after), WHERE)
 
 
 def test_every_key_is_fixed_or_may_change():
-    """The list is written out here a second time: a key that is added must be put on one side."""
+    """The expected list is repeated here, so that each new key must be classified."""
     expected = set()
     for section in (f.name for f in dataclasses.fields(Config)):
         names = {f.name for f in dataclasses.fields(getattr(Config(), section))}
@@ -84,7 +84,7 @@ def test_every_key_is_fixed_or_may_change():
         ({}, {}, {}),
     ],
 )
-def test_what_may_change_is_told(before, after, expected):
+def test_allowed_changes_are_listed(before, after, expected):
     found = changes(before, after)
     assert found == expected
     line = change_line(found)
@@ -118,7 +118,7 @@ WAITING = {"partial_tokens": 512}
         ({}, {"evaluate": {"temperature": 1.0}}, "evaluate.temperature = 0.6, now 1.0"),
     ],
 )
-def test_what_must_stay_is_refused(before, after, key):
+def test_changes_of_fixed_keys_are_refused(before, after, key):
     with pytest.raises(UserError) as caught:
         changes(before, {**after, "optim": {**after.get("optim", {}), "lr": 1e-5}})
     said = str(caught.value)
@@ -133,7 +133,7 @@ def test_another_model_is_refused():
         check_fingerprint(before, now, WHERE)
 
 
-def test_another_file_of_a_verifier_is_refused():
+def test_a_changed_verifier_file_is_refused():
     before, now = (fingerprint(Config(), SHAPE, {"mine.py:score": x * 64}, INPUTS) for x in "ab")
     assert check_fingerprint(before, before, WHERE) == {}
     with pytest.raises(UserError) as error:
@@ -147,13 +147,13 @@ def test_another_file_of_a_verifier_is_refused():
 @pytest.mark.parametrize(
     ("key", "what"), [("tokenizer", r"other tokenizer files in model\.path"), ("train", r"other rows of data\.train")]
 )
-def test_other_rows_and_another_tokenizer_are_another_run(key, what):
+def test_changed_data_or_tokenizer_is_refused(key, what):
     before = fingerprint(Config(), SHAPE, {}, {**INPUTS, key: "d" * 64})
     with pytest.raises(UserError, match=what + r" \(sha256 dddddddddddd, now "):
         check_fingerprint(before, of({}), WHERE)
 
 
-def test_a_checkpoint_that_does_not_say_a_key_is_of_another_version():
+def test_a_checkpoint_without_a_key_is_refused():
     before = of({})
     del before["optim"]["lr_schedule"]
     with pytest.raises(UserError, match=r"was written with optim\.lr_schedule = None, now 'constant'"):

@@ -1,4 +1,4 @@
-"""Tests that the package reads every configuration key, and that an example or a test sets it."""
+"""Check that the package reads every configuration key, and that an example or a test sets it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_there_are_at_most_160_keys():
     assert len(LEAVES) <= 160
 
 
-def test_every_key_is_read_outside_of_the_configuration():
+def test_the_package_reads_every_key():
     read = read_attributes()
     assert [path for path in LEAVES if path.rpartition(".")[2] not in read] == []
 
 
-def test_every_key_is_in_an_example_or_in_a_text():
+def test_an_example_or_a_test_sets_every_key():
     examples = [tomllib.loads(path.read_text(encoding="utf-8")) for path in ROOT.glob("examples/**/*.toml")]
     used = {path for table in examples for path in paths(table)}
     files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.sh")]

@@ -1,4 +1,4 @@
-"""A TOML file and overrides become a configuration, and a mistake becomes one line that names file and key."""
+"""Test reading a TOML file with overrides. A mistake is an error of one line that names file and key."""
 
 from __future__ import annotations
 
@@ -103,11 +103,6 @@ def test_a_wrong_override_is_one_line(tmp_path, override, message):
         load(write(tmp_path, ""), [override])
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"none\.toml: no such configuration file"):
-        load(tmp_path / "none.toml")
-
-
 @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("examples/**/*.toml")), ids=lambda path: path.name)
 def test_every_example_loads_and_fits_the_json_schema(path):
     load(path)
@@ -116,7 +111,7 @@ def test_every_example_loads_and_fits_the_json_schema(path):
     jsonschema.Draft202012Validator(json_schema()).validate(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
-def test_every_key_of_another_trainer_leads_to_one_of_ours():
+def test_keys_of_other_trainers_are_mapped_to_existing_keys():
     names = [name for table in FOREIGN_KEYS.values() for name in table]
     assert not set(names) & {path.rpartition(".")[2] for path in keys()}
     sections = {path.partition(".")[0] for path in keys()}
@@ -142,7 +137,7 @@ SAME_RUN = {
 
 
 @pytest.mark.parametrize("name", SAME_RUN)
-def test_a_conversion_gives_the_same_run(name):
+def test_conversions_of_values_are_correct(name):
     value, beside, expected = SAME_RUN[name]
     formula = re.search(r"\((.+)\)$", suggestion(f"train.{name}"))[1]
     python = re.sub(r"\b(?:algo|rollout|model)\.| of data.train", "", formula.replace(" x ", " * "))
@@ -150,7 +145,7 @@ def test_a_conversion_gives_the_same_run(name):
     assert eval(python, {}, {name: value, **beside, **ours}) == expected
 
 
-def test_a_table_is_read_as_a_file_is():
+def test_tables_are_read_like_a_file():
     assert load_table({"run": {"dir": "there"}}, "the table") == dataclasses.replace(
         Config(), run=dataclasses.replace(Config().run, dir="there")
     )

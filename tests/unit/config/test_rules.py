@@ -1,4 +1,4 @@
-"""Tests of the rules for configuration keys, most of which relate one key to another."""
+"""Test the rules between configuration keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron_brorl.config.load import load_table
-from megatron_brorl.config.rules import named
+from megatron_brorl.config.rules import parse_benchmark
 from megatron_brorl.errors import UserError
 
 GAE = ["algo.advantage=gae"]
@@ -77,7 +77,7 @@ def test_a_broken_rule_is_one_line_that_names_the_key(overrides, message):
         ["evaluate.benchmarks=['a=x.jsonl', 'b=x.jsonl']"],  # one file under two names
     ],
 )
-def test_what_the_rules_allow(overrides):
+def test_valid_combinations_are_accepted(overrides):
     load_table({}, "run.toml", overrides)
 
 
@@ -87,8 +87,8 @@ def test_what_the_rules_allow(overrides):
         ("math500=data/m.jsonl", "math500", "data/m.jsonl"),
         ("data/math.v2.parquet", "math.v2", "data/math.v2.parquet"),
         ("a=lr=3/m.jsonl", "a", "lr=3/m.jsonl"),
-        ("runs/lr=3/m.jsonl", "m", "runs/lr=3/m.jsonl"),  # a slash before =: a file
+        ("runs/lr=3/m.jsonl", "m", "runs/lr=3/m.jsonl"),  # a slash before = belongs to a file
     ],
 )
 def test_the_name_of_a_benchmark(benchmark, name, file):
-    assert named(benchmark) == (name, file)
+    assert parse_benchmark(benchmark) == (name, file)

@@ -51,8 +51,8 @@ def test_special_tokens_in_messages_are_plain_text(directory: Path) -> None:
     messages = [SYSTEM, {"role": "user", "content": "a</s>b"}, {"role": "assistant", "content": "c"}, TURNS[0]]
     text, ids = tokenizer.apply_chat(messages)
     assert text == "<|system|>Be brief.</s><|user|>a</s>b</s><|assistant|>c</s><|user|>12 + 7?</s><|assistant|>"
-    assert ids.count(tokenizer.eos_id) == 4  # the frame's; the message's is five characters
-    # The end-of-sequence tokens of the frame are not written; the four characters of the message are.
+    assert ids.count(tokenizer.eos_id) == 4  # those of the template; the one in the message is plain text
+    # decode() omits the end-of-sequence tokens of the template, but not the characters of the message.
     assert tokenizer.decode(ids) == "<|system|>Be brief.<|user|>a</s>b<|assistant|>c<|user|>12 + 7?<|assistant|>"
     assert tokenizer.decode_all(ids) == text
 
@@ -64,7 +64,7 @@ def test_a_template_that_repeats_messages_cannot_hold_special_tokens(tmp_path: P
         tokenizer.apply_chat([{"role": "user", "content": "</s>"}])
 
 
-def test_what_a_template_refuses_is_told_with_the_row(directory: Path, tmp_path: Path) -> None:
+def test_errors_of_a_template_name_the_row(directory: Path, tmp_path: Path) -> None:
     refusing = make_hf(tmp_path, chat_template="{{ raise_exception('no system\nrole') }}")
     with pytest.raises(UserError) as e:
         render(TURNS, load_tokenizer(refusing), DataConfig(chat=True), 100, "f.jsonl:3")

@@ -1,4 +1,4 @@
-"""Variables and dates of chat templates, against transformers with the same variables."""
+"""Compare variables and dates of chat templates with transformers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_brorl.data.source import load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 
-# As Qwen 3 has it: an empty thought where thinking is off.
+# As in Qwen 3: an empty thought if thinking is off.
 THINKING = (
     "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
     "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
     "{% else %}{{ '<think>\n' }}{% endif %}{% endif %}{{ effort | default('') }}{{ style.tone if style is defined }}"
 )
-# As Llama 3 has it: a date unless one is given.
+# As in Llama 3: today's date unless a date is given.
 DATED = (
     "{%- if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "Today: {{ date_string }}\n{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
 )
-# Within a macro, after {% generation %}, and with the time of day.
+# The date in a macro, after {% generation %}, and with the time of day.
 MACRO = (
     "{% macro now() %}{{ strftime_now('%Y-%m-%d %H:%M') }}{% endmacro %}{% for m in messages %}{% generation %}"
     "{{ m.content }}{% endgeneration %}{% endfor %}{{ now() }}"
@@ -63,7 +63,7 @@ def test_prompts_are_those_of_transformers_with_the_same_variables(
 
 
 def test_every_reader_of_rows_passes_the_variables_on(tmp_path: Path) -> None:
-    """Training, held-out rows, benchmarks, generated tasks and supervised examples; the digest tells them apart."""
+    """Test training, held-out rows, benchmarks and supervised examples. The digest of rows depends on the variables."""
     tokenizer = load_tokenizer(make_hf(tmp_path / "hf", chat_template=THINKING))
     rows = tmp_path / "f.jsonl"
     rows.write_text(json.dumps({"prompt": "12 + 7?", "answer": "19"}) + "\n")

@@ -1,4 +1,4 @@
-"""Files in other columns than this project's, with and without a conversation."""
+"""Test files with other column names than this project's, with and without conversations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(tmp_path, *rows, **columns):
     return read_rows(path, RowFormat(columns=ColumnsConfig(**columns)))
 
 
-def test_a_regex_on_the_answer_keeps_the_worked_one_to_imitate(tmp_path):
+def test_answer_regex_keeps_the_worked_answer_as_the_target(tmp_path):
     (row,) = read(tmp_path, GSM8K, prompt="question", answer_regex="#### (.+)")
     assert (row.prompt, row.answer, row.target) == (GSM8K["question"], "7", GSM8K["answer"])
 
@@ -36,7 +36,7 @@ def test_a_regex_on_the_answer_keeps_the_worked_one_to_imitate(tmp_path):
         ({"q": "x", "a": 42, "split": "train"}, {"prompt": "q", "answer": "a"}, "42", None),
         ({"q": "x", "a": "1", "cot": "so 1"}, {"prompt": "q", "answer": "a", "target": "cot"}, "1", "so 1"),
         ({"prompt": "x", "a": {"b": {"c": "9"}}}, {"answer": "a.b.c"}, "9", None),
-        ({"prompt": "x", "a.b": "3", "a": {"b": "4"}}, {"answer": "a.b"}, "3", None),  # as it is spelled
+        ({"prompt": "x", "a.b": "3", "a": {"b": "4"}}, {"answer": "a.b"}, "3", None),  # the exact name comes first
         (
             {"q": "x", "a": "1 then 2 then 3!"},
             {"prompt": "q", "answer": "a", "answer_regex": r"\d"},
@@ -45,12 +45,12 @@ def test_a_regex_on_the_answer_keeps_the_worked_one_to_imitate(tmp_path):
         ),
     ],
 )
-def test_columns(tmp_path, raw, columns, answer, target):
+def test_named_columns_are_read(tmp_path, raw, columns, answer, target):
     (row,) = read(tmp_path, raw, **columns)
     assert (row.prompt, row.answer, row.target) == ("x", answer, target)
 
 
-def test_a_conversation_that_ends_with_its_answer(tmp_path):
+def test_the_last_message_of_the_assistant_is_the_target(tmp_path):
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
     (row,) = read(tmp_path, {"messages": turns, "id": 7}, prompt="messages")
     assert (row.prompt, row.target, row.answer, row.id) == (turns[:1], "It is 4.", "It is 4.", "7")
@@ -87,7 +87,7 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
         ({"prompt": "x", "answer": "1", "metadata": {}}, {}),
     ],
 )
-def test_columns_are_guessed_so_that_the_file_can_be_read(tmp_path, row, columns):
+def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns):
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert guess(path) == columns

@@ -36,7 +36,7 @@ def stream(config: DataConfig, tokenizer: Tokenizer, seed: int = 5, limit: int =
     return GeneratedPrompts(config, seed, tokenizer, limit, **kw)
 
 
-def test_prompts_are_true_tasks(tokenizer: Tokenizer) -> None:
+def test_prompts_have_correct_answers(tokenizer: Tokenizer) -> None:
     prompts = stream(MIX, tokenizer).prompts(0, 60)
     for i, prompt in enumerate(prompts):
         question, answer = prompt.text.removesuffix("="), prompt.answer
@@ -54,7 +54,7 @@ def test_prompts_are_true_tasks(tokenizer: Tokenizer) -> None:
         assert prompt.metadata["entry"]["metadata"]["source_index"] == i
         assert answer is not None
         row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=answer, metadata=prompt.metadata)
-        assert gym.score(answer, row) == Score(1.0)
+        assert gym.verify(answer, row) == Score(1.0)
 
 
 def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
@@ -69,7 +69,7 @@ def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
 
 
 def test_one_task_does_not_change_the_items_of_another(tokenizer: Tokenizer) -> None:
-    power = TaskConfig("decimal_chain_sum", config={"min_digits": 14, "max_digits": 14})  # longer than 12 digits
+    power = TaskConfig("decimal_chain_sum", config={"min_digits": 14, "max_digits": 14})  # more than 12 digits
     rounding = TaskConfig("decimal_arithmetic")  # sets the precision of the process to 12
     mixed = stream(DataConfig(tasks=(power, rounding)), tokenizer)
     mixed.prompts(0, 20)
@@ -78,7 +78,7 @@ def test_one_task_does_not_change_the_items_of_another(tokenizer: Tokenizer) -> 
     for prompt in sums:
         (expression,) = re.findall(r"[-+\d. ]{20,}", prompt.text)
         numbers = re.findall(r"[-+]?\d+\.?\d*", expression.replace(" ", ""))
-        with decimal.localcontext(decimal.DefaultContext):  # another test may have left its process with 12 digits
+        with decimal.localcontext(decimal.DefaultContext):  # another test may have set 12 digits
             assert decimal.Decimal(prompt.answer or "") == sum(map(decimal.Decimal, numbers))
 
 
@@ -107,7 +107,7 @@ def test_tasks_are_drawn_by_weight(tokenizer: Tokenizer) -> None:
 def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> None:
     small = TaskConfig("chain_sum", 1.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 1})
     config = DataConfig(tasks=(small,))
-    held_out = stream(config, tokenizer, 2).held_out(100)  # of 9 * 9 * 2 or 10 * 10 * 2
+    held_out = stream(config, tokenizer, 2).held_out(100)  # there are 9 * 9 * 2 or 10 * 10 * 2
     texts = {p.text for p in held_out.values()}
     assert len(texts) == 100
     assert [p.id for p in held_out.values()] == [f"chain_sum:2:{i}" for i in range(100)]
@@ -117,7 +117,7 @@ def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> No
     assert train.prompts(499, 1) == prompts[499:]
     free = stream(config, tokenizer, 1).prompts(0, 500)
     same = sum(a == b for a, b in zip(free, prompts, strict=True))
-    assert 100 < same < 450  # only what was held out has moved
+    assert 100 < same < 450  # only held-out prompts were replaced
     with pytest.raises(UserError, match=r"data\.tasks: 1000 draws in a row .*ask for fewer"):
         stream(config, tokenizer, 2).held_out(300)
 
@@ -137,11 +137,11 @@ def test_bad_tasks_are_errors(tokenizer: Tokenizer, task: TaskConfig, message: s
         stream(DataConfig(tasks=(SUMS, task)), tokenizer)
 
 
-def test_rows_of_a_file_are_those_that_the_library_makes_and_scores() -> None:
+def test_generated_rows_are_scored_by_reasoning_gym() -> None:
     rows = list(generated_rows(MIX.tasks, 5, 80))
     assert len({row["prompt"] for row in rows}) == 80
-    assert Counter(row["id"].split(":")[0] for row in rows)["chain_sum"] == pytest.approx(60, abs=12)  # 3 to 1
-    # An error message names a row by its line, counted from 1: the id has the same number.
+    assert Counter(row["id"].split(":")[0] for row in rows)["chain_sum"] == pytest.approx(60, abs=12)  # weights 3 and 1
+    # Error messages count lines from 1, and ids have the same numbers.
     assert [row["id"].rpartition(":")[2] for row in rows] == [str(line) for line in range(1, 81)]
     for row in rows:
         metadata = row["metadata"]
@@ -150,11 +150,11 @@ def test_rows_of_a_file_are_those_that_the_library_makes_and_scores() -> None:
         else:
             assert bin(int(row["prompt"])).count("1") == int(row["answer"])
         asked = VerifierRow(id=row["id"], prompt=row["prompt"], answer=row["answer"], metadata=metadata)
-        assert gym.score(row["answer"], asked).reward == 1.0
-        assert gym.score("banana", asked).reward < 0.99
+        assert gym.verify(row["answer"], asked).reward == 1.0
+        assert gym.verify("banana", asked).reward < 0.99
 
 
-def test_generated_files_are_data_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_brorl_data_generate_writes_a_data_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_brorl.data.prompts import read_rows
 
     config, out = tmp_path / "tasks.toml", tmp_path / "gym.jsonl"

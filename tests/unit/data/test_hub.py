@@ -1,4 +1,4 @@
-"""Names of the hub, on a cache as the hub's client leaves it and without a network."""
+"""Test names on the Hugging Face hub with a prepared cache and without a network."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_the_cache_holds(cache):
+def test_cached_files_are_found(cache):
     assert model_directory("Own/tiny") == cache / "models--Own--tiny" / "snapshots" / COMMIT
     assert data_file("hf://datasets/own/rows/main/train.parquet").read_text() == "{}"
 
 
-def test_paths_are_paths(cache, tmp_path, monkeypatch):
+def test_paths_are_not_looked_up_on_the_hub(cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("Own/tiny").mkdir(parents=True)
-    assert model_directory("Own/tiny") == Path("Own/tiny")  # what is there goes before the hub
+    assert model_directory("Own/tiny") == Path("Own/tiny")  # an existing folder comes before the hub
     for name in ("/no/where", "a", "a/b/c", "."):
         assert model_directory(name) == Path(name)
     assert data_file("rows.jsonl") == tmp_path / "rows.jsonl"
 
 
-def test_what_to_run_where_nothing_is_there(cache):
+def test_a_missing_file_is_answered_with_the_command_that_downloads_it(cache):
     with pytest.raises(UserError) as caught:
         model_directory("Own/other")
     assert str(caught.value).startswith(f"Own/other (model.path): neither in {Path.cwd()} nor in the cache")

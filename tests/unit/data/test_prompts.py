@@ -32,7 +32,7 @@ def write(path: Path, *lines: bytes, end: bytes = b"\n") -> Path:
     return path
 
 
-def test_a_row_in_full(tmp_path: Path) -> None:
+def test_a_row_with_all_keys(tmp_path: Path) -> None:
     row = {
         "prompt": "1+1",
         "answer": None,
@@ -137,7 +137,7 @@ def lossy(tmp_path: Path) -> Tokenizer:
 
 
 def test_text_that_a_tokenizer_loses_is_reported(tmp_path: Path, lossy: Tokenizer) -> None:
-    """In training, held-out and benchmark files, and in generated prompts."""
+    """Test training, held-out and benchmark files, and generated prompts."""
     good = write(tmp_path / "good.jsonl", *[GOOD] * 30, '{"prompt": "naïve café", "answer": "x"}'.encode())
     bad = write(tmp_path / "bad.jsonl", GOOD, ('{"prompt": "1", "answer": "' + "x" * 50 + 'é1"}').encode())
     config = DataConfig(train=(str(good),), held_out=(str(bad),))

@@ -1,4 +1,4 @@
-"""Every format gives the same rows, and a key with null counts as a missing key."""
+"""Check that all formats give the same rows, and that a key with null counts as a missing key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ GYM = {
         "metadata": {"source_dataset": "chain_sum", "difficulty": {"terms": 2}},
     },
 }
-IFEVAL = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "mode": "loose"}  # {} needs another row
+IFEVAL = {
+    "instruction_id_list": ["punctuation:no_comma"],
+    "kwargs": [{}],
+    "mode": "loose",
+}  # Parquet cannot store only empty objects
 WORDS = {
     "instruction_id_list": ["length_constraints:number_words", "detectable_format:number_bullet_lists"],
     "kwargs": [{"relation": "at least", "num_words": 3}, {"num_bullets": 2}],
@@ -48,7 +52,7 @@ def rows(verifier: str, *metadata: Any) -> list[dict[str, Any]]:
     return [{"prompt": f"p{i}", "verifier": verifier, "metadata": m} for i, m in enumerate(metadata)]
 
 
-# Files whose rows have different keys, so that every row of the Parquet file has keys that it was not given.
+# Rows with different keys, so that Parquet adds keys with null to every row.
 FILES: dict[str, list[dict[str, Any]]] = {
     "a function that returns None": rows("code", NONE, STDIN, ASSERTS),
     "keyword arguments of two names": rows("code", KWARGS),
@@ -87,7 +91,7 @@ def jsonl(path: Path, given: list[dict[str, Any]]) -> Path:
 
 
 def parquet(path: Path, given: list[dict[str, Any]]) -> Path:
-    # from_pylist takes the columns of the first row alone.
+    # from_pylist uses only the columns of the first row.
     names = list(dict.fromkeys(name for row in given for name in row))
     table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in given])
     pyarrow.parquet.write_table(table, path)
@@ -95,21 +99,21 @@ def parquet(path: Path, given: list[dict[str, Any]]) -> Path:
 
 
 def content(found: list[Row]) -> list[tuple[Any, ...]]:
-    """Rows without the name of their file."""
+    """Return the content of rows without the name of their file."""
     return [(r.prompt, r.answer, r.target, r.verifier, r.id.split(":")[-1], r.metadata) for r in found]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_both_formats_and_written_nulls_give_equal_rows(tmp_path: Path, name: str) -> None:
+def test_json_parquet_and_written_nulls_give_equal_rows(tmp_path: Path, name: str) -> None:
     given = FILES[name]
     expected = content(read_rows(jsonl(tmp_path / "f.jsonl", given)))
     file = parquet(tmp_path / "f.parquet", given)
     filled = pyarrow.parquet.read_table(file).to_pylist()
     assert content(read_rows(file)) == expected
-    if name != "keyword arguments of two names":  # where JSON has null, function and scorer get None
+    if name != "keyword arguments of two names":  # null in JSON is an argument there
         assert content(read_rows(jsonl(tmp_path / "g.jsonl", filled))) == expected
 
-    # Metadata as a string of JSON, as an Arrow map, and in other encodings of text.
+    # Metadata as a JSON string.
     strings = [{**row, "metadata": json.dumps(row.get("metadata"))} for row in given]
     assert content(read_rows(parquet(tmp_path / "s.parquet", strings))) == expected
 
@@ -155,7 +159,7 @@ def lacking(verifier: str, metadata: Any) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_null_in_place_of_a_needed_value_is_refused(tmp_path: Path, row: Any, key: str, kind: str) -> None:
-    # A whole row after it gives the columns their types.
+    # A complete second row determines the types of the columns.
     prompt = [{"role": "user", "content": "x"}] if isinstance(row["prompt"], list) else "x"
     given = [row, {"prompt": prompt, "answer": "1", "verifier": "exact"}]
     file = jsonl(tmp_path / "f.jsonl", given) if kind == "json" else parquet(tmp_path / "f.parquet", given)
@@ -166,7 +170,7 @@ def test_null_in_place_of_a_needed_value_is_refused(tmp_path: Path, row: Any, ke
 
 
 def test_named_columns_may_hold_null(tmp_path: Path) -> None:
-    """As a missing value; a name that no row has is still a mistake."""
+    """Null counts as a missing value, but a column that does not exist is an error."""
     right = {"ground_truth": "1"}
     given = [
         {"q": "a", "reward_model": right, "why": None, "extra": STDIN, "kind": "exact", "n": 1},
@@ -191,7 +195,7 @@ def test_named_columns_may_hold_null(tmp_path: Path) -> None:
             read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", answer="reward_model.ground_truth")))
 
 
-def test_messages_keep_no_nulls(tmp_path: Path) -> None:
+def test_nulls_in_messages_are_removed(tmp_path: Path) -> None:
     given = [
         {"prompt": [{"role": "user", "content": "a", "name": None, "tool_calls": None}], "answer": "1"},
         {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}], "answer": "1"},
@@ -202,8 +206,8 @@ def test_messages_keep_no_nulls(tmp_path: Path) -> None:
         assert conversation(second, DataConfig(chat=True), "") == given[1]["prompt"]
 
 
-def test_values_of_a_program_keep_their_nulls() -> None:
-    """JSON says which key is null, and a tree without its empty children would be another tree."""
+def test_arguments_of_functions_keep_their_nulls() -> None:
+    """Removing null from the arguments of a function would change the test, for example a tree without children."""
     tree = {"value": 1, "left": None, "right": {"value": 2, "left": None}}
     row = {"function": "f", "tests": [{"args": [tree], "kwargs": {"root": None}, "expected": {"a": None}, "fn": None}]}
     kept = [{"args": [tree], "kwargs": {"root": None}, "expected": {"a": None}}]
@@ -219,7 +223,7 @@ def test_values_of_a_program_keep_their_nulls() -> None:
 ROWS: list[dict[str, Any]] = [{"a": f"x{i}é\u2028", "b": {"c": [i, 1]}} for i in range(700)]
 
 
-def test_json_parquet_and_csv(tmp_path: Path) -> None:
+def test_rows_of_json_parquet_and_csv(tmp_path: Path) -> None:
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
     (tmp_path / "f.jsonl").write_text("\ufeff" + lines)
     (tmp_path / "lines.json").write_text(lines)
@@ -235,7 +239,7 @@ def test_json_parquet_and_csv(tmp_path: Path) -> None:
     ]
 
 
-def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
+def test_unreadable_files_are_errors_of_one_line(tmp_path: Path) -> None:
     for name, content, message in (
         ("f.jsonl", b'{"a": 1}\n{"a": \n', "f.jsonl:2: not valid JSON: "),
         ("f.jsonl", b'"\xff\xfe"', "f.jsonl:1: not UTF-8"),

@@ -1,4 +1,4 @@
-"""What transformers reads from an exported sentencepiece model is what training read, by the sentencepiece library."""
+"""Check that transformers tokenizes an exported model exactly as the sentencepiece library does in training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LLAMA = {"add_dummy_prefix": True, "byte_fallback": True, "split_digits": True}
 
 
 def train(directory: Path, **options: Any) -> Path:
-    """A sentencepiece model beside which there is nothing that says how to read it."""
+    """Train a sentencepiece model and write it without any configuration file."""
     directory.mkdir(parents=True)
     out = io.BytesIO()
     settings = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -48,7 +48,7 @@ def train(directory: Path, **options: Any) -> Path:
 
 
 def model_around(tokenizer: Path, family: str, target: Path) -> Path:
-    """A model directory with this tokenizer, as a user may have one: tokenizer.model without tokenizer.json."""
+    """Create a model directory that has tokenizer.model but no tokenizer.json."""
     tiny.make_model(target, family, True, vocab_size=512)
     (target / "generation_config.json").unlink()
     for path in tokenizer.iterdir():
@@ -63,7 +63,7 @@ def export(source: Path, target: Path) -> Path:
 
 
 def texts(pieces: list[str]) -> list[str]:
-    """Digits, white space, emoji, control characters and any other; and pieces in any order."""
+    """Return texts with digits, white space, emoji, control characters and random pieces."""
     draw = random.Random(20)
     found = ["", " ", "  ", "12, 18=", " 12", "12 ", "  1  +  2  ", "007", "\n", "a\n\n b\t", "e\u0301é", "aaaaaaa"]
     found += ["🙂 🙂🏽‍🚀", "</s>", "<s>1</s><pad><unk>", "<0x41>", "\u2581\u2581", "\x00\x7f\x85", "\u2028\ufffd"]
@@ -78,7 +78,7 @@ def texts(pieces: list[str]) -> list[str]:
 
 
 def assert_same(model: Path, leads: bool = False) -> None:
-    """AutoTokenizer's ids and texts are those of the sentencepiece library, and BOS leads where it should."""
+    """Compare AutoTokenizer with the sentencepiece library. leads: whether BOS comes first."""
     library = sentencepiece.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
     theirs = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
     count = library.vocab_size()
@@ -99,7 +99,7 @@ def assert_same(model: Path, leads: bool = False) -> None:
 
 @pytest.fixture(scope="module")
 def init(tmp_path_factory) -> Path:
-    """The model of `make quickstart`, smaller, as the tool makes it."""
+    """Create a smaller model of `make quickstart` with its tool."""
     directory = tmp_path_factory.mktemp("init") / "model"
     with pytest.MonkeyPatch.context() as patch:
         options = ["--hidden", "32", "--layers", "1", "--texts", "400"]
@@ -108,8 +108,8 @@ def init(tmp_path_factory) -> Path:
     return directory
 
 
-def test_the_tiny_model_s_tokenizer_is_read_as_it_was_trained(init, tmp_path):
-    """As it is made, and as it is exported after training, and after another."""
+def test_exports_of_the_quickstart_model_tokenize_exactly(init, tmp_path):
+    """Test the new model, its export, and the export of its export."""
     export(init, tmp_path / "once")
     export(tmp_path / "once", tmp_path / "twice")
     for model in (init, tmp_path / "once", tmp_path / "twice"):
@@ -132,7 +132,7 @@ MODELS = {
 
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))])
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
-def test_a_user_s_model_is_exported_exactly(tmp_path, capfd, family, options):
+def test_exports_of_other_models_tokenize_exactly(tmp_path, capfd, family, options):
     model = model_around(train(tmp_path / "spm", **options), family, tmp_path / "in")
     (model / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 99, "legacy": True}))
     capfd.readouterr()
@@ -144,7 +144,7 @@ def test_a_user_s_model_is_exported_exactly(tmp_path, capfd, family, options):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_bos_leads_where_training_puts_it(tmp_path, family):
+def test_an_export_adds_bos_like_training(tmp_path, family):
     model = model_around(train(tmp_path / "spm", **LLAMA), family, tmp_path / "in")
     (model / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     exported = export(model, tmp_path / "out")
@@ -161,7 +161,7 @@ INEXACT = {
 
 
 @pytest.mark.parametrize(("options", "files", "reason"), INEXACT.values(), ids=INEXACT.keys())
-def test_a_tokenizer_that_transformers_reads_otherwise_is_not_exported(tmp_path, capfd, options, files, reason):
+def test_an_inexact_conversion_is_not_written(tmp_path, capfd, options, files, reason):
     model = model_around(train(tmp_path / "spm", **options), "qwen2", tmp_path / "in")
     for name, content in files.items():
         (model / name).write_text(json.dumps(content))
@@ -177,15 +177,15 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_not_exported(tmp_path,
         assert (exported / name).read_bytes() == (model / name).read_bytes()
 
 
-def test_an_override_of_transformers_is_noticed(tmp_path, capfd, monkeypatch):
-    """As if transformers overrode the class of yet another family."""
+def test_a_tokenizer_class_that_transformers_overrides_is_detected(tmp_path, capfd, monkeypatch):
+    """Without our class file, transformers replaces the tokenizer by its own class for Qwen2."""
     monkeypatch.setattr("megatron_brorl.data.sentencepiece._OVERRIDDEN", "none")
     exported = export(model_around(train(tmp_path / "spm"), "qwen2", tmp_path / "in"), tmp_path / "out")
     assert "no tokenizer.json written: " in capfd.readouterr().err
     assert not (exported / "tokenizer.json").exists()
 
 
-def test_training_reads_the_sentencepiece_model_of_an_unchanged_export(init, tmp_path):
+def test_an_unchanged_export_is_loaded_with_sentencepiece(init, tmp_path):
     def kind(change: dict[str, Any] | None = None, file: str = "tokenizer_config.json") -> str:
         copy = shutil.copytree(init, tmp_path / "copy", dirs_exist_ok=True)
         if change:
@@ -197,7 +197,7 @@ def test_training_reads_the_sentencepiece_model_of_an_unchanged_export(init, tmp
     assert kind({"normalizer": {"type": "Lowercase"}}, "tokenizer.json") == "HuggingFaceTokenizer"
 
 
-def test_a_conversion_back_is_an_export_too(tmp_path):
+def test_a_conversion_from_megatron_exports_the_tokenizer(tmp_path):
     model = model_around(train(tmp_path / "spm", byte_fallback=True), "qwen2", tmp_path / "in")
     conversions.to_megatron(model, tmp_path / "megatron", 1, 1)
     conversions.to_hf(tmp_path / "megatron", tmp_path / "out")

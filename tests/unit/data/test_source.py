@@ -46,22 +46,22 @@ def ids(batch: list[Prompt]) -> list[str]:
     return [p.id for p in batch]
 
 
-def test_every_epoch_is_a_permutation_of_its_own() -> None:
+def test_every_epoch_has_another_permutation() -> None:
     source = FileSource(prompts(20), seed=3)
     epochs = [ids(source.prompts(20 * e, 20)) for e in range(50)]
     everything = sorted(map(str, range(20)))
     assert all(sorted(e) == everything for e in epochs)
     assert len({tuple(e) for e in epochs}) == 50
     first = Counter(e[0] for e in epochs)
-    assert len(first) > 10  # whoever comes first changes
+    assert len(first) > 10  # the first prompt varies
 
 
 def test_the_order_is_pinned() -> None:
-    """A resumed run must see the order it began with, whatever was upgraded in between."""
+    """A resumed run must keep its order, even with other versions of libraries."""
     assert ids(FileSource(prompts(6), seed=0).prompts(0, 12)) == list("135402354210")
 
 
-def test_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_sources_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config = DataConfig(
         train=(write(tmp_path / "a.jsonl", 5), write(tmp_path / "b.jsonl", 4, start=5)),
         held_out=(write(tmp_path / "h.jsonl", 3, start=8),),
@@ -93,7 +93,7 @@ def test_wrong_data_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
         load_sources(DataConfig(train=twice), tokenizer, 100, 0)
 
 
-def test_mixtures(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_sources_of_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
     files = [write(tmp_path / f"{name}.jsonl", 5, start=10 * i) for i, name in enumerate("abc")]
     parts = (MixtureConfig(files=(files[0],), weight=0.5), MixtureConfig(files=tuple(files[1:]), weight=1, name="rest"))
     config = DataConfig(mixture=parts, held_out=(files[2],), template="{prompt}=")
@@ -137,7 +137,7 @@ def test_generated_sources(tokenizer: Tokenizer) -> None:
         sources.train.prompts(8 * step, 8)
     assert sources.train.prompts(40, 8) == again.train.prompts(40, 8)
     assert sources.train.prompts(40, 8) != other.train.prompts(40, 8)
-    assert sources.held_out == other.held_out  # so that runs of several seeds can be compared
+    assert sources.held_out == other.held_out  # so that runs with different seeds can be compared
     seen = {p.text for step in range(20) for p in sources.train.prompts(32 * step, 32)}
     assert not seen & {p.text for p in sources.held_out}
     assert [p for s in (0, 4) for p in sources.train.prompts(s, 4)] == sources.train.prompts(0, 8)
@@ -163,7 +163,7 @@ WEIGHTS = [[1], [1, 1], [2, 3, 5], [1, 100], [333, 333, 334], [1, 2, 3, 4, 5, 6,
 
 
 def sainte_lague(weights: list[int], count: int) -> list[tuple[int, int]]:
-    """Give each seat to the party with the largest votes / (2 seats + 1), by definition."""
+    """Give each seat to the party with the largest votes / (2 seats + 1), which is the definition."""
     seats = [0] * len(weights)
     order = []
     for _ in range(count):
@@ -180,14 +180,14 @@ def test_whole_weights() -> None:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_places_of_a_mixture_are_seats_by_sainte_lague(weights: list[int]) -> None:
+def test_mixture_positions_follow_the_method_of_sainte_lague(weights: list[int]) -> None:
     whole = sainte_lague(weights, 400)
     assert mixture_positions(weights, 0, 400) == whole
     for start in (1, 7, 123, 399):
         assert mixture_positions(weights, start, 30)[: 400 - start] == whole[start : start + 30]
 
 
-def test_sources_of_a_mixture_have_epochs_of_their_own_and_can_be_resumed() -> None:
+def test_sources_of_a_mixture_have_independent_epochs_and_can_be_resumed() -> None:
     sizes = {"a": 5, "b": 3, "c": 40}
     sources = {name: [replace(p, text=name) for p in prompts(size)] for name, size in sizes.items()}
     whole = MixtureSource(sources, [0.5, 0.3, 0.2], seed=1).prompts(0, 200)

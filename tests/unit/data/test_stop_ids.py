@@ -1,4 +1,4 @@
-"""Where responses end, against the generation configuration that transformers makes of the same files."""
+"""Compare the tokens that end a response with the generation configuration of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_brorl.errors import UserError
 EOS = 2  # of the tokenizer
 ABSENT = object()
 
-# (eos_token_id of config.json, content of generation_config.json): ids that transformers stops at, by hand.
+# (eos_token_id of config.json, content of generation_config.json, ids at which transformers stops).
 CASES: dict[str, tuple[Any, dict[str, Any] | None, set[int]]] = {
     "an id": (40, None, {40}),
     "a list": ([40, 42], None, {40, 42}),
@@ -50,13 +50,13 @@ def arrange(made: Path, config: Any, generation: dict[str, Any] | None) -> None:
 
 
 def resolved(directory: Path) -> set[int]:
-    """As transformers' generate() has it."""
+    """Return the stop ids of transformers' generate()."""
     found = AutoModelForCausalLM.from_pretrained(directory).generation_config.eos_token_id
     return set() if found is None else set(found) if isinstance(found, list) else {found}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_responses_end_where_transformers_stops_and_at_eos(made: Path, tmp_path: Path, name: str) -> None:
+def test_stop_ids_are_those_of_transformers_and_eos(made: Path, tmp_path: Path, name: str) -> None:
     config, generation, expected = CASES[name]
     arrange(made, config, generation)
     tokenizer = load_tokenizer(made)
@@ -64,7 +64,7 @@ def test_responses_end_where_transformers_stops_and_at_eos(made: Path, tmp_path:
     assert resolved(made) == expected
     assert set(stop_ids(made, tokenizer)) == expected | {EOS}
 
-    # An export stops in transformers where the trainer did; what else the files say is kept.
+    # transformers stops at the same tokens in an export. Other generation settings are kept.
     weights = tiny.weights(made)
     hugging_face.save(weights.items(), made, tmp_path / "out", "float32")
     assert resolved(tmp_path / "out") == expected | {EOS}
@@ -76,7 +76,7 @@ def test_responses_end_where_transformers_stops_and_at_eos(made: Path, tmp_path:
 
 
 @pytest.mark.parametrize("given", ["2", True, [2, "3"], -1])
-def test_other_values_than_ids_are_refused(made: Path, given: object) -> None:
+def test_values_that_are_no_ids_are_refused(made: Path, given: object) -> None:
     for file, generation in (("config.json", None), ("generation_config.json", {"eos_token_id": given})):
         arrange(made, given, generation)
         with pytest.raises(UserError) as e:

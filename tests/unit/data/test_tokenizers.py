@@ -20,7 +20,7 @@ CHAT = (
 
 
 def make_hf(directory: Path, bos: bool = False, **config: Any) -> Path:
-    """A byte-level BPE in Hugging Face files; ids 0 to 3 are <s>, </s>, <|user|>, <|assistant|>."""
+    """Write a byte-level BPE as Hugging Face files. Ids 0 to 3 are <s>, </s>, <|user|> and <|assistant|>."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -64,7 +64,7 @@ def test_sentencepiece_round_trip_with_bytes(tmp_path: Path) -> None:
 
 
 def make_tags(directory: Path, special: bool) -> Path:
-    """A byte-level BPE whose tags are added tokens, as in the tokenizers of reasoning models."""
+    """Write a byte-level BPE with tags as added tokens, as in reasoning models."""
     make_hf(directory, pad_token="<|pad|>")
     inner = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     tags = [f"<{slash}{tag}>" for tag in ("think", "answer") for slash in ("", "/")]
@@ -75,7 +75,7 @@ def make_tags(directory: Path, special: bool) -> Path:
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_tags_that_are_tokens_are_part_of_a_response(tmp_path: Path, special: bool) -> None:
+def test_decoding_keeps_tags_that_are_tokens(tmp_path: Path, special: bool) -> None:
     tokenizer = load_tokenizer(make_tags(tmp_path, special))
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in (
@@ -92,13 +92,13 @@ def test_tags_that_are_tokens_are_part_of_a_response(tmp_path: Path, special: bo
         assert tokenizer.decode_all([tokenizer.pad_id or 0, *ids, tokenizer.eos_id]) == f"<|pad|>{text}</s>"
 
 
-def test_control_pieces_of_sentencepiece_are_part_of_a_response(tmp_path: Path) -> None:
+def test_decoding_keeps_control_pieces_of_sentencepiece(tmp_path: Path) -> None:
     import sentencepiece
 
     tags = ["<think>", "</think>", "<answer>", "</answer>"]
     for name, settings in (
         ("exact", {"add_dummy_prefix": False, "remove_extra_whitespaces": False}),
-        ("default", {}),  # a space before each text, which decoding drops
+        ("default", {}),  # a space is added before each text and removed by decoding
     ):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(SUMS),
@@ -119,7 +119,7 @@ def test_control_pieces_of_sentencepiece_are_part_of_a_response(tmp_path: Path) 
         assert tokenizer.decode(ids) == f"<think>{space}1 + 2</think><answer>{space}3</answer>"
         assert tokenizer.decode([*one, close]) == "1 + 2</answer>"
         assert tokenizer.decode_all(ids).endswith("</answer><pad></s>")
-        assert not {4, 5, 6, 7} & set(tokenizer.encode("<think></answer>"))  # a text is data
+        assert not {4, 5, 6, 7} & set(tokenizer.encode("<think></answer>"))  # tags in a text are plain text
 
 
 def test_training_is_deterministic(tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_hugging_face_round_trip(tmp_path: Path, bos: bool) -> None:
     assert tokenizer.encode_prompt("12 + 7 = 19") == library.encode("12 + 7 = 19").ids
 
 
-def test_an_eos_that_is_also_called_unk_is_not_unknown_text(tmp_path: Path) -> None:
+def test_an_unk_token_that_is_also_eos_does_not_mark_unknown_text(tmp_path: Path) -> None:
     assert load_tokenizer(make_hf(tmp_path / "a", unk_token="</s>")).unk_id is None
     assert load_tokenizer(make_hf(tmp_path / "b", unk_token="<|user|>")).unk_id == 2
 
 
-def test_special_tokens_count_in_the_template_only(tmp_path: Path) -> None:
+def test_special_tokens_are_recognized_only_in_the_template(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(make_hf(tmp_path, bos=True))
     hello = tokenizer.encode("hello")
     assert tokenizer.encode_prompt("hello", "<|user|>", "<|assistant|>") == [0, 2, *hello, 3]
@@ -172,7 +172,7 @@ def test_a_missing_chat_template_is_an_error(tmp_path: Path) -> None:
         train_sentencepiece(SUMS, tmp_path / "spm", 64).apply_chat([])
 
 
-def test_bos_of_a_sentencepiece_directory(tmp_path: Path) -> None:
+def test_bos_depends_on_the_tokenizer_configuration(tmp_path: Path) -> None:
     train_sentencepiece(SUMS, tmp_path, 64)
     plain = load_tokenizer(tmp_path).encode("1 + 2")
     config = tmp_path / "tokenizer_config.json"

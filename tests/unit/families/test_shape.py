@@ -1,4 +1,4 @@
-"""config.json as transformers resolves it: every key that ModelShape reads, in every form that transformers accepts."""
+"""Tests of read_shape against the configuration that transformers resolves, in every form that it accepts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def without(scaling: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in scaling.items() if key not in keys}
 
 
-# Rotations of the families whose layers are all alike. One of several sources of a value wins in each.
+# Rotary embeddings of families with equal layers. Several cases state a value in more than one place.
 ROPES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "theta alone": {"rope_theta": 777.0},
@@ -65,7 +65,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn of a context of one wave": {"rope_scaling": {**YARN, "original_max_position_embeddings": 6}},
     "whole rotation": {"partial_rotary_factor": 1.0, "rope_scaling": {**LINEAR, "partial_rotary_factor": 1.0}},
 }
-# Keys that any of these families has. ABSENT removes a key, so that the default of the family's class shows.
+# Keys that all of these families have. ABSENT removes a key, so that the default of the family applies.
 ABSENT = object()
 KEYS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
@@ -154,7 +154,7 @@ def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
         assert factor == pytest.approx(scale, rel=1e-12)
 
 
-# Whatever changes the computation and is not computed here ends in one line that names the key.
+# Settings that would change the computation and are not supported.
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "longrope": ({"rope_parameters": LONGROPE}, "rope_parameters.rope_type = 'longrope'"),
@@ -207,7 +207,7 @@ def test_unsupported_gemma_configurations_are_refused(tmp_path, changes, key):
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
     ],
 )
-def test_refusals_name_file_and_key(tmp_path, change, message):
+def test_errors_name_file_and_key(tmp_path, change, message):
     tiny.make_model(tmp_path, "qwen2", True)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -217,8 +217,8 @@ def test_refusals_name_file_and_key(tmp_path, change, message):
     assert message in str(caught.value)
 
 
-def test_what_qwen2_says_of_attention_bias_does_not_matter(tmp_path):
-    """transformers' Qwen2 always has a bias of queries, keys and values, and never one of the output."""
+def test_attention_bias_of_qwen2_is_ignored(tmp_path):
+    """transformers' Qwen2 always has biases for queries, keys and values, and never one for the output."""
     tiny.make_model(tmp_path, "qwen2", True)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert parse_shape(raw | {"attention_bias": False}, "") == parse_shape(raw | {"attention_bias": True}, "")

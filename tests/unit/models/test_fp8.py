@@ -1,4 +1,4 @@
-"""What is asked of FP8 training is held against the device before anything is built."""
+"""Checks of FP8 settings against the device, before a model is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ H100, B200, L40, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
 
 
 def shape(**changes: int) -> ModelShape:
-    """DeepSeek-R1-Distill-Qwen-1.5B's."""
+    """Return the shape of DeepSeek-R1-Distill-Qwen-1.5B, with changes."""
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
     return parse_shape(qwen2_config(**{**sizes, **changes}), "test")
 
@@ -46,7 +46,7 @@ def test_devices_and_versions(recipe, capability, cuda, te, message):
     assert bool(message) == bool(found)
 
 
-def test_every_rank_s_part_must_be_aligned():
+def test_every_shard_must_be_aligned():
     config = Fp8Config(recipe="tensorwise", bf16_layers=2)
     assert fp8.problem(config, shape(), 2, H100, "12.9", "2.9") == ""
     assert "intermediate_size is 4484" in fp8.problem(config, shape(ffn=8968), 2, H100, "12.9", "2.9")
@@ -65,11 +65,11 @@ def test_megatron_knows_every_field():
         given = fp8.settings(Fp8Config(recipe=recipe, bf16_layers=0 if recipe == "delayed" else 1))
         assert given.keys() <= known.keys()
         made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **given)
-        assert made.tp_only_amax_red  # Replicas have different numbers of micro-batches.
+        assert made.tp_only_amax_red  # replicas have different numbers of micro-batches
     assert fp8.settings(Fp8Config()) == {}
 
 
-def test_not_on_this_machine():
+def test_fp8_is_refused_without_transformer_engine():
     if fp8.cpu_bridge.has_transformer_engine():
         pytest.skip("Transformer Engine is here")
     with pytest.raises(UserError, match=r'fp8\.recipe = "delayed": needs a GPU and Transformer Engine'):

@@ -1,4 +1,4 @@
-"""Sharded checkpoints in and out, and a directory that is either whole or not there."""
+"""Reading and writing sharded Hugging Face checkpoints; an incomplete directory never appears."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(directory, processes):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_sharded_in_sharded_out(processes, tmp_path, monkeypatch, tied):
+def test_sharded_checkpoints_are_read_and_written(processes, tmp_path, monkeypatch, tied):
     model = tiny.make_model(tmp_path / "in", "qwen3", tied)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3

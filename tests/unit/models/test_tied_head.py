@@ -1,4 +1,4 @@
-"""A Hugging Face directory that ties the LM head to the embedding and stores a head all the same."""
+"""Hugging Face directories that tie the LM head to the embedding but also store a head."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def set_tied(directory: Path, tied: bool) -> None:
 
 @pytest.fixture
 def another(tmp_path):
-    """A directory with a head unlike its embedding."""
+    """Return a directory whose head differs from its embedding."""
     tiny.make_model(tmp_path / "hf", "qwen2", True)
     embedding = tiny.weights(tmp_path / "hf")[EMBEDDING]
     store(tmp_path / "hf", embedding, torch.randn(embedding.shape, generator=torch.Generator().manual_seed(1)))
@@ -51,7 +51,7 @@ def load(directory: Path, processes) -> torch.nn.Module:
     return actor
 
 
-def test_another_head_is_refused_in_one_line_and_untying_gives_the_logits_of_transformers(another, processes):
+def test_a_different_head_is_refused_and_untying_gives_transformers_logits(another, processes):
     for use in (lambda: load(another, processes), lambda: to_megatron(another, another.parent / "megatron", 1, 1)):
         with pytest.raises(UserError) as caught:
             use()
@@ -59,7 +59,7 @@ def test_another_head_is_refused_in_one_line_and_untying_gives_the_logits_of_tra
         assert "tie_word_embeddings" in str(caught.value)
         assert "\n" not in str(caught.value)
     assert [p.name for p in another.parent.iterdir()] == ["hf"]
-    # Transformers 5 leaves the two untied with the config as it is; the remedy makes the same model of them here.
+    # transformers 5 does not tie them with this config; the suggested fix gives the same model here.
     model = AutoModelForCausalLM.from_pretrained(another)
     assert torch.equal(model.lm_head.weight, tiny.weights(another)[HEAD])
     assert torch.equal(model.model.embed_tokens.weight, tiny.weights(another)[EMBEDDING])
@@ -76,7 +76,7 @@ def test_an_equal_head_is_accepted(tmp_path, processes, narrow):
     embedding = tiny.weights(tmp_path / "hf")[EMBEDDING].bfloat16()
     store(tmp_path / "hf", embedding.float(), embedding if narrow else embedding.float())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert model.lm_head.weight is model.model.embed_tokens.weight  # transformers takes them for one as well
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # transformers ties them as well
     assert torch.equal(load(tmp_path / "hf", processes).head_weight()[: tiny.VOCAB], embedding.float())
     to_megatron(tmp_path / "hf", tmp_path / "megatron", 1, 1)
     conversion.verify(tmp_path / "hf", tmp_path / "megatron", read_shape(tmp_path / "hf"))
@@ -90,7 +90,7 @@ def test_a_head_of_another_shape_is_named(another, processes):
         load(another, processes)
 
 
-def test_a_critic_leaves_the_head_of_an_untied_model_aside(another, processes):
+def test_a_critic_ignores_the_head_of_an_untied_model(another, processes):
     set_tied(another, False)
     shape = read_shape(another)
     built = critic.build_critic(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
@@ -99,7 +99,7 @@ def test_a_critic_leaves_the_head_of_an_untied_model_aside(another, processes):
     assert torch.equal(built.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])
 
 
-def test_the_converter_names_the_folder_of_its_user(tmp_path, monkeypatch):
+def test_the_converter_names_the_users_folder(tmp_path, monkeypatch):
     tiny.make_model(tmp_path / "hf", "llama", True)
     found = iter([torch.zeros(1), torch.ones(1)])
     monkeypatch.setattr(conversion, "logits", lambda *_: next(found))

@@ -1,4 +1,4 @@
-"""The checksum against the same sums in Python integers, and against everything that may happen to a message."""
+"""The checksum against the same sums in Python integers, and its reaction to damaged messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MASK = 2**64 - 1
 
 
 def by_hand(name: str, tensor: torch.Tensor) -> int:
-    """From the description in ops/checksum.py, with integers of unlimited size."""
+    """Compute the checksum as described in ops/checksum.py, with integers of unlimited size."""
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     words = np.frombuffer(data + bytes(-len(data) % 8192), dtype="<u8").tolist()
     rows = [sum(words[i : i + 1024]) for i in range(0, len(words), 1024)]
@@ -48,12 +48,12 @@ def test_types_and_views(dtype):
     x = torch.randn(37, 41, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert int(checksum("x", x)) & MASK == by_hand("x", x)
     assert torch.equal(checksum("x", x.t()), checksum("x", x.t().contiguous()))
-    inside = torch.cat((torch.zeros(1, dtype=dtype), x.flatten()))[1:].view(37, 41)  # begins between two words
+    inside = torch.cat((torch.zeros(1, dtype=dtype), x.flatten()))[1:].view(37, 41)  # starts between two words
     assert torch.equal(checksum("x", inside), checksum("x", x))
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_every_flipped_bit_is_seen(size):
+def test_every_flipped_bit_changes_the_checksum(size):
     data = noise(size)
     before = int(checksum("a", data))
     for place in {*range(0, size, max(1, size // 50)), size - 1}:
@@ -64,8 +64,8 @@ def test_every_flipped_bit_is_seen(size):
     assert int(checksum("a", data)) == before
 
 
-def test_what_changed_places_is_seen():
-    """Words, rows, columns and halves; also in data with few distinct values, as fresh norms are."""
+def test_swapped_data_changes_the_checksum():
+    """Words, rows and halves, also in data with few distinct values, such as new norm weights."""
     few = torch.randint(0, 2, (300_000,), generator=torch.Generator().manual_seed(2)).float()
     for data in (noise(2_400_000, 3).view(torch.int64), few.view(torch.int64)):
         before = int(checksum("a", data))
@@ -81,7 +81,7 @@ def test_what_changed_places_is_seen():
         assert int(checksum("a", data.roll(len(data) // 2))) != before
 
 
-def test_name_type_and_shape_count():
+def test_name_dtype_and_shape_change_the_checksum():
     x = torch.zeros(4, 6)
     sums = [
         checksum("a", x),

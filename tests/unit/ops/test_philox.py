@@ -11,7 +11,7 @@ from megatron_brorl.ops.reference.sampling import sample
 
 
 def words(key: int, counter: tuple[int, int, int, int]) -> list[int]:
-    """Four 32-bit words of Philox4x32-10, written from the paper with Python integers."""
+    """Return four 32-bit words of Philox4x32-10, from the paper, with Python integers."""
     k = [key & 0xFFFFFFFF, key >> 32]
     c = list(counter)
     for _ in range(10):
@@ -22,7 +22,7 @@ def words(key: int, counter: tuple[int, int, int, int]) -> list[int]:
 
 
 def test_known_answers():
-    """Vectors of the Random123 distribution (kat_vectors) for philox4x32-10."""
+    """Compare with the known answers of Random123 (kat_vectors) for philox4x32-10."""
     zero = torch.zeros(1, dtype=torch.int64)
     got = [int(x) for x in philox(zero, (zero, zero, zero, zero))]
     assert got == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
@@ -41,7 +41,7 @@ def test_equals_integer_arithmetic():
 
 
 def test_streams_are_distinct_and_uniform():
-    """10,000 streams of 8 positions: no duplicate, no correlation by index, uniform in 20 bins (chi-square)."""
+    """10,000 streams of 8 positions have no duplicates, no correlation by index, and are uniform in 20 bins."""
     keys = torch.tensor([stream_key(0, 0, f"p{i}") for i in range(20)]).repeat_interleave(500)
     sibling = torch.arange(500).repeat(20)
     draws = torch.stack([uniforms(keys, sibling, torch.full_like(sibling, p)) for p in range(8)], dim=1)
@@ -54,7 +54,7 @@ def test_streams_are_distinct_and_uniform():
     assert abs(neighbours) < 0.04  # four standard errors
     assert abs(positions) < 0.04
     by_prompt = draws[:, 0].view(20, 500)
-    for lag in (1, 2, 7, 64, 499):  # among siblings, and between the same siblings of two prompts
+    for lag in (1, 2, 7, 64, 499):  # between rollouts of a prompt, and between two prompts
         pairs = by_prompt[:, :-lag].flatten(), by_prompt[:, lag:].flatten()
         limit = 4 / len(pairs[0]) ** 0.5
         assert abs(np.corrcoef(*pairs)[0, 1]) < limit
@@ -63,7 +63,7 @@ def test_streams_are_distinct_and_uniform():
     assert max(abs(np.corrcoef(row, index)[0, 1]) for row in by_prompt) < 4 / 500**0.5
 
 
-def test_stream_key_tells_apart():
+def test_stream_keys_are_distinct():
     keys = [stream_key(1, 23, "a"), stream_key(12, 3, "a"), stream_key(1, "23", "a"), stream_key(1, 23, "b")]
     assert len(set(keys)) == 4
     assert all(0 <= k < 2**63 for k in keys)

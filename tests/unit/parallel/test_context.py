@@ -1,4 +1,4 @@
-"""The cut of a stream over context-parallel ranks: every token once, every prediction where its hidden state is."""
+"""The division of a stream over context-parallel ranks: every token once, every prediction with its hidden state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expected_owner(position: int, length: int, size: int) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_chunks_go_there_and_back_over_the_ranks(size):
+def test_each_rank_has_one_chunk_of_either_half(size):
     _, _, packed = batch(size)
     places = [(p, n) for n in segment_lengths(packed.groups) for p in range(n)]
     assert len(places) == len(packed.input_ids)
@@ -53,7 +53,7 @@ def test_every_prediction_has_one_rank(size):
         for row, mine in part.split(part.gather(values)):
             whole[row] = whole[row] + mine
         for index, target, advantage in zip(part.predict, part.targets, part.repeat(advantages), strict=True):
-            # The token that predicts stands right before its target in the row.
+            # The predicting token is the one before its target in the row.
             row = int(advantage)
             text = torch.cat((prompts[row], responses[row]))
             position = int(part.position_ids[index])
@@ -64,8 +64,8 @@ def test_every_prediction_has_one_rank(size):
     assert sum(len(part.predict) for part in parts) == sum(map(len, responses))
 
 
-def test_rows_without_a_prediction_keep_their_rank_busy():
-    """A rank takes part in the collectives of a stream that it predicts nothing of, or that predicts nothing."""
+def test_a_rank_without_predictions_takes_part():
+    """A rank takes part in collectives even if it predicts no token of a stream."""
     (short,) = pack([torch.tensor([1])], [torch.tensor([2])], 100, 8, segments_of=8)
     (nothing,) = pack([], [], 100, 8, segments_of=8)
     assert [len(share(short, rank, 4).predict) for rank in range(4)] == [1, 0, 0, 0]
@@ -79,7 +79,7 @@ def test_shared_prompts_are_refused():
         pack([torch.tensor([1])] * 2, [torch.tensor([2])] * 2, 100, 4, share=True, segments_of=4)
 
 
-def test_a_world_that_cannot_be_cut_so_is_refused(monkeypatch):
+def test_a_world_size_that_is_no_multiple_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "6")
     message = (
         r"world size 6 is not a multiple of parallel\.tensor x parallel\.pipeline x parallel\.context = 2 x 1 x 2:"

@@ -1,4 +1,4 @@
-"""Which address rank 0 listens on, and which interface gloo is given."""
+"""The address on which rank 0 listens, and the interface for gloo."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def listening() -> set[str]:
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets the variables that a test gives, and no other."""
+    """Sets the given variables and removes the others."""
 
     def set_(**values: str) -> None:
         for name in NAMES:
@@ -41,7 +41,7 @@ def environment(monkeypatch):
         for name, value in values.items():
             monkeypatch.setenv(name, value)
 
-    set_()  # so that what is set in the meantime goes at the end
+    set_()  # monkeypatch then also restores variables that the test sets
     return set_
 
 
@@ -52,8 +52,8 @@ def free_port(address: str = "127.0.0.1") -> str:
 
 
 @pytest.mark.parametrize("launcher", ["by hand", "rank.sh", "none"])
-def test_on_one_machine_all_is_loopback(environment, launcher):
-    """Whatever the machine calls itself and the user has set for other jobs."""
+def test_ranks_on_one_machine_use_loopback(environment, launcher):
+    """The host name and the user's variables for other jobs make no difference."""
     name, address = elsewhere()
     before = listening()
     common = {"RANK": "0", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
@@ -75,7 +75,7 @@ def test_on_one_machine_all_is_loopback(environment, launcher):
 
 
 @pytest.mark.parametrize("gloo", ["", "given"])
-def test_over_machines_rank_0_listens_where_it_is_reached(environment, gloo):
+def test_rank_0_listens_on_its_address_if_there_are_several_machines(environment, gloo):
     name, address = elsewhere()
     environment(RANK="0", MASTER_ADDR=address, MASTER_PORT=free_port(address), LOCAL_WORLD_SIZE="0")
     if gloo:
@@ -89,7 +89,7 @@ def test_over_machines_rank_0_listens_where_it_is_reached(environment, gloo):
 
 
 def test_a_name_that_is_loopback_here_needs_an_interface(environment):
-    """As on Debian, whose /etc/hosts gives a machine's own name 127.0.1.1."""
+    """On Debian, /etc/hosts maps a machine's own name to 127.0.1.1."""
     name, address = elsewhere()
     there = {"RANK": "0", "MASTER_ADDR": "127.0.1.1", "MASTER_PORT": free_port(address), "LOCAL_WORLD_SIZE": "0"}
     environment(**there)
@@ -110,14 +110,14 @@ def test_a_name_that_is_loopback_here_needs_an_interface(environment):
         ({"GLOO_SOCKET_IFNAME": "nope0", "MASTER_ADDR": "127.0.1.1"}, "GLOO_SOCKET_IFNAME = nope0: "),
     ],
 )
-def test_what_is_wrong_is_told(environment, changes, message):
+def test_mistakes_in_the_environment_end_in_one_line(environment, changes, message):
     good = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "0"}
     environment(**{**good, **changes})
     with pytest.raises(UserError, match=message):
         network.store(1, timedelta(seconds=20))
 
 
-def test_a_port_in_use_is_told(environment):
+def test_a_port_in_use_ends_in_one_line(environment):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         environment(RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))

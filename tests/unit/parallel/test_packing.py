@@ -1,4 +1,4 @@
-"""Packing: every row stands in the stream as it would alone."""
+"""Packed streams against rows that are packed one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lengths(batch: Packed) -> list[int]:
 
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
-def test_every_row_is_found_again(max_tokens, multiple):
+def test_streams_contain_every_row(max_tokens, multiple):
     prompts, responses = rows(40)
     batches = pack(prompts, responses, max_tokens, multiple)
     assert sorted(i for b in batches for i in b.rows) == list(range(40))
@@ -76,12 +76,13 @@ def siblings(count: int, seed: int = 1):
 
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
-def test_shared_prompts_are_stored_once_and_every_row_is_found_again(max_tokens, multiple):
+def test_shared_prompts_are_stored_once_and_streams_contain_every_row(max_tokens, multiple):
     prompts, responses = siblings(40)
     batches = pack(prompts, responses, max_tokens, multiple, share=True)
     assert sorted(i for b in batches for i in b.rows) == list(range(40))
     for batch in batches:
-        stream, positions = batch.input_ids.tolist(), batch.position_ids.tolist()
+        stream = batch.input_ids.tolist()
+        positions = batch.position_ids.tolist()
         covered = [g.prefix + sum(c * n for c, n in g.segments) for g in batch.groups]
         assert sum(covered) == len(stream)
         assert len(stream) % multiple == 0
@@ -91,7 +92,7 @@ def test_shared_prompts_are_stored_once_and_every_row_is_found_again(max_tokens,
         if len(batch.rows) > 1:
             assert len(stream) <= max(max_tokens, 16) + multiple
         for i, predict in batch.split(batch.predict):
-            # What a token may see of the stream is what it would see alone: the tokens before it, in order.
+            # A token attends to the tokens before it in its row, in order.
             history = prompts[i].tolist() + responses[i].tolist()
             for g, index in enumerate(predict.tolist()):
                 assert stream[index] == history[len(prompts[i]) + g - 1]
@@ -99,9 +100,10 @@ def test_shared_prompts_are_stored_once_and_every_row_is_found_again(max_tokens,
         assert [t.tolist() for _, t in batch.split(batch.targets)] == [responses[i].tolist() for i in batch.rows]
 
 
-def test_sharing_that_saves_nothing_is_left_alone():
+def test_prompts_are_not_shared_if_that_saves_nothing():
     prompts, responses = rows(20)
-    plain, shared = pack(prompts, responses, 50), pack(prompts, responses, 50, share=True)
+    plain = pack(prompts, responses, 50)
+    shared = pack(prompts, responses, 50, share=True)
     assert token_gain(prompts, responses, 50) < 1.1
     assert [b.rows for b in plain] == [b.rows for b in shared]
     assert token_gain([prompts[0]] * 20, [torch.zeros(1)] * 20, 50) == pytest.approx(20.0)
@@ -109,10 +111,11 @@ def test_sharing_that_saves_nothing_is_left_alone():
 
 
 @pytest.mark.parametrize(("max_tokens", "is_shared"), [(170, False), (300, True), (600, True)])
-def test_the_gain_of_sharing_is_that_of_the_micro_batches_it_makes(max_tokens, is_shared):
-    """Prompts of 60 tokens, responses of 100: one, two or five siblings fit beside a prompt."""
+def test_token_gain_counts_a_prompt_once_per_micro_batch(max_tokens, is_shared):
+    """With prompts of 60 tokens and responses of 100, one, two or five siblings fit next to a prompt."""
     prompt = torch.arange(60)
-    prompts, responses = [prompt] * 20, [torch.zeros(100, dtype=torch.int64) for _ in range(20)]
+    prompts = [prompt] * 20
+    responses = [torch.zeros(100, dtype=torch.int64) for _ in range(20)]
     computed = sum(len(b.input_ids) for b in pack(prompts, responses, max_tokens, share=True))
     assert (computed < 20 * 159) == is_shared
     assert token_gain(prompts, responses, max_tokens) == pytest.approx(20 * 159 / computed)

@@ -1,4 +1,4 @@
-"""A run.dir made by hand, as `brorl train` leaves it: for the report."""
+"""Writes a run.dir like that of `brorl train`, for tests of the report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def make_run(
     recorded: bool = True,
     record: bool = True,
 ) -> Path:
-    """rates: of right answers, at the first and at the last evaluation; a step's are between them. rewards: the mean
+    """Write a run.
+
+    rates: shares of right answers at the first and the last evaluation; those of steps lie between. rewards: the mean
     rewards of these evaluations, where they are not the rates.
 
     ended: with a summary. recorded: with rollouts. record: with run.json.
@@ -43,7 +45,7 @@ def make_run(
     def rate(step: float) -> float:
         return rates[0] + (rates[1] - rates[0]) * step / last
 
-    # Groups of held-out prompts, and of training prompts that come again.
+    # Held-out prompts, and training prompts that repeat.
     shares = {}
     for number in evaluations:
         rights = random.binomial(samples, rate(number), prompts)
@@ -102,7 +104,9 @@ def rollout(group: int, prompt: str, sibling: int, answer: str | None, right: bo
 
 def group(number: int, rollouts: list[dict[str, Any]], recorded: int, **own: Any) -> dict[str, Any]:
     """Return the row of schema.GROUPS of these rollouts, of which some are recorded; own: columns that differ."""
-    right, n, prompt = sum(r["right"] for r in rollouts), len(rollouts), rollouts[0]["prompt_id"]
+    right = sum(r["right"] for r in rollouts)
+    n = len(rollouts)
+    prompt = rollouts[0]["prompt_id"]
     return {
         "group": number,
         "prompt_id": prompt,
@@ -131,10 +135,11 @@ def _write(
     first: int | None = None,
     mean: float | None = None,
 ) -> None:
-    """first: groups of which rollouts are recorded; None: all. mean: reward, a tenth more or less by turns."""
-    groups, rollouts = [], []
+    """Write a moment. first: number of groups with recorded rollouts, None: all. mean: mean reward of the groups."""
+    groups = []
+    rollouts = []
     for g, (name, right) in enumerate(zip(names, rights.tolist(), strict=True)):
-        own = [_rollout(g, name, i, 5 * i % n < right, moment) for i in range(n)]  # not the first ones alone
+        own = [_rollout(g, name, i, 5 * i % n < right, moment) for i in range(n)]
         recorded = whole if first is None or g < first else 0
         rollouts += own[:recorded]
         reward = right / n if mean is None else mean + 0.1 * (-1) ** g

@@ -1,4 +1,4 @@
-"""The content of a report against the files of the run, counted by hand."""
+"""Tests of the content of a report against values counted in the files of the run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from made_run import TASKS, make_run
 
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.report.content import (
-    Evaluation,
-    Run,
+    RecordedEvaluation,
+    RecordedRun,
     checkpoints,
     content,
     curves,
     evaluations,
+    first_reached,
     generation,
     meanings,
-    reached,
     read_run,
     times_to_target,
 )
-from megatron_brorl.report.page import embed, telling
-from megatron_brorl.train.evaluate import Answers, sum_up
+from megatron_brorl.report.page import embed, select_siblings
+from megatron_brorl.train.evaluate import PromptResult, summarize
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,13 @@ def test_curves_are_the_lines_of_metrics(folder, run):
     assert set(found["values"]) == names | {f"time/{name}" for name in rows[0]["time"]}
     for name in names:
         assert found["values"][name] == [pytest.approx(v) if (v := row.get(name)) is not None else None for row in rows]
-    assert found["values"]["grad_norm"][1] is None  # it was no number
+    assert found["values"]["grad_norm"][1] is None  # It was NaN.
     for name in rows[0]["time"]:
         assert found["values"][f"time/{name}"] == pytest.approx([row["time"][name] for row in rows])
     assert found["elapsed"] == pytest.approx([5, 11, 18, 26])
 
 
-def test_figures_are_explained(run):
+def test_metrics_are_explained(run):
     found = meanings(list(run["curves"]["values"]))
     assert found["kept_share"]["unit"]
     assert found["time/generate"]["meaning"] == found["time/generate"]["meaning"].strip() != ""
@@ -74,7 +74,7 @@ def test_long_curves_are_means():
     assert found["step"] == [*range(2, 1000, 3), 1000]
     assert found["values"]["reward"] == [*(3.0 * i + 1 for i in range(333)), 999.5]
     assert found["elapsed"][-1] == 2002
-    assert set(found["values"]) == {"reward", "time/step"}  # x has no value at all
+    assert set(found["values"]) == {"reward", "time/step"}  # x has no values.
 
 
 def brute_pass_at_k(n: int, right: int, k: int) -> float:
@@ -82,7 +82,7 @@ def brute_pass_at_k(n: int, right: int, k: int) -> float:
     return sum(map(any, sets)) / len(sets)
 
 
-def test_passes_and_prompts_that_moved(folder, run):
+def test_pass_at_k_and_solved_and_lost_prompts(folder, run):
     before, after = (groups(folder, f"evaluation_00000{n}") for n in (0, 4))
     found = run["change"]
     assert (found["from"], found["to"], found["prompts"], found["samples"]) == (0, 4, 40, 4)
@@ -101,22 +101,22 @@ def test_passes_and_prompts_that_moved(folder, run):
     assert [p["right"] for p in found["solved"]] == sorted(solved.values(), reverse=True)
 
 
-def test_intervals_are_those_of_the_run(folder):
-    """summary.json has them from train.evaluate, which counts samples itself."""
+def test_intervals_match_the_evaluation_of_the_run(folder):
+    """train.evaluate computes the intervals of summary.json from its own counts."""
     for found in evaluations(read_run(folder)):
         rows = groups(folder, f"evaluation_{found.steps:06d}")
         prompts = [SimpleNamespace(id=g["prompt_id"], verifier=g["verifier"], metadata={}) for g in rows]
         answers = [
-            Answers(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
+            PromptResult(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
             for i, (p, g) in enumerate(zip(prompts, rows, strict=True))
         ]
-        told = sum_up(answers, len(rows), EvaluateConfig(), seed=7)
+        told = summarize(answers, len(rows), EvaluateConfig(), seed=7)
         assert found.passes[1] == told.pass_at_1.as_dict()
         assert {k: p["mean"] for k, p in found.passes.items()} == pytest.approx(told.pass_at_k)
         assert found.tasks == pytest.approx(told.by_task)
 
 
-def test_tasks_spread_and_heat(folder, run):
+def test_tasks_and_spread(folder, run):
     steps = [groups(folder, f"step_00000{n}") for n in range(4)]
     for place, name in enumerate(TASKS):
         own = [[g["right"] / 32 for g in rows if g["verifier"] == name] for rows in steps]
@@ -124,7 +124,7 @@ def test_tasks_spread_and_heat(folder, run):
     assert run["by_task"]["step"] == [0, 1, 2, 3]
     assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])
 
-    # Held-out prompts have four samples each, training prompts 32: one by one, and in tenths.
+    # Four samples of held-out prompts are counted one by one, 32 of training prompts in tenths.
     held = run["spread"]["evaluation"]
     assert held["numbers"] == [0, 4]
     assert (held["of"], held["bins"]) == (4, ["0", "1", "2", "3", "4"])
@@ -139,17 +139,6 @@ def test_tasks_spread_and_heat(folder, run):
         assert named["30-40%"] == sum(0.3 <= g["right"] / 32 < 0.4 for g in rows)
         assert named["none"] == sum(g["right"] == 0 for g in rows)
 
-    heat = run["heat"]["step"]
-    shares = {
-        p: dict(zip(heat["numbers"], own, strict=True)) for p, own in zip(heat["prompts"], heat["shares"], strict=True)
-    }
-    for number, rows in enumerate(steps):
-        asked = {g["prompt_id"]: g["right"] / 32 for g in rows}
-        assert {p: own[number] for p, own in shares.items() if own[number] is not None} == pytest.approx(
-            {p: share for p, share in asked.items() if p in shares}
-        )
-    assert "train/9" not in shares
-
 
 @pytest.mark.parametrize(
     ("options", "tone", "headline"),
@@ -158,10 +147,14 @@ def test_tasks_spread_and_heat(folder, run):
         ({"prompts": 40, "rates": (0.8, 0.2)}, "bad", "It got worse: pass@1 fell from"),
         ({"rates": (0.5, 0.5), "evaluations": (0, 1)}, "unclear", "No change beyond chance: pass@1 went from"),
         ({"recorded": False}, "unclear", "pass@1 went from"),
-        ({"evaluations": ()}, "unclear", "Whether it learned is not known: there is no held-out"),
-        ({"evaluations": (0,)}, "unclear", "Whether it learned is not known: the one evaluation"),
+        ({"evaluations": ()}, "unclear", "Learning was not measured: there is no held-out"),
+        ({"evaluations": (0,)}, "unclear", "Learning was not measured: the only evaluation"),
         ({"rates": (0.0, 0.0), "ended": False}, "bad", "No change beyond chance: pass@1 went from 0.0% to 0.0%"),
-        ({"steps": 0, "evaluations": (), "recorded": False, "record": False, "ended": False}, "unclear", "Whether it"),
+        (
+            {"steps": 0, "evaluations": (), "recorded": False, "record": False, "ended": False},
+            "unclear",
+            "Learning was",
+        ),
     ],
 )
 def test_verdicts(tmp_path, options, tone, headline):
@@ -172,8 +165,8 @@ def test_verdicts(tmp_path, options, tone, headline):
         assert "none right" in found["verdict"]["findings"][0]
 
 
-def test_rewards_that_are_not_pass_at_1_are_compared_too(tmp_path):
-    """Every prompt gained 0.4."""
+def test_partial_rewards_are_compared_too(tmp_path):
+    """The reward of every prompt rises by 0.4."""
     run = content([make_run(tmp_path / "a", prompts=40, rewards=(-0.2, 0.2))])[0]["runs"][0]
     assert run["verdict"]["headline"].startswith("It learned: pass@1 rose from")
     assert run["verdict"]["details"][0] == ("mean reward rose from -0.2 to 0.2, +0.4 (95% interval +0.4 to +0.4).")
@@ -185,7 +178,7 @@ def test_rewards_that_are_not_pass_at_1_are_compared_too(tmp_path):
     assert run["verdict"]["details"][0].startswith("pass@1 went from 0.0% to 0.0%, 0.0 points (95% interval -8.8 to ")
 
 
-def test_several_runs_are_paired(tmp_path):
+def test_several_runs_are_paired_by_prompt(tmp_path):
     folders = [make_run(tmp_path / "x" / "a", prompts=40), make_run(tmp_path / "y" / "a", prompts=40, rates=(0.3, 0.9))]
     found = content(folders)[0]
     assert [r["name"] for r in found["runs"]] == ["x/a", "y/a"]
@@ -203,7 +196,7 @@ def _advantages(rollouts):
     return [r["advantage"] for r in rollouts]
 
 
-def test_rollouts_of_the_page_are_those_recorded(folder):
+def test_the_page_contains_the_recorded_rollouts(folder):
     run = read_run(folder)
     found = embed(run, set(), 1_000_000)
     chunks = opened(found["chunks"])
@@ -217,14 +210,13 @@ def test_rollouts_of_the_page_are_those_recorded(folder):
             own = [r for r in recorded if r["group"] == g["group"]]
             assert (f"{place}/{g['group']}" in found["where"]) == bool(own)
             if own:
-                chunk, at = found["where"][f"{place}/{g['group']}"]
-                shown = chunks[chunk][at]["rollouts"]
+                shown = chunks[found["where"][f"{place}/{g['group']}"]]["rollouts"]
                 assert [r["text"] for r in shown] == [r["text"] for r in own]
                 assert [r["advantage"] for r in shown] == [a and pytest.approx(a, rel=1e-3) for a in _advantages(own)]
 
 
 @pytest.mark.parametrize("room", [0, 700, 4000, 8000])
-def test_rollouts_fit_into_their_room(folder, room):
+def test_rollouts_fit_into_the_size_limit(folder, room):
     """Newly solved prompts come first."""
     run = read_run(folder)
     solved = {p["id"] for p in content([folder])[0]["runs"][0]["change"]["solved"]}
@@ -238,11 +230,11 @@ def test_rollouts_fit_into_their_room(folder, room):
         assert lists[int(at[0])][int(at[1])]["prompt_id"] in solved
 
 
-def test_right_and_wrong_siblings_are_shown():
+def test_right_and_wrong_rollouts_are_selected():
     rollouts = [{"sibling": i, "right": i >= 29, "tokens": 10} for i in range(32)]
-    assert [r["sibling"] for r in telling(rollouts, 16)] == [*range(13), 29, 30, 31]
-    assert [r["sibling"] for r in telling(rollouts[:4], 16)] == [0, 1, 2, 3]
-    assert [r["sibling"] for r in telling(rollouts, 16, tokens=15)] == [0, 29]
+    assert [r["sibling"] for r in select_siblings(rollouts, 16)] == [*range(13), 29, 30, 31]
+    assert [r["sibling"] for r in select_siblings(rollouts[:4], 16)] == [0, 1, 2, 3]
+    assert [r["sibling"] for r in select_siblings(rollouts, 16, tokens=15)] == [0, 29]
 
 
 def row(step: int, rollouts: float, kept: float | None, tokens: float, generate: float, whole: float, **time: float):
@@ -250,7 +242,7 @@ def row(step: int, rollouts: float, kept: float | None, tokens: float, generate:
     return {"step": step, "rollouts": rollouts, "kept_share": kept, "response_tokens": tokens, "time": times}
 
 
-# The second of three steps kept nothing; in the third no group closed.
+# The second step kept no group. In the third step no group closed.
 ROWS = [
     row(0, 128.0, 0.5, 10.0, 2.0, 4.0, **{"kv_cache/prompt_hits": 0.75}),
     row(1, 128.0, 0.0, 20.0, 4.0, 5.0),
@@ -259,11 +251,11 @@ ROWS = [
 
 
 def spent(*evaluated: tuple[int, float]) -> list[dict]:
-    passes = [Evaluation(steps, {}, {1: {"mean": mean}}, {}) for steps, mean in evaluated]
-    return checkpoints(Run(Path("x"), ROWS, {}, {}, [], []), passes)
+    passes = [RecordedEvaluation(steps, {}, {1: {"mean": mean}}, {}) for steps, mean in evaluated]
+    return checkpoints(RecordedRun(Path("x"), ROWS, {}, {}, [], []), passes)
 
 
-def test_seconds_and_rollouts_of_each_evaluation():
+def test_seconds_and_rollouts_before_each_evaluation():
     found = spent((0, 0.2), (2, 0.4), (3, 0.5))
     assert [tuple(r.values())[:4] for r in found] == [(0, 0, 0, 0), (2, 9, 256, 64), (3, 12, 320, 64)]
 
@@ -271,8 +263,8 @@ def test_seconds_and_rollouts_of_each_evaluation():
 def test_time_to_a_target():
     places, heights = [0.0, 10.0, 20.0, 40.0], [0.1, 0.3, 0.2, 0.6]
     targets = {0.05: 0.0, 0.2: 5.0, 0.3: 10.0, 0.4: 30.0, 0.6: 40.0}
-    assert [reached(places, heights, t) for t in targets] == pytest.approx([*targets.values()])
-    assert reached(places, heights, 0.61) is None
+    assert [first_reached(places, heights, t) for t in targets] == pytest.approx([*targets.values()])
+    assert first_reached(places, heights, 0.61) is None
     # The first run goes from 0.2 to 0.4 in 9 s, the second in 12 s to 0.3, the third has no evaluation.
     found = times_to_target([spent((0, 0.2), (2, 0.4)), spent((0, 0.2), (3, 0.3)), []])
     assert [to and to["target"] for to in found] == [0.4, 0.3, None]
@@ -282,7 +274,7 @@ def test_time_to_a_target():
 
 
 def test_generation_speed():
-    found = generation(Run(Path("x"), ROWS, {}, {}, [], []))
+    found = generation(RecordedRun(Path("x"), ROWS, {}, {}, [], []))
     assert found == {
         "rollouts_per_s": 320 / 8,
         "tokens_per_s": (1280 + 2560 + 640) / 8,
@@ -291,4 +283,4 @@ def test_generation_speed():
         "kept_per_s": 64 / 12,
         "prompt_hits": pytest.approx(0.75 * 128 / 192),
     }
-    assert generation(Run(Path("x"), [], {}, {}, [], [])) is None
+    assert generation(RecordedRun(Path("x"), [], {}, {}, [], [])) is None

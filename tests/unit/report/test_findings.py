@@ -33,11 +33,11 @@ def found(rows, config=Config(), before=HELD_OUT, after=HELD_OUT, differ=True): 
     return findings(config, [FINE | row for row in rows], before, after, differ)
 
 
-def test_a_run_that_learns_has_none():
+def test_a_run_that_learns_has_no_findings():
     assert found([{}, {"kept_share": 0.0, "reward": 0.0}]) == {}
     # Rewards that differ are a signal even if nothing is correct.
     assert found([{"kept_share": 1.0, "reward": -0.5}]) == {}
-    assert found([{"kept_share": 1.0, "reward": 0.0}]) == {}  # as +1 and -1 come to
+    assert found([{"kept_share": 1.0, "reward": 0.0}]) == {}  # the mean of +1 and -1
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_run_that_learns_has_none():
             ['reward.extract = "boxed" looks for it', r"\boxed{...}", "25% were cut off"],
         ),
         ({"reward": 0.0}, "none right", ["no response of 4,000 was right", "warm start (brorl sft)"]),
-        ({"reward": 1.0, "all_right_share": 1.0}, "all right", ["take harder prompts"]),
+        ({"reward": 1.0, "all_right_share": 1.0}, "all right", ["use harder prompts"]),
         (
             {"reward": 0.5, "reward_std": 0.0},
             "none right",
@@ -66,7 +66,7 @@ def test_a_run_that_learns_has_none():
 def test_no_group_had_a_signal(row, name, parts):
     config = Config(reward=RewardConfig(extract="boxed"))
     got = found([{"kept_share": 0.0, **row}] * 2, config, differ=False)
-    assert list(got) == [name]  # that weights are unchanged follows from it
+    assert list(got) == [name]  # Unchanged weights are a consequence, not a finding of their own.
     assert [part for part in parts if part not in got[name]] == []
 
 
@@ -93,9 +93,9 @@ def test_a_run_without_evaluation_or_steps():
     assert list(found([], differ=False)) == ["no step"]
 
 
-def test_a_task_that_is_never_right():
+def test_a_task_without_a_right_response_is_named():
     before, after = evaluation(gcd=0.5, spell=0.0, other=0.0), evaluation(gcd=0.7, spell=0.0, other=0.1)
     (sentence,) = found([{}], before=before, after=after).values()
     assert sentence.startswith("no held-out response to spell was right, before or after")
-    # Where nothing at all was right, no task is singled out.
+    # If no response was right, no task is named.
     assert found([{}], before=evaluation(gcd=0.0), after=evaluation(gcd=0.0)) == {}

@@ -1,4 +1,4 @@
-"""The page as a file: a browser executes nothing but the scripts that it was made with."""
+"""Tests that the page runs only its own scripts and keeps to its size limit."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron_brorl.report.page import page
 
 @pytest.fixture(autouse=True)
 def no_vega(monkeypatch):
-    """Vega takes two seconds to make, and these tests draw nothing."""
+    """Replace Vega, which takes two seconds to bundle. These tests draw nothing."""
     monkeypatch.setattr(pages, "_vega", lambda: 'const vega = "</script><!--";')
 
 
 def parts(html: str) -> tuple[dict, list[str]]:
-    """Return the content, and the scripts as an HTML parser finds their ends."""
+    """Return the content and the scripts, as an HTML parser delimits them."""
     scripts = re.findall(r"<script>(.*?)</script>", html, re.S)
     found = re.search(r'<script type="application/json" id="content">(.*?)</script>', html, re.S)
     return json.loads(found[1], parse_constant=lambda name: pytest.fail(name)), scripts
 
 
-def test_text_of_a_model_is_data(tmp_path):
+def test_model_text_cannot_become_markup(tmp_path):
     folder = make_run(tmp_path / HOSTILE.replace("/", ""))
     html = page([folder])
     content, scripts = parts(html)
@@ -41,7 +41,7 @@ def test_text_of_a_model_is_data(tmp_path):
     assert not re.search(r'(?:src|href)="(?!#)', html)  # nothing is fetched
 
 
-def test_rollouts_fill_the_size_that_is_asked_for(tmp_path):
+def test_rollouts_fill_the_requested_size(tmp_path):
     folder = make_run(tmp_path / "run", prompts=300, samples=16)
     least = len(page([folder], 0.001).encode())
     small, whole = (page([folder], megabytes) for megabytes in ((least + 20_000) / 1e6, 5))

@@ -1,4 +1,4 @@
-"""Drawn data against written data."""
+"""Tests that figures show the recorded values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.report.content import Run, evaluations
-from megatron_brorl.report.plots import build_figure, build_theory_figure, plot_run, plot_theory
+from megatron_brorl.report.content import RecordedRun, evaluations
+from megatron_brorl.report.plots import curves_figure, plot_run, plot_theory, theory_figure
 from megatron_brorl.tracking.metrics import MetricsWriter
 
 REWARD, ACCURACY, LENGTH, KEPT, SECONDS, HEALTH = range(6)
@@ -50,8 +50,8 @@ def _rows(count: int) -> list[dict[str, Any]]:
 
 
 def _figure(rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> Figure:
-    run = Run(Path("x"), rows, summary or {}, {}, [], [])
-    return build_figure(rows, run.summary, evaluations(run))
+    run = RecordedRun(Path("x"), rows, summary or {}, {}, [], [])
+    return curves_figure(rows, run.summary, evaluations(run))
 
 
 def _drawn(axes: Axes) -> tuple[list[float], list[float]]:
@@ -72,7 +72,7 @@ def _bands(axes: Axes) -> dict[str, StepPatch]:
     [(REWARD, "reward"), (LENGTH, "response_tokens"), (KEPT, "kept_share"), (HEALTH, "logprob_gap_max")],
 )
 @pytest.mark.parametrize("count", [1, 6, 100])
-def test_curves_are_the_rows(panel: int, key: str, count: int) -> None:
+def test_curves_show_the_metrics(panel: int, key: str, count: int) -> None:
     rows = _rows(count)
     axes = _figure(rows).axes[panel]
     assert _drawn(axes) == ([row["step"] for row in rows], [row[key] for row in rows])
@@ -80,7 +80,7 @@ def test_curves_are_the_rows(panel: int, key: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [8, 80])
-def test_null_rewards_are_gaps_and_lone_points_stay_visible(count: int) -> None:
+def test_missing_values_are_gaps_and_single_points_stay_visible(count: int) -> None:
     rows = _rows(count)
     for step in (2, 4):
         rows[step]["reward"] = None
@@ -99,7 +99,7 @@ def _errorbar(figure: Figure) -> tuple[list[float], list[float], list[list[float
     return np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist(), intervals
 
 
-def test_accuracy_joins_the_evaluations_and_the_summary() -> None:
+def test_accuracy_comes_from_evaluations_and_summary() -> None:
     rows = _rows(6)
     rows[2].update(pass_at_1=0.4, pass_at_1_low=0.35, pass_at_1_high=0.5, pass_at_4=0.6, pass_at_8=0.82)
     rows[5].update(pass_at_1=0.6, pass_at_1_low=0.55, pass_at_1_high=0.65)  # the summary replaces it
@@ -113,7 +113,7 @@ def test_accuracy_joins_the_evaluations_and_the_summary() -> None:
     assert np.asarray(line.get_ydata()).tolist() == [0.857, 0.82, 0.77]  # type: ignore[attr-defined]
 
 
-def test_accuracy_of_a_run_that_has_not_ended() -> None:
+def test_accuracy_of_a_running_run() -> None:
     rows = _rows(3)
     rows[1].update(pass_at_1=0.4)
     x, y, intervals = _errorbar(_figure(rows))
@@ -198,7 +198,7 @@ def _theory_rows() -> list[dict[str, Any]]:
 
 
 def test_theory_figure_has_the_masses_and_the_last_hold_out_curve() -> None:
-    mass, curve = build_theory_figure(_theory_rows()).axes
+    mass, curve = theory_figure(_theory_rows()).axes
     assert np.asarray(mass.lines[0].get_ydata()).tolist() == pytest.approx([0.3, 1.3, 2.3])
     assert np.asarray(mass.lines[1].get_ydata()).tolist() == pytest.approx([0.1, 1.1, 2.1])
     assert np.asarray(curve.lines[0].get_xdata()).tolist() == [2, 4, 16]
@@ -208,6 +208,6 @@ def test_theory_figure_has_the_masses_and_the_last_hold_out_curve() -> None:
 
 
 def test_a_run_without_theory_metrics_has_no_theory_figure(tmp_path: Path) -> None:
-    assert all(axes.texts for axes in build_theory_figure([{"step": 0}]).axes)
+    assert all(axes.texts for axes in theory_figure([{"step": 0}]).axes)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward": 1.0, "time": {}}) + "\n")
     assert plot_theory(tmp_path) is None

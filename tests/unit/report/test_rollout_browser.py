@@ -1,23 +1,20 @@
-"""`brorl rollouts` on recorded files made by hand: printed, filtered and exported; errors of the user in one line."""
+"""Tests of `brorl rollouts`: printing, filters, exports and one-line user errors."""
 
 from __future__ import annotations
 
-import io
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from made_run import group, rollout
-from rich.console import Console
 
 from megatron_brorl import rollout_log
 from megatron_brorl.cli.main import main
-from megatron_brorl.report.rollout_browser import Page, one_prompt, read
 from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment
 
 LAST = Moment("evaluation", 4)
-# The answers to each prompt, a right one with a star; None is a response without an answer.
+# Answers to each prompt. A star marks a right one. None is a response without an answer.
 ASKED = {"a": ["7*", "7*", "7*"], "b": ["1", "2*", "1"], "c": [None, "9", "9"]}
 
 
@@ -25,7 +22,8 @@ def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, o
     """Return the rollouts of a group."""
     found = []
     for i, answer in enumerate(answers):
-        right, own = bool(answer) and answer.endswith("*"), answer.rstrip("*") if answer else None
+        right = bool(answer) and answer.endswith("*")
+        own = answer.rstrip("*") if answer else None
         text = f"so [b]it[/b] is {own}\x1b[31m" if own else "I do not KNOW\nthat"
         more = {"text": text, "finish": "stop" if own else "length", "advantage": 0.25 if right else None}
         found.append(rollout(group, prompt, i, own, right, **more))
@@ -40,7 +38,7 @@ def write(folder, moment, groups, rollouts, ranks):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Evaluations 0 and 4 of three prompts by two ranks, and step 2, in which one of two groups is recorded."""
+    """Write evaluations 0 and 4 of three prompts by two ranks, and step 2 with one of two groups recorded."""
     run = tmp_path_factory.mktemp("run")
     folder = run / "rollouts"
     folder.mkdir()
@@ -48,7 +46,8 @@ def run(tmp_path_factory):
     groups = [group(g, own, 3) for g, own in enumerate(asked)]
     for moment in (Moment("evaluation", 0), LAST):
         write(folder, moment, groups, [r for own in asked for r in own], ranks=2)
-    first, second = made(0, "t/0", ["1*", "1", "2"]), made(3, "t/3", ["8", "8", "8"])
+    first = made(0, "t/0", ["1*", "1", "2"])
+    second = made(3, "t/3", ["8", "8", "8"])
     write(folder, Moment("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
     return run
 
@@ -71,8 +70,8 @@ def test_prompts_of_the_last_evaluation(ask):
         "0/3    2        3       c   what is c?",
         "1/3    2        3       b   what is b?",
         "3/3    1        3       a   what is a?",
-        "evaluation 4: 3 of 3 prompts, 44.4% of their 9 rollouts right; 9 rollouts to read",
-        "recorded are step 2 and evaluations 0, 4",
+        "evaluation 4: 3 of 3 prompts, 44.4% of their 9 rollouts right; 9 recorded rollouts",
+        "recorded: step 2 and evaluations 0, 4",
     ]
     assert ask("--limit", 1)[1:3] == ["0/3    2        3       c   what is c?", "2 more: --limit 0 shows all"]
 
@@ -82,19 +81,19 @@ def test_groups_of_a_step(ask):
         "right  answers  tokens  trained  id   prompt",
         "0/3    1        3       no       t/3  (not recorded)",
         "1/3    3        3       yes      t/0  what is t/0?",
-        "step 2: 2 of 2 prompts, 16.7% of their 6 rollouts right; 3 rollouts to read",
+        "step 2: 2 of 2 prompts, 16.7% of their 6 rollouts right; 3 recorded rollouts",
     ]
 
 
 def test_one_prompt(ask):
-    """A pipe gets the text without control characters, and nothing in it is taken for markup."""
+    """Control characters are replaced."""
     assert ask("--prompt", "b") == [
         "evaluation 4, prompt b (exact): right 1 of 3, 2 distinct answers",
         *("", "what is", "b?", ""),
         *("reference answer: 7", ""),
-        "rollouts  verdict  answer",
-        "2         wrong    1",
-        "1         right    2",
+        "rollouts  score  answer",
+        "2         wrong  1",
+        "1         right  2",
         "",
         "--- right (reward 1), sibling 1, 3 tokens, ended by itself, advantage +0.25, form 0.5",
         "so [b]it[/b] is 2\ufffd[31m",
@@ -102,8 +101,8 @@ def test_one_prompt(ask):
         "--- wrong (reward 0), sibling 0, 3 tokens, ended by itself, 1 is not it, form 0.5",
         "so [b]it[/b] is 1\ufffd[31m",
     ]
-    assert ask("--prompt", "t/0")[0].startswith("step 2, prompt t/0 (exact): right 1 of 3")  # where it is found
-    assert "1 right" in "".join(ask("--prompt", "t/0"))  # answer 1 was judged right once and wrong once
+    assert ask("--prompt", "t/0")[0].startswith("step 2, prompt t/0 (exact): right 1 of 3")  # the moment that has it
+    assert "1 right" in "".join(ask("--prompt", "t/0"))  # Answer 1 was scored right once and wrong once.
 
 
 @pytest.mark.parametrize(
@@ -136,30 +135,19 @@ def test_filters_and_exports(ask, tmp_path, options, left):
     assert [row | {"parts": dict(row["parts"])} for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == lines
 
 
-def test_a_terminal_shows_a_right_and_a_wrong_response_side_by_side(run):
-    found = read(run / "rollouts", "evaluation", 4, "b")
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    rollouts = rollout_log.filter_rows(found.rollouts, "prompt_id", ["b"]).to_pylist()
-    one_prompt(Page(console), found.moment, found.groups.to_pylist()[1], rollouts)
-    (line,) = (line for line in console.file.getvalue().splitlines() if "is 2" in line)
-    assert [part.strip() for part in line.strip("\u2502").split("\u2502")] == [
-        f"so [b]it[/b] is {n}\ufffd[31m" for n in (2, 1)
-    ]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--step", 7], "no step 7 there; there are step 2 and evaluations 0, 4"),
-        (["--prompt", "bb"], "nothing is recorded of prompt 'bb'; the nearest id is b"),
+        (["--step", 7], "no step 7 is recorded; try step 2 and evaluations 0, 4"),
+        (["--prompt", "bb"], "no rollout of prompt 'bb' is recorded; the most similar id is b"),
         (["--evaluation", 0, "--prompt", "t/0"], "evaluation 0 has no prompt 't/0' that passes the filters"),
         (["--limit", -1], "--limit -1: must not be negative"),
-        (["--export", "x.txt"], "x.txt: can be exported as .jsonl, .parquet"),
+        (["--export", "x.txt"], "x.txt: unknown format; use one of the endings .jsonl, .parquet"),
         (["--contains", "nobody says", "--export", "x.jsonl"], "x.jsonl: nothing to export"),
-        (["--export", "RUN/rollouts/x.jsonl"], "is the run's own; name another place"),
+        (["--export", "RUN/rollouts/x.jsonl"], "belongs to the run; write to another folder"),
     ],
 )
-def test_an_error_of_the_user_is_one_line(ask, run, tmp_path, monkeypatch, options, said):
+def test_user_errors_are_one_line(ask, run, tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     (line,) = ask(*(str(o).replace("RUN", str(run)) for o in options), status=2)
     assert line.startswith("brorl: ")

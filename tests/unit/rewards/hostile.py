@@ -1,4 +1,4 @@
-"""Verifiers that misbehave in every way, for the workers of test_worker_pool.py. Imports no torch."""
+"""Verifiers that hang, crash, raise and forge results, for the workers of test_worker_pool.py. Imports no torch."""
 
 from __future__ import annotations
 
@@ -51,11 +51,7 @@ def log(answer: str, row: VerifierRow) -> float:
 
 
 def returns(answer: str, row: VerifierRow) -> Any:
-    values = {
-        "nan": float("nan"),
-        "int": 1,
-    }
-    return values[answer]
+    return {"nan": float("nan"), "int": 1}[answer]
 
 
 def raises(answer: str, row: VerifierRow) -> float:
@@ -92,13 +88,13 @@ def nap(answer: str, row: VerifierRow) -> float:
 
 def stop(answer: str, row: VerifierRow) -> float:
     """Freeze the process, as a debugger or a cgroup would."""
-    if answer == "stop":
+    if answer == "hang":
         os.kill(os.getpid(), signal.SIGSTOP)
     return 1.0
 
 
 def writes(answer: str, row: VerifierRow) -> float:
-    """Write into every open pipe, as a hostile answer would if it got to run here."""
+    """Write into every open pipe, as an answer could if a verifier executed it."""
     texts = {
         "noise": b"\xff" * 4096 + b"\n",
         "endless": b"x" * 100_000,

@@ -1,4 +1,4 @@
-"""Reward functions of the user: the forms they may have, through the pool, and mistakes, each in one line."""
+"""Tests of reward functions that users write: their forms, and one-line messages for mistakes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def alone(response): return 1.0
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, in which names of files start."""
+    """Return the working directory, which file names are relative to."""
     (tmp_path / "my_rewards.py").write_text(GOOD)
     (tmp_path / "neighbour.py").write_text("ONE = 1\n")
     monkeypatch.chdir(tmp_path)
@@ -55,14 +55,14 @@ def ask(name: str, *answers: str) -> list[ScoreRequest]:
     return [ScoreRequest(prompt, answer) for answer in answers]
 
 
-def test_a_file_of_ones_own(place: Path) -> None:
+def test_a_function_in_a_file(place: Path) -> None:
     with RewardPool(1, 20.0) as pool:
         assert pool.score(ask("my_rewards.py:score", "4", "5")) == [ScoreResult(1.0, "ok"), ScoreResult(0.0, "ok")]
         (verdict,) = pool.score(ask("my_rewards.py:full", "4"))
     assert (verdict.reward, verdict.reason, verdict.parts) == (0.5, "row7 text 2", {"a": 1.0})
 
 
-def test_equal_answers_are_judged_once_if_the_function_says_it_is_pure(place: Path) -> None:
+def test_equal_answers_are_scored_once_if_the_function_is_pure(place: Path) -> None:
     found = checked("my_rewards.py:count", "my_rewards.py:full", "exact")
     sha256 = hashlib.sha256(GOOD.encode()).hexdigest()
     hashes = {"my_rewards.py:count": sha256, "my_rewards.py:full": sha256}
@@ -82,7 +82,7 @@ def test_a_module_is_imported_in_workers_only(place: Path, monkeypatch: pytest.M
         assert [v.reward for v in pool.score(ask("letters:score", "abcd"))] == [0.4]
 
 
-def test_an_own_function_can_combine_verifiers(place: Path) -> None:
+def test_a_function_can_combine_verifiers(place: Path) -> None:
     (place / "both.py").write_text(
         "from megatron_brorl.rewards.registry import verify\n"
         "def score(response, row):\n"
@@ -108,15 +108,15 @@ def test_an_own_function_can_combine_verifiers(place: Path) -> None:
         "completions",
     ],
 )
-def test_reward_functions_of_trl_are_answered_in_one_line(place: Path, parameters: str) -> None:
-    """Several of them can be called with a response and a row, and would judge characters of the response."""
+def test_reward_functions_of_trl_are_refused_in_one_line(place: Path, parameters: str) -> None:
+    """Several of them accept a response and a row, and would score the characters of the response."""
     (place / "trl.py").write_text(f"def accuracy({parameters}): return [1.0 for c in completions]\n")
     with pytest.raises(UserError, match=r"^verifier trl\.py:accuracy: takes \(.* as a reward function of TRL does"):
         checked("trl.py:accuracy")
 
 
 @pytest.mark.parametrize("parameters", ["completion, row", "solution_str, ground_truth, extra_info=None", "a, b, *c"])
-def test_other_names_of_two_parameters_are_taken(place: Path, parameters: str) -> None:
+def test_parameters_may_have_any_name(place: Path, parameters: str) -> None:
     (place / "other.py").write_text(f"def score({parameters}): return 1\n")
     assert list(checked("other.py:score").sha256) == ["other.py:score"]
 
@@ -134,7 +134,7 @@ def test_other_names_of_two_parameters_are_taken(place: Path, parameters: str) -
         (None, "score", r"no such file in .*; paths start at the working directory$"),
     ],
 )
-def test_a_mistake_is_one_line(place: Path, source: str | None, function: str, message: str) -> None:
+def test_user_errors_are_one_line(place: Path, source: str | None, function: str, message: str) -> None:
     name = "my_rewards.py" if source == GOOD else "mine.py"
     if source is not None:
         (place / name).write_text(source)
@@ -144,7 +144,7 @@ def test_a_mistake_is_one_line(place: Path, source: str | None, function: str, m
     assert "\n" not in str(error.value)
 
 
-def test_pythons_own_library_holds_no_verifier() -> None:
+def test_standard_library_functions_are_no_verifiers() -> None:
     for name in ("builtins:exec", "os:system", "subprocess:run"):
         with pytest.raises(UserError, match=rf"^f:1: no verifier is called '{name}'; known: "):
             registry.entry(name, "f:1")

@@ -59,7 +59,7 @@ def looked_at(
     ],
 )
 def test_bare_references_are_accepted(own: None, verifier: str, answers: list[str]) -> None:
-    """Nothing is put around them: a verifier that reads whole responses gets what the row has."""
+    """A verifier that reads whole responses gets the reference as the row has it, without added text."""
     said, warnings = looked_at(rows(verifier, [a.replace("\\\\", "\\") for a in answers]))
     assert said == f"verifier {verifier!r} gives 1 to the reference answers of {len(answers)} rows"
     assert warnings == []
@@ -81,8 +81,8 @@ def test_a_verifier_that_fails_on_a_reference_is_refused(own: None, function: st
     assert f"verifier 'own.py:{function}' fails on the reference answer of row rows.jsonl:1: {why}" in str(caught.value)
 
 
-def test_one_of_many_rows_is_enough(own: None) -> None:
-    """Rows at even distances are looked at: of 17 rows with a limit of 8 the numbers 1, 4, 7, 10, 13, 16."""
+def test_rows_are_checked_at_even_distances(own: None) -> None:
+    """With 17 rows and a limit of 8, the checked rows are 1, 4, 7, 10, 13 and 16."""
     prompts = [dataclasses.replace(p, metadata={"known": True}) for p in rows("own.py:some", ["4"] * 17)]
     assert looked_at(prompts)[0] == "verifier 'own.py:some' gives 1 to the reference answers of 6 rows"
     prompts[12] = dataclasses.replace(prompts[12], metadata={})
@@ -94,28 +94,28 @@ def test_rows_without_a_reference_are_left_out(own: None) -> None:
     assert looked_at(rows("own.py:raises", [None, None])) == ("no row has a reference answer to try a verifier on", [])
 
 
-def test_a_verifier_of_ones_own_that_refuses_references_is_told_of(own: None) -> None:
-    """An error would end runs whose references are no whole responses."""
+def test_a_function_that_rejects_references_gives_a_warning(own: None) -> None:
+    """An error would also end valid runs whose references are not complete responses."""
     for function, reward in (("never", "0"), ("below", "-0.5")):
         _, (warning,) = looked_at(rows(f"own.py:{function}", ["4", "5"]))
         assert f"'own.py:{function}' gives {reward} to the reference answer of row rows.jsonl:1" in warning
-        assert "below reward.correct_at = 1 (2 of 2 rows looked at)" in warning
+        assert "below reward.correct_at = 1 (2 of 2 rows checked)" in warning
     assert looked_at(rows("own.py:below", ["4"]), RewardConfig(correct_at=-0.5))[1] == []
 
 
 def gym(answer: str) -> Prompt:
-    """A row whose task says 4."""
+    """Return a row whose task has the answer 4."""
     entry = {"question": "2 + 2", "answer": "4", "metadata": {}}
     return Prompt(f"sum {answer}", "?", (1,), answer, "reasoning_gym", {"source_dataset": "chain_sum", "entry": entry})
 
 
-def test_references_that_no_response_could_match_end_the_run(own: None) -> None:
-    """A verifier of this package compares with the reference, so that it must call it right."""
+def test_references_that_no_response_could_match_are_an_error(own: None) -> None:
+    """A verifier of this package compares with the reference, so it must accept the reference."""
     with pytest.raises(UserError, match=r"'reasoning_gym \(chain_sum\)' gives 0 to the reference answer of row sum 5"):
         looked_at([gym("5"), gym("6")])
-    # What is out of reach because of the configuration is as hopeless.
+    # correct_at may be higher than any reward of the verifier.
     with pytest.raises(UserError, match=r"'exact' gives 1 to the reference answer of row .*reward\.correct_at = 2"):
         looked_at(rows("exact", ["4"]), RewardConfig(correct_at=2.0))
-    # An odd row among others is told of.
+    # One wrong row among right ones gives a warning.
     _, (warning,) = looked_at([gym("4"), gym("5"), gym("4")])
     assert "gives 0 to the reference answer of row sum 5, below reward.correct_at = 1 (1 of 3 rows" in warning

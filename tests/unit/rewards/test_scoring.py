@@ -29,7 +29,7 @@ def responses(prompt: Prompt, finishes: list[FinishReason]) -> list[tuple[Prompt
 
 
 def score(asked: list[tuple[Prompt, FinishReason]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
-    """Each response a request of its own, whose one token stands for its text; delivered from the last to the first."""
+    """Score responses. Each is a request with one token, the index of its text. They finish in reverse order."""
     rollouts = [Rollout(0, torch.tensor([i]), torch.tensor([-1.0]), finish) for i, (_, finish) in enumerate(asked)]
     with Scorer([prompt for prompt, _ in asked], lambda ids: texts[ids[0]], [], pool, config) as scorer:
         for i, rollout in reversed(list(enumerate(rollouts))):
@@ -62,7 +62,7 @@ def test_rewards_with_and_without_partial_credit(pool: RewardPool) -> None:
     assert scores.raised == {}
 
 
-def test_the_first_exception_of_a_verifier_is_given(pool: RewardPool) -> None:
+def test_the_first_exception_of_each_verifier_is_reported(pool: RewardPool) -> None:
     entry = {"question": "?", "answer": "2 \u00d7 3", "metadata": {"number": 6, "factors": [2, 3]}}
     data = {"source_dataset": "prime_factorization", "entry": entry}
     primes = Prompt("p", "?", (1,), "2 \u00d7 3", "reasoning_gym", data)
@@ -115,31 +115,31 @@ def test_a_reward_is_correct_from_correct_at_on(reward: float, correct_at: float
 @pytest.mark.parametrize(
     ("reward", "factor", "strict", "expected", "right"),
     [
-        (2.0, 0.5, False, 1.0, False),  # the factor leaves it at correct_at, and it was cut off still
+        (2.0, 0.5, False, 1.0, False),  # The reward reaches correct_at, but cut-off responses are not correct.
         (2.0, 1.0, False, 2.0, True),
         (2.0, 0.0, False, 0.0, False),
         (2.0, 0.5, True, 0.5, False),
         (0.5, 0.5, False, 0.25, False),
-        # Being cut off is no better than being wrong.
+        # A cut-off response scores no higher than a wrong one.
         (-1.0, 0.0, False, -1.0, False),
         (-1.0, 0.5, False, -1.0, False),
         (-1.0, 1.0, False, -1.0, False),
         (-1.0, 0.0, True, 0.0, False),
     ],
 )
-def test_a_response_that_was_cut_off(reward: float, factor: float, strict: bool, expected: float, right: bool) -> None:
+def test_rewards_of_cut_off_responses(reward: float, factor: float, strict: bool, expected: float, right: bool) -> None:
     config = RewardConfig(cut_off_factor=factor, strict=strict)
     assert final_reward(ScoreResult(reward, "ok"), True, config) == (expected, right)
 
 
 @pytest.mark.parametrize("status", [status for status in get_args(Status) if status != "ok"])
-def test_what_was_not_scored_is_never_correct(status: Status) -> None:
-    """Where 0 is the best reward as well."""
+def test_a_response_without_a_score_is_never_correct(status: Status) -> None:
+    """This holds even if a reward of 0 counts as correct."""
     assert final_reward(ScoreResult(0.0, status), False, RewardConfig(correct_at=0.0)) == (0.0, False)
     assert final_reward(ScoreResult(0.0, status), False, RewardConfig(correct_at=-1.0, strict=True)) == (0.0, False)
 
 
-def test_negative_rewards_are_asked_for_where_a_response_was_cut_off(pool: RewardPool, tmp_path: Path) -> None:
+def test_cut_off_responses_are_scored_if_rewards_may_be_negative(pool: RewardPool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(response, row): return 1 if response == row['answer'] else -1\n")
     own = Prompt("a", "?", (1,), "yes", f"{tmp_path}/mine.py:score")
     exact = Prompt("b", "?", (1,), "yes", "exact")
@@ -149,32 +149,34 @@ def test_negative_rewards_are_asked_for_where_a_response_was_cut_off(pool: Rewar
     assert found.rewards.tolist() == [1.0, -1.0, 0.0, -1.0, 0.0]
     assert found.right == [True, False, False, False, False]
     assert (found.counts["ok"], found.counts["length"]) == (4, 1)
-    # Rewards of 0 and 1 need no look at it.
+    # With strict rewards of 0 and 1, cut-off responses need no score.
     strict = score(asked, texts, pool, RewardConfig(strict=True))
     assert strict.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert strict.counts["length"] == 3
 
 
-def test_what_is_no_score_is_told_once_with_its_row(pool: RewardPool, tmp_path: Path) -> None:
+def test_an_invalid_score_is_reported_once_with_its_row(pool: RewardPool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(response, row): return float(response) * 2\n")
     own = Prompt("rows.jsonl:7", "?", (1,), "1", f"{tmp_path}/mine.py:score")
     scores = score(responses(own, ["stop"] * 3), ["0.5", "0.75", "nan"], pool, RewardConfig())
     assert scores.rewards.tolist() == [1.0, 1.5, 0.0]
     assert scores.right == [True, True, False]
     assert scores.counts["invalid"] == 1
-    what = f"verifier {own.verifier} gave no score, so that its answer scores 0"
+    what = f"verifier {own.verifier} returned no valid score, so its answer scores 0"
     assert scores.raised == {what: "row rows.jsonl:7: returned nan for a reward, not a finite number (1e+30 at most)"}
 
 
-def test_a_hundred_megabytes_are_a_counted_zero(pool: RewardPool) -> None:
+def test_a_response_of_a_hundred_megabytes_scores_0(pool: RewardPool) -> None:
     exact = Prompt("e", "?", (1,), "yes", "exact")
     scores = score(responses(exact, ["stop"] * 2), ["y" * 100_000_000, "yes"], pool, RewardConfig())
     assert scores.rewards.tolist() == [0.0, 1.0]
     assert scores.counts["no_answer"] == 1
 
 
-def test_a_response_is_decoded_in_another_thread_without_its_stop_token(pool: RewardPool) -> None:
-    exact, others, here = Prompt("e", "?", (1,), "7 8", "exact"), [], threading.get_ident()
+def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool: RewardPool) -> None:
+    exact = Prompt("e", "?", (1,), "7 8", "exact")
+    others = []
+    here = threading.get_ident()
 
     def decode(ids: list[int]) -> str:
         others.append(threading.get_ident() != here)
@@ -189,8 +191,8 @@ def test_a_response_is_decoded_in_another_thread_without_its_stop_token(pool: Re
     assert others == [True] * len(rows)
 
 
-def test_verdicts_are_made_while_others_are_still_sampled(tmp_path: Path) -> None:
-    """The second rollout ends after the verdict on the first."""
+def test_scoring_overlaps_with_sampling(tmp_path: Path) -> None:
+    """The second rollout finishes after the first one has been scored."""
     (tmp_path / "mine.py").write_text(
         "import pathlib\ndef score(response, row):\n    pathlib.Path(row['metadata']['log']).touch()\n    return 1.0\n"
     )
@@ -203,7 +205,7 @@ def test_verdicts_are_made_while_others_are_still_sampled(tmp_path: Path) -> Non
         assert scorer.scores([(0, 1), (0, 0)]).answers == ["[1]", "[0]"]
 
 
-def test_what_goes_wrong_meets_who_delivers_and_who_asks(pool: RewardPool) -> None:
+def test_errors_reach_the_engine_and_the_caller(pool: RewardPool) -> None:
     def decode(ids: list[int]) -> str:
         raise UserError(f"the tokenizer has no token {ids[0]}")
 
@@ -218,7 +220,7 @@ def test_what_goes_wrong_meets_who_delivers_and_who_asks(pool: RewardPool) -> No
             scorer.scores([(0, 0)])
 
 
-def test_a_call_that_failed_leaves_no_work_behind(tmp_path: Path) -> None:
+def test_a_failed_call_cancels_its_scores(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import time\ndef score(response, row):\n    time.sleep(1000)\n")
     own = Prompt("p", "?", (1,), "1", f"{tmp_path}/mine.py:score")
     exact = Prompt("e", "?", (1,), "[7]", "exact")
@@ -228,7 +230,7 @@ def test_a_call_that_failed_leaves_no_work_behind(tmp_path: Path) -> None:
             scorer.finished(0, rollout)
             until(lambda: pool.stats.answers == 1)
             raise ZeroDivisionError
-        # The one worker has nothing else to do.
+        # The only worker is free again.
         with Scorer([exact], str, (), pool, RewardConfig()) as scorer:
             scorer.finished(0, rollout)
             assert scorer.scores([(0, 0)]).rewards.tolist() == [1.0]

@@ -48,7 +48,7 @@ def test_a_call_of_many_megabytes_passes_through_the_pipe() -> None:
     assert call_in_worker("builtins:len", b"x" * (1 << 24)) == 1 << 24
 
 
-def test_a_slow_call_raises_and_the_results_before_it_are_delivered() -> None:
+def test_a_slow_call_raises_after_earlier_results_are_delivered() -> None:
     with WorkerProcess("counters:Counter") as worker:
         results = worker.run([("a", (1,)), ("a", (1, 60.0))], 1.0)
         assert next(results) == ["a", 1]
@@ -57,7 +57,7 @@ def test_a_slow_call_raises_and_the_results_before_it_are_delivered() -> None:
     assert (lost.value.started, lost.value.timed_out) == (True, True)
 
 
-def test_an_object_that_cannot_be_made_gives_its_reason() -> None:
+def test_a_failing_constructor_gives_its_reason() -> None:
     with WorkerProcess("counters:missing") as worker:
         with pytest.raises(WorkerLostError, match=r"^KeyError: 'a'$") as lost:
             list(worker.run([("a", ())], 10.0))
@@ -66,7 +66,7 @@ def test_an_object_that_cannot_be_made_gives_its_reason() -> None:
             list(worker.run([("a", ())], 10.0))
 
 
-def test_a_frozen_worker_is_noticed_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_worker_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "START_S", 0.2)
     for size in (1, 1 << 20):  # The larger call does not fit into the pipe.
         with WorkerProcess("counters:Counter") as worker:

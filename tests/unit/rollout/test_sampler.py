@@ -1,4 +1,4 @@
-"""Who samples what: every rollout once, evenly, in requests of consecutive siblings."""
+"""Distribution of rollouts over ranks: each once, evenly, in requests of consecutive rollouts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.engine import Request, from_tensors, in_order, to_tensors
+from megatron_brorl.rollout.engine import Request, rollouts_from_tensors, rollouts_to_tensors, sort_rollouts
 from megatron_brorl.rollout.sampler import MIN_NATS, deal, even_shares, improbable_rollouts, requests
 from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, ScoreResult
 
 
 def best_by_search(total: int, loads: list[int]) -> list[int]:
-    """Final loads, sorted, of giving every row to whoever has least."""
+    """Return the sorted loads after giving every row to the part with the smallest load."""
     ends = list(loads)
     for _ in range(total):
         ends[ends.index(min(ends))] += 1
@@ -45,8 +45,8 @@ def test_every_rollout_is_sampled_once(ranks, loads):
 
 
 @pytest.mark.parametrize(("prompts", "n", "ranks"), [(5, 16, 4), (5, 16, 3), (7, 2, 5), (128, 16, 64), (3, 512, 7)])
-def test_siblings_of_each_prompt_are_dealt_over_all_ranks(prompts, n, ranks):
-    """One run per rank, of a length that no two ranks differ in by more than one, and the loads do not either."""
+def test_rollouts_of_each_prompt_are_split_over_all_ranks(prompts, n, ranks):
+    """Every rank gets one run per prompt; run lengths and loads of two ranks differ by at most one."""
     parts = deal(list(product(range(prompts), range(n))), [0] * ranks)
     for g, part in product(range(prompts), parts):
         siblings = [s for group, s in part if group == g]
@@ -55,7 +55,7 @@ def test_siblings_of_each_prompt_are_dealt_over_all_ranks(prompts, n, ranks):
     assert {len(part) for part in parts} <= {prompts * n // ranks, -(-prompts * n // ranks)}
 
 
-def test_unequal_groups_are_dealt_as_evenly():
+def test_groups_of_unequal_size_are_split_evenly():
     sizes = [3, 0, 41, 8, 1, 1, 29]
     parts = deal([(g, s) for g, size in enumerate(sizes) for s in range(size)], [0, 5, 0, 9])
     assert [len(part) + load for part, load in zip(parts, [0, 5, 0, 9], strict=True)] == [24, 24, 24, 25]
@@ -65,7 +65,7 @@ def test_unequal_groups_are_dealt_as_evenly():
         assert all(abs(c - size * places / 83) < 1.5 for c, places in zip(row, (24, 19, 24, 16), strict=True))
 
 
-def test_requests_are_runs_of_siblings():
+def test_requests_are_runs_of_consecutive_rollouts():
     groups = [OpenGroup(p, step, 0) for step, p in enumerate(fakes.prompts(3))]
     slots = [(0, 3), (0, 40), (0, 41), (1, 42), (1, 43), (2, 0)]
     begun = {slot: Rollout(slot[1], torch.arange(3), torch.zeros(3), "cut", ((0, 3),)) for slot in slots[:3]}
@@ -77,7 +77,7 @@ def test_requests_are_runs_of_siblings():
     assert [[b.index for b in r.begun] for r in asked] == [[3], [40, 41], [], []]
 
 
-def test_rows_travel_bit_for_bit():
+def test_rollouts_become_tensors_and_back_bit_for_bit():
     g = torch.Generator().manual_seed(0)
     rows = []
     for i, (length, finish, spans) in enumerate(
@@ -90,7 +90,7 @@ def test_rows_travel_bit_for_bit():
     half = ScoreResult(1 / 3, "ok", 'says "\u2028"', {"format": 1.0, "answer": 0.1})
     rows[0], rows[2] = (replace(row, score=half) for row in (rows[0], rows[2]))
     for sent in (rows, []):
-        back = from_tensors(to_tensors(sent))
+        back = rollouts_from_tensors(rollouts_to_tensors(sent))
         assert [vars(r.score) if r.score else None for r in back] == [vars(r.score) if r.score else None for r in sent]
         for a, b in zip(sent, back, strict=True):
             assert (a.group, a.rollout.index, a.rollout.finish, a.rollout.spans) == (
@@ -103,10 +103,10 @@ def test_rows_travel_bit_for_bit():
             assert torch.equal(a.rollout.token_ids, b.rollout.token_ids)
             assert torch.equal(a.rollout.log_probs, b.rollout.log_probs)
             assert b.reward == pytest.approx(a.reward, abs=1e-7, nan_ok=True)  # a float32
-    assert [(r.group, r.rollout.index) for r in in_order(rows)] == [(0, 0), (0, 2), (1, 1), (1, 3)]
+    assert [(r.group, r.rollout.index) for r in sort_rollouts(rows)] == [(0, 0), (0, 2), (1, 1), (1, 3)]
 
 
-def test_duplicates_are_told_from_likely_repeats():
+def test_duplicates_are_distinguished_from_likely_repeats():
     def rollout(index, ids, nats):
         return Rollout(index, torch.tensor(ids), torch.full((len(ids),), -nats / len(ids)), "length")
 
@@ -118,6 +118,6 @@ def test_duplicates_are_told_from_likely_repeats():
     hashes, names = improbable_rollouts(prompts, [first, [*second, nan]])
     assert names == [f"prompt 4: sibling {i}" for i in range(3)] + ["prompt 5: sibling 0"]
     assert hashes[0] == hashes[1]
-    assert len(set(hashes.tolist())) == 3  # another prompt's rollouts are others
-    again = Request(prompts[0].prompt, 6, 3)  # a second group of the prompt, by a key of its own
+    assert len(set(hashes.tolist())) == 3  # rollouts of another prompt have other hashes
+    again = Request(prompts[0].prompt, 6, 3)  # a second group of the prompt has its own key
     assert improbable_rollouts([again], [first[:1]])[0] == hashes[0]

@@ -82,11 +82,11 @@ def test_a_stuck_engine_is_given_up(capfd):
 
 def test_exceptions_of_the_engine_are_raised_here():
     class Broken(fakes.Engine):
-        def generate(self, requests, sampling, watch=None, supply=None):
+        def generate(self, requests, sampling, callbacks=None, supply=None):
             raise ZeroDivisionError("in the engine")
 
     class Confused(fakes.Engine):
-        def generate(self, requests, sampling, watch=None, supply=None):
+        def generate(self, requests, sampling, callbacks=None, supply=None):
             stranger = Rollout(40, torch.zeros(1), torch.zeros(1), "stop")
             return [[stranger] for _ in requests]
 
@@ -122,9 +122,9 @@ def test_what_comes_after_an_engine_was_given_up_is_not_told():
     late, release, delivered, told = ("p/0", 3), threading.Event(), threading.Event(), []
 
     class Late(fakes.Engine):
-        def generate(self, requests, sampling, watch=None, supply=None):
-            groups = super().generate(requests, sampling, watch)
-            watch.finished(0, Rollout(3, torch.zeros(1), torch.zeros(1), "stop"))
+        def generate(self, requests, sampling, callbacks=None, supply=None):
+            groups = super().generate(requests, sampling, callbacks)
+            callbacks.finished(0, Rollout(3, torch.zeros(1), torch.zeros(1), "stop"))
             delivered.set()
             return groups
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from itertools import product
 
 import fakes
@@ -110,11 +109,10 @@ def test_an_engine_that_is_told_to_stop_begins_nothing_more():
     supply, _ = supplied(waiting[0], GROUPS)
 
     class Slow(fakes.Engine):
-        def generate(self, requests, sampling, watch=None, supply=None):
-            while not watch.cancelled():
-                time.sleep(0.01)
-            assert supply.take(4) == []
-            assert not supply.wait()
+        def generate(self, requests, sampling, callbacks=None, supply=None):
+            callbacks._cancelled.wait()
+            assert supply.next_requests(4) == []
+            assert not supply.has_more()
             return []
 
     assert Watchdog(Slow(), 0.1).generate([], SAMPLING, supply=supply).requests == []

@@ -1,4 +1,4 @@
-"""The simulator against torch's AdamW and autograd, its accounts against what happened, and the published picture."""
+"""The simulator against torch's AdamW and autograd, its accounts against measured changes, and the paper's results."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.report.simulation import build_figure
+from megatron_brorl.report.plots import simulation_figure
 from megatron_brorl.theory import simulator as module
-from megatron_brorl.theory.mass_balance import general_terms, softmax
+from megatron_brorl.theory.mass_balance import general_terms
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Settings, simulate, write_csv
 
 SMALL = Settings(vocabulary=300, correct=40, steps=60)
 
 
 def _by_torch(n: int, seed: int, s: Settings) -> list[float]:
-    """Q_pos after every step, from torch.optim and autograd on the loss as the paper writes it, over single draws."""
+    """Return Q_pos after every step, by torch.optim and autograd on the paper's loss over single draws."""
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
     z = torch.zeros(s.vocabulary, dtype=torch.float64)
     z[: s.correct] = 3.0
@@ -59,7 +59,7 @@ def test_curves_are_those_of_torch(changes, n):
 
 
 def test_both_accounts_explain_a_plain_step():
-    """Of a small plain gradient step, prediction and split are the same thing, and the measured change up to lr^2."""
+    """In a small plain gradient step, prediction and split are equal; the measured change differs by order lr^2."""
     c = simulate(8, 1, replace(SMALL, optimizer="sgd", weight_decay=0.0, lr=1e-3))
     for predicted, moved in zip(PREDICTED, MOVED, strict=False):
         np.testing.assert_allclose(c.column(moved), c.column(predicted), rtol=1e-9, atol=1e-18)
@@ -74,12 +74,13 @@ def test_prediction_is_the_general_form_of_the_theorem(monkeypatch):
     s = replace(SMALL, steps=1)
     c = simulate(20, 0, s)
     z = module._logits(s)
-    counts = np.zeros(300)
-    counts[seen[0][0]] = seen[0][1]
+    counts = torch.zeros(300, dtype=torch.float64)
+    counts[seen[0][0]] = torch.from_numpy(seen[0][1]).double()
     assert counts.sum() == 20
-    right = np.arange(300) < 40
-    rewards = np.where(right, 1.0, -1.0)
-    terms = general_terms(softmax(z), counts, counts * (rewards - counts @ rewards / 20), right, s.lr)
+    right = torch.arange(300) < 40
+    rewards = torch.where(right, 1.0, -1.0).double()
+    p = torch.softmax(torch.from_numpy(z), 0)
+    terms = general_terms(p, counts, counts * (rewards - counts @ rewards / 20), right, s.lr)
     found = [c.column(name)[1] for name in PREDICTED]
     np.testing.assert_allclose(found, [terms.sampled_right, terms.sampled_wrong, terms.unsampled], rtol=1e-12)
 
@@ -87,7 +88,7 @@ def test_prediction_is_the_general_form_of_the_theorem(monkeypatch):
 def test_the_split_of_adamw_adds_up():
     c = simulate(8, 1, SMALL)
     total = sum(c.column(name) for name in MOVED)
-    # Second order in a step of at most lr per logit: Q(1 - Q) lr^2 at most, and some.
+    # The error is of second order in a step of at most lr per logit, about Q (1 - Q) lr^2.
     np.testing.assert_allclose(c.column("measured"), total, atol=SMALL.lr**2)
     assert np.abs(c.column("measured")[1:]).min() > 3 * SMALL.lr**2
 
@@ -116,7 +117,7 @@ def test_draws_follow_p():
     ],
 )
 def test_the_paper_setting(n, q_pos, improved):
-    """An independent NumPy re-run of the same variant, over 4 to 8 seeds, gave these middles."""
+    """The values are means over 4 to 8 seeds from an independent NumPy program."""
     s = simulate(n, 0, Settings()).summary()
     assert s["q_pos_initial"] == pytest.approx(0.6301, abs=5e-5)
     assert s["q_pos_final"] == pytest.approx(q_pos, abs=0.002)
@@ -136,9 +137,9 @@ def test_csv_holds_states_and_sums(tmp_path):
     assert total == pytest.approx(c.column("moved_unsampled").sum(), rel=1e-8)
 
 
-def test_figure_says_what_the_curves_say():
+def test_the_figure_shows_the_curves():
     curves = [simulate(n, seed, SMALL) for n in (4, 64) for seed in (0, 1)]
-    axes = build_figure(curves, SMALL).axes
+    axes = simulation_figure(curves, SMALL).axes
     for panel, name in enumerate(("q_pos", "improved_share", "worst_drop")):
         for line, c in zip(axes[panel].lines, curves, strict=False):
             assert np.asarray(line.get_ydata()).tolist() == c.column(name).tolist()

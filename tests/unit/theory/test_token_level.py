@@ -1,4 +1,4 @@
-"""A position's figures against their definitions on the whole vocabulary, and their expectations by enumeration."""
+"""Terms of single positions against their definitions on the vocabulary, and expectations by enumeration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P = np.array([0.2, 0.5, 0.3])
 
 
 def every_outcome(n: int, worth: np.ndarray):
-    """All draws of n tokens and their rewards, [outcomes, n], and the probability of each."""
+    """Return all draws of n tokens and their rewards, [outcomes, n], and the probability of each."""
     token = np.array(list(itertools.product(range(3), repeat=n)))
     reward = np.array(list(itertools.product((0.0, 1.0), repeat=n)))
     token, reward = np.repeat(token, len(reward), axis=0), np.tile(reward, (len(token), 1))
@@ -27,7 +27,7 @@ def every_outcome(n: int, worth: np.ndarray):
 
 
 def levels(token: np.ndarray, reward: np.ndarray):
-    """token_level with every row [outcomes, n] as a position of its own."""
+    """Return token_level with every row [outcomes, n] as a separate position."""
     rows, n = token.shape
     logits = torch.from_numpy(np.log(P)).expand(rows, 3)
     position = torch.arange(rows).repeat_interleave(n)
@@ -37,14 +37,15 @@ def levels(token: np.ndarray, reward: np.ndarray):
 @pytest.mark.parametrize("n", [4, 5])
 @pytest.mark.parametrize("worth", [[0.9, 0.1, 0.4], [0.3, 0.3, 0.3]])
 def test_the_changes_are_unbiased(n, worth):
-    """Over all draws; where all tokens are worth alike nothing changes, and the mean is 0."""
+    """The mean over all draws is the true change; it is 0 if all tokens have the same success rate."""
     f = np.array(worth)
     token, reward, chance = every_outcome(n, f)
-    found, q = levels(token, reward), float(P @ f)
+    found = levels(token, reward)
+    q = float(P @ f)
     gradient = (n - 1) / n * float(np.square(P * (f - q)).sum())
     assert float(chance @ found.policy_gradient.numpy()) == pytest.approx(gradient, rel=1e-12, abs=1e-15)
 
-    # The surrogate's step by every other sibling, at the true worths of the tokens.
+    # The surrogate's step by one half of the siblings, at the true success rates of the tokens.
     expected = 0.0
     for x, r, weight in zip(token, reward, chance, strict=True):
         for half in (slice(0, None, 2), slice(1, None, 2)):
@@ -58,9 +59,10 @@ def test_the_changes_are_unbiased(n, worth):
 
 
 def test_policy_gradient_is_the_mean_over_all_splits():
-    """Of six siblings in two halves: the product of the halves' covariances of token and reward."""
+    """For six siblings: the mean over all halves of the product of the two covariances of token and reward."""
     rng = np.random.default_rng(0)
-    token, reward = rng.integers(0, 3, 6), rng.random(6)
+    token = rng.integers(0, 3, 6)
+    reward = rng.random(6)
 
     def covariance(part: list[int]) -> np.ndarray:
         onehot = np.eye(3)[token[part]]
@@ -72,7 +74,7 @@ def test_policy_gradient_is_the_mean_over_all_splits():
     assert float(found.policy_gradient) == pytest.approx(5 / 6 * expected, rel=1e-12)
 
 
-def test_three_siblings_do_not_tell_a_change():
+def test_changes_are_unknown_with_three_siblings():
     found = levels(np.array([[0, 1, 1]]), np.array([[1.0, 0.0, 1.0]]))
     assert torch.isnan(found.policy_gradient).all()
     assert torch.isnan(found.sampled).all()
@@ -92,7 +94,8 @@ def test_token_level_against_the_general_form():
         here = position == s
         counts = torch.bincount(token[here], minlength=30).double()
         worth = torch.zeros(30, dtype=torch.float64).index_add(0, token[here], reward[here]) / counts.clamp(min=1)
-        q, n = reward[here].mean(), counts.sum()
+        q = reward[here].mean()
+        n = counts.sum()
         seen = counts > 0
         weights = torch.where(seen, worth - q, 0.0)
         assert found.siblings[s] == n
@@ -112,25 +115,22 @@ def test_token_level_against_the_general_form():
         assert found.sampled[s] == pytest.approx(sampled, rel=1e-9, abs=1e-15)
 
 
-def test_token_level_where_the_verdict_is_in_the_token():
-    """Rewards that are a function of the token: S_R is Theorem 1's, and the bound holds its third term."""
-    rng = np.random.default_rng(1)
-    p = rng.dirichlet(np.full(40, 0.3))
-    correct = rng.random(40) < 0.5
-    draws = rng.choice(40, size=25, p=p)
-    counts = np.bincount(draws, minlength=40)
-    found = token_level(
-        torch.from_numpy(np.log(p))[None],
-        torch.zeros(25, dtype=torch.int64),
-        torch.from_numpy(draws),
-        torch.from_numpy(correct[draws].astype(float)),
-    )
-    q = correct[draws].mean()
-    weights = np.where(counts > 0, correct - q, 0.0)
+def test_rewards_that_are_a_function_of_the_token():
+    """S_R is that of Theorem 1, and the bound contains its third term."""
+    g = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(40, generator=g, dtype=torch.float64)
+    p = torch.softmax(logits, 0)
+    correct = torch.rand(40, generator=g) < 0.5
+    draws = torch.multinomial(p, 25, replacement=True, generator=g)
+    counts = torch.bincount(draws, minlength=40)
+    rewards = correct.double()
+    found = token_level(logits[None], torch.zeros(25, dtype=torch.int64), draws, rewards[draws])
+    q = rewards[draws].mean()
+    weights = torch.where(counts > 0, rewards - q, 0.0)
     terms = general_terms(p, counts, weights, correct, 1.0)
     assert float(found.s_r[0]) == pytest.approx(float(terms.s_r), rel=1e-10)
-    step = surrogate_step(p, weights, 25.0, 1.0)
-    third = float((p * (correct - q) * step)[counts == 0].sum())
+    step = surrogate_step(p, weights, counts.sum(), 1.0)
+    third = float((p * (rewards - q) * step)[counts == 0].sum())
     assert float(found.unsampled_low[0]) <= third <= float(found.unsampled_high[0])
 
 
@@ -144,7 +144,7 @@ VOCABULARY = 3
 
 
 def siblings(seed: int, n: int = 14, depth: int = 5) -> torch.Tensor:
-    """Responses of 0 (lost) to `depth` tokens of a small vocabulary, padded by -1."""
+    """Return responses of 0 (lost) to `depth` tokens of a small vocabulary, padded with -1."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (n, depth), generator=g)
     lengths = torch.randint(0, depth + 1, (n, 1), generator=g)
@@ -152,7 +152,7 @@ def siblings(seed: int, n: int = 14, depth: int = 5) -> torch.Tensor:
 
 
 def prefixes(tokens: torch.Tensor) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The prefix of every token (sibling, depth)."""
+    """Return the prefix of every token (sibling, depth)."""
     rows = [[x for x in row if x >= 0] for row in tokens.tolist()]
     return {(i, t): tuple(row[:t]) for i, row in enumerate(rows) for t in range(len(row))}
 

@@ -7,43 +7,49 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_brorl.theory.mass_balance import expected_masses
+from megatron_brorl.theory.mass_balance import Masses, expected_masses
 from megatron_brorl.theory.unsampled_mass import good_turing, hold_out, unseen_mass, unseen_weights, weighted_counts
 
 
 def _policy(seed: int, outcomes: int = 300):
-    """A Zipf-like distribution over outcomes, a third of which is right."""
+    """Return a Zipf-like distribution over outcomes, a third of which is right."""
     rng = np.random.default_rng(seed)
     p = 1 / np.arange(1, outcomes + 1) ** rng.uniform(0.8, 1.6)
     return rng.permutation(p / p.sum()), rng.random(outcomes) < 0.35
 
 
 POLICIES = [_policy(seed) for seed in range(8)]
-N, REPETITIONS, HELD = 64, 200, [2, 4, 8, 16, 32]
+N = 64
+REPETITIONS = 200
+HELD = [2, 4, 8, 16, 32]
 
 
 @pytest.fixture(scope="module")
 def drawn():
-    """[REPETITIONS] lists of groups, N siblings each."""
+    """Draw [REPETITIONS] lists of groups, N siblings each."""
     rng = np.random.default_rng(100)
     return [[(x := rng.choice(len(p), size=N, p=p), right[x]) for p, right in POLICIES] for _ in range(REPETITIONS)]
 
 
+def _expected(p: np.ndarray, right: np.ndarray, n: int) -> Masses:
+    return expected_masses(torch.from_numpy(p), torch.from_numpy(right), n)
+
+
 def _truth(field: str, m: int) -> float:
-    return float(np.mean([getattr(expected_masses(p, right, m), field) for p, right in POLICIES]))
+    return float(np.mean([getattr(_expected(p, right, m), field) for p, right in POLICIES]))
 
 
 def test_hold_out_on_a_known_policy(drawn):
-    """Unbiased within 3 standard errors of 200 repetitions; 95% intervals that hold at least 93% of the time."""
+    """Estimates are unbiased within 3 standard errors of 200 repetitions; 95% intervals cover at least 93%."""
     curves = [hold_out(groups, HELD) for groups in drawn]
     for i, held in enumerate(HELD):
         m = N - held
         truths = {"unsampled_mass": _truth("u_pos", m) + _truth("u_neg", m)}
         truths |= {"u_pos2": _truth("u_pos2", m), "u_neg2": _truth("u_neg2", m)}
         for field, truth in truths.items():
-            x = np.array([getattr(c, field)[i] for c in curves])
-            low, high = (np.array([getattr(c, f"{field}_{end}")[i] for c in curves]) for end in ("low", "high"))
+            x, low, high = np.array([c[field][:, i] for c in curves]).T
             assert abs(x.mean() - truth) < 3 * x.std() / np.sqrt(REPETITIONS), (field, held)
             assert np.mean((low < truth) & (truth < high)) > 0.93, (field, held)
             assert np.mean(high - low) < 2 * 1.96 * 2 * x.std(), (field, held)
@@ -53,8 +59,8 @@ def test_good_turing_on_a_known_policy(drawn):
     """The estimate is unbiased for N - 1 draws; the interval covers the mass that was really missed."""
     for k, (p, right) in enumerate(POLICIES):
         found = [good_turing(*groups[k]) for groups in drawn]
-        expected = expected_masses(p, right, N - 1)
-        for field, truth in (("unseen_right", expected.u_pos), ("unseen_wrong", expected.u_neg)):
+        expected = _expected(p, right, N - 1)
+        for field, truth in (("unseen_right", float(expected.u_pos)), ("unseen_wrong", float(expected.u_neg))):
             x = np.array([getattr(g, field) for g in found])
             assert abs(x.mean() - truth) < 3 * x.std() / np.sqrt(REPETITIONS)
         missed = [1 - p[np.unique(groups[k][0])].sum() for groups in drawn]
@@ -69,36 +75,35 @@ def test_good_turing_by_hand():
     assert (g.distinct, g.singletons, g.doubletons) == (5, 3, 1)
     assert (g.unseen_mass, g.unseen_right, g.unseen_wrong) == (3 / 8, 1 / 8, 2 / 8)
     assert (g.low, g.high) == unseen_mass(8, 3, 1)
-    # All alike: nothing is unseen, but eight siblings cannot exclude a mass of 1 - 0.025^(1/8).
+    # If all are equal, nothing is unseen, but eight siblings cannot exclude a mass of 1 - 0.025^(1/8).
     same = good_turing(np.zeros(8, dtype=np.int64), np.ones(8, dtype=bool))
     assert (same.unseen_mass, same.low) == (0, 0)
     assert (1 - same.high) ** 8 <= 0.025 + 1e-12
 
 
-def test_what_shows_no_repetition_has_an_interval_too():
-    """64 draws from 4,096 equal outcomes: often all differ, and the mass not seen is 1 - 64 / 4,096, not 1."""
+def test_intervals_without_repetitions():
+    """With 64 draws from 4,096 equal outcomes, often all differ; the unseen mass is 1 - 64 / 4,096, not 1."""
     right = np.arange(64) % 2 == 0
     g = good_turing(np.arange(64), right)
     assert (g.unseen_mass, g.unseen_right, g.singletons, g.high) == (1, 0.5, 64, 1)
     assert 0.85 < g.low < 1 - 64 / 4096
-    # Nothing seen twice: no second moment above that of the one pair that could have come, 3.69 times its weight.
+    # Without repetitions the upper end of the second moment is 3.69 times the largest weight of a pair.
     curve = hold_out([(np.arange(64), right)], [2, 32])
     for name in ("u_pos2", "u_neg2"):
-        assert (getattr(curve, name) == 0).all()
-        assert (getattr(curve, f"{name}_low") == 0).all()
-    for m, high in zip((62, 32), curve.u_pos2_high, strict=True):
+        assert (curve[name][:2] == 0).all()
+    for m, high in zip((62, 32), curve["u_pos2"][2], strict=True):
         pair = max(c * (c - 1) / 64 / 63 * math.comb(64 - c, m) / math.comb(62, m) for c in range(2, 65))
         assert high == pytest.approx(3.688879 * pair)
-    # All alike: no held-out sibling was new.
+    # If all are equal, no held-out sibling is new.
     same = hold_out([(np.zeros(64, dtype=np.int64), right)], [2])
-    assert (same.unsampled_mass[0], same.unsampled_mass_low[0]) == (0, 0)
-    assert same.unsampled_mass_high[0] == pytest.approx(3.688879 / 64)
-    # Where all outcomes differ the mass is 1, and no rounding puts it beyond its interval.
+    assert (same["unsampled_mass"][0][0], same["unsampled_mass"][1][0]) == (0, 0)
+    assert same["unsampled_mass"][2][0] == pytest.approx(3.688879 / 64)
+    # If all outcomes differ, the mass is 1, and rounding does not put it outside of its interval.
     for n in range(4, 65):
         alone = hold_out([(np.arange(n), np.arange(n) % 2 == 0)] * 3, [2, n // 2])
-        assert alone.unsampled_mass == pytest.approx(1)
-        assert (alone.unsampled_mass <= alone.unsampled_mass_high).all()
-        assert (alone.unsampled_mass_high == 1).all()
+        assert alone["unsampled_mass"][0] == pytest.approx(1)
+        assert (alone["unsampled_mass"][0] <= alone["unsampled_mass"][2]).all()
+        assert (alone["unsampled_mass"][2] == 1).all()
 
 
 def test_hold_out_is_the_average_over_all_splits():
@@ -106,7 +111,9 @@ def test_hold_out_is_the_average_over_all_splits():
     right = np.isin(outcomes, [0, 3])
     curve = hold_out([(outcomes, right)], [2, 3, 5])
     for i, h in enumerate((2, 3, 5)):
-        mass, pos, neg = [], [], []
+        mass = []
+        pos = []
+        neg = []
         for held in itertools.combinations(range(7), h):
             rest = set(outcomes[[j for j in range(7) if j not in held]])
             new = [outcomes[j] not in rest for j in held]
@@ -116,9 +123,9 @@ def test_hold_out_is_the_average_over_all_splits():
             good = [right[held[a]] for a, _ in pairs]
             pos.append(np.mean([s and g for s, g in zip(same, good, strict=True)]))
             neg.append(np.mean([s and not g for s, g in zip(same, good, strict=True)]))
-        assert curve.unsampled_mass[i] == pytest.approx(np.mean(mass), rel=1e-12)
-        assert curve.u_pos2[i] == pytest.approx(np.mean(pos), rel=1e-12, abs=1e-15)
-        assert curve.u_neg2[i] == pytest.approx(np.mean(neg), rel=1e-12, abs=1e-15)
+        assert curve["unsampled_mass"][0][i] == pytest.approx(np.mean(mass), rel=1e-12)
+        assert curve["u_pos2"][0][i] == pytest.approx(np.mean(pos), rel=1e-12, abs=1e-15)
+        assert curve["u_neg2"][0][i] == pytest.approx(np.mean(neg), rel=1e-12, abs=1e-15)
 
 
 def test_one_held_out_sibling_is_good_turing(drawn):
@@ -134,8 +141,8 @@ def test_hold_out_refuses_impossible_numbers(drawn):
             hold_out(drawn[0], held)
 
 
-def test_equal_weights_give_garwood_s_interval():
-    """Of 0, 1, 5 and 20 counts, as tables of the Poisson distribution have it (Garwood 1936)."""
+def test_equal_weights_give_the_interval_of_garwood():
+    """For 0, 1, 5 and 20 counts, compare with tables of the Poisson distribution (Garwood 1936)."""
     counts = np.array([0.0, 1.0, 5.0, 20.0])
     table = [(0, 3.688879), (0.025318, 5.571643), (1.623486, 11.668332), (12.216527, 30.888381)]
     for weight in (1.0, 0.01):
@@ -144,23 +151,25 @@ def test_equal_weights_give_garwood_s_interval():
         assert high == pytest.approx([weight * b for _, b in table], rel=1e-5)
 
 
-def test_unequal_weights_hold_their_mean():
+def test_intervals_of_unequal_weights_cover_their_mean():
     """Sums of three Poisson counts of very unequal weights: at least 95%, as Fay and Feuer found."""
     rng = np.random.default_rng(0)
-    weights, means = np.array([1.0, 0.1, 0.01]), np.array([0.5, 4.0, 60.0])
+    weights = np.array([1.0, 0.1, 0.01])
+    means = np.array([0.5, 4.0, 60.0])
     counts = rng.poisson(means, size=(4000, 3))
     low, high = weighted_counts(counts @ weights, counts @ weights**2, np.ones(4000))
     assert np.mean((low < weights @ means) & (weights @ means < high)) > 0.945
 
 
 def test_unseen_mass_by_hand():
-    """Either end is where the count's distance is 1.96 of its standard deviations there."""
+    """At either end the distance of the count is 1.96 of its standard deviations there."""
     for n, once, twice in ((100, 30, 10), (16, 7, 2), (512, 40, 3)):
         for end in unseen_mass(n, once, twice):
             assert 0 < end < 1
             assert abs(once - n * end) == pytest.approx(1.959964 * (n * end * (1 - end) + 2 * twice + 2) ** 0.5)
-    # Nothing came once: eight draws cannot exclude a mass of 1 - 0.025^(1/8). Nothing came twice: it may be all.
-    none, every = unseen_mass(8, 0, 0), unseen_mass(64, 64, 0)
+    # Without singletons, eight draws cannot exclude a mass of 1 - 0.025^(1/8). Without pairs, the mass may be 1.
+    none = unseen_mass(8, 0, 0)
+    every = unseen_mass(64, 64, 0)
     assert none[0] == 0
     assert none[1] >= 1 - 0.025 ** (1 / 8)
     assert unseen_mass(8, 8, 0)[1] == every[1] == 1

@@ -1,4 +1,4 @@
-"""The documentation of metrics, and `brorl metrics`. Tests of runs compare their metrics with it."""
+"""Test the documentation of metrics and `brorl metrics`. Tests of runs compare their metrics with it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def names(text):
     return [line.split(" ")[0] for line in text.splitlines() if line and not line.startswith(" ") and "   (" in line]
 
 
-def test_every_metric_is_found_by_its_name_and_has_the_group_of_its_section():
+def test_every_metric_is_found_by_its_name():
     for section in sections():
         for metric in section.metrics:
             name = re.sub(r"\{(\w+)\}", lambda m: EXAMPLES[m[1]], metric.name)
-            assert not re.search(r"[|\n]", "".join(vars(metric).values()))  # it becomes a row of a table
+            assert not re.search(r"[|\n]", "".join(vars(metric).values()))  # these would break a table of Markdown
             assert find(name, section.file) == (section, metric)
             if section.group:
                 assert tag(name, section.file).split("/")[0] == section.group
 
 
-def test_faults_of_a_row_and_of_a_summary():
+def test_undocumented_and_invalid_metrics_are_found():
     row = {"step": 0, "kept_share": 0.5, "lr": None, "nonfinite": ["lr"], "time": {"step": 1.0}}
     assert metric_faults.of_row(row) == []
     row |= {"kept_share": 1.5, "rewards": 1.0, "time": {"reward": 1.0}}
@@ -61,7 +61,7 @@ def test_metrics_are_printed_by_name_group_and_part_of_a_name(capsys):
     assert "`" not in everything
 
 
-def test_an_unknown_metric_is_answered_with_the_nearest_name(capsys):
+def test_an_unknown_metric_is_answered_with_the_closest_name(capsys):
     assert output(capsys, "kept_shares", code=2) == (
         "brorl: no metric is called 'kept_shares'; did you mean kept_share?\n"
     )

@@ -1,4 +1,4 @@
-"""metrics.jsonl survives crashes, resumes, NaN and full disks."""
+"""Test metrics.jsonl with crashes, resumed runs, NaN and full disks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _record(run: Path, steps: range, resume_step: int | None = None, offset: flo
             metrics.write(step, {"reward": step / 10 + offset}, SECONDS)
 
 
-def test_a_line_is_exactly_what_the_docstring_says(tmp_path: Path) -> None:
+def test_the_format_of_a_line(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         metrics.write(3, {"reward": 0.1, "kept": 7}, {"step": 2.5, "generate": 1.25})
-        # Durable before write() returns: nothing waits for close().
+        # The line is in the file before close() is called.
         assert (tmp_path / "metrics.jsonl").read_bytes() == (
             b'{"step": 3, "reward": 0.1, "kept": 7, "time": {"step": 2.5, "generate": 1.25}}\n'
         )
@@ -48,7 +48,7 @@ def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert list(row) == ["step", *values, "time"]
 
 
-def test_what_is_not_finite_becomes_null_and_is_named(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_become_null_and_are_listed(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         metrics.write(0, {"loss": math.nan, "reward": 0.5, "norm": math.inf}, {"step": 1.0})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -63,7 +63,7 @@ def test_what_is_not_finite_becomes_null_and_is_named(tmp_path: Path) -> None:
     }
 
 
-def test_resume_drops_the_replayed_steps_and_nothing_else(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_only_the_repeated_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _record(tmp_path, range(6))
     kept = path.read_bytes().splitlines(keepends=True)[:4]
@@ -77,7 +77,7 @@ def test_resume_drops_the_replayed_steps_and_nothing_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 3, "rew', b"\x00\x00\x00\xff"])
-def test_a_torn_last_line_is_skipped_and_gone_after_resume(tmp_path: Path, tail: bytes) -> None:
+def test_an_incomplete_last_line_is_skipped_and_removed_on_resume(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     _record(tmp_path, range(3))
     whole = path.read_bytes()
@@ -100,7 +100,7 @@ def test_a_malformed_line_in_the_middle_is_named(tmp_path: Path) -> None:
         read_metrics(tmp_path / "elsewhere.jsonl")
 
 
-def test_a_new_run_moves_the_old_record_aside(tmp_path: Path) -> None:
+def test_a_new_run_renames_the_old_file(tmp_path: Path) -> None:
     for reward in (0.0, 1.0, 2.0):
         _record(tmp_path, range(1), offset=reward)
     found = {path.name: read_metrics(path)[0]["reward"] for path in tmp_path.iterdir()}
@@ -108,7 +108,7 @@ def test_a_new_run_moves_the_old_record_aside(tmp_path: Path) -> None:
 
 
 class _FullDisk:
-    """A raw file that takes half of what it is given, then nothing, until there is room again."""
+    """A raw file that writes half of the data, then raises ENOSPC, until `room` is set."""
 
     def __init__(self, file) -> None:  # type: ignore[no-untyped-def]
         self._file, self.room, self._halves = file, False, 0
@@ -136,7 +136,7 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest
     metrics.write(0, {"reward": 0.0}, {})
     metrics._file = disk = _FullDisk(metrics._file)  # type: ignore[assignment]
     metrics.write(1, {"reward": 0.1}, {})
-    assert [row["step"] for row in read_metrics(path)] == [0]  # half a line is a torn line
+    assert [row["step"] for row in read_metrics(path)] == [0]  # the incomplete line is skipped
     metrics.write(2, {"reward": 0.2}, {})
     disk.room = True
     metrics.write(3, {"reward": 0.3}, {})
@@ -147,7 +147,7 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest
     assert warning.startswith(f"warning: {path}: No space left on device; training continues; ")
 
 
-def test_tensorboard_shows_the_scalars_and_purges_replayed_steps(tmp_path: Path) -> None:
+def test_tensorboard_purges_repeated_steps(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, None, {})) as metrics:
         for step in range(4):
@@ -193,11 +193,3 @@ def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written: .*make run\.dir a writable folder"):
         MetricsWriter(tmp_path / "file")
-
-
-def test_reserved_names_are_refused(tmp_path: Path) -> None:
-    with (
-        MetricsWriter(tmp_path) as metrics,
-        pytest.raises(ValueError, match="reserved metric names: time"),
-    ):
-        metrics.write(0, {"time": 1.0}, {})

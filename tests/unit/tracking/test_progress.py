@@ -1,4 +1,4 @@
-"""What the console shows, with a clock that the test turns."""
+"""Test the progress display with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # a pipe stays plain all the same
+def test_one_plain_line_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # must not put control codes into a pipe
     clock, out = _Clock(), io.StringIO()
     with progress(3, "train", True, stream=out, clock=clock) as p:
         clock.now += 10
@@ -51,7 +51,7 @@ def test_time_left_follows_the_last_twenty_steps() -> None:
     assert out.getvalue().splitlines()[39].endswith("left 1:00")  # 60 steps of 1 s
 
 
-def test_a_resumed_run_does_not_count_the_steps_of_its_forerunner() -> None:
+def test_time_left_of_a_resumed_run_ignores_earlier_steps() -> None:
     clock, out = _Clock(), io.StringIO()
     with progress(100, "train", True, start=90, stream=out, clock=clock) as p:
         p.update(90, {})
@@ -60,7 +60,7 @@ def test_a_resumed_run_does_not_count_the_steps_of_its_forerunner() -> None:
     assert out.getvalue() == "train 90/100  elapsed 0:00  left ?\ntrain 91/100  elapsed 0:05  left 0:45\n"
 
 
-def test_a_terminal_gets_one_display_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     clock, out = _Clock(), _Terminal()
@@ -71,7 +71,7 @@ def test_a_terminal_gets_one_display_that_is_redrawn(monkeypatch: pytest.MonkeyP
     text = out.getvalue()
     for part in ("train", "1/4", "elapsed 0:10", "left 0:30", "reward 0.25", "saved [bold] step 1", "\x1b[2K"):
         assert part in text
-    assert text.endswith("\x1b[?25h")  # the cursor is given back
+    assert text.endswith("\x1b[?25h")  # the cursor is shown again
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     assert out.getvalue() == "train 1/1  elapsed 0:00  left 0:00\n"
 
 
-def test_a_stream_nobody_reads_does_not_end_the_run() -> None:
+def test_a_closed_stream_does_not_end_the_run() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""run.json: what a run was started with, and when it went on."""
+"""Test run.json, which records the starts of a run."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def test_a_resumed_run_has_two_starts(tmp_path):
     versions = found["starts"][0]["versions"]
     assert (versions["python"], versions["torch"]) == (sys.version.split()[0], torch.__version__)
 
-    # A new run in the same folder begins anew.
+    # A new run in the same folder replaces the file.
     run_info.write(tmp_path, {}, None, "brorl train b.toml", 1, "no GPU")
     assert [s["command"] for s in run_info.read(tmp_path)["starts"]] == ["brorl train b.toml"]
 
 
-def test_the_command_is_what_a_user_types(monkeypatch):
+def test_the_command_can_be_run_again(monkeypatch):
     monkeypatch.delenv(LAUNCHER, raising=False)
     arguments = ["train", "my runs/a.toml", 'data.template="{prompt} ="']
-    assert shlex.split(run_info.command(arguments, 2)) == ["brorl", *arguments]  # torchrun is the user's
+    assert shlex.split(run_info.command(arguments, 2)) == ["brorl", *arguments]  # torchrun is not part of the command
     monkeypatch.setenv(LAUNCHER, "17")
     assert run_info.command(["train", "a.toml"], 2) == "brorl train --processes 2 a.toml"
 
 
-def test_what_cannot_be_written_or_read_ends_nothing(tmp_path, capsys):
+def test_a_file_that_cannot_be_written_or_read_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     run_info.write(tmp_path / "file", {}, None, "brorl train a.toml", 1, "no GPU")
     assert "run.json: cannot be written: " in capsys.readouterr().err

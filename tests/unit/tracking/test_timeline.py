@@ -1,4 +1,4 @@
-"""Spans against a scripted clock."""
+"""Test spans with a scripted clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_spans_nest_and_add_up():
     with span("outer") as outer:
         with span("inner") as came_to:
             came_to["tokens"] = 3.0
-        came_to["late"] = 1.0  # known after its end
+        came_to["late"] = 1.0  # values may be added after the end
         with pytest.raises(KeyError), span("inner") as failed:
             failed["tokens"] = {}["missing"]
     record(None)
@@ -23,7 +23,7 @@ def test_spans_nest_and_add_up():
     assert not outer
     assert timeline.spans == [
         Span("inner", 2.0, 5.0, {"tokens": 3.0, "late": 1.0}),
-        Span("inner", 6.0, 6.5, {}),  # what raises is noted too
+        Span("inner", 6.0, 6.5, {}),  # a span that raises is recorded too
         Span("outer", 1.0, 10.0, {}),
     ]
     assert (timeline.seconds("inner"), timeline.seconds("outer"), timeline.seconds("other")) == (3.5, 9.0, 0.0)

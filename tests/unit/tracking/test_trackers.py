@@ -1,4 +1,4 @@
-"""Trackers, each through its own library where that is installed; no test needs a network."""
+"""Test trackers with their own libraries if these are installed. No test needs a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIG = {"rollout": {"n": 4}, "data": {"train": ("a.jsonl",)}}
 
 
 def written(names, run_dir):
-    """Log three steps, then resume at the last of them and log one more."""
+    """Log three steps, then resume at the last one and log one more. Return the stored ids."""
     for resume_step, steps in ((None, range(3)), (2, range(2, 4))):
         trackers = open_trackers(names, run_dir, resume_step, CONFIG)
         for step in steps:
@@ -57,12 +57,12 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_a_tracker_that_cannot_be_opened_is_a_user_error(tmp_path):
-    (tmp_path / "tensorboard").write_text("")  # where its folder should be
+    (tmp_path / "tensorboard").write_text("")  # a file instead of its folder
     with pytest.raises(UserError, match=r'run\.log: "tensorboard" cannot be opened: .*; fix that, or leave it out'):
         open_trackers(["tensorboard"], tmp_path, None, {})
 
 
-def test_tags_have_the_group_in_front_once():
+def test_tags_begin_with_the_group():
     assert [tag(name) for name in ("reward", "lr", "critic_lr", "unknown")] == [
         "reward/reward",
         "policy/lr",

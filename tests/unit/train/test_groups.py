@@ -1,4 +1,4 @@
-"""What became of a step's rollouts: selection, advantages and mini-batches against the equations, by hand."""
+"""Selection of groups, mini-batches and metrics of a step, by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megatron_brorl.train.groups import CUT, LOST, drop_cut, gather_outcomes, group_metrics, mini_batches, select_groups
 from megatron_brorl.types import Rollout, ScoredRollout
 
-# Rewards by sibling; None: lost, "cut": goes on. Eight siblings each.
+# Rewards by sibling, eight each. None: lost; "cut": the rollout continues in the next step.
 TABLE = [
     [0.0, 1.0, 0.0, None, 0.0, 0.0, 1.0, 0.0],  # kept with 7 survivors
     [1.0] * 8,
@@ -74,7 +74,7 @@ def test_figures_are_over_survivors_of_closed_groups(outcomes):
 @pytest.mark.parametrize("of", ["prompts", "siblings"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_mini_batches_do_not_depend_on_the_cut(of, count):
-    """However the rows are spread over replicas, every one is trained once, in the same optimizer step."""
+    """Every row is trained once, in the same optimizer step for any distribution over replicas."""
     kept = [0, 5, 6]
     rows = [r for r in all_rows() if r.group in kept and r.rollout.finish != "cut"]
     whole = [{(rows[i].group, rows[i].rollout.index) for i in part} for part in mini_batches(rows, kept, count, of)]

@@ -20,7 +20,7 @@ CUTS = [(0.8, 0), (1.0, 5), (0.9, 20)]  # (top_p, top_k)
 
 
 class Engine(TorchEngine):
-    """The built-in engine, which keeps what it sampled."""
+    """The built-in engine; it keeps its results."""
 
     def generate(self, requests, *rest):
         groups = super().generate(requests, *rest)
@@ -30,7 +30,7 @@ class Engine(TorchEngine):
 
 
 def step(model, processes, temperature, top_p=1.0, top_k=0, **algo):
-    """Metrics of one step with the built-in engine, and what it sampled."""
+    """Return the metrics of one step with the built-in engine, and its results."""
     rollout = {"n": 16, "prompts": 3, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     others = {"reward": {"cut_off_factor": 1.0}, "theory": {"every": 0}, "optim": {"lr": 1e-7}}
     config = configured({"rollout": rollout, "algo": algo, **others})
@@ -38,14 +38,15 @@ def step(model, processes, temperature, top_p=1.0, top_k=0, **algo):
     engine = Engine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 64, sample_tokens)
     trainer = make_trainer(model[0], processes, config, engine)
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     metrics, _ = trainer.train_step()
     return metrics, engine.sampled
 
 
 def by_transformers(model, sampled, temperature, top_p, top_k):
     """Log-probabilities of all sampled tokens and the mass that the cut leaves at each, by transformers' model."""
-    whole, masses = [], []
+    whole = []
+    masses = []
     for prompt, rollout in sampled:
         ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids.tolist()]])
         with torch.no_grad():
@@ -54,7 +55,8 @@ def by_transformers(model, sampled, temperature, top_p, top_k):
         for row, token in zip(p, rollout.token_ids.tolist(), strict=True):
             ordered = sorted(row.tolist(), reverse=True)
             kept = ordered[: top_k or len(ordered)]
-            nucleus, mass = [], 0.0
+            nucleus = []
+            mass = 0.0
             for x in kept:
                 if mass >= top_p * sum(kept):
                     break
@@ -81,7 +83,7 @@ def test_the_ratio_is_one_at_the_first_update(processes, model, temperature, old
 
 @pytest.mark.parametrize(("top_p", "top_k"), CUTS)
 def test_a_cut_renormalises_what_the_engine_reports(processes, model, top_p, top_k):
-    """Where engine and trainer agree, pi / pi_rollout is the mass that the cut leaves."""
+    """If engine and trainer agree, pi / pi_rollout is the probability mass that top-p and top-k leave."""
     metrics, sampled = step(model, processes, 0.7, top_p, top_k, mini_batches=2)
     whole, mass = by_transformers(model[1], sampled, 0.7, top_p, top_k)
     engine = torch.cat([rollout.log_probs for _, rollout in sampled])
@@ -90,7 +92,7 @@ def test_a_cut_renormalises_what_the_engine_reports(processes, model, top_p, top
     # The trainer's own log-probabilities are the old policy, from which the first mini-batch has not moved.
     assert metrics["clipped_low"] == metrics["clipped_high"] == 0
     assert metrics["ratio_mean"] == pytest.approx(1, abs=5e-5)
-    # What the engine reports says nothing of how well both agree.
+    # The log-probabilities of the cut distribution do not show how well engine and trainer agree.
     assert "logprob_gap_mean" not in metrics
     assert "logprob_gap_max" not in metrics
 

@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 _DEPTH = 100
-_LONGEST_INT = 4300  # digits; reading more takes time that grows with their square
+_LONGEST_INT = 4300  # digits; parsing time grows with the square of their number
 _GROUPS = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -99,7 +99,8 @@ class Wire:
     """Lines of JSON over two pipes."""
 
     def __init__(self, source: int, sink: int) -> None:
-        self.source, self.sink = source, sink
+        self.source = source
+        self.sink = sink
         self._buffer = b""
 
     def read(self) -> bytes | None:

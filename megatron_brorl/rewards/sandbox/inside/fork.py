@@ -126,7 +126,7 @@ def _child(stdin: int, stdout: int, tell: int, body: Callable[[], bytes]) -> NoR
 
 
 def _tell(pid: int, text: bytes) -> None:
-    # A process that the program forked may get here too. Only process `pid` speaks.
+    # A process that the program forked may reach this line. Only process `pid` may write the result.
     if os.getpid() == pid:
         os.write(3, text)
 

@@ -40,7 +40,7 @@ def main() -> None:
         _MODES[order["mode"]](wire, order)
         os._exit(0)
 
-    # A closed pipe shows that the caller is gone, even if it was killed.
+    # The pipe closes when the caller ends, even if it was killed.
     poll = select.poll()
     poll.register(wire.source, 0)
     poll.register(os.pidfd_open(child), select.POLLIN)

@@ -1,7 +1,7 @@
 """Run a program inside the sandbox: every test in a fork of its own, with a deadline and a limit on its output.
 
-A program that has been loaded may control the runner. That gains it nothing: the messages are its results, and the
-expected results are known only outside. Asserts, which contain expected results, run in a different sandbox.
+A program that has been loaded may control the runner. It gains nothing by that, because the messages are its own
+results, and the expected results exist only outside. Asserts contain expected results and run in a different sandbox.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def calls(wire: Wire, order: dict[str, Any]) -> None:
 def asserts(wire: Wire, order: dict[str, Any]) -> None:
     """Run the test {"test"} of each request. Write {"call"} for each call, and {"passed", "why"} at the end.
 
-    The tests call a stand-in for the program's function. The stand-in sends the arguments out as JSON and returns the
-    decoded result, which has only builtin types. The program therefore cannot read or change a test.
+    The tests call a substitute for the program's function. The substitute sends the arguments out as JSON and returns
+    the decoded result, which has only builtin types. The program therefore cannot read or change a test.
     """
     function = _stand_in(wire)
     while (line := wire.read()) is not None:
@@ -134,7 +134,7 @@ def _call(function: Callable[..., Any], line: bytes) -> bytes:
     try:
         return json.dumps(codec.encode(function(*request["args"], **request["kwargs"]))).encode()
     except SystemExit:
-        os._exit(0)  # `calls` sees that there is no result.
+        os._exit(0)  # `calls` reports the missing result.
 
 
 def _stand_in(wire: Wire) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from megatron_brorl.rollout.remote.protocol import WorkerBucket
 from megatron_brorl.rollout.remote.weights_receive import BucketReader
 
 
-class BrorlExtension(WorkerExtension):
+class TrtllmWorkerExtension(WorkerExtension):
     """Methods that AsyncLLM.collective_rpc calls by name."""
 
     def brorl_begin(self) -> None:

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 
 FIRST_PORT = 20000  # below 32768, from where Linux gives ports to any program that asks for one
 PORTS = 100  # of a block
@@ -34,16 +33,7 @@ _SERVICES = (
 _CLIENT = "--ray-client-server-port"  # refused where Ray has no client, and 10001 for all where it has one
 
 
-@dataclass(frozen=True)
-class RayNode:
-    """A running Ray; ends with this process's session."""
-
-    process: subprocess.Popen[bytes]
-    first: int  # port of its block
-    held: socket.socket  # the last one
-
-
-def start(gpus: int) -> RayNode:
+def start(gpus: int) -> socket.socket:
     """Start a Ray in this process's session and name it in RAY_ADDRESS, where TensorRT-LLM looks for one.
 
     gpus: devices, those of CUDA_VISIBLE_DEVICES. Raises OSError where a
@@ -61,7 +51,7 @@ def start(gpus: int) -> RayNode:
             raise TimeoutError(f"Ray did not listen on port {first} within {_START_S:g} s")
         time.sleep(0.1)
     os.environ["RAY_ADDRESS"] = f"{_HOST}:{first}"
-    return RayNode(process, first, held)
+    return held
 
 
 def find_block(base: int = FIRST_PORT) -> tuple[int, socket.socket]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 KV_CACHE = "kv_cache"  # memory tag of keys and values
 _SENT_AGAIN = ("model_weights", "draft_model_weights")  # a sleep may lose these, because weights follow it
-_STEPS = ((64, 8), (256, 16), (512, 32))  # up to so many rows, graphs for every so many; beyond them every 64
 
 
 def sleep_tags(known: Iterable[str]) -> list[str]:
@@ -28,10 +27,7 @@ def graph_sizes(rows: int) -> list[int]:
 
     TensorRT-LLM's own list doubles above 128: 260 rows would be computed as 512.
     """
-    sizes = [1, 2, 4]
-    while sizes[-1] < rows:
-        step = next((step for end, step in _STEPS if sizes[-1] < end), 64)
-        sizes.append((sizes[-1] // step + 1) * step)
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, rows, 64)]
     return [size for size in sizes if size < rows] + [rows]
 
 

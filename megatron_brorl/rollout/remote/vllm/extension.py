@@ -18,7 +18,7 @@ from megatron_brorl.rollout.remote.protocol import WorkerBucket
 from megatron_brorl.rollout.remote.weights_receive import BucketReader
 
 
-class BrorlExtension:
+class VllmWorkerExtension:
     """Methods that AsyncLLM.collective_rpc calls by name."""
 
     # Of vLLM's worker, which this is mixed into.

@@ -23,9 +23,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
-from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineLeaf, EngineOptions, check_draws
+from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.remote.protocol import (
+    Capabilities,
+    Completion,
+    EngineBackend,
+    EngineOptions,
+    check_sampling,
+)
 
-EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.BrorlExtension"
+EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.VllmWorkerExtension"
 _SPARE_TOKENS = 2 * 512  # of pages that requests fill in part
 # Of the GPU's whole memory. vLLM does not start unless this share is free (0.92 by default), even where the bytes for
 # keys and values are given. A trainer on the same GPU may hold more than the rest. Nothing else depends on it then.
@@ -33,12 +40,13 @@ _FREE_SHARE = 0.01
 _WATCH_S = 1.0  # between two questions whether vLLM's own processes are alive
 
 
-class Llm(EngineLeaf):
+class VllmBackend(EngineBackend):
     """vLLM's leaf."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises ValueError where vLLM cannot do what is asked here."""
-        self.options, self.config = options, EngineConfig(**options.section)
+        self.options = options
+        self.config = EngineConfig(**options.section)
         self.on_gpu = torch.cuda.is_available()
         self._names = count()
         self._aborting: set[asyncio.Task[None]] = set()
@@ -50,54 +58,56 @@ class Llm(EngineLeaf):
     def _kv_bytes(self) -> int:
         """Of keys and values on each of the engine's devices: what all rows take at their longest, or what there is
         room for. Raises ValueError where not even one response fits."""
-        o, shape = self.options, read_shape(Path(self.options.model))
-        size = 1 if self.config.kv_dtype == "fp8" else getattr(torch, o.dtype).itemsize
+        options = self.options
+        shape = read_shape(Path(self.options.model))
+        size = 1 if self.config.kv_dtype == "fp8" else getattr(torch, options.dtype).itemsize
         per_token = 2 * shape.layers * -(-shape.kv_heads // self.config.tensor) * shape.head_dim * size
 
-        room = o.max_kv_tokens * per_token if self.on_gpu else o.kv_bytes
-        needed = (o.max_rows * o.context + _SPARE_TOKENS) * per_token
+        room = options.max_kv_tokens * per_token if self.on_gpu else options.kv_bytes
+        needed = (options.max_rows * options.context + _SPARE_TOKENS) * per_token
         found = min(needed, room) if room else needed
-        if found < o.context * per_token:
+        if found < options.context * per_token:
+            key = "engine.memory_fraction" if self.on_gpu else "rollout.kv_cache_mib"
             raise ValueError(
                 f"keys and values of {found // per_token} tokens fit, and one response with its prompt may take "
-                f"{o.context}: raise {'engine.memory_fraction' if self.on_gpu else 'rollout.kv_cache_mib'} or lower "
-                "rollout.max_tokens"
+                f"{options.context}: raise {key} or lower rollout.max_tokens"
             )
         return found
 
     def arguments(self) -> dict[str, Any]:
         """Of vLLM's AsyncEngineArgs. Raises ValueError where no response would fit."""
-        o, c = self.options, self.config
+        options = self.options
+        config = self.config
 
         # What differs between devices. vLLM's seeds crash under chunked prefill on CPUs, and eager code starts sooner.
         if self.on_gpu:
             own: dict[str, Any] = {
                 "enable_sleep_mode": True,
-                "enforce_eager": not c.cuda_graphs,
+                "enforce_eager": not config.cuda_graphs,
                 "gpu_memory_utilization": _FREE_SHARE,
             }
         else:
             own = {"enable_chunked_prefill": False, "enforce_eager": True}
-        if c.quantization == "fp8":
+        if config.quantization == "fp8":
             own["quantization"] = "fp8"  # of each weight, by vLLM, as it comes
 
         # What training needs is set here; the rest is left to the engine.
         return {
-            "model": o.model,
+            "model": options.model,
             # Ids in, ids out; stop strings alone need text.
-            "skip_tokenizer_init": not o.stop_strings,
+            "skip_tokenizer_init": not options.stop_strings,
             "trust_remote_code": False,
-            "tensor_parallel_size": c.tensor,
-            "dtype": o.dtype,
+            "tensor_parallel_size": config.tensor,
+            "dtype": options.dtype,
             "load_format": "dummy",  # weights come from the trainer
-            "max_model_len": o.context,
-            "max_num_seqs": o.max_rows,
+            "max_model_len": options.context,
+            "max_num_seqs": options.max_rows,
             # Neither a prompt nor a rollout that goes on may be cut into pieces.
-            "max_num_batched_tokens": max(c.max_num_tokens, o.context, o.max_rows),
+            "max_num_batched_tokens": max(config.max_num_tokens, options.context, options.max_rows),
             # Siblings find the blocks of their prompt by its prefix.
             "enable_prefix_caching": True,
             "kv_cache_memory_bytes": self._kv_bytes(),
-            "kv_cache_dtype": c.kv_dtype,
+            "kv_cache_dtype": config.kv_dtype,
             "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
             "worker_extension_cls": EXTENSION,
             "generation_config": "vllm",  # none of the model's own settings
@@ -106,11 +116,11 @@ class Llm(EngineLeaf):
         }
 
     async def start(self) -> Capabilities:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments()))
 
         name = f"vLLM {vllm.__version__}"
-        await check_draws(self, name)
+        await check_sampling(self, name)
         self._watching = asyncio.create_task(self._watch())
         return Capabilities(
             engine=name,
@@ -118,37 +128,28 @@ class Llm(EngineLeaf):
             rows=self.options.max_rows,
         )
 
-    def params(
-        self,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        tokens: int,
-        seed: int,
-        log_probs: bool = True,
-        stop_strings: Sequence[str] = (),
-    ) -> SamplingParams:
-        """See EngineLeaf."""
+    def params(self, sampling: Sampling, tokens: int, seed: int) -> SamplingParams:
+        """See EngineBackend."""
         return SamplingParams(
             n=1,  # a request per sibling: vLLM would count seeds up from one to the next
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             seed=seed,
             max_tokens=tokens,
             stop_token_ids=list(self.options.stop_ids),
-            stop=list(stop_strings),
+            stop=list(sampling.stop_strings),
             ignore_eos=True,  # the ids above are all
-            logprobs=0 if log_probs else None,  # of the sampled token alone
+            logprobs=0 if sampling.log_probs else None,  # of the sampled token alone
             flat_logprobs=True,
-            detokenize=bool(stop_strings),
+            detokenize=bool(sampling.stop_strings),
             skip_special_tokens=False,  # a stop string may be the text of one
             spaces_between_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def submit(self, ids: Sequence[int], params: Any) -> tuple[str, asyncio.Task[Completion]]:
-        """See EngineLeaf: vLLM knows a request by a name."""
+        """See EngineBackend: vLLM knows a request by a name."""
         name = str(next(self._names))
         return name, asyncio.create_task(self._complete(name, list(ids), params))
 
@@ -187,39 +188,39 @@ class Llm(EngineLeaf):
             await asyncio.sleep(_WATCH_S)
 
     async def completion(self, handle: tuple[str, asyncio.Task[Completion]]) -> Completion:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         return await handle[1]
 
     def abort(self, handle: tuple[str, asyncio.Task[Completion]]) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         task = asyncio.create_task(self._llm.abort(handle[0]))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         found: list[Any] = await self._llm.collective_rpc(method, args=args)
         return found
 
     async def finish(self, names: Sequence[str]) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         await super().finish(names)
         if not await self._llm.reset_prefix_cache():
             raise ValueError("vLLM keeps keys and values of the weights before: a request is still in flight")
 
     async def sleep(self) -> None:
-        """See EngineLeaf. On a CPU vLLM keeps what it has."""
+        """See EngineBackend. On a CPU vLLM keeps what it has."""
         await self._llm.reset_prefix_cache()
         if self.on_gpu:
             await self._llm.sleep(2)  # weights follow, and are not kept
 
     async def wake(self) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         if self.on_gpu:
             await self._llm.wake_up(["weights"])
 
     async def wake_caches(self) -> None:
-        """See EngineLeaf."""
+        """See EngineBackend."""
         if self.on_gpu:
             await self._llm.wake_up(["kv_cache"])
 

@@ -1,4 +1,4 @@
-// Stands in for csrc/common/launch.h: the kernel runs on the calling thread, to its end.
+// Replaces csrc/common/launch.h: the kernel runs to its end on the calling thread.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -108,7 +108,7 @@ def test_rows_of_this_project_keep_their_ids_and_instructions(tmp_path: Path) ->
     assert lines(again.out) == [rows[0]]
 
 
-def test_mistakes_end_in_one_line_and_leave_nothing(job: Job, tmp_path: Path, capsys: Any) -> None:
+def test_mistakes_are_errors_of_one_line_and_write_no_file(job: Job, tmp_path: Path, capsys: Any) -> None:
     source = str(job.inputs[0])
     out = ["--out", str(tmp_path / "o.jsonl")]
     for arguments, message in (
@@ -127,7 +127,7 @@ def test_mistakes_end_in_one_line_and_leave_nothing(job: Job, tmp_path: Path, ca
     assert sorted(p.name for p in tmp_path.iterdir()) == ["test.jsonl", "tokenizer", "train.jsonl"]
 
 
-def test_an_error_leaves_the_old_file(job: Job) -> None:
+def test_an_error_keeps_the_old_file(job: Job) -> None:
     prepare(job)
     before = job.out.read_bytes()
     with job.inputs[0].open("a") as file:
@@ -138,7 +138,7 @@ def test_an_error_leaves_the_old_file(job: Job) -> None:
     assert sorted(p.suffix for p in job.out.parent.iterdir()) == [".jsonl", ".jsonl", ".md"]
 
 
-def test_normalized_texts() -> None:
+def test_normalization_keeps_signs() -> None:
     assert normalized(" What  is\n2 + 3?") == "what is 2 + 3?"
     assert normalized("\uff12 \u212b STRASSE") == normalized("2 \u00e5 stra\u00dfe")
     assert normalized("2+3") != normalized("2-3")

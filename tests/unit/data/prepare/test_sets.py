@@ -1,4 +1,4 @@
-"""Rows in the columns of the published sets, with invented content."""
+"""Test the conversion of rows of published sets. Their content is invented."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_mbpp_shows_its_tests_in_both_versions() -> None:
     assert SETS["mbpp"].row({**MBPP, "text": None, "prompt": MBPP["text"]}, "f:1")["prompt"] == shown
 
 
-def test_choices_are_in_a_fixed_order_and_the_letter_names_the_right_one() -> None:
+def test_choices_have_a_fixed_order_and_the_letter_of_the_correct_one() -> None:
     letters = []
     for number in range(400):
         row = SETS["gpqa"].row(gpqa(number), "f:1")

@@ -1,4 +1,4 @@
-"""FlexAttention over shared prompts, as GPUs will run it, against the CPU's attention."""
+"""FlexAttention over shared prompts, which GPUs use, against the CPU's attention."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ from megatron_brorl.models.layers.attention import PackedAttention, Segments, se
 from megatron_brorl.models.layers.flex_attention import block_mask
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.parallel.packing import Group
+from megatron_brorl.parallel.packing import PackedGroup
 
 GROUPS = [
-    (Group(7, ((2, 3), (1, 5))),),
-    (Group(4, ((3, 1),)), Group(0, ((1, 6), (2, 4))), Group(130, ((1, 140),)), Group(3, ())),
+    (PackedGroup(7, ((2, 3), (1, 5))),),
+    (PackedGroup(4, ((3, 1),)), PackedGroup(0, ((1, 6), (2, 4))), PackedGroup(130, ((1, 140),)), PackedGroup(3, ())),
 ]
 
 
 STREAMS = {
-    "one token": (Group(0, ((1, 1),)),),
-    "one causal segment": (Group(0, ((1, 384),)),),
-    "segments end at blocks": (Group(0, ((3, 128), (1, 256))),),
-    "segments end in blocks": (Group(0, ((7, 19), (2, 131), (1, 300))),),
-    "a prompt of whole blocks": (Group(256, ((3, 128), (1, 257))),),
-    "prompts and a pad": (Group(40, ((2, 70), (1, 200))), Group(131, ((5, 33),)), Group(0, ((1, 6),))),
-    "a prompt alone": (Group(130, ()), Group(5, ((4, 90), (3, 91)))),
-    "many short ones": tuple(Group(3 + i % 5, ((2, 1 + i % 7), (1, 9))) for i in range(40)),
+    "one token": (PackedGroup(0, ((1, 1),)),),
+    "one causal segment": (PackedGroup(0, ((1, 384),)),),
+    "segments end at blocks": (PackedGroup(0, ((3, 128), (1, 256))),),
+    "segments end in blocks": (PackedGroup(0, ((7, 19), (2, 131), (1, 300))),),
+    "a prompt of whole blocks": (PackedGroup(256, ((3, 128), (1, 257))),),
+    "prompts and a pad": (
+        PackedGroup(40, ((2, 70), (1, 200))),
+        PackedGroup(131, ((5, 33),)),
+        PackedGroup(0, ((1, 6),)),
+    ),
+    "a prompt alone": (PackedGroup(130, ()), PackedGroup(5, ((4, 90), (3, 91)))),
+    "many short ones": tuple(PackedGroup(3 + i % 5, ((2, 1 + i % 7), (1, 9))) for i in range(40)),
 }
 
 
 def by_definition(groups) -> torch.Tensor:
-    """Bool [T, T], pair by pair."""
+    """Return the mask [T, T] bool, pair by pair."""
     segments = []  # (tokens, tokens of the prompt)
     at = 0
     for group in groups:
@@ -68,7 +72,7 @@ def test_mask_allows_exactly_the_pairs_of_the_definition(groups):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("groups", GROUPS)
-def test_forward_agrees_with_the_attention_of_the_cpu(groups):
+def test_forward_agrees_with_cpu_attention(groups):
     total = sum(g.prefix + sum(count * n for count, n in g.segments) for g in groups)
     g = torch.Generator().manual_seed(total)
     q, k, v = (torch.randn(total, 1, heads, 16, generator=g) for heads in (6, 2, 2))
@@ -79,7 +83,7 @@ def test_forward_agrees_with_the_attention_of_the_cpu(groups):
     got = packing.attend_on_gpu(q, k, v, None)
     assert got.shape == expected.shape
     assert (got - expected).norm() <= 1e-5 * expected.norm()
-    # A token changes nothing but what attends to it: its own segment from there on, or from a prompt its whole group.
+    # A changed token of a segment affects only that segment, from the token on.
     first = groups[0]
     changed = v.clone()
     changed[first.prefix] += 1.0
@@ -88,7 +92,7 @@ def test_forward_agrees_with_the_attention_of_the_cpu(groups):
 
 
 class NoTransformerEngine(torch.nn.Module):
-    """Megatron's wrapper of Transformer Engine's attention, of which a shared prompt needs the configuration alone."""
+    """Fake of Megatron's wrapper of Transformer Engine's attention; shared prompts need only its configuration."""
 
     def __init__(self, config, **_):
         super().__init__()
@@ -97,7 +101,7 @@ class NoTransformerEngine(torch.nn.Module):
 
 @pytest.fixture
 def te_attention(monkeypatch):
-    """models/te.py's attention, which cannot be imported where Transformer Engine cannot."""
+    """The attention of models/layers/te.py, loaded with a fake, because Transformer Engine cannot be imported."""
     monkeypatch.setattr(transformer_engine, "TEDotProductAttention", NoTransformerEngine)
     place = Path(attention.__file__).with_name("te.py")
     spec = importlib.util.spec_from_file_location("te_without_transformer_engine", place)
@@ -113,7 +117,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 @pytest.mark.parametrize("more", [{}, {"attention_factor": 0.6}, {"mscale": 0.707, "mscale_all_dim": 1.5}])
 @pytest.mark.parametrize("on_gpu", [True, False], ids=["FlexAttention", "of the CPU"])
 def test_yarn_scales_attention_as_in_transformers(te_attention, processes, on_gpu, more):
-    """Its factor on cos and sin reaches what computes the products, which alone is given it."""
+    """YaRN's factor on cos and sin is part of the softmax scale."""
     reference = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         hidden_size=64,
@@ -123,12 +127,12 @@ def test_yarn_scales_attention_as_in_transformers(te_attention, processes, on_gp
         rope_parameters=YARN | more,
     )
     shape = parse_shape(reference.to_dict(), "config.json")
-    group = Group(5, ((2, 3), (1, 4)))
+    group = PackedGroup(5, ((2, 3), (1, 4)))
     ends = [(5, 8), (8, 11), (11, 15)]
     g = torch.Generator().manual_seed(3)
     q, k, v = (2 * torch.randn(15, heads, 16, generator=g) for heads in (4, 2, 2))
 
-    # Each response behind its prompt, as transformers sees it: its rotation, then softmax(q k / sqrt(d)) v.
+    # Every response after its prompt, as in transformers: rotation, then softmax(q k / sqrt(d)) v.
     embedding = Qwen2RotaryEmbedding(reference)
     expected = torch.empty(15, 4, 16)
     for begin, end in ends:
@@ -145,7 +149,7 @@ def test_yarn_scales_attention_as_in_transformers(te_attention, processes, on_gp
     angles = positions[:, None] * inv_freq
     packing = Segments(groups=(group,), cos=angles.cos(), sin=angles.sin())
     config = transformer_config(shape, processes, torch.float32, False, backend("reference", torch.device("cpu")))
-    if on_gpu:  # Megatron has rotated what Transformer Engine's attention gets
+    if on_gpu:  # Megatron rotates the inputs of Transformer Engine's attention
         q, k = packing.rotate(q, 0), packing.rotate(k, 0)
         core = te_attention(config=config)
     else:

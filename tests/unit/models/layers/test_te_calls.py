@@ -1,5 +1,8 @@
-"""Transformer Engine cannot be imported without a GPU: the calls of models/te.py are read from the source and held
-against Megatron-Core, and those that Megatron-Core makes for our settings against Transformer Engine's signatures."""
+"""Calls of Transformer Engine, which cannot be imported without a GPU.
+
+The calls in models/layers/te.py are parsed and compared with Megatron-Core's signatures, and the calls that
+Megatron-Core makes for our settings with Transformer Engine's signatures.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ import torch
 
 import megatron_brorl
 from megatron_brorl.models.layers.attention import Segments
-from megatron_brorl.parallel.packing import Group
+from megatron_brorl.parallel.packing import PackedGroup
 
 SOURCE = ast.parse((Path(megatron_brorl.__file__).parent / "models" / "layers" / "te.py").read_text(encoding="utf-8"))
 EXTENSION = "megatron.core.extensions.transformer_engine"
 
 
 def _wrappers() -> dict[str, ast.ClassDef]:
-    """Classes of Megatron's file about Transformer Engine, which itself needs it to be imported."""
+    """Return the classes of Megatron's Transformer Engine extension, whose import needs Transformer Engine."""
     return {node.name: node for node in ast.walk(_source_of(EXTENSION)) if isinstance(node, ast.ClassDef)}
 
 
@@ -63,8 +66,8 @@ def test_every_call_fits_its_signature():
 
 
 def test_boundaries_of_segments_are_made_once():
-    """Three rows of 4 tokens, then one of 7, counted by hand."""
-    segments = Segments(groups=(Group(0, ((3, 4), (1, 7))),))
+    """Three segments of 4 tokens and one of 7, counted by hand."""
+    segments = Segments(groups=(PackedGroup(0, ((3, 4), (1, 7))),))
     made = segments.variable_length
     for boundaries in (made.cu_seqlens_q, made.cu_seqlens_kv, made.cu_seqlens_q_padded, made.cu_seqlens_kv_padded):
         assert boundaries.dtype == torch.int32
@@ -73,8 +76,8 @@ def test_boundaries_of_segments_are_made_once():
     assert segments.variable_length is made
 
 
-def test_attention_is_called_as_megatron_s_wrapper_takes_it():
-    """super().forward(q, k, v, mask, packed_seq_params=..., **kwargs) of TEDotProductAttention."""
+def test_attention_call_fits_megatrons_wrapper():
+    """The call is super().forward(q, k, v, mask, packed_seq_params=..., **kwargs) of TEDotProductAttention."""
     wrapper = _wrappers()["TEDotProductAttention"]
     forward = next(n for n in wrapper.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
     names = [a.arg for a in forward.args.args]
@@ -110,7 +113,7 @@ def _source_of(module: str) -> ast.Module:
 
 
 def _keywords(tree: ast.AST, called: str) -> list[set[str]]:
-    """Of every call whose function's last name it is."""
+    """Return the keywords of every call of a function with this last name."""
     return [
         {k.arg for k in node.keywords if k.arg}
         for node in ast.walk(tree)
@@ -119,19 +122,19 @@ def _keywords(tree: ast.AST, called: str) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"])
-def test_recipes_take_what_megatron_gives_them(recipe):
+def test_recipes_accept_megatrons_arguments(recipe):
     found = _keywords(_source_of("megatron.core.fp8_utils"), recipe)
     assert len(found) == 1
     assert {"fp8_format"} <= found[0] <= set(SIGNATURES[recipe].split())
 
 
-def test_delayed_scaling_takes_what_megatron_gives_it_but_for_an_ignored_argument():
+def test_delayed_scaling_accepts_all_but_one_ignored_argument():
     (given,) = _keywords(_wrappers()["TEDelayedScaling"], "__init__")
     assert given - set(SIGNATURES["DelayedScaling"].split()) == {"override_linear_precision"}
 
 
-def test_fused_adam_takes_what_megatron_gives_it():
-    """Without the precision-aware optimizer, which we do not use."""
+def test_fused_adam_accepts_megatrons_arguments():
+    """The precision-aware optimizer is not used."""
     found: set[Any] = set()
     for node in ast.walk(_source_of("megatron.core.optimizer")):
         if (
@@ -143,6 +146,6 @@ def test_fused_adam_takes_what_megatron_gives_it():
             found |= names if "betas" in ast.unparse(node.value) else set()
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("kwargs['adam"):
             found.add("adam_w_mode")
-    # Megatron-Core 0.19 gives "capturable" too.
+    # Megatron-Core 0.19 also passes "capturable".
     assert {"params", "lr", "weight_decay", "betas", "eps", "adam_w_mode"} == found - {"capturable"}
     assert found <= set(SIGNATURES["FusedAdam"].split())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_brorl.families.shape import parse_shape
-from megatron_brorl.models.weights.layouts import Entry, local_shape, to_hf, to_local
+from megatron_brorl.models.weights.layouts import WeightEntry, local_shape, to_hf, to_local
 from megatron_brorl.models.weights.names import entries, hf_shapes
 from megatron_brorl.models.weights.stream import make_buckets
 
@@ -40,8 +40,8 @@ def test_buckets_hold_every_entry_once_within_the_limit(pipeline, limit):
         assert len(buckets) == pipeline
 
 
-def part_by_hand(entry: Entry, full: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-    """Row by row from the description of Megatron's layouts (interleaved query groups, gate above up)."""
+def part_by_hand(entry: WeightEntry, full: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+    """Return a rank's part, row by row, by Megatron's layouts (interleaved query groups, gate above up)."""
     rows = []
     if entry.layout == "replicated":
         return full[0]
@@ -68,7 +68,7 @@ def part_by_hand(entry: Entry, full: list[torch.Tensor], rank: int, size: int) -
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_cutting_equals_a_loop_and_is_undone(tensor):
+def test_sharding_equals_a_loop_and_is_invertible(tensor):
     g = torch.Generator().manual_seed(0)
     seen = set()
     for entry in entries(SHAPE, 1):

@@ -1,4 +1,4 @@
-"""The table of names and the layouts against mbridge, an independent converter between Megatron and Hugging Face."""
+"""Parameter names and layouts against mbridge, an independent converter between Megatron and Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron_brorl.models.weights.layouts import local_shape, to_hf, to_local
 from megatron_brorl.models.weights.names import entries, hf_shapes
 
 mbridge = pytest.importorskip("mbridge", reason="mbridge is part of the test extra of pyproject.toml")
-BRIDGES = {"llama": "LLaMABridge", "qwen2": "Qwen2Bridge", "qwen3": "Qwen3Bridge"}  # those of text models
+BRIDGES = {"llama": "LLaMABridge", "qwen2": "Qwen2Bridge", "qwen3": "Qwen3Bridge"}  # the bridges of text models
 
 
 def bridge(config, tensor: int):
-    """mbridge's converter of this model; only its Transformer-Engine-bound model description is left out."""
+    """Return mbridge's converter of this model, without its model description, which needs Transformer Engine."""
     from mbridge.core.parallel_states import ParallelStates
 
     base = getattr(import_module(f"mbridge.models.{config.model_type}"), BRIDGES[config.model_type])
 
     class Converter(base):
-        _DIRECT_MAPPING = dict(base._DIRECT_MAPPING)  # noqa: RUF012  a tied model changes it, for the whole class
+        _DIRECT_MAPPING = dict(base._DIRECT_MAPPING)  # noqa: RUF012  a tied model would change it for the whole class
 
         def _build_config(self):
             return SimpleNamespace(gated_linear_unit=True)
@@ -38,7 +38,7 @@ def bridge(config, tensor: int):
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize(("family", "tied"), [c for c in tiny.CASES if c[0] in BRIDGES])
-def test_names_and_parts_equal_mbridge_s(tmp_path, family, tied, tensor):
+def test_names_and_shards_equal_mbridge(tmp_path, family, tied, tensor):
     model = tiny.make_model(tmp_path, family, tied, num_key_value_heads=4, num_attention_heads=8)
     shape = read_shape(tmp_path)
     other = bridge(AutoConfig.from_pretrained(tmp_path), tensor)

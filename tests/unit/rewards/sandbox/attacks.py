@@ -1,7 +1,7 @@
-"""Programs that try to get out of a sandbox, to wear out the machine or to be paid for nothing.
+"""Programs that try to leave a sandbox, to exhaust the machine or to pass a test without solving it.
 
-Each prints "breached" if it got what it wanted and "held" if it was refused; ENDLESS ones are to be stopped. SEED and
-SECRET, the path of a file outside, are defined for them. Run them nowhere but in a sandbox.
+Each prints "breached" on success and "held" if it was refused. Those of ENDLESS must be stopped. SEED and SECRET, the
+path of a file outside, are defined for them. Run them only in a sandbox.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def attempt(action):
         print("held" if found is False else "breached")
 """
 
-# What runs until it is stopped, or dies of its limits.
+# Programs that run until they are stopped or reach a limit.
 ENDLESS = {
     "loop": "while True: pass",
     "ignore every signal": """
@@ -76,7 +76,7 @@ while True:
 """,
 }
 
-# What ends by a signal or a limit of its own.
+# Programs that end by a signal or a limit.
 CRASHING = {
     "segmentation fault": "import ctypes; ctypes.string_at(0)",
     "recursion in C": "x = []\nfor _ in range(10 ** 6): x = [x]\nrepr(x)\nimport sys; sys.setrecursionlimit(10 ** 9)\n"
@@ -86,7 +86,7 @@ CRASHING = {
     "kill the parent": "import os; os.kill(os.getppid(), 9)",
 }
 
-# What is refused, and says so.
+# Programs whose action is refused.
 REFUSED = {
     "kill process 1": "import os, time; os.kill(1, 9); time.sleep(0.2); print('held')",
     "read a file": "attempt(lambda: open(SECRET).read())",
@@ -127,7 +127,7 @@ REFUSED = {
     "attempt(lambda: subprocess.run(['/usr/bin/su', '-c', 'true'], capture_output=True).returncode == 0)",
 }
 
-# What answers a test without solving it: the test's secret number is what no program can know.
+# Programs that try to pass without solving the test. They cannot know its secret number.
 FORGING = {
     "forged messages": "import os\n"
     "for fd in range(3, 64):\n"
@@ -149,5 +149,5 @@ ALL = {**ENDLESS, **CRASHING, **REFUSED, **FORGING}
 
 
 def program(name: str, seed: int, secret: str) -> str:
-    """The attack of that name; seed varies it a little."""
+    """Return the program of an attack. seed: varies it slightly."""
     return f"SEED = {seed}\nSECRET = {secret!r}\n{_TRY}{ALL[name]}\n"

@@ -1,4 +1,4 @@
-"""Tests that a hostile program cannot do any harm from inside a sandbox. The programs are in attacks.py."""
+"""Tests that hostile programs cannot do harm from inside a sandbox. The programs are in attacks.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(name: str, secret: str, sandbox: Sandbox) -> Outcome:
-    """The outcome, once it is certain that nothing has been left and nothing outside was touched."""
+    """Return the outcome, and check that no process is left and that no file outside has changed."""
     before = children()
     outcome = sandbox.run(attacks.program(name, 1, secret), "")
     assert children() <= before
@@ -50,14 +50,14 @@ def run(name: str, secret: str, sandbox: Sandbox) -> Outcome:
 
 @pytest.fixture(autouse=True, scope="module")
 def _orphans_come_back() -> Iterator[None]:
-    """Of this file's tests alone: an orphan is a child of this process then, whoever started it."""
+    """Make orphans children of this process, so that `children` finds them."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     yield
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
 
 
 def children() -> set[str]:
-    """Processes that were started by this one, directly or not, those that ended and were not waited for among them."""
+    """Return all descendants of this process, including ended ones that were not waited for."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -75,7 +75,7 @@ def children() -> set[str]:
 @pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize("name", attacks.ENDLESS)
-def test_what_never_ends_is_stopped(name: str, secret: str) -> None:
+def test_endless_programs_are_stopped(name: str, secret: str) -> None:
     began = time.monotonic()
     assert run(name, secret, SHORT).status in ("timeout", "output", "crash", "error", "ended")
     assert time.monotonic() - began < SHORT.limits.seconds
@@ -83,20 +83,20 @@ def test_what_never_ends_is_stopped(name: str, secret: str) -> None:
 
 @NEEDS
 @pytest.mark.parametrize("name", attacks.REFUSED)
-def test_what_is_forbidden_is_refused(name: str, secret: str) -> None:
+def test_forbidden_actions_are_refused(name: str, secret: str) -> None:
     outcome = run(name, secret, LONG)
     assert (outcome.status, outcome.stdout) == ("ok", "held\n")
 
 
 @NEEDS
 @pytest.mark.parametrize("name", [*attacks.CRASHING, *attacks.FORGING])
-def test_nothing_is_left_of_what_crashes_or_forges(name: str, secret: str) -> None:
+def test_crashing_and_forging_programs_gain_nothing(name: str, secret: str) -> None:
     assert run(name, secret, SHORT).stdout.strip() != "4711"
 
 
 @NEEDS
-def test_the_attacks_would_succeed_outside(secret: str) -> None:
-    """Of those that harm nothing: without isolation each gets what it wants."""
+def test_harmless_attacks_succeed_without_isolation(secret: str) -> None:
+    """The test above would be worthless if the attacks failed for another reason than the sandbox."""
     bare = Sandbox(False, LONG.limits)
     for name in ("read a file", "read /etc/passwd", "/proc", "UNIX socket", "memfd", "list the root"):
         outcome = bare.run(attacks.program(name, 1, secret), "")
@@ -104,8 +104,8 @@ def test_the_attacks_would_succeed_outside(secret: str) -> None:
 
 
 @NEEDS
-def test_tests_share_nothing_that_runs() -> None:
-    """An orphan of one test is gone before the next begins."""
+def test_an_orphan_of_one_test_is_gone_before_the_next() -> None:
+    """The second test sees no process of the first."""
     program = (
         "import os, time\n"
         "if input() == '1':\n"
@@ -121,7 +121,7 @@ def test_tests_share_nothing_that_runs() -> None:
 
 
 @NEEDS
-def test_honest_programs_have_files_threads_processes_and_pipes() -> None:
+def test_programs_can_use_files_threads_processes_and_pipes() -> None:
     program = (
         "import asyncio, os, subprocess, tempfile, threading\n"
         "with open('/tmp/a', 'w') as f: f.write('x' * (1 << 20))\n"
@@ -136,7 +136,7 @@ def test_honest_programs_have_files_threads_processes_and_pipes() -> None:
 
 
 @NEEDS
-def test_a_program_is_nobody_with_no_rights(tmp_path: Path) -> None:
+def test_programs_run_as_an_unprivileged_user(tmp_path: Path) -> None:
     program = (
         "import os, ctypes\n"
         "libc = ctypes.CDLL(None)\n"
@@ -146,7 +146,7 @@ def test_a_program_is_nobody_with_no_rights(tmp_path: Path) -> None:
         "print(os.getuid(), os.getgid(), os.geteuid(), list(data)[:2], libc.prctl(39, 0, 0, 0, 0), os.getgroups())\n"
     )
     found = LONG.run(program, "")
-    # _LINUX_CAPABILITY_VERSION_3: effective and permitted. 39: PR_GET_NO_NEW_PRIVS, so that exec brings none.
+    # capget returns the effective and permitted capabilities. 39 is PR_GET_NO_NEW_PRIVS: exec gives no privileges.
     assert found.stdout == f"{isolation.USER} {isolation.USER} {isolation.USER} {[0, 0]} 1 {[]}\n", found
 
 
@@ -162,8 +162,8 @@ def test_the_number_of_processes_is_bounded() -> None:
 
 
 @NEEDS
-def test_a_killed_scoring_process_leaves_no_sandbox(tmp_path: Path) -> None:
-    """Not even when it could not say goodbye."""
+def test_killing_the_scoring_process_ends_its_sandboxes(tmp_path: Path) -> None:
+    """SIGKILL gives the process no chance to clean up."""
     code = (
         "from megatron_brorl.rewards.sandbox.run import Sandbox\n"
         "from megatron_brorl.rewards.sandbox.isolation import Limits\nprint('+', flush=True)\n"
@@ -174,7 +174,7 @@ def test_a_killed_scoring_process_leaves_no_sandbox(tmp_path: Path) -> None:
     assert process.stdout is not None
     process.stdout.read(2)
     deadline = time.monotonic() + 60
-    while len(children() - before) < 5 and time.monotonic() < deadline:  # it, bubblewrap, guard, runner, test
+    while len(children() - before) < 5 and time.monotonic() < deadline:  # the process, bubblewrap, guard, runner, test
         time.sleep(0.02)
     assert len(children() - before) >= 5
     process.kill()
@@ -182,12 +182,12 @@ def test_a_killed_scoring_process_leaves_no_sandbox(tmp_path: Path) -> None:
     process.stdout.close()
     while children() - before and time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)  # the dead whom nobody but this process can bury
+            os.waitpid(-1, os.WNOHANG)  # Reap orphans, which are children of this process.
         time.sleep(0.02)
     assert children() <= before
 
 
-def test_values_survive_the_encoding_and_classes_do_not() -> None:
+def test_builtin_values_survive_encoding_and_classes_do_not() -> None:
     import collections
     import json
 
@@ -220,6 +220,6 @@ def test_values_survive_the_encoding_and_classes_do_not() -> None:
     "text",
     ["[" * 100_000, "9" * 5000, "{", b"\xff", '{"!": "os", "v": []}', '{"!": "set", "v": [[]]}', '{"!": "dict"}'],
 )
-def test_what_is_no_value_is_refused(text: str | bytes) -> None:
+def test_malformed_values_are_refused(text: str | bytes) -> None:
     with pytest.raises(codec.Unencodable):
         codec.decode(codec.parse(text))

@@ -1,4 +1,4 @@
-"""Programs succeed and fail as they do in an interpreter of their own, whichever way they end."""
+"""Tests that programs succeed and fail in a sandbox as they do when CPython runs them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SANDBOX = Sandbox(True, Limits(seconds=60.0, test_seconds=20.0))
 
 
 def some(names: Iterable[str]) -> list[Any]:
-    """All names, four of five of them marked as slow."""
+    """Return all names, four of five of them marked as slow."""
     return [pytest.param(name, marks=pytest.mark.slow if i % 5 else ()) for i, name in enumerate(names)]
 
 
 @pytest.mark.parametrize("name", some(EXITS))
 def test_a_script_ends_as_it_does_under_cpython(name: str, tmp_path: Path) -> None:
-    """The same verdict, and the same text wherever that counts."""
+    """Success is the same, and so is the output of successful programs."""
     path = tmp_path / "solution.py"
     path.write_text(EXITS[name])
     real = subprocess.run([sys.executable, "-I", str(path)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -43,8 +43,10 @@ def test_a_script_ends_as_it_does_under_cpython(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", some([*(f"loaded {n}" for n in LOADED), *(f"called {n}" for n in CALLED)]))
-def test_a_function_is_paid_for_what_it_returns_and_for_no_exit(name: str, form: str) -> None:
+def test_a_test_passes_only_if_the_function_returns(name: str, form: str) -> None:
     when, _, which = name.partition(" ")
     program, share = {"loaded": LOADED, "called": CALLED}[when][which]
     metadata = {"function": "add", **FORMS[form]}
-    assert code.score(program, {"id": "1", "prompt": "", "answer": None, "metadata": metadata}, SANDBOX).reward == share
+    assert (
+        code.verify(program, {"id": "1", "prompt": "", "answer": None, "metadata": metadata}, SANDBOX).reward == share
+    )

@@ -1,4 +1,4 @@
-"""The filter, run by an interpreter of its own, refuses what it should by the kernel's numbers."""
+"""Tests of the system call filter, run by a small BPF interpreter, against the kernel's call numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = {
 
 
 def verdict(machine: str, number: int, argument: int = 0, arch: int | None = None) -> int:
-    """What the filter of a machine returns for a call, by the definition of classic BPF."""
+    """Return the decision of a machine's filter for a call, by the definition of classic BPF."""
     code = list(struct.iter_unpack("=HBBI", seccomp.program(machine)))
     data = struct.pack("=iIQ6Q", number, ARCH[machine] if arch is None else arch, 0, argument, *[0] * 5)
     accumulator = at = 0
@@ -36,7 +36,7 @@ def verdict(machine: str, number: int, argument: int = 0, arch: int | None = Non
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_calls_are_refused_or_allowed_by_their_numbers(machine: str) -> None:
+def test_calls_are_refused_or_allowed_by_number(machine: str) -> None:
     numbers = NUMBERS[machine]
     for name in ("read", "socketpair", "execve", "clone"):
         assert verdict(machine, numbers[name]) == ALLOW, name
@@ -50,12 +50,12 @@ def test_calls_are_refused_or_allowed_by_their_numbers(machine: str) -> None:
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_clone_makes_threads_and_processes_but_no_namespaces(machine: str) -> None:
     clone = NUMBERS[machine]["clone"]
-    assert verdict(machine, clone, 0x3D0F00) == ALLOW  # what glibc gives for a thread
+    assert verdict(machine, clone, 0x3D0F00) == ALLOW  # the flags that glibc uses for a thread
     for bit in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert verdict(machine, clone, bit | 17) == 0x50000 | errno.EPERM
 
 
-def test_other_conventions_end_the_process() -> None:
+def test_other_calling_conventions_kill_the_process() -> None:
     assert verdict("x86_64", 0, arch=0x40000003) == KILL  # i386
     assert verdict("x86_64", 0x40000000) == KILL  # x32
     assert verdict("aarch64", 63, arch=0x40000028) == KILL  # 32-bit Arm

@@ -56,9 +56,9 @@ def test_the_text_of_an_option():
 @pytest.mark.parametrize(
     ("reference", "metadata", "what"),
     [
-        (None, {}, "needs answer"),
-        ("Q", {}, "is none"),
-        ("A or B", {}, "is none"),
+        (None, {}, "needs a letter"),
+        ("Q", {}, "not 'Q'"),
+        ("A or B", {}, "not 'A or B'"),
         ("D", {"choices": ["x", "y"]}, "has 2 options"),
         ("A", {"choices": "xy"}, "must be a list"),
         ("A", {"choices": ["x"]}, "2 to 10"),

@@ -31,7 +31,7 @@ def row(metadata: dict[str, Any]) -> VerifierRow:
 
 def score(answer: str, metadata: dict[str, Any], sandbox: Sandbox = LONG) -> Score:
     code.check_row(row(metadata), "f.jsonl:1")
-    return code.score(answer, row(metadata), sandbox)
+    return code.verify(answer, row(metadata), sandbox)
 
 
 @NEEDS
@@ -148,14 +148,14 @@ def test_one_endless_test_costs_only_itself_and_the_whole_has_a_deadline() -> No
     ("metadata", "message"),
     [
         ({}, "needs metadata.tests"),
-        ({"tests": [{"input": "1"}]}, r"metadata.tests\[0\]: needs the texts input and output"),
-        ({"function": "f", "tests": [{"args": 1, "expected": 2}]}, "needs args, a list, and expected"),
+        ({"tests": [{"input": "1"}]}, r"metadata.tests\[0\]: needs input and output as strings"),
+        ({"function": "f", "tests": [{"args": 1, "expected": 2}]}, "needs args as a list"),
         ({"function": "f", "tests": [{"args": [{"!": "os", "v": 1}], "expected": 2}]}, "no value has the form"),
         ({"asserts": ["assert f()"]}, "needs metadata.function"),
-        ({"function": "f", "asserts": ["f()"]}, "asserts nothing"),
+        ({"function": "f", "asserts": ["f()"]}, "has no assert"),
         ({"function": "f", "asserts": ["assert f("]}, "is not Python"),
         ({"function": "f", "asserts": ["assert f()"], "tests": []}, "both tests and asserts"),
-        ({**ADD, "language": "cobol"}, "knows no language 'cobol'"),
+        ({**ADD, "language": "cobol"}, "python\", not 'cobol'"),
         ({**ADD, "tolerance": -1}, "metadata.tolerance = -1"),
     ],
 )

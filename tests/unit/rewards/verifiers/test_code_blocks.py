@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from code_responses import ADD, FIRST, FUNCTIONS, MAIN, OLD, QUOTES, SCRIPTS, fence
+from code_responses import FIRST, FUNCTIONS, MAIN, QUOTES, SCRIPTS, fence
 
 from megatron_brorl.rewards.extract import extract
-from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.verifiers import code, code_blocks
-from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
-from megatron_brorl.types import Prompt
 
 
 def chosen(response: str, function: str | None = None, has_input: bool = True) -> str | None:
@@ -87,33 +82,3 @@ def test_an_answer_that_is_no_block_is_a_program() -> None:
 def test_a_hostile_response_raises_nothing(hostile: str) -> None:
     for function in (None, "add", "Solution.add"):
         chosen(hostile, function)
-
-
-@pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
-def test_the_program_is_chosen_by_the_row_in_scoring_processes() -> None:
-    """From responses to rewards in the three forms of a row."""
-    rows: dict[str, dict[str, Any]] = {
-        "script": {"tests": [{"input": "5\n", "output": "10\n"}, {"input": "7\n", "output": "14\n"}]},
-        "function": {"function": "add", "tests": [{"args": [1, 4711], "expected": 4712}]},
-        "asserts": {"function": "add", "asserts": ["assert add(1, 4711) == 4712"]},
-    }
-    thought = f"<think>\n```python\n{OLD}\n"
-    cases = [
-        ("script", fence(MAIN) + "Output:\n" + fence("10", ""), 1.0),
-        ("script", fence(FIRST) + fence(MAIN) + fence("5", ""), 1.0),
-        ("script", fence(MAIN) + fence(FIRST), 0.0),
-        ("script", f"<think>{fence(MAIN)}</think>I give up.", 0.0),
-        *((form, fence(ADD) + fence("print(add(1, 2))"), 1.0) for form in ("function", "asserts")),
-        *((form, fence(OLD) + fence(ADD) + fence("3", ""), 1.0) for form in ("function", "asserts")),
-        *((form, fence(ADD) + fence(OLD), 0.0) for form in ("function", "asserts")),
-        *((form, f"{thought}</think>\n{fence(ADD)}", 1.0) for form in ("function", "asserts")),
-        *((form, f"{thought}{fence(ADD)}</think>\nI give up.", 0.0) for form in ("function", "asserts")),
-        *((form, fence("x = 1") + fence("y = 2", ""), 0.0) for form in rows),
-        *((form, fence("ls", "bash") + fence("puts 1", ""), 0.0) for form in rows),
-    ]
-    prompts = {form: Prompt(form, "", (1,), None, "code", metadata) for form, metadata in rows.items()}
-    requests = [ScoreRequest(prompts[form], *extract(text, code.find, 1 << 16)) for form, text, _ in cases]
-    with RewardPool(1, 60.0) as pool:
-        verdicts = pool.score(requests)
-    assert [v.reward for v in verdicts] == [reward for _, _, reward in cases]
-    assert {v.status for v in verdicts} == {"ok", "no_answer"}

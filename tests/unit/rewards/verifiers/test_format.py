@@ -4,7 +4,7 @@ import pytest
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import Score, VerifierRow
-from megatron_brorl.rewards.verifiers.format import check_row, format_, skeleton
+from megatron_brorl.rewards.verifiers.format import check_row, skeleton, verify
 
 
 def row(**metadata: object) -> VerifierRow:
@@ -29,14 +29,14 @@ def row(**metadata: object) -> VerifierRow:
     ],
 )
 def test_think_then_answer(text: str, right: int) -> None:
-    score = format_(skeleton(text), row())
+    score = verify(skeleton(text), row())
     assert score.reward == right
     assert bool(score.reason) == (not right)
 
 
 def test_tags_of_the_row() -> None:
-    assert format_(skeleton("<plan>a</plan>"), row(format_tags=["plan"])).reward == 1
-    assert format_(skeleton("<think>a</think><answer>4</answer>"), row(format_tags=["plan"])).reward == 0
+    assert verify(skeleton("<plan>a</plan>"), row(format_tags=["plan"])).reward == 1
+    assert verify(skeleton("<think>a</think><answer>4</answer>"), row(format_tags=["plan"])).reward == 0
     check_row(row(format_tags=["plan", "step-2"]), "f:1")
     for bad in ("think", [], ["a", "a"], [1], ["a b"], None):
         with pytest.raises(UserError, match=r"^f:1: metadata\.format_tags = .*must be a list of different names"):
@@ -78,8 +78,8 @@ def test_the_form_counts_from_the_end_of_the_prompt(
         if end == "" and before:
             continue
         for text in right:
-            assert format_(skeleton(text), asked) == Score(1.0), (before, text)
+            assert verify(skeleton(text), asked) == Score(1.0), (before, text)
         for text in wrong:
-            score = format_(skeleton(text), asked)
+            score = verify(skeleton(text), asked)
             assert score.reward == 0, (before, text)
             assert score.reason

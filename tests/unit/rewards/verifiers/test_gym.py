@@ -29,7 +29,7 @@ def row(metadata: dict[str, Any]) -> VerifierRow:
 
 
 def reward(answer: str, metadata: dict[str, Any]) -> float:
-    return gym.score(answer, row(metadata)).reward
+    return gym.verify(answer, row(metadata)).reward
 
 
 def score(name: str, answer: str, entry: dict[str, Any]) -> float | None:
@@ -114,7 +114,7 @@ def test_refused_and_unknown_tasks_are_named_with_a_reason() -> None:
         ({"source_dataset": "puzzle24", "entry": ITEM}, "'puzzle24' is refused"),
         ({"source_dataset": "chain_sum"}, "needs metadata.entry"),
         ({"source_dataset": "chain_sum", "entry": {"answer": "1"}}, "needs metadata.entry"),
-        ({"source_dataset": "gcd", "entry": ITEM}, "is 'gcd' but the entry is of 'chain_sum'"),
+        ({"source_dataset": "gcd", "entry": ITEM}, "is 'gcd', but the entry is of 'chain_sum'"),
         ({"source_dataset": "chain_sum", "entry": ITEM, "config": []}, "metadata.config must be an object"),
     ],
 )
@@ -163,6 +163,16 @@ def test_an_executed_answer_is_harmless(name: str) -> None:
     powers = ("9**9**9**9", "x**9**9", "9 * * 9", "x**999", "9**9")
     for text in (*calls, *powers, " " * 5000, "1" * 40):
         assert not gym.harmless(name, text)
+
+
+def test_a_row_cannot_bring_code_that_its_scorer_executes() -> None:
+    for index in range(50):
+        entry = item("bitwise_arithmetic", index)
+        data = row({"source_dataset": "bitwise_arithmetic", "entry": entry})
+        gym.check_row(data, "f.jsonl:1")
+    entry["metadata"]["problem"] = "__import__('os').getcwd()"
+    with pytest.raises(UserError, match=r"^f\.jsonl:1: metadata\.entry\.metadata\.problem = .*is not an expression"):
+        gym.check_row(data, "f.jsonl:1")
 
 
 def test_partial_credit_is_capped() -> None:

@@ -22,7 +22,7 @@ from megatron_brorl.rewards.verifiers.ifeval import (
     find,
     follows,
     loose_readings,
-    score,
+    verify,
 )
 
 TWO = {
@@ -45,32 +45,32 @@ def row(**metadata: Any) -> VerifierRow:
     ],
 )
 def test_the_share_of_instructions(answer: str, reward: float, failed: list[str]) -> None:
-    result = score(answer, row(**TWO))
+    result = verify(answer, row(**TWO))
     assert result.reward == reward
     assert result.parts == {name: float(name not in failed) for name in TWO["instruction_id_list"]}
     assert result.reason == (f"not followed: {', '.join(failed)}" if failed else "")
-    assert score(answer, row(**TWO, all=True)).reward == float(not failed)
+    assert verify(answer, row(**TWO, all=True)).reward == float(not failed)
 
 
 def test_loose_takes_lines_and_asterisks_away_for_each_instruction() -> None:
     answer = "Sure, here it is:\na b c"  # the comma goes with the first line
-    assert score(answer, row(**TWO)).reward == 0.5
-    assert score(answer, row(**TWO, mode="loose")).reward == 1.0
+    assert verify(answer, row(**TWO)).reward == 0.5
+    assert verify(answer, row(**TWO, mode="loose")).reward == 1.0
     quoted = row(instruction_id_list=["startend:quotation"], kwargs=[{}])
-    assert score('*"a"*', quoted).reward == 0.0
+    assert verify('*"a"*', quoted).reward == 0.0
     quoted["metadata"]["mode"] = "loose"  # type: ignore[index]
-    assert score('*"a"*', quoted).reward == 1.0
+    assert verify('*"a"*', quoted).reward == 1.0
 
 
 def test_min_words_is_a_floor() -> None:
-    assert score("a b c", row(**TWO, min_words=3)).reward == 1.0
-    result = score("a b c", row(**TWO, min_words=4))
+    assert verify("a b c", row(**TWO, min_words=3)).reward == 1.0
+    result = verify("a b c", row(**TWO, min_words=4))
     assert result == (0.0, "fewer than 4 words (min_words)", {})
 
 
 def test_two_of_a_kind_have_a_part_each() -> None:
     twice = {"instruction_id_list": ["keywords:existence"] * 3, "kwargs": [{"keywords": [k]} for k in ("a", "b", "a")]}
-    result = score("a", row(**twice))
+    result = verify("a", row(**twice))
     assert result.parts == {"keywords:existence": 1.0, "keywords:existence#2": 0.0, "keywords:existence#3": 1.0}
     assert result.reward == pytest.approx(2 / 3)
 
@@ -91,7 +91,9 @@ def test_the_answer_stands_after_the_thought(text: str, answer: str | None) -> N
 
 def test_the_language_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user of the library in the process may leave any seed behind."""
-    text, alone, ours = "Hello", set(), set()
+    text = "Hello"
+    alone = set()
+    ours = set()
     for seed in range(20):
         monkeypatch.setattr(langdetect.DetectorFactory, "seed", seed)
         alone.add(langdetect.detect(text))

@@ -47,7 +47,7 @@ def test_cases_written_by_hand(kind, right, reference, answer):
         ("9" * 500, "digits"),
         (",".join("7" * 300), "more than 200"),
         (r"12}\boxed{13", "do not match"),
-        (r"\sum_{k=1}^{3} 2k", "left to be computed"),
+        (r"\sum_{k=1}^{3} 2k", "not computed"),
     ],
 )
 def test_answers_that_would_be_slow_never_reach_algebra(answer, why, monkeypatch):
@@ -66,7 +66,7 @@ def test_powers_and_factorials_of_answers_are_computed(answer):
 
 def test_a_reference_that_is_too_much_for_same_value_is_compared_as_text():
     assert verify("2^{2^{100}}", row("$2^{2^{100}}$")).reward == 1
-    assert "compared as text" in verify("2^x", row("2^{2^{100}}")).reason
+    assert "only compared as text" in verify("2^x", row("2^{2^{100}}")).reason
 
 
 def test_places_of_answers():

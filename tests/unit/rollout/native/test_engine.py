@@ -1,4 +1,4 @@
-"""The torch engine against transformers and against the actor it samples for."""
+"""The built-in engine against transformers and against the actor that it samples for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prompts(lengths=(3, 9, 1, 5)):
     ]
 
 
-# Those of two families at once, for their heads are untied and tied; the rest before a commit.
+# `make test-fast` runs two families, one with a tied head and one with an untied head.
 FAST = [("qwen2", False), ("gemma3", True)]
 FAMILIES = [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in tiny.CASES]
 
@@ -58,7 +58,7 @@ def one(tmp_path_factory):
 
 
 def test_greedy_equals_transformers_generate(pair):
-    """Token for token, past the point where the suffix cache grows."""
+    """Every token is equal, also after rows have allocated further pages."""
     engine = make_engine(*pair)
     groups = engine.generate([Request(p, 1, 2) for p in prompts()], Sampling(0, 1, 0, 70, (2,)))
     for prompt, group in zip(prompts(), groups, strict=True):
@@ -92,8 +92,8 @@ def same_tokens(a, b) -> float:
     return sum(x.token_ids.tolist() == y.token_ids.tolist() for x, y in pairs) / len(pairs)
 
 
-def test_rollouts_do_not_depend_on_their_neighbours(one):
-    """Alone, among others, in waves, and asked for in parts: the same random numbers, so the same tokens."""
+def test_rollouts_do_not_depend_on_the_batch(one):
+    """Rollouts are the same if sampled alone, in a batch, in waves or in several requests."""
     sampling = Sampling(1.0, 0.95, 0, 30, STOPS)
     asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
     together = make_engine(*one).generate(asked, sampling)
@@ -104,11 +104,11 @@ def test_rollouts_do_not_depend_on_their_neighbours(one):
         first, second = make_engine(*one).generate(parts, sampling)
         assert [r.index for r in second] == list(range(24, 64))
         for other in (alone, waves[i], first + second):
-            assert same_tokens(together[i], other) >= 0.98  # the rest is floating-point order
+            assert same_tokens(together[i], other) >= 0.98  # others differ by rounding
 
 
 class Drawer:
-    """A supply of requests, so many at a time; notes how many rows there was room for."""
+    """A supply that returns a limited number of requests at a time and records the room that it was given."""
 
     def __init__(self, requests, rows):
         self.left = list(requests)
@@ -116,7 +116,7 @@ class Drawer:
         self.prompt_tokens = 9
         self.rooms = []
 
-    def take(self, room):
+    def next_requests(self, room):
         self.rooms.append(room)
         taken = []
         rows = 0
@@ -125,31 +125,31 @@ class Drawer:
             rows += taken[-1].n
         return taken
 
-    def wait(self):
+    def has_more(self):
         return False
 
 
 @pytest.mark.parametrize("memory", [0, 24])
-def test_what_is_taken_as_there_is_room_is_what_was_asked_at_once(one, memory):
-    """Few slots, or few pages: never more rows in flight than fit, all of a supply in the end, the same tokens."""
+def test_rollouts_from_a_supply_equal_those_of_one_call(one, memory):
+    """With few slots or few pages, rows in flight fit, the whole supply is sampled, and tokens are the same."""
     shape = one[0]
     sampling = Sampling(1.0, 0.95, 0, 30, STOPS)
     asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
     together = make_engine(*one).generate(asked, sampling)
 
-    # The first request is this rank's own, with what it began; the rest comes in pieces of eight.
+    # The first request is this rank's own and continues rollouts; the supply returns pieces of eight.
     pieces = [Request(r.prompt, r.key, 8, first) for r in asked[1:] for first in range(0, 64, 8)]
     supply = Drawer(pieces, 3 * 64)
     engine = make_engine(*one, max_rows=20, memory=memory * page_bytes(read_shape(shape), torch.float32))
     own, *rest = engine.generate(asked[:1], sampling, supply=supply)
     assert not supply.left
     assert all(1 <= room <= 20 for room in supply.rooms)
-    assert max(supply.rooms) <= (memory // 2 or 20)  # a row needs two pages at last
+    assert max(supply.rooms) <= (memory // 2 or 20)  # a row needs two pages at its end
     assert len(rest) == len(pieces)
     got = [own, *([r for part in rest[8 * i : 8 * i + 8] for r in part] for i in range(3))]
     for whole, parts in zip(together, got, strict=True):
         assert [r.index for r in parts] == list(range(64))
-        assert same_tokens(whole, parts) >= 0.98  # the rest is floating-point order
+        assert same_tokens(whole, parts) >= 0.98  # others differ by rounding
     nothing = make_engine(*one, max_rows=20)
     assert nothing.generate([], sampling, supply=Drawer([], 0)) == []
     assert [len(found) for found in nothing.generate([], sampling, supply=Drawer(pieces[:2], 16))] == [8, 8]
@@ -162,7 +162,7 @@ def test_both_samplers_draw_the_same_tokens(one, temperature, top_p, top_k):
     reference = make_engine(*one).generate(asked, sampling)
     fused = make_engine(*one, sample=fused_decode.sample_tokens).generate(asked, sampling)
     for a, b in zip(reference, fused, strict=True):
-        assert same_tokens(a, b) >= 0.98  # the rest is a uniform within rounding of a step of the CDF
+        assert same_tokens(a, b) >= 0.98  # others differ if the uniform is within rounding of a step of the CDF
         for x, y in zip(a, b, strict=True):
             if torch.equal(x.token_ids, y.token_ids):
                 torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-5, rtol=0)
@@ -205,13 +205,13 @@ def test_sleep_drops_the_weights(one):
         engine.generate([Request(prompts()[0], 1, 1)], Sampling(1, 1, 0, 5, ()))
 
 
-def test_context_overflow_is_told(one):
+def test_context_overflow_is_an_error(one):
     with pytest.raises(UserError, match="exceeds the model's context of 256"):
         make_engine(*one).generate([Request(prompts()[0], 1, 1)], Sampling(1, 1, 0, 254, ()))
 
 
 class Watching:
-    """Counts what ends; cancels once `most` rollouts did."""
+    """A callbacks that counts finished rollouts and cancels after `most`."""
 
     def __init__(self, most=10**9):
         self.most = most
@@ -224,18 +224,18 @@ class Watching:
         return len(self.ended) >= self.most
 
 
-def test_rows_make_room_where_memory_is_short(one):
-    """With room for a third of the rows' tokens, rows come and go; what they draw stays the same."""
+def test_evicted_rows_continue_with_the_same_tokens(one):
+    """With pages for a third of the rows' tokens, rows are evicted and continue; tokens are the same."""
     sampling = Sampling(1.0, 1, 0, 100, STOPS)
     asked = [Request(p, stream_key(0, 4, p.id), 40) for p in prompts((30, 9, 17))]
     ample = make_engine(*one)
     expected = ample.generate(asked, sampling)
     page = page_bytes(ample.shape, torch.float32)
     short = make_engine(*one, memory=40 * page)
-    watch = Watching()
-    got = short.generate(asked, sampling, watch)
+    callbacks = Watching()
+    got = short.generate(asked, sampling, callbacks)
     assert ample._pool.size > 3 * short._pool.size
-    assert sorted(watch.ended) == [(i, j) for i in range(3) for j in range(40)]
+    assert sorted(callbacks.ended) == [(i, j) for i in range(3) for j in range(40)]
     for a, b in zip(expected, got, strict=True):
         assert [r.index for r in b] == list(range(40))
         assert [sum(n for _, n in r.spans) for r in b] == [len(r.token_ids) for r in b]
@@ -245,7 +245,7 @@ def test_rows_make_room_where_memory_is_short(one):
 
 
 @pytest.mark.parametrize("ops", [FusedDecode(), ReferenceDecode()])
-def test_rollouts_cut_by_a_budget_go_on_as_if_nothing_had_been(one, ops):
+def test_rollouts_cut_by_a_budget_continue_unchanged(one, ops):
     engine = make_engine(*one, ops=ops)
     asked = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
     whole = engine.generate(asked, Sampling(1.0, 1, 0, 50, STOPS))
@@ -274,22 +274,22 @@ def test_rollouts_cut_by_a_budget_go_on_as_if_nothing_had_been(one, ops):
     assert any(len(x.token_ids) == 50 for x, _ in same)
 
 
-def test_a_cancelled_call_gives_back_what_it_has(one):
+def test_a_cancelled_call_returns_unfinished_rollouts(one):
     engine = make_engine(*one, max_rows=60)
     asked = [Request(p, stream_key(0, 4, p.id), 50) for p in prompts()]
     sampling = Sampling(1.0, 1, 0, 60, STOPS)
     whole = engine.generate(asked, sampling)
-    watch = Watching(most=20)
-    groups = engine.generate(asked, sampling, watch)
+    callbacks = Watching(most=20)
+    groups = engine.generate(asked, sampling, callbacks)
     assert [[r.index for r in g] for g in groups] == [list(range(50))] * 4
     ended = {(i, r.index) for i, g in enumerate(groups) for r in g if r.finish != "cut"}
-    assert ended == set(watch.ended)
+    assert ended == set(callbacks.ended)
     assert 20 <= len(ended) < 100
     cut = [(x, y) for a, b in zip(whole, groups, strict=True) for x, y in zip(a, b, strict=True)]
     cut = [(x, y) for x, y in cut if y.finish == "cut"]
     same = sum(x.token_ids[: len(y.token_ids)].tolist() == y.token_ids.tolist() for x, y in cut)
     assert same >= 0.98 * len(cut)
-    assert {len(y.token_ids) for _, y in cut} >= {0}  # those that had waited
+    assert {len(y.token_ids) for _, y in cut} >= {0}  # the rows that were waiting
     again = engine.generate(asked, sampling)
     assert all(same_tokens(a, b) == 1 for a, b in zip(whole, again, strict=True))
 

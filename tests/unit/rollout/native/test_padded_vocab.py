@@ -1,4 +1,4 @@
-"""A vocabulary padded beyond the tokenizer's: the ids too many are sampled as they are and decode to nothing."""
+"""A vocabulary padded beyond the tokenizer's: additional ids are sampled and decode to nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts():
 
 
 def make_sentencepiece(directory):
-    """The directory's decoder, written with the library alone."""
+    """Return a decoder of the directory, written with sentencepiece only."""
     assert train_sentencepiece(texts(), directory, SIZE).vocab_size == SIZE
     library = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
     return lambda ids: library.decode([i for i in ids if i < SIZE and not library.is_control(i)])
@@ -57,15 +57,15 @@ def make_hf(directory):
 
 @pytest.fixture(scope="module", params=[make_sentencepiece, make_hf], ids=["sentencepiece", "hf"])
 def padded(request, tmp_path_factory):
-    """A tokenizer, the library's decoder of the ids that it has, and a model with more."""
+    """Return a tokenizer, the library's decoder of its ids, and a model with a larger vocabulary."""
     directory = tmp_path_factory.mktemp("padded")
     module = tiny.make_model(directory, "qwen2", True, vocab_size=PADDED)
     decode = request.param(directory)
     return directory, load_tokenizer(directory), decode, module
 
 
-def test_ids_that_the_tokenizer_does_not_have_decode_to_nothing(padded):
-    """At every place of a text, inside of a character of several bytes too."""
+def test_ids_beyond_the_tokenizer_decode_to_nothing(padded):
+    """At every position of a text, also inside a character of several bytes."""
     _, tokenizer, decode, _ = padded
     for text in ("abc 12", "naïve é", "", "\U0001f642 x"):
         ids = tokenizer.encode(text)
@@ -75,8 +75,8 @@ def test_ids_that_the_tokenizer_does_not_have_decode_to_nothing(padded):
     assert tokenizer.decode([SIZE]) == tokenizer.decode([PADDED - 1, SIZE]) == ""
 
 
-def test_the_engine_samples_them_with_the_models_probabilities(padded):
-    """Log-probs are those of transformers' softmax over the whole vocabulary; what is padded stops nothing."""
+def test_padded_ids_are_sampled_with_the_models_probabilities(padded):
+    """Log-probs equal transformers' softmax over the whole vocabulary, and additional ids end no response."""
     directory, tokenizer, decode, module = padded
     sample = fused_decode.sample_tokens
     ops = FusedDecode()

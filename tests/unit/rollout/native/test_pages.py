@@ -1,4 +1,4 @@
-"""How full the cache of the built-in engine was, by arithmetic."""
+"""Metrics of the built-in engine's cache, against arithmetic."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.types import Prompt
 
 
-def test_how_full_the_cache_was(model):
-    """Two siblings of 40 tokens behind one page of their prompt: a further page each for every 16 tokens."""
+def test_kv_usage_counts_pages(model):
+    """Two rollouts of 40 tokens after one page of prompt need a page each for every 16 tokens."""
     shape = read_shape(model[0])
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 8, sample_tokens)
     engine.update_weights([(n, p) for n, p in model[1].state_dict().items() if n in engine.names], version=0)
     assert engine.kv_usage() is None
     prompt = Prompt("p", "", (3, 4, 5), None, "exact")
-    for _ in range(2):  # a second call counts anew
+    for _ in range(2):  # a second call starts from 0
         engine.generate([Request(prompt, 1, 2)], Sampling(1.0, 1.0, 0, 40, ()))
         usage = engine.kv_usage()
-        pages = [1 + 2 * -(-fed // 16) for fed in range(40)]  # of 7 that the call needs at most
+        pages = [1 + 2 * -(-fed // 16) for fed in range(40)]  # the call needs at most 7
         assert usage.turns == 40
         assert usage.peak == max(pages) / 7 == 1.0
         assert usage.mean == pytest.approx(sum(pages) / 40 / 7)
@@ -32,17 +32,17 @@ def test_how_full_the_cache_was(model):
 
 
 @pytest.mark.parametrize("rows", [8, 2])
-def test_prompts_that_siblings_found(model, rows):
-    """Two siblings behind 3 tokens and three behind 5: one of each computes them, also where not all fit at a time."""
+def test_kv_usage_counts_shared_prompts(model, rows):
+    """Two rollouts after 3 tokens and three after 5: one of each computes the prompt, even if not all fit at once."""
     shape = read_shape(model[0])
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, rows, sample_tokens)
     engine.update_weights([(n, p) for n, p in model[1].state_dict().items() if n in engine.names], version=0)
     short, long = Prompt("p", "", (3, 4, 5), None, "exact"), Prompt("q", "", (3, 4, 5, 6, 7), None, "exact")
-    for _ in range(2):  # a second call counts anew
+    for _ in range(2):  # a second call starts from 0
         done = engine.generate([Request(short, 1, 2), Request(long, 2, 3)], Sampling(1.0, 1.0, 0, 4, ()))
         usage = engine.kv_usage()
         assert (usage.prompt_tokens, usage.prompt_found) == (2 * 3 + 3 * 5, 3 + 2 * 5)
-    # One that has begun computes its prompt with its own tokens.
+    # A continued rollout computes its prompt together with its own tokens.
     begun = done[0][0]
     engine.generate([Request(short, 1, 2, begun=(begun,))], Sampling(1.0, 1.0, 0, 8, ()))
     usage = engine.kv_usage()

@@ -1,4 +1,4 @@
-"""Beginnings that prompts share: against a brute force over token lists, and the engine against transformers."""
+"""Shared prefixes of prompts: the cache against brute force over token lists, the engine against transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTS = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5]
 
 
 def branching(draw, length):
-    """Tokens that are the same over a block, of two kinds: prompts part at blocks."""
+    """Return tokens that are constant within a block, so that prompts diverge at blocks."""
     kinds = [draw.randrange(2) for _ in range(-(-length // BLOCK))]
     return tuple(7 + kinds[i // BLOCK] for i in range(length))
 
@@ -33,14 +33,14 @@ def pool(model):
 
 
 def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
-    """A random walk of prompts that come and go while pages are short; `written` has the tokens of each page."""
+    """A random sequence of added and removed prompts with few pages; `written` has the tokens of each page."""
     pages = 26
     pool.size = pages
     pool.reset()
     prefixes = PrefixCache(pool)
     draw = random.Random(5)
     held = []
-    written: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to its last
+    written: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to the last one of the page
     found_some = 0
     for _ in range(600):
         prompt = branching(draw, draw.choice(COUNTS))
@@ -55,10 +55,10 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
             page = given.tolist()
             for i in range(found // 16):
                 assert written[page[i]] == prompt[: 16 * (i + 1)]
-            # Nobody else's pages are written to.
+            # Only pages of no other prompt are written.
             assert not before & set(page[found // 16 :])
             written |= {page[i]: prompt[: 16 * (i + 1)] for i in range(found // 16, len(page))}
-            # All blocks of the prompts in memory are found.
+            # The cache finds all blocks of the prompts in memory.
             entered = {p[:n] for p, _ in held for n in range(0, len(p), BLOCK)}
             assert found == max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
             found_some += found > 0
@@ -73,7 +73,7 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
 
 
 def instruction(counts, shared, seed=0):
-    """Prompts of `counts` tokens that begin with the same `shared` ones."""
+    """Return prompts of `counts` tokens that share the first `shared` ones."""
     g = torch.Generator().manual_seed(seed)
     begin = torch.randint(3, tiny.VOCAB, (shared,), generator=g).tolist()
     return [
@@ -100,17 +100,17 @@ def engine_of(model, rows=64, memory=0):
 
 @pytest.mark.parametrize("family", [("qwen2", True), ("gemma3", False)], ids=str)
 @pytest.mark.parametrize(("rows", "queries"), [(64, 1024), (3, 1024), (64, 7)])
-def test_log_probs_behind_a_shared_beginning_are_transformers(tmp_path, family, rows, queries, monkeypatch):
-    """Of prompts that come in together, and of those that find what others left; with few queries at a time too."""
+def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, rows, queries, monkeypatch):
+    """For prompts that start together or later than others, also with few queries at a time."""
     monkeypatch.setattr(decoder, "QUERIES", queries)
     model = tmp_path, tiny.make_model(tmp_path, *family)
     asked = instruction((150, 170, 131, 215, 140), 130)
     engine = engine_of(model, rows)
     groups = engine.generate([Request(p, 5, 4) for p in asked], Sampling(1.0, 1.0, 0, 12, (2,)))
     usage = engine.kv_usage()
-    # Two blocks are computed once; a prompt's own part once for its four siblings.
+    # Two blocks are computed once, and the rest of a prompt once for its four rollouts.
     shared = usage.prompt_found - sum(3 * len(p.token_ids) for p in asked)
-    # Among three rows a prompt may come when no other is in memory.
+    # With three rows a prompt may start when no other is in memory.
     assert shared == 4 * 2 * BLOCK if rows == 64 else 3 * 2 * BLOCK <= shared <= 4 * 2 * BLOCK
     for prompt, group in zip(asked, groups, strict=True):
         for rollout in group:
@@ -121,8 +121,8 @@ def test_log_probs_behind_a_shared_beginning_are_transformers(tmp_path, family, 
             torch.testing.assert_close(rollout.log_probs, expected, atol=2e-4, rtol=0)
 
 
-def test_rows_that_go_on_use_what_is_there(model):
-    """Cut after 5 tokens and gone on with: greedy tokens are those of an unbroken call, the shared part is found."""
+def test_continued_rollouts_reuse_the_shared_prefix(model):
+    """Rollouts cut after 5 tokens continue with the greedy tokens of an uncut call and reuse the shared prefix."""
     asked = instruction((140, 150), 128)
     engine = engine_of(model)
     greedy = Sampling(0.0, 1.0, 0, 20, ())

@@ -1,4 +1,4 @@
-"""Stop strings against brute force: decode every prefix, and end at the first one that contains a stop string."""
+"""Stop strings against brute force, which decodes every prefix and ends at the first with a stop string."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save(directory, inner, **settings):
 
 
 def byte_level(directory):
-    """A character outside ASCII takes a token per byte, unless a merge was learned."""
+    """Return a byte-level BPE: a character outside ASCII takes a token per byte, unless a merge was learned."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -56,7 +56,7 @@ def byte_level(directory):
 
 
 def llama(directory):
-    """Pieces with U+2581 for spaces, a token per byte of what is no piece, the first space dropped."""
+    """Return a Llama tokenizer: U+2581 for spaces, byte tokens for unknown characters, first space dropped."""
     pieces = ["▁", "▁▁", "▁▁▁▁", *"abcdefghijklmnopqrstuvwxyz0123456789:.#", "▁the", "▁answer", "▁a", "ab", "User"]
     vocab = ["<unk>", "<s>", "</s>", *TAGS, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
     inner = tokenizers.Tokenizer(
@@ -71,12 +71,12 @@ def llama(directory):
 
 
 def pieces(directory):
-    """sentencepiece as this project trains it."""
+    """Return sentencepiece as this project trains it."""
     return train_sentencepiece(texts(), directory, 600)
 
 
 def own_pieces(directory):
-    """sentencepiece by its defaults: a space before each text, white space removed; tags are control pieces."""
+    """Return default sentencepiece: a space before each text, white space removed, tags as control pieces."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*texts(), *STRINGS]),
@@ -105,7 +105,7 @@ def brute_force(decode, strings, ids):
 
 
 def ids_with(tokenizer, text):
-    """The ids of a text in which tags are special tokens."""
+    """Return the ids of a text in which tags are special tokens."""
     parts = []
     rest = text
     tags = {tag: [i for i in range(3, 12) if tokenizer.decode_all([i]) == tag] for tag in TAGS}
@@ -117,13 +117,13 @@ def ids_with(tokenizer, text):
 
 
 def responses(tokenizer, strings, draw):
-    """Texts around the stop strings, as the tokenizer writes them, and random tokens between them."""
-    usual = lambda: draw.randrange(tokenizer.vocab_size + 3)  # noqa: E731  some ids are beyond the vocabulary
+    """Return token ids of texts around the stop strings, with random tokens in between."""
+    usual = lambda: draw.randrange(tokenizer.vocab_size + 3)  # noqa: E731  some ids are outside of the vocabulary
     for s in strings:
         before, after = (" ".join(draw.choices(WORDS, k=draw.randint(0, 25))) for _ in range(2))
         for write in (tokenizer.encode, lambda text: ids_with(tokenizer, text)):
             yield write(before + s + after)
-            yield [*write(before), *write(s), *write(after)]  # tokens that the tokenizer would not choose
+            yield [*write(before), *write(s), *write(after)]  # the tokenizer would choose other tokens
             # Tokens that add no text, and parts of characters.
             whole = write(f"{before} {s}{after}")
             at = draw.randrange(len(whole) + 1)
@@ -149,8 +149,8 @@ def test_a_response_ends_where_brute_force_ends_it(tokenizer):
     assert ended > 200
 
 
-def test_byte_runs_that_are_long(tmp_path):
-    """Llama's decoder takes byte tokens side by side only as a whole: a window must not begin within a character."""
+def test_long_runs_of_byte_tokens(tmp_path):
+    """Llama's decoder accepts a run of byte tokens only as a whole, so a window must not start within a character."""
     tokenizer = llama(tmp_path)
     for filler in ("你", "д", "🙂", "é你🙂"):
         for string in ("答案是四二", "двенадцатьбукв", "🙃😀😁😂", "\n"):
@@ -161,7 +161,7 @@ def test_byte_runs_that_are_long(tmp_path):
 
 
 def test_most_tokens_decode_a_short_window(tmp_path):
-    """The cost of a long response stays linear: no call but the one that confirms an end decodes all of it."""
+    """The cost of a response is linear: only the call that confirms an end decodes all of it."""
     tokenizer = byte_level(tmp_path)
     lengths = []
 
@@ -174,8 +174,8 @@ def test_most_tokens_decode_a_short_window(tmp_path):
     assert sorted(lengths)[-2] <= 20
 
 
-def test_rows_end_by_their_own_tokens(tmp_path):
-    """Of several rows that are decoded together; a stop token ends a row whatever its text is."""
+def test_rows_end_independently(tmp_path):
+    """Rows that are decoded together end independently; a stop token ends a row, whatever its text."""
     tokenizer = byte_level(tmp_path)
     end = tokenizer.encode("q")[0]
     stops = StopCriteria((end,), ("ab", "答"), tokenizer.decode)

@@ -27,21 +27,21 @@ def test_rollouts_are_taken_as_others_are_answered():
         rows, prompt_tokens = 6, 9
         rooms: ClassVar[list[int]] = []
 
-        def take(self, room):
+        def next_requests(self, room):
             self.rooms.append(room)
             return [later.pop(0)] if later else []
 
     told = []
-    watch = SimpleNamespace(finished=lambda request, rollout: told.append((request, rollout.index)))
+    callbacks = SimpleNamespace(finished=lambda request, rollout: told.append((request, rollout.index)))
     sampling = Sampling(1.0, 1.0, 0, 12, (2,))
-    pending = PendingRollouts(sampling, watch, Queue(), 5, vocab=50)
+    pending = PendingRollouts(sampling, callbacks, Queue(), 5, vocab=50)
     assert list(pending.add([Request(a, 5, 4)])) == [0, 1, 2, 3]
-    assert list(pending.take()) == [4, 5, 6]
-    assert pending.take() == {}  # it has more than there is room for already
+    assert list(pending.admit()) == [4, 5, 6]
+    assert pending.admit() == {}  # it has more than there is room for already
     for number in (1, 5, 0):
         tensors = {"ids": torch.tensor([number, 2]), "log_probs": torch.zeros(2)}
         pending.answered(Message("rollout", {"number": number, "finish": "stop"}, tensors), 4)
-    new = pending.take()
+    new = pending.admit()
     assert list(new) == [7, 8, 9]
     assert [row.seed for row in new.values()] == [sibling_seed(7, i, 0) for i in (3, 4, 5)]
     assert Queue.rooms == [1, 1]

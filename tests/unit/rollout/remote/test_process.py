@@ -69,7 +69,7 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
 def test_versions_that_are_too_old(engine, old, new):
     kind = ENGINES[engine]
     for version in old:
-        assert kind.too_old(version) == f"{kind.name} {version} is too old: install {kind.least} or newer"
+        assert kind.too_old(version) == f"{kind.name} {version} is too old: install {kind.min_version} or newer"
     assert [kind.too_old(version) for version in new] == [""] * len(new)
 
 

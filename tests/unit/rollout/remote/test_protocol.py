@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_brorl.rollout.remote.protocol import Completion, Message, ProtocolError, check_draws, decode, encode
+from megatron_brorl.rollout.remote.protocol import Completion, Message, ProtocolError, check_sampling, decode, encode
 
 
 def test_messages_arrive_as_they_were():
@@ -43,15 +43,15 @@ def test_what_is_no_message_of_this_version_is_refused(spoil, message):
     assert message in str(caught.value)
 
 
-class Leaf:
+class Backend:
     """Draws by the seed of each request, by one generator for all, or the same every time; reports log-probs or not."""
 
     def __init__(self, kind, vocab=50, context=40, reports=True):
-        self.kind, self.options = kind, SimpleNamespace(vocab=vocab, context=context)
+        self.kind, self.options = kind, SimpleNamespace(vocab=vocab, context=context, stop_ids=(2,))
         self.shared, self.reports, self.asked = random.Random(7), reports, []
 
-    def params(self, temperature, top_p, top_k, tokens, seed):
-        assert (temperature, top_p, top_k) == (1.0, 1.0, 0)
+    def params(self, sampling, tokens, seed):
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
         return tokens, seed
 
     def submit(self, ids, params):
@@ -68,18 +68,18 @@ class Leaf:
 @pytest.mark.parametrize("kind", ["shared", "deaf"])
 def test_an_engine_without_seeds_per_request_is_refused(kind):
     with pytest.raises(ValueError, match="Other 1 takes no seed per request: siblings on different engines would"):
-        asyncio.run(check_draws(Leaf(kind), "Other 1"))
+        asyncio.run(check_sampling(Backend(kind), "Other 1"))
 
 
 def test_an_engine_without_log_probs_is_refused():
     with pytest.raises(ValueError, match="Other 1 reports no log-probs of sampled tokens"):
-        asyncio.run(check_draws(Leaf("request", reports=False), "Other 1"))
+        asyncio.run(check_sampling(Backend("request", reports=False), "Other 1"))
 
 
 def test_the_draws_of_the_check_stay_within_context_and_vocabulary():
-    leaf = Leaf("request", vocab=3, context=10)
-    asyncio.run(check_draws(leaf, "Other 1"))
-    assert leaf.asked == [([0, 1, 2, 0, 1], 5)] * 3
+    backend = Backend("request", vocab=3, context=10)
+    asyncio.run(check_sampling(backend, "Other 1"))
+    assert backend.asked == [([0, 1, 2, 0, 1], 5)] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What any engine in another process needs is written for none of them: an engine is its leaf and a few entries."""
+"""What any engine in another process needs is written for none of them: an engine is its backend and a few entries."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.pending import sibling_seed
-from megatron_brorl.rollout.remote.process import Link, address
-from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineLeaf, EngineOptions, Message
+from megatron_brorl.rollout.remote.process import Connection, address
+from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions, Message
 from megatron_brorl.rollout.remote.server import Server
 from megatron_brorl.types import Prompt
 
-ROOM = Path(remote.__path__[0])
+FOLDER = Path(remote.__path__[0])
 OPTIONS = EngineOptions("other", "", 50, 40, "float32", 8, (2,), {})
 
 
-class Leaf(EngineLeaf):
+class Backend(EngineBackend):
     """Answers every request with its seed's last digit, the token before, and the end; weights are counted."""
 
     keeps_cut = False  # whether a rollout that was given up has tokens
@@ -41,7 +41,7 @@ class Leaf(EngineLeaf):
     async def start(self) -> Capabilities:
         return Capabilities("Other 1.0", 4000, 8)
 
-    def params(self, temperature, top_p, top_k, tokens, seed, log_probs=True, stop_strings=()):
+    def params(self, sampling, tokens, seed):
         return seed, tokens
 
     def submit(self, ids, params):
@@ -80,15 +80,15 @@ class Leaf(EngineLeaf):
 
 
 @pytest.fixture
-def leaf(tmp_path, request):
-    """A server of the leaf in a thread of this process; a parameter: Leaf.keeps_cut of a slow one."""
-    leaf, ready = Leaf(OPTIONS), threading.Event()
-    leaf.slow = hasattr(request, "param")
-    leaf.keeps_cut = getattr(request, "param", False)
+def backend(tmp_path, request):
+    """A server of the backend in a thread of this process; a parameter: Backend.keeps_cut of a slow one."""
+    backend, ready = Backend(OPTIONS), threading.Event()
+    backend.slow = hasattr(request, "param")
+    backend.keeps_cut = getattr(request, "param", False)
     running: list[Any] = []
 
     async def serve():
-        server = Server(leaf, await leaf.start(), address(tmp_path))
+        server = Server(backend, await backend.start(), address(tmp_path))
         running.extend((asyncio.get_running_loop(), asyncio.current_task()))
         ready.set()
         with contextlib.suppress(asyncio.CancelledError):
@@ -98,14 +98,14 @@ def leaf(tmp_path, request):
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert ready.wait(30)
-    yield leaf
+    yield backend
     loop, task = running
     loop.call_soon_threadsafe(task.cancel)
     thread.join(30)
     assert not thread.is_alive()
 
 
-def ask(link: Link, message: Message) -> None:
+def ask(link: Connection, message: Message) -> None:
     link.send(message)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -114,16 +114,16 @@ def ask(link: Link, message: Message) -> None:
     raise AssertionError(message.kind)
 
 
-def test_an_engine_is_its_leaf(leaf, tmp_path):
-    """All of generate, with weights, through a leaf that no engine but this test has."""
+def test_an_engine_is_its_backend(backend, tmp_path):
+    """All of generate, with weights, through a backend that no engine but this test has."""
     settings = EngineConfig(start_timeout_s=30.0)
     engine = RemoteEngine(settings, OPTIONS, {}, tmp_path, None, tmp_path / "log")
-    assert engine.if_repeating == 'Other 1.0; start anew with rollout.engine = "torch"'
-    leader = Link(address(tmp_path))
+    assert engine.duplicate_advice == 'Other 1.0; start anew with rollout.engine = "torch"'
+    leader = Connection(address(tmp_path))
     ask(leader, Message("begin"))
     ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
-    assert leaf.heard == ["begin", {"path": "x", "records": []}, ["a"]]
+    assert backend.heard == ["begin", {"path": "x", "records": []}, ["a"]]
     engine.update_weights([], 3)
     requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)]
     (group,) = engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
@@ -135,19 +135,19 @@ def test_an_engine_is_its_leaf(leaf, tmp_path):
         assert (rollout.finish, rollout.spans) == ("stop", ((3, 3),))
     ask(leader, Message("sleep"))
     ask(leader, Message("wake"))
-    assert leaf.heard[3:] == ["sleep", "wake"]
+    assert backend.heard[3:] == ["sleep", "wake"]
 
     # Caches take their memory when generating begins: while weights are sent, the trainer's are in the way.
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
     for _ in range(2):
         engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
-    assert leaf.heard[5:] == [["a"], "wake caches"]
+    assert backend.heard[5:] == [["a"], "wake caches"]
     leader.close()
     engine.close()
 
 
-@pytest.mark.parametrize("leaf", [True, False], indirect=True, ids=["kept", "drawn again"])
-def test_what_a_cancelled_rollout_had(leaf, tmp_path):
+@pytest.mark.parametrize("backend", [True, False], indirect=True, ids=["kept", "drawn again"])
+def test_what_a_cancelled_rollout_had(backend, tmp_path):
     """An engine that says what it drew is believed; what another had drawn counts as nothing."""
 
     class Impatient:
@@ -158,20 +158,20 @@ def test_what_a_cancelled_rollout_had(leaf, tmp_path):
             return bool(engine._open)  # once it was asked
 
     engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
-    leader = Link(address(tmp_path))
+    leader = Connection(address(tmp_path))
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
     engine.update_weights([], 3)
     request = Request(Prompt("p", "", (5, 6), None, "exact"), 7, 2, 0)
     (group,) = engine.generate([request], Sampling(1.0, 1.0, 0, 8, (2,)), Impatient())
     assert [r.finish for r in group] == ["cut", "cut"]
-    expected = [[10 + sibling_seed(7, i, 0) % 10, 6] for i in (0, 1)] if leaf.keeps_cut else [[], []]
+    expected = [[10 + sibling_seed(7, i, 0) % 10, 6] for i in (0, 1)] if backend.keeps_cut else [[], []]
     assert [r.token_ids.tolist() for r in group] == expected
     assert [r.log_probs.tolist() for r in group] == [[-float(t) for t in ids] for ids in expected]
     leader.close()
     engine.close()
 
 
-def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
+def test_what_is_taken_is_asked_by_calls_of_its_own(backend, tmp_path):
     """Four rows at a time of twenty, over the socket: every one comes once, none while there is no room.
 
     The engine computes eight at a time, and has keys and values for four of 40 tokens that are half done.
@@ -180,7 +180,7 @@ def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
     assert engine.rows == 8
     engine._link.capabilities = engine.capabilities = dataclasses.replace(engine.capabilities, kv_tokens=80)
     assert engine.rows == 4
-    leader = Link(address(tmp_path))
+    leader = Connection(address(tmp_path))
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
     engine.update_weights([], 3)
     prompt = Prompt("p", "", (5, 6), None, "exact")
@@ -190,7 +190,7 @@ def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
         rows, prompt_tokens = 14, 2
         rooms: ClassVar[list[int]] = []
 
-        def take(self, room):
+        def next_requests(self, room):
             self.rooms.append(room)
             return [left.pop(0)] if left else []
 
@@ -204,9 +204,9 @@ def test_what_is_taken_is_asked_by_calls_of_its_own(leaf, tmp_path):
     engine.close()
 
 
-def test_every_engine_has_an_entry_and_a_leaf():
+def test_every_engine_has_an_entry_and_a_backend():
     assert {"torch", *ENGINES} == set(get_args(get_type_hints(RolloutConfig)["engine"]))
     for engine, kind in ENGINES.items():
-        leaf = ROOM.parents[2] / (kind.leaf.replace(".", "/") + ".py")
-        assert leaf == ROOM / engine / "llm.py"
-        assert leaf.is_file()
+        module, _, name = kind.backend.partition(":")
+        assert module == f"{remote.__name__}.{engine}.llm"
+        assert f"class {name}(EngineBackend)" in (FOLDER / engine / "llm.py").read_text()

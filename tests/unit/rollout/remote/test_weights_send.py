@@ -11,16 +11,16 @@ import torch
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor, checksum, with_checksums
-from megatron_brorl.rollout.remote.weights_receive import TensorRecord, mapped, view
+from megatron_brorl.rollout.remote.weights_receive import TensorRecord, map_file, tensor_at
 from megatron_brorl.rollout.remote.weights_send import (
     HostWeights,
-    Node,
-    Update,
-    as_is,
-    in_fp8_blocks,
-    layout,
-    shares,
-    stage,
+    NodeRanks,
+    WeightUpdate,
+    assign_writers,
+    file_layout,
+    to_fp8_blocks,
+    unchanged,
+    write_update,
 )
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
 
@@ -35,12 +35,12 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def read(weights):
-    memory = mapped(weights.path)
-    return {record.name: view(memory, record) for record in weights.records}
+    memory = map_file(weights.path)
+    return {record.name: tensor_at(memory, record) for record in weights.records}
 
 
-def together(tmp_path, streams, dtype=torch.float32, form=as_is):
-    """What `stage` returns or raises on each rank of a node; every second one leads an engine."""
+def together(tmp_path, streams, dtype=torch.float32, encode=unchanged):
+    """What `write_update` returns or raises on each rank of a node; every second one leads an engine."""
     ranks = len(streams)
     barrier, given = threading.Barrier(ranks), [None] * ranks
     copies: list[set[str]] = [set() for _ in range(ranks)]
@@ -56,12 +56,12 @@ def together(tmp_path, streams, dtype=torch.float32, form=as_is):
         def recorded(name, tensor):
             if tensor.device.type != "meta":
                 copies[i].add(name)
-            return form(name, tensor)
+            return encode(name, tensor)
 
-        update = Update(3, 7, SHAPES, dtype, recorded)
+        update = WeightUpdate(3, 7, SHAPES, dtype, recorded)
         link = tmp_path / f"weights_{i}" if i % 2 == 0 else None
         try:
-            return stage(iter(streams[i]), update, Node(i, ranks, tmp_path, exchange), link)
+            return write_update(iter(streams[i]), update, NodeRanks(i, ranks, tmp_path, exchange), link)
         except (UpdateRefused, UserError) as e:
             return e
 
@@ -70,22 +70,23 @@ def together(tmp_path, streams, dtype=torch.float32, form=as_is):
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("kind", ["as it is", "bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8"])
 def test_one_file_on_a_node(ranks, kind, tmp_path):
-    dtype, form = {"as it is": (torch.float32, as_is), "bf16": (BF16, as_is), "fp8": (BF16, in_fp8_blocks)}[kind]
+    dtype = torch.float32 if kind == "fp32" else BF16
+    encode = to_fp8_blocks if kind == "fp8" else unchanged
     sent = model()
-    found, copies = together(tmp_path, [with_checksums(sent.items()) for _ in range(ranks)], dtype, form)
+    found, copies = together(tmp_path, [with_checksums(sent.items()) for _ in range(ranks)], dtype, encode)
 
     # Every tensor is copied once, by one of the ranks; all engines have the same bytes of memory.
     assert sorted(name for part in copies for name in part) == sorted(SHAPES)
     leaders = found[::2]
     assert all(x is None for x in found[1::2])
     assert len({os.stat(x.path).st_ino for x in leaders}) == 1
-    assert os.stat(leaders[0].path).st_size == layout(SHAPES, dtype, form)[1]
+    assert os.stat(leaders[0].path).st_size == file_layout(SHAPES, dtype, encode)[1]
     assert len(list(tmp_path.iterdir())) == len(leaders)
 
     # What is read is what was sent, and has the checksum that the record names.
-    expected = {part: x for name, tensor in sent.items() for part, x in form(name, tensor.to(dtype))}
+    expected = {part: x for name, tensor in sent.items() for part, x in encode(name, tensor.to(dtype))}
     for weights in leaders:
         assert weights.version == 7
         there = read(weights)
@@ -103,7 +104,7 @@ def test_one_file_on_a_node(ranks, kind, tmp_path):
 
 
 def test_fp8_is_that_of_the_engine_dtype():
-    records, size = layout({"a.q_proj.weight": (130, 70), "norm": (7,)}, BF16, in_fp8_blocks)
+    records, size = file_layout({"a.q_proj.weight": (130, 70), "norm": (7,)}, BF16, to_fp8_blocks)
     assert [(r.name, r.dtype, r.shape, r.offset) for r in records] == [
         ("a.q_proj.weight", "float8_e4m3fn", (130, 70), 0),
         ("a.q_proj.weight_scale_inv", "float32", (2, 1), 9152),
@@ -118,7 +119,7 @@ def damaged(pairs, name):
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "breaks off"])
 def test_a_fault_of_one_rank_is_one_of_all(fault, tmp_path):
-    owner = shares(SHAPES, 3)
+    owner = assign_writers(SHAPES, 3)
     name = next(n for n, rank in owner.items() if rank == 1)
     pairs = list(with_checksums(model().items()))
 

@@ -203,9 +203,9 @@ class PyExecutor:
         requests = [
             Request(Prompt(str(key), "", tuple(row.ids), None, ""), key, 1) for key, row in zip(keys, rows, strict=True)
         ]
-        watch = _Watch(rows)
-        self._torch.generate(requests, sampling, watch)
-        for row in watch.left:
+        callbacks = _Watch(rows)
+        self._torch.generate(requests, sampling, callbacks)
+        for row in callbacks.left:
             row.done(None, row.reported)
 
 
