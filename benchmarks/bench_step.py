@@ -9,8 +9,9 @@ A step samples N responses to each of --groups prompts, scores them, takes one o
 to the sampler. The model is one of bench_common with random weights, and a tokenizer of one word per token. 1 of 32
 words is an answer in tags, so about half of long responses are right, and the reward costs next to nothing on either
 side. Most responses end at the length limit. In bf16, this project keeps float32 master weights and sums gradients in
-float32; TRL's weights, gradients and optimizer state are all bfloat16. This project runs as `brorl train` in one process
-with its defaults except for the options above; its numbers come from metrics.jsonl and summary.json. The first step warms up; seconds are medians of the others.
+float32; TRL's weights, gradients and optimizer state are all bfloat16. This project runs as `brorl train` in one
+process with its defaults except for the options above; its numbers come from metrics.jsonl and summary.json. The first
+step warms up; seconds are medians of the others.
 
 peak_mib: resident set of all processes at its peak, libraries included; on this side that counts the scoring processes
 and the writing of checkpoint and model. gemm_peak_share: 8 operations for each weight of the layers' matrices and the
