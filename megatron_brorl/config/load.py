@@ -29,14 +29,14 @@ else:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, apply `section.key=value` overrides and check the result.
 
-    Raises UserError that names the file and the key of what is unknown, mistyped or out of range.
+    Raises UserError that names the file and the first key that is unknown, mistyped or out of range.
     """
-    path = Path(path).absolute()  # messages are read in logs, away from the working directory
+    path = Path(path).absolute()  # absolute, because messages are read in logs
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file") from None
-    except (ValueError, RecursionError) as e:  # of its UTF-8, its syntax, or its nesting
+    except (ValueError, RecursionError) as e:  # invalid UTF-8, syntax or nesting
         raise UserError(f"{path}: not valid TOML: {shown(e)}") from None
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
@@ -46,7 +46,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a table as TOML makes it. Changes the table.
 
-    where: what messages call the table. Raises UserError as `load`.
+    where: the name of the table in messages. Raises UserError as `load`.
     """
     for item in overrides:
         _override(table, item)
@@ -62,7 +62,7 @@ def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ())
 
 
 def suggestion(path: str, value: object = None) -> str:
-    """Answer an unknown key: "did you mean rollout.n?"; "" if no key is similar.
+    """Return a hint for an unknown key, such as "did you mean rollout.n?"; "" if no key is similar.
 
     path: section.key; tables in lists as data.tasks[].name. value: of the key. If it is a table, its keys may be those
     of another trainer.

@@ -1,4 +1,4 @@
-"""Turn published data into rows of this project: converted, deduplicated, of limited length and decontaminated."""
+"""Prepare published data sets: convert, deduplicate, limit the length and decontaminate."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text
 
 _N_GRAM = 13  # words that two problems share; GPT-3 (Brown et al. 2020, appendix C) uses 13 for most sets
-_SHOWN = 160  # characters of a dropped problem
+_SHOWN = 160  # characters of a dropped problem that are listed
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job of `brorl data prepare`: the data set, its files, and the settings of the conversion."""
+    """The arguments of `brorl data prepare`: the data set, its files, and the settings of the conversion."""
 
     name: str  # name of the data set
     data_set: DataSet
@@ -41,7 +41,7 @@ class Job:
 
     @property
     def dropped(self) -> Path:
-        """The file that lists the rows that were dropped."""
+        """The file that lists the dropped rows."""
         return self.out.with_name(f"{self.out.stem}.dropped.jsonl")
 
     @property
@@ -60,7 +60,7 @@ class Counts:
 
 
 class Contamination:
-    """The n-grams of words of evaluation problems. A problem that is shorter counts as a whole."""
+    """Word n-grams of evaluation problems. A shorter problem is compared as a whole."""
 
     def __init__(self, n: int = _N_GRAM) -> None:
         self._n = n
@@ -72,7 +72,7 @@ class Contamination:
             self._seen.setdefault(part, where)
 
     def find(self, text: str) -> str:
-        """Return the first evaluation row that shares words with the text, and these words; "" if there is none."""
+        """Return the first evaluation row that shares an n-gram with the text, and the n-gram; "" if there is none."""
         return next((f"{self._seen[part]}: {part}" for part in self._parts(text) if part in self._seen), "")
 
     def _parts(self, text: str) -> list[str]:
@@ -158,7 +158,7 @@ def _complete(row: dict[str, Any], job: Job, problem: str) -> None:
 def _check(
     row: dict[str, Any], job: Job, problem: str, contamination: Contamination, answers: dict[bytes, str], ids: set[str]
 ) -> None:
-    """Raise Unusable if a row is too long, in an evaluation, or there already."""
+    """Raise Unusable if a row is too long, in an evaluation, or a duplicate."""
     if job.tokenizer is not None and job.max_prompt_tokens:
         tokens = len(job.tokenizer.encode(spoken(row["prompt"])))
         if tokens > job.max_prompt_tokens:
@@ -179,7 +179,7 @@ def _check(
 
 
 def _card(job: Job, counts: Counts) -> str:
-    """Return the data card: the source, the licence, and the rows in and out."""
+    """Return the data card: source, licence and numbers of rows."""
     hub = f"https://huggingface.co/datasets/{job.data_set.hub}" if job.data_set.hub else "your own"
     evaluations = ", ".join(f"{path} (sha256 {_sha256(path)})" for _, path in job.evaluations)
     lines = [
@@ -200,7 +200,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[IO[str]]:
-    """Open a file under another name until it is complete. An error leaves nothing behind."""
+    """Open a file that gets its name when it is complete. An error leaves no file behind."""
     aside = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

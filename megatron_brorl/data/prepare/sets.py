@@ -1,4 +1,4 @@
-"""Published data sets: their columns, their verifiers, and conversions for rows that need more than a column name."""
+"""Published data sets: columns, verifiers, and conversions for rows that need more than a column name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.columns import mapped
 from megatron_brorl.errors import UserError
 
-Row = dict[str, Any]  # By the keys of data/prompts.py.
-_MAX_SHORT_ANSWER = 120  # characters; a longer answer is a derivation, which no comparison can judge
+Row = dict[str, Any]  # a row with the keys of data/prompts.py
+_MAX_SHORT_ANSWER = 120  # characters; a longer answer is a derivation, which cannot be compared
 _BOXED = r"Let's think step by step and output {} within \boxed{{}}."
 INSTRUCTIONS: Mapping[str, str] = {  # Text after a problem, by verifier.
     "math": _BOXED.format("the final answer"),
@@ -25,26 +25,26 @@ INSTRUCTIONS: Mapping[str, str] = {  # Text after a problem, by verifier.
 
 
 class Unusable(Exception):
-    """A row that does not become a prompt, with the reason."""
+    """The reason why a row cannot become a prompt."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A published set. `hub` is its name on Hugging Face's hub, "" for a file of the user's own."""
+    """A published set. `hub` is its name on Hugging Face's hub, "" for a file of the user."""
 
     hub: str
     licence: str
     verifier: str
-    prompt: str = ""  # columns, as in data.columns; "a|b" is the first of them that a row has
+    prompt: str = ""  # a column, as in data.columns; "a|b" means the first that a row has
     answer: str = ""
     answer_regex: str = ""
     id: str = ""
-    frame: str = ""  # its first group is the problem in the words that every prompt of the set has
+    frame: str = ""  # regular expression of a prompt with the set's own words; group 1 is the problem
     convert: Callable[[Mapping[str, Any], Row], Row] | None = None  # (published row, row) -> keys that change
-    evaluation: bool = False  # not to be trained on
+    evaluation: bool = False  # must not be trained on
 
     def row(self, raw: Any, where: str) -> Row:
-        """Return a published row by the keys of this project. Raises Unusable or UserError."""
+        """Convert a published row to the keys of this project. Raises Unusable or UserError."""
         if not isinstance(raw, dict):
             raise UserError(f"{where}: a row must be an object with a value for each column")
         columns = ColumnsConfig(
@@ -95,7 +95,7 @@ def _eurus(raw: Mapping[str, Any], row: Row) -> Row:
     if not name:
         return {"answer": None, "metadata": {"tests": [{"input": _text(i), "output": _text(o)} for i, o in pairs]}}
 
-    # Calls are JSON with an argument a line, or lists with each expected value in a list of one, as in APPS.
+    # Calls are JSON with one argument per line or, as in APPS, lists in which an expected value is a list of one.
     in_lists = all(isinstance(i, list) and isinstance(o, list) and len(o) == 1 for i, o in pairs)
     calls = [
         {"args": given, "expected": expected[0]}
