@@ -64,14 +64,14 @@ def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ())
 def suggestion(path: str, value: object = None) -> str:
     """Return a hint for an unknown key, such as "did you mean rollout.n?"; "" if no key is similar.
 
-    path: section.key; tables in lists as data.tasks[].name. value: of the key. If it is a table, its keys may be those
-    of another trainer.
+    path: section.key, with tables in lists as data.tasks[].name. value: the value of the key. If it is a table, it may
+    contain keys of another trainer.
     """
     for name in (path, *_names_in(value)):
         if found := answer(name.rpartition(".")[2]):
             return found
 
-    # A misspelt section, a misspelt key of this section, or a key of another section.
+    # The name may be a misspelt section, a misspelt key of this section, or a key of another section.
     section, _, last = path.rpartition(".")
     if path in json_schema()["properties"]:
         return ""
@@ -91,7 +91,7 @@ def _names_in(value: object) -> list[str]:
 
 
 def _override(table: dict[str, Any], item: str) -> None:
-    """Apply one `section.key=value`; the value is TOML, or a plain string where it is not."""
+    """Apply one `section.key=value`. The value is TOML, or a plain string if it is not valid TOML."""
     key, equals, text = item.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) != 2 or not all(parts):
