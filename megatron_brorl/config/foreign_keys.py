@@ -124,7 +124,7 @@ FOREIGN_KEYS = {
 }
 
 
-def answer(name: str) -> str:
+def foreign_key_hint(name: str) -> str:
     """Return a hint for a key of another trainer; "" if none of them has such a key."""
     found = next((table[name] for table in FOREIGN_KEYS.values() if name in table), "")
     if found.startswith("none: "):

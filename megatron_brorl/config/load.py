@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_brorl.config.foreign_keys import answer
+from megatron_brorl.config.foreign_keys import foreign_key_hint
 from megatron_brorl.config.rules import check
 from megatron_brorl.config.schema import Config, json_schema, keys
 from megatron_brorl.errors import UserError, shown
@@ -56,7 +56,7 @@ def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ())
     except RecursionError:
         raise UserError(f"{where}: tables and lists are nested too deeply") from None
     except ValidationError as e:
-        raise UserError(f"{where}: {_first(e)}") from None
+        raise UserError(f"{where}: {_describe_error(e)}") from None
     check(config, where)
     return config
 
@@ -68,7 +68,7 @@ def suggestion(path: str, value: object = None) -> str:
     contain keys of another trainer.
     """
     for name in (path, *_names_in(value)):
-        if found := answer(name.rpartition(".")[2]):
+        if found := foreign_key_hint(name.rpartition(".")[2]):
             return found
 
     # The name may be a misspelt section, a misspelt key of this section, or a key of another section.
@@ -107,7 +107,7 @@ def _override(table: dict[str, Any], item: str) -> None:
     section[parts[1]] = value
 
 
-def _first(error: ValidationError) -> str:
+def _describe_error(error: ValidationError) -> str:
     """Return the first unknown key, or else the first wrong value, as key, value and what to do."""
     found = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
     path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in found["loc"]).lstrip(".")

@@ -62,7 +62,7 @@ def split_answer(prompt: Sequence[Any]) -> tuple[Sequence[Any], Any]:
     return prompt, None
 
 
-def spoken(prompt: str | Sequence[Message]) -> str:
+def prompt_text(prompt: str | Sequence[Message]) -> str:
     """Return the text of a prompt without roles."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
@@ -82,7 +82,7 @@ def conversation(prompt: str | Sequence[Message], config: DataConfig, where: str
     return [{"role": "system", "content": config.system_prompt}, *earlier, framed]
 
 
-def dated(template: str, date: datetime.date) -> dict[str, Any]:
+def date_variables(template: str, date: datetime.date) -> dict[str, Any]:
     """Return arguments of apply_chat_template with which the template writes this date as today's, at 0:00."""
     midnight = datetime.datetime.combine(date, datetime.time())
     dates = {form: midnight.strftime(form) for _, form in _DATE_CALL.findall(template)}

@@ -20,7 +20,7 @@ _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input",
 _ANSWERS = ("answer", "final_answer", "solution", "reference", "ground_truth", "reward_model.ground_truth", "label")
 
 
-def mapped(raw: Any, columns: ColumnsConfig, where: str) -> Any:
+def map_columns(raw: Any, columns: ColumnsConfig, where: str) -> Any:
     """Return a row with this project's keys. If data.columns names no column, the row is returned unchanged.
 
     Raises UserError if a named column is missing, or if the answer does not match answer_regex.
@@ -46,7 +46,7 @@ def mapped(raw: Any, columns: ColumnsConfig, where: str) -> Any:
     return row
 
 
-def guess(path: Path) -> dict[str, str]:
+def guess_columns(path: Path) -> dict[str, str]:
     """Guess data.columns from the first row of a file. Return {} if the file has this project's keys.
 
     Raises UserError if the file cannot be read, or if no column looks like a prompt.

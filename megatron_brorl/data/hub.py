@@ -10,7 +10,7 @@ from megatron_brorl.errors import UserError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/(.+)")
-_OF_A_MODEL = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
 
 
 def model_directory(name: str) -> Path:
@@ -24,7 +24,7 @@ def model_directory(name: str) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download  # Importing it takes a while.
 
-    return Path(_fetched(name, f"{name} (model.path)", lambda: snapshot_download(name, allow_patterns=_OF_A_MODEL)))
+    return Path(_download(name, f"{name} (model.path)", lambda: snapshot_download(name, allow_patterns=_MODEL_FILES)))
 
 
 def data_file(name: str) -> Path:
@@ -38,10 +38,10 @@ def data_file(name: str) -> Path:
 
     repository, file = found.groups()
     command = f"--repo-type dataset {repository} {file}"
-    return Path(_fetched(command, name, lambda: hf_hub_download(repository, file, repo_type="dataset")))
+    return Path(_download(command, name, lambda: hf_hub_download(repository, file, repo_type="dataset")))
 
 
-def _fetched(command: str, what: str, fetch: Callable[[], str]) -> str:
+def _download(command: str, what: str, fetch: Callable[[], str]) -> str:
     """Call `fetch` and turn its errors into a UserError. command: arguments with which `hf download` does the same."""
     try:
         return fetch()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
-from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
-from megatron_brorl.data.columns import KEYS, mapped
+from megatron_brorl.data.chat import Message, check_messages, conversation, prompt_text, split_answer
+from megatron_brorl.data.columns import KEYS, map_columns
 from megatron_brorl.data.readers import parse_row, raw_rows, without_nulls
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError, shown
@@ -43,7 +43,7 @@ class Row:
 
     def texts(self) -> tuple[str | None, ...]:
         """Return the texts that the tokenizer must be able to represent."""
-        return spoken(self.prompt), self.answer, self.target
+        return prompt_text(self.prompt), self.answer, self.target
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
 
     # A key with null counts as missing. Unknown keys are refused, because they are probably misspelt.
-    row = {key: value for key, value in mapped(row, row_format.columns, where).items() if value is not None}
+    row = {key: value for key, value in map_columns(row, row_format.columns, where).items() if value is not None}
     unknown = [key for key in row if key not in KEYS]
     if unknown:
         raise UserError(
@@ -164,7 +164,7 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
         target = target if last_answer is None else last_answer
     verifier = row.get("verifier", row_format.verifier)
     row_id = row.get("id", default_id)
-    text = spoken(prompt) if isinstance(prompt, list) else prompt
+    text = prompt_text(prompt) if isinstance(prompt, list) else prompt
     _check_texts({"prompt": text, "answer": answer, "target": target, "verifier": verifier, "id": row_id}, where)
     answer = target if answer is None else answer
 

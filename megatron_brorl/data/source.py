@@ -109,7 +109,7 @@ class Sources:
     rows: Sequence[Prompt] = ()  # all rows of the training files, in their order
     files: tuple[tuple[str, str, int], ...] = ()  # configuration key, name and row count of the files read
 
-    def first(self) -> Sequence[Prompt]:
+    def representative_prompts(self) -> Sequence[Prompt]:
         """Return all rows of files, or the first generated prompts, which identify the generator."""
         return self.rows or self.train.prompts(0, 16)
 
@@ -121,7 +121,7 @@ class Sources:
         return {
             **({} if date is None else {TEMPLATE_DATE: str(date)}),
             "tokenizer": tokenizer_digest(tokenizer),
-            "train": prompts_digest(self.first()),
+            "train": prompts_digest(self.representative_prompts()),
             "held_out": prompts_digest(self.held_out),
         }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_brorl.data.chat import DATE, Message, check_variables, dated
+from megatron_brorl.data.chat import DATE, Message, check_variables, date_variables
 from megatron_brorl.data.sentencepiece import CONVERTED, MODEL, SentencePieceTokenizer, is_exported
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, refuse_gguf
@@ -190,7 +190,7 @@ class HuggingFaceTokenizer:
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         given = {**variables}
         if self.template_date is not None:
-            given |= dated(self._template(), self.template_date)
+            given |= date_variables(self._template(), self.template_date)
         try:
             rendered = self._inner.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **given

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.chat import prompt_text
 from megatron_brorl.data.prepare.sets import INSTRUCTIONS, SETS, DataSet, Unusable, without_instruction
 from megatron_brorl.data.prompts import check_row
 from megatron_brorl.data.readers import parse_row, raw_rows
@@ -102,7 +102,7 @@ def prepare(job: Job) -> Counts:
             problem = ""
             try:
                 row = job.data_set.row(raw, where)
-                problem = without_instruction(spoken(row["prompt"]))
+                problem = without_instruction(prompt_text(row["prompt"]))
                 _complete(row, job, problem)
                 check_row(row, where, row["id"])
                 _check(row, job, problem, contamination, answers, ids)
@@ -133,7 +133,7 @@ def _contamination(evaluations: Sequence[tuple[str, Path]]) -> Contamination:
     for name, path in evaluations:
         for _, where, raw in _rows([path]):
             try:
-                found.add(without_instruction(spoken(SETS[name].row(raw, where)["prompt"])), where)
+                found.add(without_instruction(prompt_text(SETS[name].row(raw, where)["prompt"])), where)
             except Unusable:
                 continue
     return found
@@ -160,7 +160,7 @@ def _check(
 ) -> None:
     """Raise Unusable if a row is too long, in an evaluation, or a duplicate."""
     if job.tokenizer is not None and job.max_prompt_tokens:
-        tokens = len(job.tokenizer.encode(spoken(row["prompt"])))
+        tokens = len(job.tokenizer.encode(prompt_text(row["prompt"])))
         if tokens > job.max_prompt_tokens:
             raise Unusable(f"longer than {job.max_prompt_tokens} tokens: {tokens}")
     shared = contamination.find(problem)
