@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
-from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.chat import prompt_text
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.prompts import RowFormat, read_rows
 from megatron_brorl.data.sentencepiece import train_sentencepiece
@@ -30,7 +30,7 @@ def _corpus(config: Config, count: int) -> Iterator[str]:
     row_format = RowFormat(data.verifier, config.reward, data.columns)
     for name in files:
         for row in read_rows(Path(name), row_format):
-            yield data.template.replace("{prompt}", spoken(row.prompt), 1)
+            yield data.template.replace("{prompt}", prompt_text(row.prompt), 1)
             yield from [text for text in dict.fromkeys((row.answer, row.target)) if text]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.chat import prompt_text
 from megatron_brorl.data.prompts import read_rows
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
@@ -103,7 +103,7 @@ def _opened(model: Path, prompts: Path) -> tuple[Any, list[Tensor]]:
     _modelopt("quantization")  # fail early if it is missing
     rows = read_rows(prompts)
     tokenizer = load_tokenizer(model)
-    texts = [torch.tensor(tokenizer.encode(spoken(row.prompt))) for row in rows]
+    texts = [torch.tensor(tokenizer.encode(prompt_text(row.prompt))) for row in rows]
     if not texts or min(map(len, texts)) < 2:
         raise UserError(f"{prompts}: every prompt must have two tokens or more")
     return AutoModelForCausalLM.from_pretrained(model).eval(), texts

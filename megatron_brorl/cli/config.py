@@ -162,9 +162,9 @@ def _init(args: argparse.Namespace) -> int:
     given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
     values |= {key: value for key, value in given.items() if value not in ("", [""])}
     if args.data:
-        from megatron_brorl.data.columns import guess  # imports pyarrow, which is slow
+        from megatron_brorl.data.columns import guess_columns  # imports pyarrow, which is slow
 
-        values["data.columns"] = guess(Path(args.data))
+        values["data.columns"] = guess_columns(Path(args.data))
     values["data.chat"] = bool(args.model) and _has_chat_template(Path(args.model))
 
     write_text(args.file, starter(values))

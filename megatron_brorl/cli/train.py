@@ -116,7 +116,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
     """Return models, engine and verifiers of a run before its first step. started: Unix time at which it began."""
     config = session.config
     session.preflight()
-    session.check_verifiers([*session.sources.first(), *session.sources.held_out])
+    session.check_verifiers([*session.sources.representative_prompts(), *session.sources.held_out])
 
     # Start the engine last, because it uses the remaining memory.
     worker = session.worker(config.optim)
@@ -206,7 +206,9 @@ def dry_run(config: Config) -> int:
     _print_check(
         "engine", session.share_errors(lambda: preflight.engine_line(config.rollout.engine, config.engine.python))
     )
-    _print_check("reward", session.check_verifiers([*session.sources.first(), *session.sources.held_out]))
+    _print_check(
+        "reward", session.check_verifiers([*session.sources.representative_prompts(), *session.sources.held_out])
+    )
 
     worker = session.worker(config.optim, _Worker)
     found = _forward_backward(worker, session.sources.train.prompts(0, 1)[0], config)
