@@ -72,7 +72,7 @@ def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: Cost
 
 
 def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel) -> tuple[list[Any], int, float]:
-    """Rows, bytes and balance of a step whose groups were all lost."""
+    """Return rows, bytes and balance of a step whose groups were all lost."""
     grid = grid_of(**parallel)
     outcomes = select_groups(gather_outcomes([], GROUPS, N))
     replica, balance = redistribute.assign_replicas(outcomes, PROMPTS, algo, costs, grid.data)

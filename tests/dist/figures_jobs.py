@@ -12,7 +12,7 @@ from megatron_brorl.train.throughput import cluster_metrics, write_trace
 
 
 def told(rank: int, path: str) -> tuple[dict[str, float], list[str]]:
-    """The second rank takes three times as long, and has more to tell."""
+    """Return metrics and gathered texts; the second rank takes three times as long and has a longer text."""
     grid_of()
     spans = [Span("generate", 0.0, 1.0 + 2 * rank, {"tokens": 100.0}), *[Span("round", 0.0, 5.0, {})] * (1 + rank)]
     timeline = Timeline(spans=spans)

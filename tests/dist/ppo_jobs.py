@@ -1,4 +1,4 @@
-"""PPO steps of actor and critic on rollouts that are given, in any layout."""
+"""PPO steps of actor and critic on given rollouts, in any layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OF_PROMPT = [0] * 9 + [1] * 3 + [2] * 11 + [3]
 
 
 def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[float]]:
-    """Prompts, responses, the engine's log-probs and rewards of a step's 24 rollouts."""
+    """Return prompts, responses, the engine's log-probs and rewards of a step's 24 rollouts."""
     prompts, responses = rows(10 + step)
     g = torch.Generator().manual_seed(step)
     sampled = [-5.0 + 0.4 * torch.randn(len(r), generator=g) for r in responses]
@@ -57,7 +57,7 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
 def ppo(
     _rank: int, directory: str, parallel: dict[str, Any], steps: int, options: dict[str, Any]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Figures of each step, and the weights of actor and critic at the end, the same on every rank."""
+    """Return the metrics of each step and the final weights of actor and critic, the same on every rank."""
     grid = grid_of(**parallel)
     shape = read_shape(directory)
     ops = backend(options.get("ops", "fused"), torch.device("cpu"))
@@ -90,7 +90,7 @@ def ppo(
 
 
 def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
-    """The full weights of the body by Hugging Face name and, on the last stage, the value head."""
+    """Return the full weights by Hugging Face name and, on the last stage, the value head."""
     shape = body(critic.shape)
     grid = critic.grid
     buckets = make_buckets(names.entries(shape, grid.pipeline), 4)

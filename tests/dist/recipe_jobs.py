@@ -1,4 +1,4 @@
-"""Steps under the recipe's switches: rewards that all agree, references, refills, an actor that must not move."""
+"""Steps with options of the recipe: equal rewards, references, refills, an actor that must not change."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def judged(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], reward: float, steps: int
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Figures of each step, and the weights before and after."""
+    """Return the metrics of each step, and the weights before and after."""
     trainer = _trainer(directory, parallel, changes, reward)
     before = _weights(trainer)
     trainer.sync_weights()
@@ -57,7 +57,7 @@ def judged(
 def unmoved(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int
 ) -> tuple[list[dict[str, float]], bool]:
-    """Steps with the real engine; figures, and whether every weight and master has its bits still."""
+    """Take steps with the real engine; return metrics, and whether all weights and masters have the same bits."""
     shape = read_shape(directory)
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 200, sample_tokens, FusedDecode())
     trainer = _trainer(directory, parallel, changes, None, engine)
@@ -71,7 +71,7 @@ def unmoved(
 def reference_follows(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], root: str
 ) -> dict[str, Any]:
-    """Two steps, then what actor and reference say of some tokens; a reset; and both after a checkpoint."""
+    """Take two steps; return the log-probs of actor and reference then, after a reset, and after a checkpoint."""
     trainer = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, None)
     rows = ([torch.tensor([5, 6, 7]), torch.tensor([9, 4])], [torch.tensor([8, 9, 2]), torch.tensor([3])])
     assert trainer.reference is not None

@@ -111,7 +111,7 @@ def _critic(directory: str | Path, grid: Grid, config: Config) -> CriticWorker |
 def run_steps(
     rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, faults: dict[str, Any]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], list[Any]]:
-    """Figures of each step, the final weights, and what this rank's engine was asked: (step, prompt, siblings).
+    """Return metrics of each step, the final weights, and this rank's requests as (step, prompt, siblings).
 
     faults: fields of fakes.Engine for the rank that is named by "rank", or for all.
     """
@@ -125,7 +125,7 @@ def run_steps(
 
 
 def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], folder: str) -> list[str]:
-    """Two steps and an evaluation that are recorded; the files that this rank wrote."""
+    """Record two steps and an evaluation; return the files that this rank wrote."""
     config = configured(changes)
     trainer = make_trainer(directory, grid_of(**parallel), config, fakes.Engine())
     trainer.recorder = Recorder(Path(folder), config, fakes.Tokenizer().decode, (fakes.STOP,), rank)
@@ -153,7 +153,7 @@ class _Silent:
 def resumed(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, stop_at: int, root: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Steps up to `stop_at`, a checkpoint, and the rest in a trainer that starts from it with another engine."""
+    """Take steps up to `stop_at`, save, and take the rest in a trainer that starts from there with another engine."""
     grid = grid_of(**parallel)
     config = configured(changes | {"run": {"seed": 3, "dir": root}})
     first = make_trainer(directory, grid, config, fakes.Engine())
@@ -166,7 +166,7 @@ def resumed(
 def go_on(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, root: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Steps from the checkpoint under `root`, which another layout may have written."""
+    """Take steps from the checkpoint under `root`, which another layout may have written."""
     config = configured(changes | {"run": {"seed": 3, "dir": root}})
     return _go_on(directory, grid_of(**parallel), config, [], steps)
 
@@ -197,7 +197,7 @@ class Drawn:
 def draw(
     _rank: int, directory: str, parallel: dict[str, Any], asked: list[int], n: int, max_rows: int
 ) -> dict[tuple[str, int], Drawn]:
-    """This rank's share of n rollouts of each prompt of `asked`, by the torch engine; by (prompt id, sibling)."""
+    """Return this rank's share of n rollouts of the prompts `asked`, from the built-in engine, by (id, sibling)."""
     worker = make_worker(directory, parallel)
     seen: dict[tuple[int, int, int], tuple[float, torch.Tensor]] = {}
 
@@ -225,7 +225,7 @@ def draw(
 
 
 def meeting(rank: int) -> str:
-    """Ranks that meet a second apart, and then one that does not come."""
+    """Let ranks meet a second apart; then one does not come."""
     grid_of()
     grid = grids.build(ParallelConfig(timeout_s=0.5), phase_s=3.0)
     if rank == 1:

@@ -1,4 +1,4 @@
-"""PPO with a critic: two steps of two epochs against a loop written out in float64, in every layout."""
+"""PPO with a critic: two steps of two epochs against a plain loop in float64, in every layout."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CASES = [("qwen2", True), ("qwen3", False)]
 
 
 def loop(directory, case):
-    """The loop: its figures and weights, and the directory that both begin from."""
+    """Run the plain loop; return its metrics and weights, and the model directory."""
     actor = tiny.make_model(directory, *case).double()
     reference = copy.deepcopy(actor)
     critic = Critic(actor)
@@ -144,14 +144,14 @@ def loop(directory, case):
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory):
-    """`loop` of a case, which takes seconds, once."""
+    """Run `loop` once per case, because it takes seconds."""
     return cache(lambda case: loop(tmp_path_factory.mktemp("model"), case))
 
 
 @pytest.mark.parametrize(("size", "parallel", "options", "case"), pairs(LAYOUTS, CASES))
 def test_ppo_equals_a_plain_loop(worlds, loops, size, parallel, options, case):
     directory, figures, actor, critic = loops(case)
-    assert sum(f["clipped"] for f in figures) > 0  # the clipping of values is at work
+    assert sum(f["clipped"] for f in figures) > 0  # value clipping is active
     for got, actor_weights, critic_weights in worlds(size).run("ppo_jobs:ppo", directory, parallel, STEPS, options):
         for mine, wanted in zip(got, figures, strict=True):
             # With values of zero the residuals are the returns, and no variance is explained.

@@ -79,7 +79,7 @@ def single(worlds, directory):
     return get
 
 
-# Figures that floating-point order moves; the others are counts or sums of the same numbers in the same order.
+# Metrics that depend on floating-point order; the others are counts or sums in the same order.
 ROUNDED = {
     *("loss", "grad_norm", "entropy", "approx_kl", "ratio_mean", "ratio_max"),
     *("logprob_gap_mean", "logprob_gap_max", "staleness_mean"),
@@ -87,12 +87,12 @@ ROUNDED = {
 }
 
 
-# A prompt that spans replicas is computed on each; who has which rows, and what had to travel for it.
+# Metrics that depend on the layout: shared prompts on several replicas, balance, and bytes sent.
 OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
 
 
 def assert_same(results, expected):
-    """Figures and weights of every rank."""
+    """Compare metrics and weights of every rank."""
     wanted, weights = expected[:2]
     for figures, got, *_ in results:
         for step, (a, b) in enumerate(zip(figures, wanted, strict=True)):
@@ -112,7 +112,7 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     assert_same(results, expected)
     assert expected[0][0]["lost_share"] == 4 / 96
     masses = [f["theory_exact/unsampled_mass"] for f in expected[0] if "theory_exact/unsampled_mass" in f]
-    assert masses  # not in a step in which no group is complete
+    assert masses  # not in a step without a complete group
     assert all(0 < mass < 1 for mass in masses)
     assert sum(f["updates"] for f in expected[0]) >= steps - 1
     asked = [(step, prompt, sibling) for _, _, calls in results for step, prompt, part in calls for sibling in part]
@@ -130,7 +130,7 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"pipeline": 2}), (4, {"tensor": 2})])
 def test_a_rank_that_loses_all_rollouts_blocks_no_other_rank(worlds, directory, size, parallel):
-    """Its share of the first step is the last siblings; the other ranks' survivors are trained on, by all of them."""
+    """The rank loses the last siblings of the first step; all ranks train on the survivors of the others."""
     changes = VARIANTS["whole"]
     gone = {(f"p/{i}", s) for i, s in product(range(3), range(32 - 32 // size, 32))}
     faults = {"rank": size - 1, "lose": {(f"p/{i}", s) for i, s in product(range(3), range(32))}}
@@ -155,7 +155,7 @@ def test_work_stealing_changes_no_result(worlds, directory, single, size, varian
     assert sorted(slot for part in every for slot in part) == sorted(
         (c, p, i) for c, p, part in expected[2] for i in part
     )
-    # In each call four of its own at most, and with partial rollouts those that it had begun.
+    # Each call has at most four rows, and with partial rollouts also the ones that it had begun.
     for call in range(steps if variant != "partial" else 1):
         assert sum(c == call for c, _, _ in every[slow]) <= 4
     assert len(every[slow]) < min(len(part) for rank, part in enumerate(every) if rank != slow)
@@ -190,7 +190,7 @@ def test_partial_rollouts_are_carried(single):
         )
         if trained:
             assert figures[now]["response_tokens"] == pytest.approx(sum(lengths[k] for k in trained) / len(trained))
-            # Two updates in each step that trains; the tokens of a rollout are 2, 1 and 0 steps old if it took three.
+            # Two updates per training step; the tokens of a rollout over three steps are 2, 1 and 0 steps old.
             trains = [float(figures[step]["trained_tokens"] > 0) for step in range(now)]
             behind = [
                 2 * sum(trains[s + position // 4 :])
@@ -200,7 +200,7 @@ def test_partial_rollouts_are_carried(single):
             assert figures[now]["staleness_mean"] == pytest.approx(sum(behind) / len(behind))
             assert figures[now]["staleness_max"] == max(behind)
     assert figures[0]["rollouts"] == 0
-    # No group closes before the third step, so that nothing is trained and no token is older than the weights.
+    # No group closes before the third step, so there is no update and no token is older than the weights.
     assert [f["updates"] for f in figures] == [0, 0, 2, 2, 2]
     assert [figures[step]["staleness_max"] for step in (2, 3, 4)] == [0, 2, 4]
 
@@ -250,7 +250,7 @@ def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
     ("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2})]
 )
 def test_resume_is_bit_exact_with_a_critic(worlds, directory, tmp_path, size, parallel):
-    """The figures after the checkpoint tell the critic's weights and its optimizer's state apart from any other."""
+    """The metrics after the checkpoint depend on the critic's weights and optimizer state."""
     variant = VARIANTS["critic"]
     whole = worlds(size).run("steps:run_steps", directory, parallel, variant, 3, {})
     cut = worlds(size).run("steps:resumed", directory, parallel, variant, 3, 2, str(tmp_path))
@@ -328,7 +328,7 @@ def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path, p
 
 
 def test_a_barrier_names_the_missing_rank():
-    """Apart for longer than a collective may take; the missing rank is named. A world of its own: it ends broken."""
+    """Ranks may be apart longer than a collective's timeout; a missing rank is named and breaks the world."""
     world = World(2)
     try:
         said, _ = world.run("steps:meeting", timeout=60)

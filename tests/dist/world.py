@@ -27,7 +27,7 @@ class World:
             for rank, told in enumerate(meeting(listener, size)):
                 ours, theirs = CONTEXT.Pipe()
                 given = (rank, told, None if rank else listener, theirs)
-                process = CONTEXT.Process(target=_serve, args=given)  # may have children: savers
+                process = CONTEXT.Process(target=_serve, args=given)  # may have children that save checkpoints
                 process.start()
                 self.pipes.append(ours)
                 self.processes.append(process)
@@ -44,7 +44,7 @@ class World:
             results.append(value)
             if not ok:
                 failures.append(f"{job} failed on rank {rank}:\n{value}")
-        if failures:  # every rank's answer was taken, so that the next job gets its own
+        if failures:  # all answers have been read, so that the next job reads its own
             raise AssertionError(failures[0])
         return results
 

@@ -50,7 +50,7 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     parameters = dict(actor.named_parameters())
     checked = 0
     for name, parameter in parameters.items():
-        index = int(parameter.grad.abs().argmax())  # where it matters most
+        index = int(parameter.grad.abs().argmax())  # the largest gradient
         flat = parameter.data.view(-1)
         kept = flat[index].item()
         h = 1e-6

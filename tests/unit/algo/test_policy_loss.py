@@ -1,4 +1,4 @@
-"""Advantages, selection and the clipped loss against computations written from the equations."""
+"""The policy loss, its KL estimates and weights against computations from the equations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_brorl.algo.policy_loss import (
 
 
 def loss_by_hand(lp, old, rollout, adv, divisor, low, high, cap):
-    """The objective of one token at a time in Python floats."""
+    """Return the loss from one token at a time, in Python floats."""
     total = 0.0
     for i in range(len(lp)):
         ratio = math.exp(lp[i] - old[i])

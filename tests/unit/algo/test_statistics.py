@@ -1,4 +1,4 @@
-"""pass@k against enumeration, the bootstrap against the normal approximation and itself."""
+"""Bootstrap intervals against the normal approximation and closed forms; Student's test against integration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs against counted operations and packed streams; assignments against exhaustive search and Graham's bound."""
+"""Costs against counted operations and packed streams; assignments against exhaustive search and bounds."""
 
 from __future__ import annotations
 

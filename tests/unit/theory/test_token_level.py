@@ -17,7 +17,7 @@ P = np.array([0.2, 0.5, 0.3])
 
 
 def every_outcome(n: int, worth: np.ndarray):
-    """All draws of n tokens and their rewards, [outcomes, n], and the probability of each."""
+    """Return all draws of n tokens and their rewards, [outcomes, n], and the probability of each."""
     token = np.array(list(itertools.product(range(3), repeat=n)))
     reward = np.array(list(itertools.product((0.0, 1.0), repeat=n)))
     token, reward = np.repeat(token, len(reward), axis=0), np.tile(reward, (len(token), 1))
@@ -27,7 +27,7 @@ def every_outcome(n: int, worth: np.ndarray):
 
 
 def levels(token: np.ndarray, reward: np.ndarray):
-    """token_level with every row [outcomes, n] as a position of its own."""
+    """Return token_level with every row [outcomes, n] as a separate position."""
     rows, n = token.shape
     logits = torch.from_numpy(np.log(P)).expand(rows, 3)
     position = torch.arange(rows).repeat_interleave(n)
@@ -144,7 +144,7 @@ VOCABULARY = 3
 
 
 def siblings(seed: int, n: int = 14, depth: int = 5) -> torch.Tensor:
-    """Responses of 0 (lost) to `depth` tokens of a small vocabulary, padded by -1."""
+    """Return responses of 0 (lost) to `depth` tokens of a small vocabulary, padded with -1."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (n, depth), generator=g)
     lengths = torch.randint(0, depth + 1, (n, 1), generator=g)
@@ -152,7 +152,7 @@ def siblings(seed: int, n: int = 14, depth: int = 5) -> torch.Tensor:
 
 
 def prefixes(tokens: torch.Tensor) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The prefix of every token (sibling, depth)."""
+    """Return the prefix of every token (sibling, depth)."""
     rows = [[x for x in row if x >= 0] for row in tokens.tolist()]
     return {(i, t): tuple(row[:t]) for i, row in enumerate(rows) for t in range(len(row))}
 

@@ -1,4 +1,4 @@
-"""NaN and infinities in a step: rows are left out against the step written out, updates are skipped, runs end."""
+"""NaN and infinities in a step: rows are left out, updates are skipped, runs end; compared with a step by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trainer_of(model, processes, changes, nonfinite=None):
 
 
 def groups_of(seed):
-    """Prompts, responses and rewards of the first step; a response that was cut off is wrong."""
+    """Return prompts, responses and rewards of the first step; a response that was cut off is wrong."""
     groups = []
     for prompt in fakes.prompts(3):
         rows = responses(seed, prompt, N, TOKENS)
@@ -46,7 +46,7 @@ def groups_of(seed):
 
 
 def token_of_few(groups):
-    """A token that no prompt has, and the rows that the model reads it in (a last token is only predicted)."""
+    """Return a token that no prompt has, and the rows in which the model reads it (a last token is only predicted)."""
     asked = {token for prompt, _, _ in groups for token in prompt.token_ids}
     for token in set(range(3, tiny.VOCAB)) - asked:
         rows = {(p.id, i) for p, found, _ in groups for i, row in enumerate(found) if token in row[:-1]}
@@ -73,7 +73,7 @@ def poison_gradients(module, active=lambda: True):
 
 
 def assert_step_without(values, trainer, model, left_out):
-    """The figures are those of the step written out: baselines with all rows, loss and divisor without left_out."""
+    """Compare the metrics with a step by hand: baselines with all rows, loss and divisor without left_out."""
     groups = groups_of(trainer.config.run.seed)
     loss, norm, tokens = update(model[1], groups, trainer.config.algo.is_cap, left_out)
     assert (values["nonfinite_rows"], values["updates"], values["updates_skipped"]) == (len(left_out), 1, 0)
@@ -87,7 +87,7 @@ def assert_step_without(values, trainer, model, left_out):
 
 
 @pytest.mark.parametrize("ops", ["fused", "reference"])
-def test_rows_that_the_engine_gives_no_finite_log_prob(processes, model, capfd, ops):
+def test_rows_with_nonfinite_engine_log_probs_are_left_out(processes, model, capfd, ops):
     trainer = trainer_of(model, processes, {"ops": {"implementation": ops}}, ROWS)
     values, _ = trainer.train_step()
     assert "not finite: p/0/3, p/1/0, p/1/31, p/2/17\n" in capfd.readouterr().err
@@ -112,7 +112,7 @@ def test_an_update_with_nan_activations_is_skipped(processes, model, capfd, shar
 
 
 def value_loss(left_out):
-    """Values begin at 0: a token's return is its response's reward, and its loss half of that squared."""
+    """Return the value loss at values of 0, where a token's return is its response's reward."""
     rows = [
         (len(row), reward)
         for prompt, found, rewards in groups_of(3)
@@ -124,7 +124,7 @@ def value_loss(left_out):
 
 @pytest.mark.parametrize("changes", [{"algo": {"mini_batches": 2, "epochs": 2}}, PPO], ids=["two epochs", "gae"])
 def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
-    """Found in whichever pass, a row is left out of all: as if the engine had given no log-prob of it."""
+    """A row with NaN in one pass is left out of all, as if its engine log-probs were NaN."""
     critic = "critic" in changes
     first = trainer_of(model, processes, changes)
     token, left_out = token_of_few(groups_of(first.config.run.seed))
@@ -145,8 +145,8 @@ def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
 
 
 @pytest.mark.parametrize("what", ["rows", "gradients"])
-def test_a_run_ends_after_so_many_steps_in_a_row(processes, model, tmp_path, what):
-    """Two such steps, one that is none, and three: the run ends after the sixth, which is saved."""
+def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, what):
+    """After two such steps, a good one and three more, the run ends; the sixth step is saved."""
     changes = {
         "run": {"seed": 3, "dir": str(tmp_path)},
         "train": {"steps": 20, "max_nonfinite_steps": 3},
@@ -172,14 +172,14 @@ def test_a_run_ends_after_so_many_steps_in_a_row(processes, model, tmp_path, wha
 @pytest.mark.parametrize(
     ("figures", "expected"),
     [
-        ({"updates_skipped": 0.0, "nonfinite_rows": 0.0, "finite_rows": 0.0}, 0),  # nothing was kept
+        ({"updates_skipped": 0.0, "nonfinite_rows": 0.0, "finite_rows": 0.0}, 0),  # no group was kept
         ({"updates_skipped": 0.0, "nonfinite_rows": 5.0, "finite_rows": 5.0}, 0),
         ({"updates_skipped": 0.0, "nonfinite_rows": 6.0, "finite_rows": 5.0}, 3),
         ({"updates_skipped": 1.0, "nonfinite_rows": 0.0, "finite_rows": 5.0}, 3),
         ({"updates_skipped": 0.0, "critic_updates_skipped": 1.0, "nonfinite_rows": 0.0, "finite_rows": 5.0}, 3),
     ],
 )
-def test_what_counts_as_a_step_that_is_not_finite(figures, expected):
+def test_steps_that_count_as_nonfinite(figures, expected):
     assert nonfinite_steps(2, figures) == expected
 
 
@@ -191,7 +191,7 @@ def break_weight(trainer, value=NAN):
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_checkpoint_never_holds_what_is_not_finite(processes, model, tmp_path, value):
+def test_checkpoints_are_finite(processes, model, tmp_path, value):
     trainer = trainer_of(model, processes, {"run": {"seed": 3, "dir": str(tmp_path)}, **PPO})
     trainer.state.step = 1
     trainer.save()
@@ -208,7 +208,7 @@ def test_a_checkpoint_never_holds_what_is_not_finite(processes, model, tmp_path,
 
 
 def breaking(trainer):
-    """An optimizer step with a finite gradient that leaves a weight infinite (an overflow); the weight's name."""
+    """Make a weight infinite in an optimizer step whose gradient is finite; return the weight's name."""
     train = trainer.worker.train
 
     def broken(*arguments):
@@ -221,7 +221,7 @@ def breaking(trainer):
 
 
 class Sums:
-    """Prompts with answers, and their tokens."""
+    """Return prompts with answers and their tokens."""
 
     eos_id = 2
 
@@ -236,7 +236,7 @@ class Sums:
     ("lr", "said"),
     [(1e30, "step 1: loss nan, gradient norm nan"), (0.0, "step 0: weights that are not finite: decoder.layers.2.mlp")],
 )
-def test_supervised_training_stops_where_it_is_not_finite(processes, model, lr, said):
+def test_sft_stops_if_not_finite(processes, model, lr, said):
     trainer = trainer_of(model, processes, {})
     if not lr:
         breaking(trainer)
@@ -246,7 +246,7 @@ def test_supervised_training_stops_where_it_is_not_finite(processes, model, lr, 
     assert "nothing is exported" in str(caught.value)
 
 
-def test_weights_that_an_update_breaks_reach_no_engine(processes, model):
+def test_nonfinite_weights_are_not_sent_to_engines(processes, model):
     trainer = trainer_of(model, processes, {})
     name = breaking(trainer)
     engine = trainer.rollouts.engine.engine

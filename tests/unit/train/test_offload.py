@@ -1,4 +1,4 @@
-"""Memory that goes away and comes back: the same bits, the same views, and nothing left meanwhile."""
+"""Offloaded memory: the same bits and views after a reload, and no device memory in between."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from megatron_brorl.train.offload import Offload
 
 
-def test_bytes_and_views_come_back():
+def test_bytes_and_views_are_restored():
     base = torch.randn(1000)
     views = [base[10:20], base.view(10, 100)[3], torch.arange(5, dtype=torch.int64), torch.empty(0)]
     dropped = torch.ones(64)
     before = [v.clone() for v in views]
     offload = Offload(lambda: views, lambda: [dropped])
     offload.offload()
-    offload.offload()  # the second one finds nothing
+    offload.offload()  # the second call has no effect
     assert [v.untyped_storage().nbytes() for v in (base, *views, dropped)] == [0] * 6
     offload.reload()
     offload.reload()
@@ -25,7 +25,7 @@ def test_bytes_and_views_come_back():
     assert dropped.untyped_storage().nbytes() == 256
 
 
-def test_tensors_that_came_since_are_found():
+def test_new_tensors_are_offloaded():
     tensors = [torch.ones(3)]
     offload = Offload(lambda: tensors)
     offload.offload()

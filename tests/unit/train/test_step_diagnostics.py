@@ -1,4 +1,4 @@
-"""The live mass balance of a whole step against transformers' softmax and the streams that the engine drew from."""
+"""The live mass balance of a whole step against transformers' softmax and the engine's random streams."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step(processes, model):
 
 
 def drawn(prompt):
-    """Responses with their stop token, and verdicts."""
+    """Return responses with their stop token, and whether they are right."""
     rows = []
     right = []
     for row in fakes.draws(stream_key(3, 0, prompt.id), range(N), TOKENS):
@@ -48,7 +48,7 @@ def drawn(prompt):
 
 
 def chosen():
-    """Two of the three prompts, by the keyed numbers of the step."""
+    """Return two of the three prompts by the keyed random numbers of the step."""
     key = torch.full((3,), stream_key(3, "theory", 0))
     order = uniforms(key, torch.arange(3), torch.zeros(3, dtype=torch.int64)).argsort()
     return [fakes.prompts(3)[i] for i in sorted(order[:2].tolist())]
@@ -119,7 +119,7 @@ def by_hand(model):
     return whole | {"exact/shared_tokens": sum(weights) / tokens}
 
 
-def test_token_level_figures(step, model):
+def test_token_level_metrics(step, model):
     figures = by_hand(model[1])
     for name, expected in figures.items():
         assert step[f"theory_{name}"] == pytest.approx(expected, rel=2e-4, abs=1e-9), name
@@ -137,7 +137,7 @@ def test_answers(step):
         times = np.array([answers.count(a) for a in set(answers)])
         distinct.append(len(times))
         singles.append((times == 1).sum())
-        # Of two held-out siblings each is new where its answer came once, or where the other one has it too.
+        # A held-out sibling is new if its answer occurs once, or if only the other held-out sibling has it, too.
         pairs.append(((times == 1).sum() + 2 * (times == 2).sum() / (N - 1)) / N)
     values = step
     assert values["theory_good_turing/distinct"] == pytest.approx(np.mean(distinct))
