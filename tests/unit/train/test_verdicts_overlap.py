@@ -1,8 +1,8 @@
-"""Verdicts are made while an engine with a clock of tokens still generates, and change nothing."""
+"""Rollouts are scored while the engine still generates, with the same results."""
 
 from __future__ import annotations
 
-import time
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Source:
 
 
 class _Deaf:
-    """Hears of nothing, and never asks to stop."""
+    """Callbacks that ignore rollouts and never cancel."""
 
     def finished(self, request, rollout):
         pass
@@ -39,13 +39,25 @@ class _Deaf:
         return False
 
 
+class Pool(RewardPool):
+    """Releases a semaphore for each score."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 60.0, make="step_verifiers:make")
+        self.scored = threading.Semaphore(0)
+
+    def submit(self, request):
+        score = super().submit(request)
+        score.add_done_callback(lambda _: self.scored.release())
+        return score
+
+
 @dataclass
 class Clocked(fakes.Engine):
-    """Rollouts end at the tick of their last token. The last tick comes when all that ended before are being judged:
-    an engine that is heard only at its end would wait for ever."""
+    """Delivers rollouts in the order of their lengths. The longest ones come when all others have been scored."""
 
-    log: Path = Path()
-    waited_for: int = 0
+    pool: Pool | None = None
+    scored: int = 0  # rollouts that were scored before the call returned
 
     def generate(self, requests, sampling, callbacks=None, supply=None):
         groups = super().generate(requests, sampling, _Deaf())
@@ -54,12 +66,8 @@ class Clocked(fakes.Engine):
             for _, request, rollout in (end for end in ends if end[0] == tick):
                 callbacks.finished(request, rollout)
 
-        # An answer is the tokens without the stop token; equal ones are judged once.
-        early = {(i, *r.token_ids.tolist()[:-1]) for length, i, r in ends if length < TOKENS}
-        self.waited_for, end = len(early), time.monotonic() + 60
-        while not self.log.exists() or len(self.log.read_text().splitlines()) < len(early):
-            assert time.monotonic() < end, "nothing is judged before generation ends"
-            time.sleep(0.01)
+        self.scored = sum(length < TOKENS for length, _, _ in ends)
+        assert all(self.pool.scored.acquire(timeout=60.0) for _ in range(self.scored))
         return groups
 
 
@@ -70,7 +78,7 @@ def known(monkeypatch):
 
 @pytest.fixture
 def pool():
-    with RewardPool(2, 60.0, make="step_verifiers:make") as pool:
+    with Pool() as pool:
         yield pool
 
 
@@ -82,22 +90,22 @@ def trainer_of(model, processes, pool, engine, log):
     return trainer
 
 
-def test_what_ended_early_is_judged_before_generation_ends(processes, pool, model, tmp_path):
+def test_early_rollouts_are_scored_before_generation_ends(processes, pool, model, tmp_path):
     log, other = tmp_path / "log", tmp_path / "other"
-    engine = Clocked(log=log)
+    engine = Clocked(pool=pool)
     trainer = trainer_of(model, processes, pool, engine, log)
     values, seconds = trainer.train_step()
     rows = {p.id: responses(trainer.config.run.seed, p, N, TOKENS) for p in fakes.prompts(2)}
     stopped = [(name, row[:-1]) for name, found in rows.items() for row in found if row[-1] == fakes.STOP]
-    assert engine.waited_for > 10
-    # Cut-off responses are not looked at; each answer of a prompt is judged once.
+    assert engine.scored > 10
+    # Cut-off responses are not scored; equal answers to a prompt are scored once.
     told = {f"{name}: {' '.join(map(str, row))}".strip() for name, row in stopped}
     assert sorted(line.strip() for line in log.read_text().splitlines()) == sorted(told)
     assert values["verdict_hit_share"] == (len(stopped) - len(told)) / len(stopped)
     assert values["verdict_timeouts"] == values["reward_worker_restarts"] == 0
     assert values["reward"] == pytest.approx(sum(sum(row) % 2 == 0 for _, row in stopped) / (2 * N))
     assert seconds["verdict_latency_max"] > 0
-    # The same step by an engine that delivers in another order, judged afterwards as by one worker.
+    # The same step with an engine that delivers in another order, scored afterwards by one worker.
     again = trainer_of(model, processes, fakes.Pool(), fakes.Engine(), other)
     expected, _ = again.train_step()
     np.testing.assert_equal(values | {"verdict_hit_share": 0.0}, expected)  # bit for bit; nan where it is unknown
@@ -105,8 +113,8 @@ def test_what_ended_early_is_judged_before_generation_ends(processes, pool, mode
         assert torch.equal(a, b), name
 
 
-def test_a_step_shares_verdicts_over_its_rounds(processes, pool, model, tmp_path):
-    """A second round asks for the same prompts again: what the first has judged costs nothing, until the next step."""
+def test_rounds_of_a_step_share_scores(processes, pool, model, tmp_path):
+    """A second round of the same prompts uses the scores of the first one. The next step does not."""
     log = tmp_path / "log"
     trainer = trainer_of(model, processes, pool, fakes.Engine(), log)
     changes = {"rollout": {"n": N, "prompts": 2, "refills": 1}, "algo": {"dynamic_sampling": True}}
