@@ -1,4 +1,4 @@
-"""A reward function: prompt "7" asks for any two numbers with the sum 7, so one reference answer is not enough."""
+"""A custom reward function: the prompt "7" asks for any two numbers that add up to 7."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def score(response: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return 1 for a correct sum and 0.2 for a wrong one. The parts are the form and the correctness."""
+    """Return reward 1 for a correct sum and 0.2 for a wrong sum, with form and correctness as parts."""
     sum_ = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", response)
     if sum_ is None:
         return {"reward": 0.0, "reason": "not of the form a+b", "parts": {"form": 0.0, "right": 0.0}}

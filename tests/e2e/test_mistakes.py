@@ -50,7 +50,7 @@ def test_malformed_row(config, model, tmp_path):
 def test_supervised_training_that_diverges_exports_nothing(config, model, tmp_path):
     """An infinite learning rate is refused at the start; one that is far too high ends the run by its loss."""
     command = ("sft", config, f"model.path={model}", f"run.dir={tmp_path / 'run'}", "sft.steps=3")
-    assert_refused(brorl(*command, "sft.lr=inf"), "sft.lr = inf: must be finite")
+    assert_refused(brorl(*command, "sft.lr=inf"), "sft.lr = inf: must be a finite number")
     done = brorl(*command, "sft.lr=1e29")
     assert done.returncode == 2
     assert "nothing is exported" in done.stderr.splitlines()[-1]

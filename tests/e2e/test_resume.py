@@ -187,6 +187,6 @@ def test_a_hanging_rank_is_named_and_the_run_can_be_resumed(config, init, tmp_pa
     assert "in make_experience" in done.stderr
 
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
-    assert folders.damage(saved) == ""
+    assert folders.find_damage(saved) == ""
     assert "resumed from" in train(config, init, tmp_path, *options).stderr
     assert [row["step"] for row in rows(tmp_path)] == [0, 1]
