@@ -28,24 +28,30 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost
 from megatron_brorl.rollout.sampler import deal
-from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
-from megatron_brorl.train.redistribute import TOKEN_BYTES
+from megatron_brorl.train.redistribute import TOKEN_BYTES, assign_replicas
 
-PROMPTS, PROMPT_TOKENS, MINI_BATCHES, KEPT = 128, 200, 8, 0.62
-MEAN, LONGEST, SPREAD = 8192, 14336, 0.5
+PROMPTS = 128
+PROMPT_TOKENS = 200
+MINI_BATCHES = 8
+KEPT = 0.62
+MEAN = 8192
+LONGEST = 14336
+SPREAD = 0.5
 MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
 
 
 def drawn(n: int, seed: int) -> Outcomes:
     """Return the tables of a step: lengths and kept groups."""
     rng = np.random.default_rng(seed)
-    between, within = rng.normal(0, SPREAD, (PROMPTS, 1)), rng.normal(0, SPREAD, (PROMPTS, n))
+    between = rng.normal(0, SPREAD, (PROMPTS, 1))
+    within = rng.normal(0, SPREAD, (PROMPTS, n))
     lengths = MEAN * np.exp(between + within - SPREAD**2)  # the mean of each exponential is exp(SPREAD^2 / 2)
     tokens = torch.from_numpy(lengths.clip(1, LONGEST).astype(np.int64))
     kept = np.sort(rng.permutation(PROMPTS)[: round(KEPT * PROMPTS)]).tolist()
 
-    state, none = torch.full_like(tokens, STOP), torch.zeros_like(tokens)
+    state = torch.full_like(tokens, STOP)
+    none = torch.zeros_like(tokens)
     return Outcomes(state, none.float(), none.bool(), tokens, none, none, none, list(range(PROMPTS)), kept)
 
 
@@ -90,14 +96,15 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
     """Return one row of the table."""
     outcomes = drawn(n, seed=n + replicas)
     algo = AlgoConfig(mini_batches=MINI_BATCHES, mini_batch_of=of)
-    runs, holder = in_runs(outcomes, replicas), dealt(outcomes, replicas)
+    runs = in_runs(outcomes, replicas)
+    holder = dealt(outcomes, replicas)
 
     begun = time.thread_time()
-    assigned = assign_rows(outcomes, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
+    replica, balance = assign_replicas(outcomes, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
     seconds = time.thread_time() - begun
 
     # Rows that are trained where they were sampled are not sent.
-    moving = (assigned.replica >= 0) & (assigned.replica != holder)
+    moving = (replica >= 0) & (replica != holder)
     sent = sums(holder[moving], outcomes.tokens[moving], replicas) * TOKEN_BYTES
     return {
         "n": n,
@@ -106,8 +113,8 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
         "generation_runs": efficiency(sums(runs, outcomes.tokens, replicas)),
         "generation": efficiency(sums(holder, outcomes.tokens, replicas)),
         "update_runs": old_update(outcomes, runs, algo, costs, replicas),
-        "update": assigned.balance,
-        "rows": int((assigned.replica >= 0).sum()),
+        "update": balance,
+        "rows": int((replica >= 0).sum()),
         "seconds": seconds,
         "sent_mib": float(sent.max()) / 2**20,
     }

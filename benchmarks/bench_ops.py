@@ -64,7 +64,8 @@ def fused(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advan
 def liger_like(h: Tensor, w: Tensor, *rest: Tensor) -> float:
     """Compute gradients by chunk in the forward pass, with a float32 sum for the weight (Liger-Kernel's scheme)."""
     gradient = torch.func.grad_and_value(full_loss, argnums=(0, 1))
-    grad_hidden, grad_weight = torch.empty_like(h), torch.zeros_like(w, dtype=torch.float32)
+    grad_hidden = torch.empty_like(h)
+    grad_weight = torch.zeros_like(w, dtype=torch.float32)
     rows = CHUNK_ROWS[h.device.type]
 
     def accumulate(part: slice) -> float:  # a function, so that the gradients of a chunk are freed before the next one
@@ -74,7 +75,8 @@ def liger_like(h: Tensor, w: Tensor, *rest: Tensor) -> float:
         return value.item()
 
     total = sum(accumulate(slice(i, i + rows)) for i in range(0, len(h), rows))
-    h.grad, w.grad = grad_hidden.detach().div_(len(h)), grad_weight.div_(len(h)).to(w.dtype)
+    h.grad = grad_hidden.detach().div_(len(h))
+    w.grad = grad_weight.div_(len(h)).to(w.dtype)
     return total / len(h)
 
 
@@ -82,7 +84,8 @@ def chunked(loss: Callable[..., Tensor]) -> Callable[..., float]:
     """Run forward and backward passes by chunk, with the chunk size of the fused op; autograd sums the gradients."""
 
     def run(h: Tensor, w: Tensor, *rest: Tensor) -> float:
-        total, rows = 0.0, CHUNK_ROWS[h.device.type]
+        total = 0.0
+        rows = CHUNK_ROWS[h.device.type]
         for i in range(0, len(h), rows):
             part = slice(i, i + rows)
             value = loss(h[part], w, *(x[part] for x in rest)) / len(h)
@@ -135,7 +138,8 @@ def make_inputs(
     weight = (normal(v, h) / h**0.5).to(DTYPES[dtype]).requires_grad_()
     ids = torch.randint(0, v, (t,), generator=g, device=device)
     old = -math.log(v) + 0.1 * normal(t)
-    rollout_gap, advantages = 0.1 * normal(t), normal(t)
+    rollout_gap = 0.1 * normal(t)
+    advantages = normal(t)
 
     # The given share of tokens leaves the clip range, where tokens have no gradient.
     with torch.no_grad():
@@ -153,11 +157,14 @@ def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int])
     name, dtype, shape, clipped, threads, repeat = args
     torch.set_num_threads(threads)
     inputs, share = make_inputs(dtype, shape, clipped)
-    (t, h, v), (hidden, weight) = shape, inputs[:2]
+    t, h, v = shape
+    hidden, weight = inputs[:2]
 
     # The first call warms up.
     call = IMPLEMENTATIONS[name]()
-    seconds, extra, loss = [], 0, 0.0
+    seconds = []
+    extra = 0
+    loss = 0.0
     for i in range(1 + repeat):
         hidden.grad = weight.grad = None
         elapsed, grown, loss = timed(partial(call, *inputs))

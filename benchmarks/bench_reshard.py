@@ -129,7 +129,8 @@ def make(args: tuple[str, str, str]) -> None:
 
 def same(first: Path, second: Path) -> bool:
     """Return whether two Hugging Face directories have the same bits, with one tensor in memory at a time."""
-    a, b = Checkpoint(first), Checkpoint(second)
+    a = Checkpoint(first)
+    b = Checkpoint(second)
     bits = (torch.equal(a.tensor(n).view(torch.uint8), b.tensor(n).view(torch.uint8)) for n in a.files)
     names = [p.name for p in (first, second) for p in (p / INDEX,) if p.is_file()]
     return len(names) in (0, 2) and a.files.keys() == b.files.keys() and all(bits)

@@ -27,7 +27,8 @@ from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import PoolStats, RewardPool
 from megatron_brorl.types import Prompt, Rollout
 
-PROMPTS, SIBLINGS = 128, 512
+PROMPTS = 128
+SIBLINGS = 512
 WRONG = 64  # wrong answers of a prompt
 NO_ANSWER = 1 / 16  # of the responses
 WORDS = (
@@ -54,7 +55,8 @@ def references(rng: random.Random, count: int) -> list[str]:
     """Return reference answers of three kinds, in turn."""
     made = []
     for i in range(count):
-        a, b = rng.randrange(2, 1000), rng.randrange(2, 100)
+        a = rng.randrange(2, 1000)
+        b = rng.randrange(2, 100)
         made.append([str(a), rng.choice([f"{a}/{b}", f"{a}.{b}"]), rf"\frac{{{a}\sqrt{{{b}}}}}{{7}}"][i % 3])
     return made
 

@@ -41,7 +41,8 @@ ENGINES = ("brorl", "transformers")
 def sibling_lengths(spec: str, n: int) -> list[int]:
     """Return the new tokens of each sibling: "64" for all, or "8-256" evenly spread in a shuffled order."""
     low, _, high = spec.partition("-")
-    first, last = int(low), int(high or low)
+    first = int(low)
+    last = int(high or low)
     lengths = [first + round(i * (last - first) / max(n - 1, 1)) for i in range(n)]
     random.Random(0).shuffle(lengths)
     return lengths
@@ -62,7 +63,9 @@ def measure(
     pythons: dict[str, str], shape: ModelShape, model: str, job: dict[str, Any], head: dict[str, Any], scratch: Path
 ) -> list[dict[str, Any]]:
     """Return the rows of one model, dtype, prompt length and response lengths. gemm_peak_share is in operations/s."""
-    rows, tokens, prompt = [], sum(job["lengths"]), len(job["prompts"][0])
+    rows = []
+    tokens = sum(job["lengths"])
+    prompt = len(job["prompts"][0])
     for engine, python in pythons.items():
         found = ask(python, f"engine_{engine}.py", job, scratch)
         seconds = statistics.median(found["seconds"])
@@ -114,7 +117,10 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
     args = parser.parse_args()
     if args.quick:
-        args.models, args.n, args.prompts, args.lengths = ["t4"], 64, [64], ["16"]
+        args.models = ["t4"]
+        args.n = 64
+        args.prompts = [64]
+        args.lengths = ["16"]
     pythons = dict.fromkeys(args.engines, sys.executable)
     if args.vllm_python:
         pythons["vllm"] = args.vllm_python

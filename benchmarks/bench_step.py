@@ -43,7 +43,8 @@ from megatron_brorl.families.shape import read_shape
 PHASES = ("generate", "score", "train", "refit", "step")
 MODEL = "t4"
 ANSWERS = 64  # words that hold a right answer; as many hold a wrong one
-BYTES, END = 256, "<|endoftext|>"
+BYTES = 256
+END = "<|endoftext|>"
 RUN = """
 [run]
 dir = "{dir}"
@@ -91,7 +92,9 @@ def prompts(vocab: int, tokens: int, count: int) -> list[str]:
 
 def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Run `brorl train` on the prompts of the job."""
-    data, config, out = directory / "train.jsonl", directory / "run.toml", directory / "run"
+    data = directory / "train.jsonl"
+    config = directory / "run.toml"
+    out = directory / "run"
     rows = [{"prompt": text, "answer": "1"} for text in job["prompts"]]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -182,7 +185,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.quick:
-        args.n, args.prompts, args.response = 64, [64], 16
+        args.n = 64
+        args.prompts = [64]
+        args.response = 16
     if args.n % min(args.trl_micro_batch, args.n):
         parser.error(f"--trl-micro-batch {args.trl_micro_batch} does not divide --n {args.n}")
 

@@ -45,7 +45,9 @@ class Sampler:
 def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
-    shape, dtype, sampler = read_shape(job["model"]), DTYPES[job["dtype"]], Sampler()
+    shape = read_shape(job["model"])
+    dtype = DTYPES[job["dtype"]]
+    sampler = Sampler()
     device = torch.device(job.get("device", "cpu"))
     engine = TorchEngine(
         shape, hf_shapes(shape), device, dtype, len(job["lengths"]), sampler, backend("fused", device).decode
@@ -68,7 +70,9 @@ def main() -> None:
         refits.append(time.perf_counter() - start)
 
     # Memory per prompt token, from two prompts of which one is twice as long, at the second draw.
-    prompt, seen, sampler.look = job["prompts"][0], [], engine.kv_bytes
+    prompt = job["prompts"][0]
+    seen = []
+    sampler.look = engine.kv_bytes
     for times in (1, 2):
         generate(prompt * times, [2] * len(job["lengths"]), 0)
         seen.append(sampler.seen)

@@ -24,7 +24,8 @@ from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
 
 
 def main() -> None:
-    n, longest = len(job["lengths"]), max(job["lengths"])
+    n = len(job["lengths"])
+    longest = max(job["lengths"])
     llm = LLM(
         model=job["model"],
         dtype={"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]],

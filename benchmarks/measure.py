@@ -84,7 +84,9 @@ def run(command: Sequence[str], environment: dict[str, str]) -> tuple[subprocess
     """Return a finished process, and the share of the machine's processors that others used during the run.
 
     Measurements are reliable if that share is near 0."""
-    busy, children, start = _busy_seconds(), _children_seconds(), time.perf_counter()
+    busy = _busy_seconds()
+    children = _children_seconds()
+    start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     others = _busy_seconds() - busy - (_children_seconds() - children)
     return done, max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))

@@ -59,7 +59,8 @@ class Steps(TrainerCallback):
         self.trainer.completion_tokens = 0
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        step, t = time.perf_counter() - self.started, self.trainer
+        step = time.perf_counter() - self.started
+        t = self.trainer
         self.rows.append(
             {
                 "generate": t.generating,
@@ -74,7 +75,8 @@ class Steps(TrainerCallback):
 def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
-    n, micro_batch = job["n"], min(job["micro_batch"], job["n"])
+    n = job["n"]
+    micro_batch = min(job["micro_batch"], job["n"])
 
     # The options of TRL that are closest to a step of this project.
     arguments = GRPOConfig(

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 if [ -x .venv/bin/brorl ]; then PATH="$PWD/.venv/bin:$PATH"; fi
 RUN=${RUN:-runs/brorl_tiny}
 PROCESSES=${PROCESSES:-2}
-CONFIG=examples/brorl_tiny.toml
+CONFIG=${CONFIG:-examples/brorl_tiny.toml}
 
 if [ ! -f "$RUN/sft/model/config.json" ]; then
   echo "== 1/3 a random model and a tokenizer: $RUN/init"
@@ -16,5 +16,5 @@ if [ ! -f "$RUN/sft/model/config.json" ]; then
   echo "== 2/3 warm start on solved examples: $RUN/sft"
   brorl sft --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
 fi
-echo "== 3/3 BroRL: $RUN"
+echo "== 3/3 reinforcement learning: $RUN"
 exec brorl train --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/sft/model" run.dir="$RUN"

@@ -1,20 +1,7 @@
 #!/usr/bin/env bash
-# PPO with a critic on a laptop: create a model of about a million parameters with a tokenizer, warm-start it on solved
-# examples, and train it with a critic that starts as its copy, in two processes. GPUs use the same code path.
+# PPO with a critic on a laptop: the steps of brorl_tiny.sh with another configuration. The critic starts as a copy of the
+# warm-started model.
 # Usage: [RUN=directory] [PROCESSES=2] bash examples/ppo_critic_tiny.sh [section.key=value ...]
 set -euo pipefail
-cd "$(dirname "$0")/.."
-
-if [ -x .venv/bin/brorl ]; then PATH="$PWD/.venv/bin:$PATH"; fi
-RUN=${RUN:-runs/ppo_critic_tiny}
-PROCESSES=${PROCESSES:-2}
-CONFIG=examples/ppo_critic_tiny.toml
-
-if [ ! -f "$RUN/sft/model/config.json" ]; then
-  echo "== 1/3 a random model and a tokenizer: $RUN/init"
-  python tools/make_tiny_model.py "$CONFIG" "$RUN/init" "$@"
-  echo "== 2/3 warm start on solved examples: $RUN/sft"
-  brorl sft --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
-fi
-echo "== 3/3 PPO: $RUN"
-exec brorl train --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/sft/model" run.dir="$RUN"
+export RUN=${RUN:-runs/ppo_critic_tiny} CONFIG=examples/ppo_critic_tiny.toml
+exec bash "$(dirname "$0")/brorl_tiny.sh" "$@"

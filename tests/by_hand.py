@@ -37,10 +37,12 @@ def update(
     mean = math.fsum(raw) / len(raw)
     std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
     advantages = iter([(x - mean) / std for x in raw])
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
     model.zero_grad()
     for prompt, rows, _ in groups:
-        start, longest = len(prompt.token_ids), max(map(len, rows))
+        start = len(prompt.token_ids)
+        longest = max(map(len, rows))
         padded = torch.tensor([[*prompt.token_ids, *row, *[0] * (longest - len(row))] for row in rows])
         log_probs = model(padded).logits[:, start - 1 : -1].log_softmax(-1)
         for sibling, (row, found) in enumerate(zip(rows, log_probs, strict=True)):

@@ -10,7 +10,8 @@ def changes(token: np.ndarray, reward: np.ndarray, p: np.ndarray) -> tuple[float
 
     The first by eq. 5 of Song et al. 2012, "Feature selection via dependence maximization", term by term.
     """
-    n, ones = len(token), np.ones(len(token))
+    n = len(token)
+    ones = np.ones(len(token))
     same = (token[:, None] == token).astype(float) - np.eye(n)
     product = np.outer(reward, reward) * (1 - np.eye(n))
     criterion = np.trace(same @ product)
@@ -21,7 +22,8 @@ def changes(token: np.ndarray, reward: np.ndarray, p: np.ndarray) -> tuple[float
     # The other half values what every second sibling's step changes.
     sampled = 0.0
     for step, value in ((0, 1), (1, 0)):
-        mine, theirs = slice(step, None, 2), slice(value, None, 2)
+        mine = slice(step, None, 2)
+        theirs = slice(value, None, 2)
         drawn = set(token[mine].tolist())
         better = {j: reward[mine][token[mine] == j].mean() - reward[mine].mean() for j in drawn}
         s_r = sum(p[j] * b for j, b in better.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -155,8 +154,8 @@ class Engine:
                 if rollout.finish != "cut":
                     callbacks.finished(number, rollout)
             groups.append(found)
-        while stalled and not (self.deaf.is_set() if self.deaf else callbacks.cancelled()):
-            time.sleep(0.01)
+        if stalled:
+            (self.deaf or callbacks._cancelled).wait()
         return groups
 
     def _all(self, supply: Supply | None) -> Iterator[Request]:

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints between formats and layouts, one tensor at a time, without building the model.
+"""Convert checkpoints between formats and layouts, one tensor at a time, without building the model.
 
 Hugging Face directory     config.json, *.safetensors, tokenizer
 Megatron checkpoint        .metadata, __<rank>_0.distcp, common.pt, metadata.json; here also hf/ (config.json and
@@ -26,13 +26,13 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, ModelShape, read_shape, refuse_gguf
 from megatron_brorl.models.gpt import build_actor, check_layout
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.layouts import Entry
+from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import cpu_bridge, grid
 from megatron_brorl.parallel.packing import pack
 
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
-TOLERANCE = 1e-4  # of logits, relative to the largest one or absolute below 1
+TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one, or absolute if that is below 1
 FLAGS = ("--tensor", "--pipeline")
 Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint
 Check = Callable[[Path], None]
@@ -63,7 +63,7 @@ def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelSh
         raise UserError(f"{directory}: no such Megatron checkpoint")
     companions = config or directory / COMPANIONS
     if not companions.is_dir():
-        raise UserError(f"{directory}: has no {COMPANIONS}/{CONFIG}: name a directory that has one (--config)")
+        raise UserError(f"{directory}: has no {COMPANIONS}/{CONFIG}: give a directory that has one (--config)")
     shape = read_shape(companions)
     if (directory / folders.MANIFEST).is_file() and (problem := folders.damage(directory)):
         raise UserError(f"{directory}: {problem}")
@@ -80,7 +80,7 @@ def to_megatron(
     report: Report,
     check: Check | None = None,
 ) -> int:
-    """Write a Megatron checkpoint cut for tensor x pipeline ranks, and return the bytes of its tensors.
+    """Write a Megatron checkpoint split for tensor x pipeline ranks, and return the bytes of its tensors.
 
     check is called with the finished directory before it is renamed. Raises UserError if the ranks do not divide the
     model, a tensor cannot be read, or a write fails; then no files are left.
@@ -161,7 +161,7 @@ def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
 
 
 def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
-    """Return the logits of Megatron-Core's own loader and model, with this process as the only rank."""
+    """Return the logits of Megatron-Core's loader and model, with this process as the only rank."""
     processes = grid.build(ParallelConfig())
     actor = build_actor(shape, processes, torch.float32, backend("fused", cpu_bridge.default_device())).eval()
     with cpu_bridge.bridge():
@@ -175,7 +175,7 @@ def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
     return torch.cat([found[row] for row in range(len(ids))])
 
 
-def _bytes(source: Source, entries: list[Entry]) -> int:
+def _bytes(source: Source, entries: list[WeightEntry]) -> int:
     """Return the size of all tensors of a checkpoint."""
     return sum(source.dtype(e).itemsize * sum(math.prod(s) for s in e.hf_shapes) for e in entries)
 
@@ -199,7 +199,7 @@ def _output(target: Path) -> Iterator[Path]:
         with hugging_face.written_aside(target) as aside:
             yield aside
     except (OSError, RuntimeError) as e:
-        # torch.save raises RuntimeError after a refused write.
+        # torch.save raises RuntimeError after a failed write.
         cause = e if isinstance(e, OSError) else e.__context__
         if not isinstance(cause, OSError):
             raise

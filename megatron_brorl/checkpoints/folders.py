@@ -33,7 +33,7 @@ RUN = "run.json"
 # Keys of run.json. `best` has [step, metric, value] or null.
 STEP = "step"
 LAYOUT = "optimizer_layout"  # the parallel sizes that a distributed optimizer's state needs, or null
-STEPPED = "optimizers_that_have_stepped"  # names of parts
+STEPPED = "optimizers_that_have_stepped"  # names of the models whose optimizer has stepped
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def resolve(path: Path) -> Path:
         return path
     step = pointed(path)
     if step is None:
-        raise UserError(f"{path}: names no checkpoint; give the folder of one")
+        raise UserError(f"{path}: does not name a checkpoint; give the folder of one")
     return path.with_name(name_of(step))
 
 

@@ -25,7 +25,7 @@ from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.files import read_object
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.layouts import Entry, to_local
+from megatron_brorl.models.weights.layouts import WeightEntry, to_local
 from megatron_brorl.parallel.grid import Grid
 
 HEAD = "lm_head.weight"
@@ -35,8 +35,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 class Checkpoint:
     """The tensors of a Hugging Face directory, read on demand.
 
-    The files are those that transformers loads: model.safetensors is taken before an index, and every tensor of a
-    shard that the index names counts, even if the index does not list it.
+    The files are those that transformers loads: model.safetensors has precedence over an index, and all tensors of a
+    shard that the index names are used, even those that it does not list.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -98,17 +98,19 @@ class Checkpoint:
                 f"true: set that to false to use both, or remove {HEAD} from the files"
             )
 
-    def dtype(self, entry: Entry) -> torch.dtype:
+    def dtype(self, entry: WeightEntry) -> torch.dtype:
         """Return the type of an entry's tensors. Raises UserError if they differ, or if it is none of TYPES."""
         found = {self.types[name] for name in entry.hf}
         kinds = ", ".join(sorted(found))
         if len(found) > 1:
-            raise UserError(f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must be alike")
+            raise UserError(
+                f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must have the same"
+            )
         if kinds not in TYPES:
             raise UserError(f"{self.directory}: {entry.hf[0]} is of type {kinds}: only unquantised checkpoints")
         return TYPES[kinds]
 
-    def read(self, entry: Entry) -> list[Tensor]:
+    def read(self, entry: WeightEntry) -> list[Tensor]:
         """Return the full tensors of an entry. Raises UserError if a shape differs from config.json's."""
         self.dtype(entry)
         for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
@@ -139,11 +141,13 @@ def _shards(index: Path) -> list[str]:
     """Return the names of the files in an index. Raises UserError if the index or a file name in it is invalid."""
     weight_map = read_object(index, "download the checkpoint again").get("weight_map")
     if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: not a safetensors index: weight_map is no object")
+        raise UserError(f"{index}: not a safetensors index: weight_map is not an object")
     for name, file in weight_map.items():
         # A downloaded index must not point to files outside of its directory.
         if not isinstance(file, str) or not file.isprintable() or len(file) > 255 or Path(file).name != file:
-            raise UserError(f"{index}: {shown(name)} is in {shown(file)}: must be the name of a file next to the index")
+            raise UserError(
+                f"{index}: {shown(name)} is in {shown(file)}: expected the name of a file next to the index"
+            )
     return sorted(set(weight_map.values()))
 
 
@@ -235,7 +239,7 @@ def complete(source: Path, target: Path) -> None:
     """Write to `target`, a copy of `source`, the files that let transformers read it and stop as the trainer does.
 
     These are tokenizer.json for a sentencepiece model, and a generation_config.json with all ids that end a response,
-    unless the one of `source` has them. Prints one line on stderr if that is not possible.
+    unless that of `source` has them. Prints a warning on stderr if the tokenizer cannot be loaded.
     """
     write_tokenizer_json(source, target)
     if not any((source / name).is_file() for name in TOKENIZERS):

@@ -2,7 +2,8 @@
 
 Megatron's own saver needs all ranks with the whole model in memory. The format is torch.distributed.checkpoint's: every
 tensor has one key, its global shape, and chunks at offsets; all layers share a key, with the layer as first dimension.
-A checkpoint loads under any layout; the one that it is written for decides only its chunks and the vocabulary padding.
+A checkpoint can be loaded under any layout. The layout that it is written for determines only its chunks and the
+vocabulary padding.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import padded_vocab
 from megatron_brorl.models.weights import names
-from megatron_brorl.models.weights.layouts import Entry, to_hf, to_local
+from megatron_brorl.models.weights.layouts import WeightEntry, to_hf, to_local
 
 METADATA = ".metadata"
 _BACKEND = {
@@ -47,19 +48,19 @@ _BACKEND = {
 _EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
-def table(shape: ModelShape, pipeline: int = 1) -> list[Entry]:
+def table(shape: ModelShape, pipeline: int = 1) -> list[WeightEntry]:
     """Return every parameter under its name in a checkpoint, which is Transformer Engine's name for norms."""
     return names.entries(shape, pipeline, fused_norms=True)
 
 
 def write(
     directory: Path,
-    entries: Iterable[Entry],
+    entries: Iterable[WeightEntry],
     shape: ModelShape,
     tensor: int,
-    dtype: Callable[[Entry], torch.dtype],
-    read: Callable[[Entry], list[Tensor]],
-) -> Iterator[Entry]:
+    dtype: Callable[[WeightEntry], torch.dtype],
+    read: Callable[[WeightEntry], list[Tensor]],
+) -> Iterator[WeightEntry]:
     """Write a checkpoint for tensor x pipeline ranks (the stages are those of `entries`), one file for each rank.
 
     dtype(entry) returns the type of an entry's tensors, read(entry) the full tensors in Hugging Face shapes; each is
@@ -129,7 +130,7 @@ def _key(name: str) -> tuple[str, int | None]:
     return ".".join((*parts[:2], *parts[3:])), int(parts[2])
 
 
-def _global_shape(entry: Entry, shape: ModelShape, tensor: int) -> tuple[int, ...]:
+def _global_shape(entry: WeightEntry, shape: ModelShape, tensor: int) -> tuple[int, ...]:
     """Return the shape of a key's tensor, with layers in front and the vocabulary padded for `tensor` ranks."""
     rows, *rest = entry.hf_shapes[0]
     if entry.layout == "vocab":
@@ -141,7 +142,7 @@ def _global_shape(entry: Entry, shape: ModelShape, tensor: int) -> tuple[int, ..
 
 
 def _chunks(
-    entry: Entry, full: list[Tensor], shape: ModelShape, rank: int, size: int
+    entry: WeightEntry, full: list[Tensor], shape: ModelShape, rank: int, size: int
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yield the offsets and data of one tensor-parallel rank's chunks; gate and up are separate chunks."""
     _, layer = _key(entry.megatron)
@@ -184,7 +185,7 @@ class MegatronCheckpoint:
             if key not in known and key.startswith(("decoder.", "embedding.", "output_layer.")):
                 raise UserError(f"{directory}: unknown tensor {key}; does config.json belong to it?")
 
-    def _check(self, entry: Entry) -> None:
+    def _check(self, entry: WeightEntry) -> None:
         """Raise UserError unless an entry is stored in its shape; the vocabulary may be padded."""
         key, _ = _key(entry.megatron)
         if key not in self._tensors:
@@ -198,11 +199,11 @@ class MegatronCheckpoint:
                 "they do not belong together"
             )
 
-    def dtype(self, entry: Entry) -> torch.dtype:
+    def dtype(self, entry: WeightEntry) -> torch.dtype:
         """Return the type of an entry's tensors."""
         return self._tensors[_key(entry.megatron)[0]].properties.dtype
 
-    def read(self, entry: Entry) -> list[Tensor]:
+    def read(self, entry: WeightEntry) -> list[Tensor]:
         """Return the full tensors of an entry in Hugging Face shapes. Raises UserError if a file is damaged."""
         key, layer = _key(entry.megatron)
         meta = self._tensors[key]
@@ -219,7 +220,7 @@ class MegatronCheckpoint:
         items = create_read_items_for_chunk_list(key, meta, [wanted])
         # A gap would leave uninitialised memory among the weights.
         if sum(item.lengths.numel() for item in items) != target.numel():
-            raise UserError(f"{self.directory}: {METADATA} lists chunks of {key} that do not make up the whole tensor")
+            raise UserError(f"{self.directory}: {METADATA} lists chunks of {key} that do not cover the whole tensor")
 
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()

@@ -1,6 +1,6 @@
-"""README.md of an exported model: metadata for the hub, and a description of the training.
+"""Write the model card (README.md) of an exported model: metadata for the hub, and a description of the training.
 
-The text depends only on the run, so the same run always writes the same bytes.
+The text depends only on the run, so the same run always produces the same bytes.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ No held-out prompts were evaluated in this run.
 class Base:
     """The model that training started from."""
 
-    name: str  # on the hub, or of its folder or run
+    name: str  # the name on the hub, or that of the folder or run
     hub: str  # its name on the hub, or ""
-    licence: Mapping[str, str]  # the entries of its own card under _LICENCE_KEYS
+    licence: Mapping[str, str]  # the entries of its model card under _LICENCE_KEYS
 
     @classmethod
     def of(cls, path: str, directory: Path) -> Base:
@@ -102,7 +102,7 @@ class Training:
 
 def model_card(t: Training) -> str:
     """Return the text of README.md."""
-    from huggingface_hub import ModelCard, ModelCardData  # takes a while to import
+    from huggingface_hub import ModelCard, ModelCardData  # slow to import
 
     licence: dict[str, Any] = dict(t.base.licence) or {"license": "other"}
     data = ModelCardData(

@@ -33,7 +33,7 @@ class ModelState:
     name: str
     module: Any
     optimizer: Any = None
-    weights: dict[str, Tensor] | None = None  # by the module's names, instead of the module's own weights
+    weights: dict[str, Tensor] | None = None  # by the module's names; replace the weights of the module
 
     @property
     def prefix(self) -> str:
@@ -41,7 +41,10 @@ class ModelState:
         return f"{self.name}." if self.name else ""
 
     def require_finite(self, what: str, then: str) -> None:
-        """Raise UserError if a weight is NaN or infinite; a collective. what, then: around its name in the message."""
+        """Raise UserError if a weight is NaN or infinite; a collective.
+
+        what, then: text before and after the name of the weight in the message.
+        """
         named = global_parameters(self.module) if self.weights is None else self.weights
         require_finite(named, f"{what}, {self.name or 'actor'}", then)
 
@@ -59,9 +62,9 @@ class ModelState:
         return {"model": model, "optimizer": optimizer}
 
     def restore(self, state: dict[str, Any], directory: Path) -> None:
-        """Load what `sharded` returned and Megatron filled. Without a saved state, the optimizer takes the weights.
+        """Load what `sharded` returned and Megatron filled. Without a saved state, the optimizer copies the weights.
 
-        directory: named in errors.
+        directory: for error messages.
         """
         model = {k.removeprefix(self.prefix): v for k, v in state["model"].items()}
         if self.weights is not None:
@@ -132,8 +135,8 @@ def _restore_distributed(optimizer: Any, state: dict[str, Any], directory: Path)
 def initialise(optimizer: Any) -> None:
     """Allocate the state of an optimizer that has not stepped: zeros, as Adam would in its first step.
 
-    Megatron needs it for loading. Saving it before the first step also saves the float32 masters, which cannot be made
-    again from rounded weights.
+    Megatron needs it for loading. Saving it before the first step also saves the float32 masters, which cannot be
+    recomputed from rounded weights.
     """
     for part in optimizer.chained_optimizers:
         part.init_state_fn(part.optimizer, part.config)
@@ -143,7 +146,7 @@ def initialise(optimizer: Any) -> None:
 
 
 def _elements(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the tensors of each parameter, and of each stretch of padding, in each bucket of each buffer."""
+    """Yield the tensors of each parameter, and of each run of padding, in each bucket of each buffer."""
     for index, buffers in state.items():
         if isinstance(index, int):
             for buckets in buffers.values():

@@ -1,4 +1,4 @@
-"""The effect of quantised rollouts, and export of quantised checkpoints, by ModelOpt."""
+"""Measure the effect of quantised rollouts, and export quantised checkpoints, by ModelOpt."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _opened(model: Path, prompts: Path) -> tuple[Any, list[Tensor]]:
     """Return the transformers model of a directory, and the ids [T] of each row."""
     from transformers import AutoModelForCausalLM
 
-    _modelopt("quantization")  # raises before minutes of work
+    _modelopt("quantization")  # fail early if it is missing
     rows = read_rows(prompts)
     tokenizer = load_tokenizer(model)
     texts = [torch.tensor(tokenizer.encode(spoken(row.prompt))) for row in rows]

@@ -59,7 +59,7 @@ class Save:
     files: dict[str, bytes]  # this rank's additional files, by name
     shards: Shards = field(init=False)
     error: str = ""  # the first disk error on this rank
-    best: Best | None = None  # set if this is the best checkpoint
+    best: Best | None = None  # set if this checkpoint is the best one so far
 
     @property
     def aside(self) -> Path:
@@ -135,7 +135,7 @@ def begin(
     run: content of run.json, to which the step is added. keep: number of newest checkpoints to keep, up to this step.
     files: additional files of this rank, under names that no other rank uses. copy: copy the state, because it may
     change before it is written.
-    Raises UserError if a weight is not finite, and NotWritten, on all ranks, if the folder cannot be made.
+    Raises UserError if a weight is not finite, and NotWritten, on all ranks, if the folder cannot be created.
     """
     check(models, step)
 
@@ -153,7 +153,7 @@ def begin(
         save.files[RUN] = json.dumps(known, indent=1).encode()
         with save.catch():
             root.mkdir(parents=True, exist_ok=True)
-            folders.remove_unfinished(root)  # a killed save may have left this very folder
+            folders.remove_unfinished(root)  # a killed save may have left this folder
             save.aside.mkdir()
     save.agree()
 
@@ -253,7 +253,9 @@ def find(root: Path) -> Path | None:
         named = pointer.read_text(encoding="utf-8", errors="replace").strip()
         pointed = folders.step_of(named)
         if pointed is None:
-            raise UserError(f"{pointer}: says {named!r}, which is no checkpoint's name; delete it to continue")
+            raise UserError(
+                f"{pointer}: contains {named!r}, which is not the name of a checkpoint; delete it to continue"
+            )
         steps.append(pointed)
     if not steps:
         return None
@@ -269,8 +271,8 @@ def find(root: Path) -> Path | None:
 def load(directory: Path, models: Sequence[ModelState]) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one.
 
-    With the distributed optimizer, only the data-parallel size may differ. Raises UserError if the layout is another
-    or a weight is not finite.
+    With the distributed optimizer, only the data-parallel size may differ. Raises UserError if the layout differs in
+    another way or a weight is not finite.
     """
     run = read_run(directory)
     stepped = run[STEPPED]

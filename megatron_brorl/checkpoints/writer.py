@@ -1,6 +1,6 @@
-"""Writer of Megatron's distributed format in two halves: planning uses collectives, writing accesses only the disk.
+"""Write Megatron's distributed format in two stages: planning uses collectives, writing accesses only the disk.
 
-The second half may run in another thread, on a copy of the state. Megatron's own writer forks a process per file and
+The second stage may run in another thread, on a copy of the state. Megatron's own writer forks a process per file and
 waits forever if one is killed. An error of one rank between two of its collectives leaves the other ranks waiting.
 Every file is synced, read back and compared with the bytes written, by SHA-256.
 """
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from megatron_brorl.parallel import cpu_bridge
 
-_FILES = 2  # per rank, each written by its own thread
+_FILES = 2  # files per rank, each written by its own thread
 _METADATA = ".metadata"
 T = TypeVar("T")
 Item = tuple[Any, Any]  # torch's WriteItem and its tensor or bytes
@@ -47,7 +47,7 @@ class HashingFile:
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
         self._digest = hashlib.sha256()
-        self.error: OSError | None = None  # of the first failed write
+        self.error: OSError | None = None  # the error of the first failed write
 
     def write(self, data: bytes) -> int:
         """Write data to the file."""
@@ -74,13 +74,13 @@ class HashingFile:
 def write_verified(path: Path, fill: Callable[[HashingFile], T]) -> tuple[str, T]:
     """Write a file with `fill`, and return its SHA-256 and the result of `fill`.
 
-    Raises OSError if the disk refuses a write or returns other bytes than were written.
+    Raises OSError if a write fails, or if other bytes are read back than were written.
     """
     with open(path, "wb") as raw:
         stream = HashingFile(raw)
         try:
             result = fill(stream)
-        except RuntimeError:  # torch.save hides the error of a refused write
+        except RuntimeError:  # torch.save hides the error of a failed write
             if stream.error:
                 raise stream.error from None
             raise
@@ -127,7 +127,7 @@ class _Planned(filesystem_async.FileSystemWriterAsync):
             if objects or tensors:
                 self.files.append([*objects, *tensors])
         if self.copy:
-            cpu_bridge.wait()  # for the copies
+            cpu_bridge.wait()  # until the copies are complete
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Shards:
     _common: bytes  # the state that is not a tensor
 
     def write(self, directory: Path) -> tuple[dict[str, str], list[Any]]:
-        """Write this rank's files, and return their SHA-256 by name and what `index` needs. Raises OSError."""
+        """Write this rank's files, and return their SHA-256 by name and the results for `index`. Raises OSError."""
         planned, self._planned.files = self._planned.files, []
         names = [f"{self._planned.prefix}{number}.distcp" for number in range(len(planned))]
         write = functools.partial(_write, [self._planned.transforms], directory)
@@ -162,7 +162,9 @@ class Shards:
 
 
 def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
-    """Plan this rank's share of a checkpoint of Megatron's sharded states; a collective. name: of the checkpoint.
+    """Plan this rank's share of a checkpoint; a collective.
+
+    states: Megatron's sharded states. name: of the checkpoint.
 
     copy: copy the tensors to host memory, because they will change before they are written.
     """

@@ -26,7 +26,7 @@ _WIDTH = 110
 
 # The keys that `brorl init` writes. None stands for the default, which is written as a comment.
 STARTER: dict[str, Any] = {
-    "run.dir": "",  # by the name of the file
+    "run.dir": "",  # derived from the name of the file
     "run.log": None,
     "model.path": "",
     "data.train": ["train.jsonl"],
@@ -82,7 +82,7 @@ def _config(args: argparse.Namespace) -> int:
         print(json.dumps(json_schema(), indent=2))
         return 0
 
-    # A section or a key by its name, or else every key that contains the word.
+    # Search for sections and keys by name, and only then for keys that contain the word.
     exact = [
         key for key in keys() if any(key == word or key.startswith((f"{word}.", f"{word}[]")) for word in args.words)
     ]
@@ -221,7 +221,7 @@ def _has_chat_template(model: Path) -> bool:
 def _metrics(args: argparse.Namespace) -> int:
     known = [(section, metric) for section in sections() for metric in section.metrics]
     words = [word.removeprefix("time.") for word in args.words]
-    # Exact names and groups first, then parts of names.
+    # Search for exact names and groups, and only then for parts of names.
     found = [pair for pair in known if not words or any(_is_named(*pair, word) for word in words)]
     found = found or [pair for pair in known if any(word in pair[1].name for word in words)]
     if not found:

@@ -131,10 +131,10 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def _check_target(args: argparse.Namespace) -> None:
-    """Raise UserError if the target would replace something that has to stay."""
+    """Raise UserError if the target would replace a file that is read, or exists."""
     check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
     if args.target.exists() and contains(args.source, args.target):
-        raise UserError(f"{args.target}: is a part of the source, {args.source}; name another target")
+        raise UserError(f"{args.target}: is part of the source, {args.source}; give another target")
     if args.target.exists() and not args.overwrite:
         raise UserError(f"{args.target}: exists; give another target or --overwrite")
 

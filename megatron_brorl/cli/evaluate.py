@@ -1,4 +1,4 @@
-"""`brorl evaluate` and `brorl compare`."""
+"""`brorl evaluate`: evaluate a model; `brorl compare`: compare two evaluations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from megatron_brorl.report.comparison import evaluation_figure, evaluation_markdown
     from megatron_brorl.report.plots import save
     from megatron_brorl.rollout.engine import Sampling
-    from megatron_brorl.train.evaluate import mean_over, sample_answers, sum_up
+    from megatron_brorl.train.evaluate import mean_over, sample_answers, summarize
     from megatron_brorl.train.weight_sync import sync_weights
 
     config = load(args.config, args.overrides)
@@ -59,13 +59,15 @@ def evaluate(args: argparse.Namespace) -> int:
             answers = {}
             for name, prompts in names.items():
                 show = functools.partial(_show, session, p, name)
-                answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_end=ended, see=show)
+                answers[name] = sample_answers(
+                    rollouts, prompts, evaluation.samples, sampling, on_end=ended, on_samples=show
+                )
         every = [a for part in answers.values() for a in part]
-        whole = sum_up(every, sum(map(len, names.values())), evaluation, rollouts.seed)
+        whole = summarize(every, sum(map(len, names.values())), evaluation, rollouts.seed)
 
         result = {
             **whole.as_dict(),
-            "benchmarks": {n: sum_up(answers[n], len(names[n]), evaluation, rollouts.seed).as_dict() for n in names},
+            "benchmarks": {n: summarize(answers[n], len(names[n]), evaluation, rollouts.seed).as_dict() for n in names},
             "mean_of_benchmarks": mean_over(list(answers.values()), evaluation, rollouts.seed),
             "model": config.model.path,
             # Two evaluations have the same prompts only if these are equal.
@@ -111,14 +113,14 @@ def _show(
     shown: Progress,
     name: str,
     groups: Sequence[OpenGroup],
-    rows: Sequence[ScoredRollout],
+    rollouts: Sequence[ScoredRollout],
     _: Outcomes,
 ) -> None:
     """Print a few samples of a benchmark, on the main rank."""
-    from megatron_brorl.train.samples import sample_lines
+    from megatron_brorl.train.recorder import sample_lines
 
     if session.is_main_rank:
-        for text in sample_lines(groups, rows, session.tokenizer.decode, session.stop_ids):
+        for text in sample_lines(groups, rollouts, session.tokenizer.decode, session.stop_ids):
             shown.note(f"{name} {text}")
 
 
@@ -138,7 +140,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     out = args.out or args.after
 
-    # A prompt keeps its id if the chat template writes another date into it.
+    # The id of a prompt does not depend on the date that the chat template writes into it.
     remedy = "give the run.dir of an evaluation"
     folders = (args.before, args.after)
     dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]

@@ -34,7 +34,7 @@ def launch(processes: int, command: Sequence[str]) -> int:
             process.send_signal(number)
 
     signals = StopSignals(forward, lambda _: _kill(ranks))
-    # Ranks inherit the mask and lift it when they have their handlers, so that no signal is lost.
+    # Ranks inherit the mask and remove it after installing their handlers, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         for process in _start(processes, command):
@@ -107,7 +107,7 @@ def _exit_code(ended: Mapping[int, int], signals: StopSignals) -> int:
         return codes.pop()
 
     rank, code = next(((r, c) for r, c in ended.items() if c not in (0, SAVED)), (-1, 1))
-    if code < 0:  # Popen has minus the signal's number; shells report 128 plus the number
+    if code < 0:  # Popen returns minus the signal number; shells return 128 plus it
         memory = " (out of memory?)" if code == -signal.SIGKILL and not signals.first else ""
         reason = f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
         code = 128 - code

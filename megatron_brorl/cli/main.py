@@ -1,4 +1,4 @@
-"""The command line. Commands are imported when they run, because most import torch."""
+"""Entry point of the command line. Most commands are imported when they run, because they import torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run_ranks(args: argparse.Namespace) -> int:
     """Run a command of several ranks, as one of them or as their launcher."""
-    # Errors of the configuration are reported once, before anything starts.
+    # Report errors of the configuration once, before any rank starts.
     config = load(args.config, args.overrides)
     check_outputs(config, args.name, args.config)
 
@@ -88,7 +88,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *options, *args.overrides]
         return launch(args.processes, command)
 
-    # Signal handlers come first, because importing torch takes seconds.
+    # Install signal handlers first, because importing torch takes seconds.
     signals.install(saves=args.name == "train")
     from megatron_brorl.parallel import cpu_bridge
 
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"brorl {__version__}")
     commands = parser.add_subparsers(metavar="command")
 
-    # Commands of ranks, which take a configuration.
+    # Commands that run on several ranks and take a configuration.
     for name, function, text in [
         ("train", _lazily("train", "run"), "train by reinforcement learning, with an evaluation before and after"),
         ("sft", _lazily("sft", "run"), "train on solved examples (supervised warm start)"),
@@ -147,12 +147,12 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--benchmark", action="append", metavar="[NAME=]FILE", help=text)
         command.set_defaults(command=function, name=name)
 
-    # Commands of one process.
+    # Commands that run in one process.
     report_cli.add_commands(commands)  # brorl report, brorl rollouts
     evaluate_cli.add_compare(commands)  # brorl compare
     convert_cli.add_commands(commands)  # brorl convert, brorl quantize
     config_cli.add_commands(commands)  # brorl init, brorl config, brorl metrics
-    data_cli.add_commands(commands)  # brorl data prepare
+    data_cli.add_commands(commands)  # brorl data prepare, brorl data generate
     text = "check this machine, and plan the memory of a run; exit code 1 if no run could start"
     doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.add_argument("config", nargs="?", help="TOML file of a run whose memory is planned")
@@ -190,7 +190,7 @@ def finished(config: Config) -> str:
     if config.train.resume == "never" or not all((folder / name).exists() for name in _LEFT):
         return ""
 
-    # Compared as JSON, with lists instead of tuples, and without run.dir, because the folder may have been moved.
+    # Compare as JSON, so that tuples equal lists, and without run.dir, because the folder may have been moved.
     asked = json.loads(json.dumps(dataclasses.asdict(config)))
     recorded = run_info.read(folder).get("config", {})
     for values in (asked, recorded):

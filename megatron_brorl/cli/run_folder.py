@@ -1,4 +1,4 @@
-"""The run folder (run.dir): its lock, disk space and chat template date, and checks of a resumed run."""
+"""Manage the run folder (run.dir): its lock, disk space and chat template date, and checks of a resumed run."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
         return
     path = directory / TEMPLATE_DATE
     dates = sorted(set(collectives.all_gather(str(date))))
-    if len(dates) > 1:  # midnight came between two ranks
-        raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start again")
+    if len(dates) > 1:  # one rank started before and another after midnight
+        raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start the run again")
     if is_main_rank:
         try:
             path.write_text(f"{date}\n", encoding="utf-8")

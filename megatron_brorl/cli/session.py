@@ -49,7 +49,7 @@ from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
-from megatron_brorl.train.sample_and_score import Rollouts
+from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.sampling_params import context
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
@@ -70,21 +70,24 @@ class Program:
 
 
 class Session:
-    """Grid, model shape, tokenizer and prompts of a command, and the engines and workers that it starts."""
+    """The grid, model shape, tokenizer and prompts of a command, and the engine and workers that it starts."""
 
     sources: Sources  # not set if benchmarks are evaluated
     benchmarks: dict[str, list[Prompt]]  # prompts of `brorl evaluate`, by name
     report: str  # summary of the data that was loaded, for the user
 
     def __init__(self, config: Config, benchmarks: bool = False, program: Program | None = None) -> None:
-        """benchmarks: read the files of evaluate.benchmarks, if there are any, instead of training data."""
-        self.base = config.model.path  # as the user names it
+        """Read the model's configuration and the data, and join the other ranks. Raises UserError.
+
+        benchmarks: read the files of evaluate.benchmarks, if there are any, instead of training data.
+        """
+        self.base = config.model.path  # as the user wrote it
         self.program = program = program or Program()
-        model = str(model_directory(config.model.path))  # in the hub's cache for a name of the hub
+        model = str(model_directory(config.model.path))  # the cached download if the path is a name on the hub
         self.config = config = replace(config, model=replace(config.model, path=model))
         self.dir = Path(config.run.dir).absolute()
 
-        # A new run takes today's date for the chat template.
+        # A new run uses today's date in the chat template.
         self.shape = read_shape(config.model.path)
         today = None if config.train.resume == "never" and not benchmarks else run_folder.template_date(self.dir)
         self.tokenizer = load_tokenizer(Path(config.model.path), today)
@@ -102,7 +105,7 @@ class Session:
         self.ops = backend(config.ops.implementation, cpu_bridge.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
 
-        # Prompts that leave room for a response.
+        # Drop prompts that leave no room for a response.
         limit = context(config, self.shape) - config.rollout.max_tokens
         if benchmarks and config.evaluate.benchmarks:
             files = config.evaluate.benchmarks
@@ -118,7 +121,7 @@ class Session:
 
         # Join the other ranks last, so that an error above ends each of them at once.
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
-        self.is_main_rank = self.grid.rank == 0  # rank 0 writes the run's files and prints its progress
+        self.is_main_rank = self.grid.rank == 0  # writes the files of the run and prints its progress
         program.on_check("ranks", self.grid.line())
         self.job_end = JobEnd()
         self.stopped_by = ""
@@ -226,7 +229,7 @@ class Session:
 
     @functools.cached_property
     def started_verifiers(self) -> CheckedVerifiers:
-        """The user's own verifiers. Raises UserError if one cannot be used."""
+        """The result of checking the verifiers of the data. Raises UserError if one cannot be used."""
         reward = self.program.reward
         started = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
         if reward:
@@ -243,12 +246,12 @@ class Session:
         """Return the SHA-256 of the tokenizer and the data, see Sources.digests."""
         return self.sources.digests(Path(self.config.model.path), self.template_date)
 
-    def rollouts(self) -> Rollouts:
+    def rollouts(self) -> RolloutRunner:
         """Return the engine and the reward workers, which end with the session."""
         engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
         watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
-        return Rollouts(
+        return RolloutRunner(
             engine=watchdog,
             pool=self.pool,
             tokenizer=self.tokenizer,
@@ -391,10 +394,10 @@ class JobEnd:
     """The end of the job, as set by the scheduler. A step that would not end before it is not started."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """Raises UserError if the time in the environment is not a number."""
+        """Read the end of the job from the environment. Raises UserError if it is not a number."""
         slurm = os.environ.get(SLURM_END, "")
         try:
-            self.at = float(slurm or 0)  # 0 = never
+            self.at = float(slurm or 0)  # 0 means never
         except ValueError:
             raise UserError(f"{SLURM_END} = {slurm}: must be a Unix time; unset it") from None
         self._clock = clock

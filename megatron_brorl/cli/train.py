@@ -33,17 +33,16 @@ from megatron_brorl.tracking.progress import progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics
-from megatron_brorl.train.keep_best import keep_last
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.state import RunState, saved
+from megatron_brorl.train.state import RunState, mark_last_as_best, saved
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import OptimizerStep, Worker
 from megatron_brorl.types import Experience, Prompt
 
-_ROLLOUTS = 2  # of the dry run's forward and backward pass
-_TOKENS = 8  # of each of these rollouts
+_ROLLOUTS = 2  # rollouts in the forward and backward pass of the dry run
+_TOKENS = 8  # tokens of each of these rollouts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +60,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     Returns 0, or signals.SAVED if a signal, the end of the job or a callback stopped the run. command: maps a number of
     ranks to the command line that starts the run on them, for the run's record.
     """
-    begun = time.time()  # before model and data are loaded
+    begun = time.time()  # includes loading the model and the data
     with Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
@@ -70,7 +69,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         if found:
             changes = check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
-        resume_step = trainer.state.step if found else None  # None starts new files
+        resume_step = trainer.state.step if found else None  # None creates new files
         writer = session.writer(resume_step)
         trainer.recorder = session.recorder(resume_step)
         if session.is_main_rank:
@@ -95,7 +94,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             evaluation = trainer.evaluate(p) if trainer.held_out else None
             after = evaluation.as_dict() if evaluation else None
             if evaluation and session.is_main_rank:
-                keep_last(config, trainer.state, evaluation_metrics(evaluation))
+                mark_last_as_best(config, trainer.state, evaluation_metrics(evaluation))
             if after:
                 p.note(f"held-out after: {evaluation_line(after)}")
 
@@ -108,7 +107,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 summary = _summary(session, trainer, after, peak, differs)
                 write_json(session.dir / SUMMARY, summary)
                 show(session.dir)
-                program.callbacks.tell("on_end", summary)
+                program.callbacks.call("on_end", summary)
         program.callbacks.check(f"the run is complete in {session.dir}")
     return 0
 
@@ -119,7 +118,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
     session.preflight()
     session.check_verifiers([*session.sources.first(), *session.sources.held_out])
 
-    # The engine starts last, because it takes the memory that is left.
+    # Start the engine last, because it uses the remaining memory.
     worker = session.worker(config.optim)
     models = TrainingModels(
         worker,
@@ -164,7 +163,7 @@ def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> Tr
 def _summary(
     session: Session, trainer: Trainer, after: dict[str, Any] | None, peak_rss_mib: float, weights_differ: bool
 ) -> dict[str, Any]:
-    """Return summary.json. after: the evaluation at the end. weights_differ: whether training has changed any."""
+    """Return summary.json. after: the evaluation at the end. weights_differ: whether training changed weights."""
     before, best = trainer.state.before, trainer.state.best
     rows = read_metrics(session.dir / METRICS_FILE)
     return {

@@ -22,7 +22,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
-from megatron_brorl.models.weights.layouts import Entry
+from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.models.weights.names import entries, global_parameters
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import Backend, compute_dtype
@@ -288,7 +288,7 @@ def build_actor(
     return actor.to(device=cpu_bridge.default_device(), dtype=dtype)
 
 
-def mark_sharded(model: Actor, table: Sequence[Entry]) -> None:
+def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
     """Mark the parameters that are split over tensor ranks.
 
     Megatron marks them only when it initialises them. The gradient norm skips unmarked parameters on tensor ranks

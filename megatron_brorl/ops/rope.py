@@ -27,7 +27,7 @@ def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     if scaling is None:
         return inv_freq, 1.0
 
-    # The keys come from config.json as they are. Check the resulting frequencies, not every key.
+    # The keys of config.json are not checked one by one. The resulting frequencies are.
     try:
         found, factor = _scaled(inv_freq, dict(scaling), shape)
     except KeyError as e:

@@ -79,7 +79,8 @@ def _own_address(host: str, world: int) -> str:
         return _LOOPBACK
 
     # NCCL chooses itself, because it may know faster interfaces than the one towards rank 0.
-    own, name = _towards(host), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    own = _towards(host)
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if _is_loopback(own) and name:
         own = _address(name)
     if _is_loopback(own):

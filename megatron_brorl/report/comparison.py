@@ -1,4 +1,4 @@
-"""Tables and figures of `brorl evaluate`, and of `brorl compare`: two evaluations of the same prompts."""
+"""Tables and figures of `brorl evaluate`, and of `brorl compare`, which compares two evaluations."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _KEYS = ("samples", "right", "tokens")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the first row is its head."""
+    """Return a Markdown table. The first row is its header."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
 
 
 def evaluation_markdown(result: Mapping[str, Any]) -> str:
-    """Return a row per benchmark, the mean over benchmarks where there are several, and a row per task."""
+    """Return tables of benchmarks, with their mean if there are several, and of tasks."""
     parts = result["benchmarks"]
     ks = [k for k in result["pass_at_k"] if k != "1"]
     head = ["benchmark", "verifier", "prompts", "samples", "pass@1 (95% interval)", "mean reward (95% interval)"]
@@ -51,7 +51,7 @@ def evaluation_markdown(result: Mapping[str, Any]) -> str:
 
 
 def evaluation_figure(result: Mapping[str, Any]) -> Figure:
-    """Draw pass@1 with its interval, pass@k over k, and response tokens of each benchmark, in this order."""
+    """Draw pass@1 with its interval, pass@k over k, and response tokens of each benchmark."""
     parts = result["benchmarks"]
     figure, (score, curve, tokens) = figure_of(1, 3, 13.5, 4.2)
     panel(score, "Accuracy", "pass@1 and 95% interval", "benchmark")
@@ -84,7 +84,7 @@ def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise UserError(f"{path}: not written by `brorl evaluate` ({shown(e)}); evaluate again") from None
     if not found:
-        raise UserError(f"{path}: holds no prompts; evaluate again")
+        raise UserError(f"{path}: contains no prompts; evaluate again")
     return found
 
 
@@ -94,16 +94,16 @@ def compare(
     name: str,
     other: str,
 ) -> dict[str, Any]:
-    """Compare two evaluations over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
+    """Compare two evaluations, over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
     alone = sorted(before.keys() ^ after.keys())
     if alone:
         benchmark, prompt = alone[0]
         where = name if alone[0] in before else other
         raise UserError(
-            f"{name} and {other}: {len(alone)} prompts are in one of them only, for example {prompt!r} of {benchmark} "
+            f"{name} and {other}: {len(alone)} prompts are only in one of them, for example {prompt!r} of {benchmark} "
             f"in {where}; evaluate both on the same files"
         )
-    keys = sorted(before)  # so that the bootstrap draws the same prompts in any order of lines
+    keys = sorted(before)  # The order makes the bootstrap independent of the order of lines.
     if len(keys) < 2:
         raise UserError(f"{name}: a comparison needs at least 2 prompts")
     names = sorted({benchmark for benchmark, _ in keys})
@@ -118,7 +118,7 @@ def compare(
 
 
 def _compared(before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Key], most: int) -> dict[str, Any]:
-    """most: samples that every prompt has on both sides; the k of pass@k next to pass@1."""
+    """Compare the prompts `keys`. most: the k of pass@k, the number of samples that all prompts have on both sides."""
     sides: dict[str, Any] = {"prompts": len(keys)}
     scores = {}
     for side, answers in (("before", before), ("after", after)):
@@ -131,14 +131,14 @@ def _compared(before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Ke
         }
     sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
     sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
-    if len(keys) > 1:  # one difference has no spread
+    if len(keys) > 1:  # A single difference has no spread.
         sides["paired"] = paired(scores["before"], scores["after"], _RESAMPLES, 0, SHARES).as_dict()
     return sides
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return scores and tokens of both per benchmark, and the result of the paired test over all prompts."""
-    k = widest(result["all"]["before"]["pass_at_k"])  # None where each prompt has one sample
+    """Return a table of scores and tokens per benchmark, and the result of the paired test over all prompts."""
+    k = widest(result["all"]["before"]["pass_at_k"])  # None if each prompt has one sample
     wide = [f"{side} pass@{k[0]}" for side in "AB"] if k else []
     head = ["benchmark", "prompts", "A pass@1", "B pass@1", "B - A (95% interval)", *wide, "A tokens", "B tokens"]
     rows = [[*head, "p (B > A)"]]
@@ -167,15 +167,15 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"two-tailed p = {t['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
     )
     lost = (
-        f"Prompts with a right answer among their samples in A alone: {result['all']['lost']}, in B alone: "
+        f"Prompts with a right answer among their samples only in A: {result['all']['lost']}, only in B: "
         f"{result['all']['gained']}."
     )
-    # As heads of columns, paths would make the table too wide.
+    # Paths as column headers would make the table too wide.
     return f"A = {result['before']}\n\nB = {result['after']}\n\n{table(rows)}\n{said}\n\n{lost}\n"
 
 
 def comparison_figure(result: Mapping[str, Any]) -> Figure:
-    """Draw both scores, their difference with its interval, and score over tokens; `figure.axes` in this order."""
+    """Draw both scores, their difference with its interval, and score over tokens."""
     parts = {**result["benchmarks"], "all prompts": result["all"]}
     figure, (score, gap, tokens) = figure_of(1, 3, 13.5, 4.2)
     panel(score, "Accuracy", "pass@1", "benchmark")

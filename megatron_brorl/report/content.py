@@ -1,6 +1,6 @@
-"""Read the folders of runs and compute the content of a report, as JSON values.
+"""Read run folders and compute the content of a report, as JSON values.
 
-The scripts in page/*.js draw this content. It leaves out values that a run has not recorded.
+The scripts in page/*.js draw this content. Values that a run has not recorded are missing or None.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from megatron_brorl.tracking import metric_docs, run_info
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
 SUMMARY = "summary.json"
-MAX_POINTS = 400  # of a curve; above, each point is the mean of several steps
-MAX_MOMENTS = 400  # whose groups are read; above, as many at even distances
-MAX_COUNTED_SAMPLES = 16  # up to here a prompt's right answers are counted one by one, above in tenths
+MAX_POINTS = 400  # of a curve; in longer runs each point is the mean of several steps
+MAX_MOMENTS = 400  # whose groups are read for curves, at even distances
+MAX_COUNTED_SAMPLES = 16  # The histogram counts up to this many samples one by one, and more in tenths.
 TENTHS = ["none", *(f"{10 * i}-{10 * i + 10}%" for i in range(10)), "all"]
 
 Row = Mapping[str, Any]
-Key = tuple[str, int]  # the id of a prompt, and its occurrence among prompts of this id
+Key = tuple[str, int]  # prompt id, and number of earlier prompts with this id
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The files of a run that is still going or has ended."""
+    """The files of a running or finished run."""
 
     folder: Path
     rows: list[Row]  # lines of metrics.jsonl
     summary: Row  # summary.json; {} until the run has ended
-    config: Mapping[str, Any]  # section -> key -> value; {} where it is not recorded
+    config: Mapping[str, Any]  # section -> key -> value; {} if it is not recorded
     starts: list[Row]  # of run.json
     moments: list[Moment]  # whose rollouts are recorded
-    _groups: dict[Moment, pa.Table] = field(default_factory=dict)  # tables that are read already
+    _groups: dict[Moment, pa.Table] = field(default_factory=dict)  # cache of `groups`
 
     @property
     def steps(self) -> int:
-        """Return the number of steps that are done."""
+        """Return the number of finished steps."""
         return int(self.summary.get("steps", self.rows[-1]["step"] + 1 if self.rows else 0))
 
     def key(self, section: str, name: str, default: Any) -> Any:
@@ -60,21 +60,21 @@ class RecordedRun:
         return [m for m in self.moments if m.kind == kind]
 
     def groups(self, moment: Moment) -> pa.Table:
-        """Return record.schema.GROUPS of a moment. Raises UserError where the file is damaged."""
+        """Return the groups of a moment (rollout_log.GROUPS). Raises UserError if the file is damaged."""
         if moment not in self._groups:
             self._groups[moment] = read_groups(self.folder / FOLDER, moment)
         return self._groups[moment]
 
     def rollouts(self, moment: Moment) -> pa.Table:
-        """Return record.schema.ROLLOUTS of a moment. Raises UserError where a file is damaged."""
+        """Return the rollouts of a moment (rollout_log.ROLLOUTS). Raises UserError if a file is damaged."""
         return read_rollouts(self.folder / FOLDER, moment)
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Read a run. Raises UserError for a folder that holds none, and for a damaged file."""
+    """Read a run. Raises UserError if the folder contains no run, or if a file is damaged."""
     folder = folder.absolute()
     if not (folder / METRICS_FILE).is_file():
-        raise UserError(f"{folder}: holds no {METRICS_FILE}; give the run.dir of a training run")
+        raise UserError(f"{folder}: contains no {METRICS_FILE}; give the run.dir of a training run")
     record = run_info.read(folder)
     summary = folder / SUMMARY
     return RecordedRun(
@@ -88,9 +88,9 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RecordedRun]]:
-    """Return the content of a page without rollouts, and the runs. Raises UserError where a folder holds no run."""
+    """Return the content of a page without rollouts, and the runs. Raises UserError if a folder contains no run."""
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise UserError("brorl report: a run is named twice; name each once")
+        raise UserError("brorl report: a run is given twice; give each run once")
     runs = [read_run(folder) for folder in folders]
     evaluated = [evaluations(run) for run in runs]
     several = len(runs) > 1
@@ -104,7 +104,7 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RecordedRun]]
 
 
 def _run(name: str, run: RecordedRun, evaluated: Sequence[RecordedEvaluation], several: bool) -> dict[str, Any]:
-    """Return the content of one run; several: of a comparison, which does not show prompts."""
+    """Return the content of one run. several: the page is a comparison, which does not show prompts."""
     changed = change(run, evaluated)
     shown = [e.as_dict() for e in evaluated]
     own: dict[str, Any] = {
@@ -140,7 +140,7 @@ def meanings(names: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _names(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return the names of the folders, with as many parents as tell them apart."""
+    """Return the folder names, with as many parents as are needed to distinguish them."""
     for depth in range(1, max(len(run.folder.parts) for run in runs) + 1):
         names = ["/".join(run.folder.parts[-depth:]) for run in runs]
         if len(set(names)) == len(names):
@@ -156,7 +156,7 @@ class PromptSamples:
     """The samples of a held-out prompt."""
 
     right: int
-    samples: int  # without lost ones; at least 1
+    samples: int  # without lost samples; at least 1
     task: str
     reward: float  # mean
 
@@ -165,11 +165,11 @@ class PromptSamples:
 class RecordedEvaluation:
     """One held-out evaluation."""
 
-    steps: int  # done before it
-    prompts: Mapping[Key, PromptSamples]  # {} where its rollouts are not recorded
-    passes: Mapping[int, Mapping[str, float]]  # k -> mean, and low and high where they are known
+    steps: int  # finished before the evaluation
+    prompts: Mapping[Key, PromptSamples]  # {} if the rollouts are not recorded
+    passes: Mapping[int, Mapping[str, float]]  # k -> mean, and low and high if they are known
     tasks: Mapping[str, float]  # pass@1 by task
-    reward: Mapping[str, float] | None = None  # mean, low and high; None where the mean reward is pass@1
+    reward: Mapping[str, float] | None = None  # mean, low and high; None if the mean reward equals pass@1
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -183,7 +183,7 @@ class RecordedEvaluation:
 
 
 def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
-    """Return every evaluation in order, from its recorded rollouts, else from metrics.jsonl and summary.json."""
+    """Return all evaluations in order, from recorded rollouts if possible, else from metrics.jsonl and summary.json."""
     found = {e.steps: e for e in _from_summaries(run)}
     for moment in run.of_kind("evaluation"):
         times: Counter[str] = Counter()
@@ -199,7 +199,7 @@ def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
 
 
 def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]) -> RecordedEvaluation:
-    """Sum up as train.evaluate does: a prompt with fewer than k samples is left out of pass@k."""
+    """Aggregate as train.evaluate does: pass@k leaves out prompts with fewer than k samples."""
     seed = _seed(run)
     asked = list(prompts.values())
     most = max(a.samples for a in asked)
@@ -210,7 +210,7 @@ def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]
         if values:
             passes[k] = bootstrap_mean(values, RESAMPLES, seed, SHARE).as_dict()
 
-    # Recorded rewards are float32: for rewards of 0 and 1 their means are pass@1 up to rounding.
+    # Recorded rewards are float32, so for rewards of 0 and 1 the means equal pass@1 up to rounding.
     same = all(abs(a.reward - a.right / a.samples) < 1e-6 for a in asked)
     reward = None if same else bootstrap_mean([a.reward for a in asked], RESAMPLES, seed).as_dict()
     tasks: dict[str, list[float]] = {}
@@ -250,7 +250,7 @@ def _interval(row: Row, name: str) -> dict[str, float]:
 
 
 def change(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> dict[str, Any] | None:
-    """Compare the last evaluation of a run with the first; None where they cannot be paired."""
+    """Compare the last evaluation of a run with the first. Return None if they cannot be paired."""
     recorded = [e for e in evaluated if e.prompts]
     return compared(recorded[0], recorded[-1], _seed(run)) if len(recorded) > 1 else None
 
@@ -309,15 +309,15 @@ def _paired(one: list[float], two: list[float], seed: int, bounds: Bounds | None
 
 
 def _seed(run: RecordedRun) -> int:
-    """Return the seed of the run's own bootstrap intervals, so that those of the page are the same."""
+    """Return the bootstrap seed of the run, which gives the page the same intervals."""
     return int(run.key("run", "seed", 0))
 
 
-# Time and rollouts that a run has spent, and its generation speed.
+# Time and rollouts of a run, and its generation speed.
 
 
 def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
-    """Return a row per evaluation: steps, seconds of these steps, rollouts sampled and trained on, and pass@k."""
+    """Return a row per evaluation: steps, their seconds, rollouts sampled and trained on, and pass@k."""
     rows = []
     for e in evaluated:
         done = [row for row in run.rows if row["step"] < e.steps]
@@ -334,7 +334,7 @@ def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> li
 
 
 def first_reached(places: Sequence[float], heights: Sequence[float], target: float) -> float | None:
-    """Return the first place at which a piecewise linear curve is at `target` or above; None where it never is."""
+    """Return the first x at which a piecewise linear curve reaches `target`, or None."""
     for i, (x, y) in enumerate(zip(places, heights, strict=True)):
         if y >= target:
             if not i:
@@ -400,14 +400,14 @@ def _kept(row: Row) -> float:
     return _known(row, "rollouts") * _known(row, "kept_share")
 
 
-# Curves over steps, and how many rollouts of each prompt are right.
+# Curves over steps, and histograms over prompts.
 
 
 def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     """Return every metric of metrics.jsonl, at most `most` points of each.
 
-    every: steps that a point is the mean of; step: the number of its last one; elapsed: seconds of steps by then;
-    values: by name, "time/" before those of "time"; null where a metric is missing. Seven digits.
+    every: steps per point. step: number of the last step of each point. elapsed: seconds of all steps up to there.
+    values: by name, with the prefix "time/" for times; None where a metric is missing. Values have seven digits.
     """
     every = max(1, math.ceil(len(rows) / most))
     parts = [rows[i : i + every] for i in range(0, len(rows), every)]
@@ -428,7 +428,7 @@ def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
 
 
 def by_task(run: RecordedRun) -> dict[str, Any]:
-    """Return means over groups of each recorded step: {"step", "distinct": [answers], "tasks": {name: [right]}}."""
+    """Return the mean distinct answers and the share right by task, over the groups of each recorded step."""
     steps = _evenly(run.of_kind("step"))
     found: list[dict[str, list[float]]] = []
     distinct: list[float | None] = []
@@ -448,9 +448,9 @@ def by_task(run: RecordedRun) -> dict[str, Any]:
 
 
 def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
-    """Return how many prompts have how many right rollouts, at the first and the last moment; None without any.
+    """Return histograms of right rollouts per prompt at the first and the last moment, or None without moments.
 
-    Bins are numbers of right samples where every prompt has one and the same small number of them, `of`; else tenths.
+    If all prompts have the same small number of samples (`of`), bins are numbers of right samples, else tenths.
     """
     ends = dict.fromkeys([*run.of_kind(kind)[:1], *run.of_kind(kind)[-1:]])
     found = []
@@ -472,12 +472,12 @@ def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
 
 
 def _tenth(right: int, n: int) -> int:
-    """Return the place in TENTHS; a share on a bound belongs to the tenth above it."""
+    """Return the index in TENTHS. A share on a bound belongs to the tenth above it."""
     return 0 if not right else len(TENTHS) - 1 if right == n else 1 + 10 * right // n
 
 
 def _evenly(there: list[Moment], most: int = MAX_MOMENTS) -> list[Moment]:
-    """Return at most `most` moments, the first and the last among them."""
+    """Return at most `most` moments at even distances, including the first and the last."""
     if len(there) <= most:
         return there
     return [there[round(i * (len(there) - 1) / (most - 1))] for i in range(most)]

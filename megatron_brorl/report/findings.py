@@ -26,7 +26,7 @@ def findings(
     after: Mapping[str, Any] | None,
     weights_differ: bool,
 ) -> dict[str, str]:
-    """Return a sentence, by name, for each reason why the run learned nothing or does not show it.
+    """Return a sentence, by name, for each reason why the run learned nothing or why learning was not measured.
 
     rows: the lines of metrics.jsonl. before, after: the held-out evaluations, where there are any. weights_differ:
     whether the trained weights differ from those of model.path.
@@ -44,14 +44,14 @@ def findings(
 
     if before is None:
         found["no held-out"] = (
-            "there is no held-out evaluation, so whether the model got better is unknown: give data.held_out"
+            "there is no held-out evaluation, so it is unknown whether the model improved: set data.held_out"
         )
     elif after and after["pass_at_1"]["mean"] > 0:
-        # If nothing was right at all, another finding says so.
+        # If no response at all was right, another finding reports it.
         tasks = [name for name, share in after["by_task"].items() if share == 0 == before["by_task"].get(name)]
         if tasks:
             found["task never right"] = (
-                f"no held-out response to {', '.join(tasks)} was right, before or after: take easier prompts of that "
+                f"no held-out response to {', '.join(tasks)} was right, before or after: use easier prompts of that "
                 "kind, or check their reference answers and their verifier"
             )
     return found
@@ -63,21 +63,21 @@ def _no_signal(why: Cause, config: Config, rows: Sequence[Row]) -> str:
     extract = config.reward.extract
     cut = _mean(rows, "cut_off_share") or 0.0
     reward = _mean(rows, "reward") or 0.0
-    # Rewards above 0 that never reach reward.correct_at are a cause of their own.
+    # Rewards above 0 that never reach reward.correct_at are a separate cause.
     short = f" (mean reward {reward:.3g}, reward.correct_at = {config.reward.correct_at:g})" if reward else ""
     how_many = f"every one of {count} responses was" if cut == 1 else f"{cut:.0%} of {count} responses were"
     sentences: dict[Cause, str] = {
         "cut off": f"{how_many} cut off at rollout.max_tokens = {rollout.max_tokens}: raise it, or "
-        "put prompts in the form after which the model ends its answers (data.chat, data.template)",
+        "use a prompt form after which the model ends its answers (data.chat, data.template)",
         "no answer": f'no response of {count} had an answer where reward.extract = "{extract}" looks for it, '
         f"{_PLACES[extract]}: ask for that form in data.template or data.system_prompt, or set reward.extract to the "
         "form that the model gives" + (f"; {cut:.0%} were cut off at rollout.max_tokens" if cut else ""),
         "none right": f"no response of {count} was right{short}: check that the verifier calls a reference answer "
-        "right, then take easier prompts, a larger rollout.n or a warm start (brorl sft)"
+        "right, then use easier prompts, a larger rollout.n or a warm start (brorl sft)"
         + (f"; {cut:.0%} were cut off at rollout.max_tokens = {rollout.max_tokens}" if cut else ""),
-        "all right": f"every one of {count} responses was right, so that nothing is left to learn: take harder prompts",
-        "no mixed group": f"no group had a signal: the rewards in each were equal: raise rollout.n = {rollout.n}, or "
-        "take prompts that the model gets right sometimes (brorl pass-rates)",
+        "all right": f"every one of {count} responses was right, so there is nothing to learn: use harder prompts",
+        "no mixed group": f"no group had a signal, because the rewards in each group were equal: raise "
+        f"rollout.n = {rollout.n}, or use prompts that the model sometimes gets right (brorl pass-rates)",
     }
     return sentences[why]
 
@@ -113,7 +113,7 @@ def verdict(
     tone, headline, details = _change(changed) if changed and changed["passes"] else _unpaired(rows, evaluations)
     named = summary.get("findings", {})
     found = list(named.values())
-    # A run that has not ended has no findings yet; its rows show whether there is a signal.
+    # A running run has no findings yet. Its metrics show whether there is a signal.
     why = None if summary else why_no_signal({name: _mean(rows, name) for name in METRICS})
     if why:
         found.append(f"nothing to learn from so far ({why}; mean over {len(rows)} steps)")
@@ -133,20 +133,20 @@ def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     if changed["reward"]:
         tone_of_reward, sentence = _compare_values("mean reward", changed["reward"], "{:.3g}", "{:+.3g}".format)
         sentences.append(sentence)
-        if tone == "unclear" and tone_of_reward != "unclear":  # the reward makes the headline
+        if tone == "unclear" and tone_of_reward != "unclear":  # The headline reports the reward.
             tone = tone_of_reward
             sentences.reverse()
     begin = {"good": "It learned", "bad": "It got worse", "unclear": "No change beyond chance"}[tone]
     headline = f"{begin}: {sentences[0]} over {changed['prompts']} held-out prompts."
     details = [f"{sentence}." for sentence in sentences[1:]]
 
-    # A sharper policy can lose prompts that it solved in many tries.
+    # A policy with less entropy can lose prompts that it solved before in many tries.
     if others:
         wide = others[-1]
         tone_of_wide, sentence = _compare_values(f"pass@{wide['k']}", wide, "{:.1%}", _points, " points")
         details.append(f"{sentence}.")
         if tone == "good" and tone_of_wide == "bad":
-            details.append(f"It answers more surely and solves fewer prompts in {wide['k']} tries.")
+            details.append(f"Its answers are less diverse, and it solves fewer prompts in {wide['k']} tries.")
     n = changed["samples"]
     details.append(
         f"Newly solved: {len(changed['solved'])} of {changed['prompts']} prompts, newly lost: {len(changed['lost'])} "
@@ -158,7 +158,7 @@ def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
 def _compare_values(
     name: str, p: Mapping[str, Any], level: str, gap: Callable[[float], str], unit: str = ""
 ) -> tuple[Tone, str]:
-    """Return the direction of a change, by whether its interval contains 0, and a sentence."""
+    """Return the direction of a change ("unclear" if its interval contains 0) and a sentence."""
     d = p["difference"]
     tone: Tone = "good" if d["low"] > 0 else "bad" if d["high"] < 0 else "unclear"
     word = {"good": "rose", "bad": "fell", "unclear": "went"}[tone]
@@ -176,22 +176,22 @@ def _unpaired(rows: Sequence[Row], evaluations: Sequence[Mapping[str, Any]]) -> 
     """Describe evaluations that cannot be compared prompt by prompt."""
     details = _training_reward(rows)
     if not evaluations:
-        return "unclear", "Whether it learned is not known: there is no held-out evaluation.", details
+        return "unclear", "Learning was not measured: there is no held-out evaluation.", details
     first, last = evaluations[0], evaluations[-1]
     if len(evaluations) == 1:
         when = f"after {first['steps']} steps" if first["steps"] else "before the first step"
-        return "unclear", f"Whether it learned is not known: the one evaluation, {when}, has {_level(first)}.", details
-    # Without prompts the intervals do not show how prompts moved together.
+        return "unclear", f"Learning was not measured: the only evaluation, {when}, has {_level(first)}.", details
+    # The interval of a difference needs the pairs of prompts.
     p, q = (e["passes"][0]["mean"] for e in (first, last))
     headline = f"pass@1 went from {p:.1%} to {q:.1%}, {_points(q - p)} points."
     if first["reward"] or last["reward"]:
         details.insert(0, f"Before: {_level(first)}. After: {_level(last)}.")
-    details.insert(0, "No interval of the change: the evaluations' rollouts are not recorded, or hold too few prompts.")
+    details.insert(0, "The change has no interval, because too few rollouts of the evaluations are recorded.")
     return "unclear", headline, details
 
 
 def _level(e: Mapping[str, Any]) -> str:
-    """Return pass@1 of an evaluation, with the mean reward where that is another value."""
+    """Return pass@1 of an evaluation, with the mean reward if it differs."""
     text = f"pass@1 {e['passes'][0]['mean']:.1%}"
     r = e["reward"]
     if not r:

@@ -1,8 +1,8 @@
-"""The report of a run as one HTML file: opening it fetches nothing, and nothing that a model wrote is executed.
+"""The report of a run as one HTML file. Opening it fetches nothing and executes no text of a model.
 
-Vega draws the charts; its code comes with the package vl-convert-python. The file's own policy (CSP) allows only the
-scripts that it was made with, by their hashes, and no connection. Rollouts are chunks of JSON, compressed by zlib, in
-base64: the page opens a chunk when somebody looks at it.
+Vega draws the charts; its code comes with the package vl-convert-python. The Content-Security-Policy of the file allows
+only its own scripts, by their hashes, and no connection. Rollouts are chunks of JSON, compressed by zlib, in base64.
+The page decompresses a chunk when it shows it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_brorl.rollout_log import Moment, filter_rows, one_line, prompt_sor
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")
-MAX_MB = 5.0  # of a page, in millions of bytes
-MAX_MOMENTS = 60  # that are listed
-MAX_SIBLINGS = 16  # of a prompt at one moment
-MAX_TOKENS = 32_768  # of these siblings together, without the first right and the first wrong one
-LISTS_SHARE = 0.25  # of the room, for lists of prompts
+MAX_MB = 5.0  # of a page, in 10^6 bytes
+MAX_MOMENTS = 60  # in the list of moments
+MAX_SIBLINGS = 16  # rollouts of one group
+MAX_TOKENS = 32_768  # of these rollouts, except for the first right and the first wrong one
+LISTS_SHARE = 0.25  # share of the size that lists of prompts may take
 _ENTRY = 24  # bytes of "MOMENT/GROUP":CHUNK, at most
 _EXCERPT = 160  # characters of a prompt in a list
 _GROUP_KEYS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
@@ -41,7 +41,7 @@ Unit = tuple[Moment, int, dict[str, Any]]  # moment, number of the group, conten
 
 
 def page(folders: Sequence[Path], megabytes: float = MAX_MB) -> str:
-    """Return the HTML of a run's report, or of the comparison of several.
+    """Return the HTML of a run's report, or of the comparison of several runs.
 
     megabytes: maximum size of the file. Rollouts fill the space that the other content leaves. The other content is
     never cut, so the file exceeds the limit if that content is larger. Raises UserError if a folder does not contain a
@@ -84,7 +84,7 @@ def policy(scripts: Sequence[str]) -> str:
 
 
 def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
-    """Return the rollouts that the page shows, in at most `room` bytes; the most informative come first.
+    """Return the rollouts that the page shows, in at most `room` bytes. The most informative ones come first.
 
     moved: ids of prompts that were newly solved or lost. moments: kind, number and list, the chunk with its prompts.
     where: chunk by moment (its place) and group. held, recorded: counts of groups and rollouts.
@@ -130,7 +130,7 @@ class _Chunks:
         self.left = room
 
     def add(self, value: Any, room: int | None = None) -> int | None:
-        """Return the chunk's number; None if it does not fit. room: an own limit in bytes."""
+        """Add a chunk and return its number, or None if it does not fit. room: a second limit in bytes."""
         plain_text = _dumps(value).encode()
         text = base64.b64encode(zlib.compress(plain_text, 6)).decode()
         size = len(text) + 3 + _ENTRY
@@ -142,7 +142,7 @@ class _Chunks:
 
 
 def _most_informative_first(run: RecordedRun) -> list[Moment]:
-    """Return the last and the first evaluation, the last and the first step, then the others from late to early."""
+    """Return the last and the first evaluation, the last and the first step, then the others, latest first."""
     evaluations = run.of_kind("evaluation")
     steps = run.of_kind("step")
     ends = [*evaluations[-1:], *evaluations[:1], *steps[-1:], *steps[:1]]
@@ -150,7 +150,7 @@ def _most_informative_first(run: RecordedRun) -> list[Moment]:
 
 
 def _units(run: RecordedRun, tables: Mapping[Moment, list[Row]], moved: set[str]) -> Iterator[Unit]:
-    """Yield groups of prompts that moved, at the last and the first evaluation, then all groups by moment."""
+    """Yield the groups of newly solved or lost prompts, then all groups by moment."""
     evaluations = [m for m in tables if m.kind == "evaluation"]
     passes = [(m, True) for m in evaluations[:2]] if moved else []
     done: set[tuple[Moment, int]] = set()
@@ -171,9 +171,9 @@ def _units(run: RecordedRun, tables: Mapping[Moment, list[Row]], moved: set[str]
 
 
 def select_siblings(rollouts: Sequence[Row], most: int = MAX_SIBLINGS, tokens: int = MAX_TOKENS) -> list[Row]:
-    """Return at most `most` siblings, half of them right and half wrong where there are enough of both.
+    """Return at most `most` rollouts of a group, half of them right and half wrong if there are enough of both.
 
-    They have at most `tokens` tokens together; the first right and the first wrong one are always among them.
+    They have at most `tokens` tokens in total. The first right and the first wrong one are always included.
     """
     right, wrong = ([r for r in rollouts if r["right"] is verdict] for verdict in (True, False))
     of_right = min(len(right), max(most // 2, most - len(wrong)))
@@ -220,8 +220,8 @@ def _file(name: str) -> str:
 
 @functools.cache
 def _vega() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script, which takes about two seconds to make."""
+    """Return Vega, Vega-Lite and vega-embed as one script. Bundling takes about two seconds."""
     import vl_convert
 
-    bundle: Any = vl_convert.javascript_bundle  # its stub asks for an argument that has a default
+    bundle: Any = vl_convert.javascript_bundle  # The type stub lacks the default of its argument.
     return str(bundle())

@@ -25,14 +25,14 @@ from megatron_brorl.rollout_log import FOLDER, moments, read_groups
 from megatron_brorl.theory.pass_rates import SIZES, Floats, Ints
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Curves, Settings
 
-# The palette of Okabe and Ito, which every kind of colour vision tells apart.
+# The palette of Okabe and Ito, which is safe for colour-blind readers.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#8C8C8C"
 PHASES = {"generate": BLUE, "score": ORANGE, "train": GREEN, "refit": PURPLE}
 _ENDS = ("low", "high")
 _COLORS = (RED, ORANGE, GREEN, SKY, BLUE, PURPLE)
 _PARTS = {"drawn, right": GREEN, "drawn, wrong": SKY, "not drawn": RED, "weight decay": GREY}
-_MAX_MARKERS = 40  # up to here every step gets a marker; above, a running mean is drawn
+_MAX_MARKERS = 40  # Longer curves have a running mean instead of markers.
 
 Row = Mapping[str, Any]
 _Runs = dict[int, list[Curves]]  # N -> its seeds
@@ -56,13 +56,13 @@ def panel(axes: Axes, title: str, ylabel: str, xlabel: str = "training step") ->
 
 
 def draw_text(axes: Axes, text: str) -> None:
-    """Write a text in place of a curve."""
+    """Write a text into empty axes."""
     axes.set_yticks([])
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a PNG; the file is the old one or the new one at any instant."""
+    """Write a PNG atomically."""
     aside = path.with_name(path.name + ".tmp")
     try:
         FigureCanvasAgg(figure).print_figure(aside, dpi=110, format="png", pil_kwargs={"optimize": True})
@@ -79,7 +79,7 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[RecordedEvaluation]) -> Figure:
-    """Draw six panels, in reading order in `figure.axes`. Missing or null values leave gaps."""
+    """Draw six panels (`figure.axes` has them in reading order). Missing or null values leave gaps."""
     figure, ((reward, accuracy, length), (kept, seconds, health)) = figure_of(2, 3, 13.5, 7.6)
     figure.suptitle(_title(rows, summary, evaluated), fontsize=13)
     steps = np.array([row["step"] for row in rows], dtype=np.int64)
@@ -106,7 +106,7 @@ def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Recorde
 
 
 def plot_theory(run_dir: Path) -> Path | None:
-    """Draw run_dir/theory.png and return its path; None for a run without theory metrics."""
+    """Draw run_dir/theory.png and return its path, or None for a run without theory metrics."""
     rows = [row for row in read_run(run_dir).rows if any(k.startswith("theory_") for k in row)]
     return save(theory_figure(rows), run_dir / "theory.png") if rows else None
 
@@ -153,14 +153,14 @@ def _title(rows: Sequence[Row], summary: Row, evaluated: Sequence[RecordedEvalua
 
 
 def _curve(axes: Axes, steps: npt.NDArray[np.int64], values: Floats, color: str, smooth: bool = True) -> None:
-    """Draw the values, and their running mean where there are many."""
+    """Draw the values, and the running mean of a long curve."""
     known = np.isfinite(values)
     if not known.any():
         draw_text(axes, "not recorded")
         return
     few = len(values) <= _MAX_MARKERS
     faint = smooth and not few
-    # A point between two gaps has no line to either side and would not show without a marker.
+    # A point between two gaps has no line segment, so it needs a marker to be visible.
     padded = np.concatenate([[False], known, [False]])
     marked = known if few else known & ~padded[:-2] & ~padded[2:]
     axes.plot(
@@ -192,7 +192,7 @@ def _accuracy(axes: Axes, evaluated: Sequence[RecordedEvaluation]) -> None:
     axes.errorbar(
         places,
         mean,
-        yerr=np.maximum([mean - low, high - mean], 0.0),  # rounding may put an end inside
+        yerr=np.maximum([mean - low, high - mean], 0.0),  # Rounding may put a bound on the wrong side of the mean.
         color=RED,
         marker="o",
         markersize=5,
@@ -228,7 +228,7 @@ def _stack(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> Non
         if phase != "other":
             height[:] = 0
             height[steps - first] = np.nan_to_num(column(times, phase))
-        if height.max() > 0.005 * whole.max():  # thinner bands would not show
+        if height.max() > 0.005 * whole.max():  # Thinner bands would not be visible.
             axes.stairs(base + height, edges, baseline=base, fill=True, color=color, label=phase)
         base = base + height
     axes.margins(y=0)
@@ -239,7 +239,7 @@ def _stack(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> Non
 
 
 def _health(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> None:
-    """Draw the log-prob gap of engine and trainer, or the gradient norm where it is not recorded."""
+    """Draw the log-prob gap between engine and trainer, or the gradient norm if the gap is not recorded."""
     gap = column(rows, "logprob_gap_max")
     if not np.isfinite(gap).any():
         panel(axes, "Gradient norm", "norm before clipping")
@@ -250,7 +250,7 @@ def _health(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> No
         draw_text(axes, "exactly 0 at every step")
         return
     axes.set_yscale("log")
-    _curve(axes, steps, np.where(gap > 0, gap, np.nan), SKY, smooth=False)  # a log scale has no 0
+    _curve(axes, steps, np.where(gap > 0, gap, np.nan), SKY, smooth=False)  # A log scale has no 0.
 
 
 def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
@@ -265,7 +265,7 @@ def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
     values, low, high = (
         np.concatenate([column([row], f"{prefix}{h}{e}") for h in held]) for e in ("", "_low", "_high")
     )
-    bars = np.maximum([values - low, high - values], 0.0)  # rounding may put an end inside
+    bars = np.maximum([values - low, high - values], 0.0)  # Rounding may put a bound on the wrong side of the mean.
     axes.errorbar(held, values, yerr=bars, fmt="o-", color=BLUE, markersize=4, capsize=3)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(held))
@@ -279,7 +279,7 @@ def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def latest_groups(run: Path) -> tuple[str, Ints, Ints]:
-    """Return "step" or "evaluation", and the right and all rollouts [P] in the last group of each prompt.
+    """Return the kind of moment, and the numbers of right and of all rollouts [P] in the last group of each prompt.
 
     Groups of training steps are read, or those of evaluations if there are none. Raises UserError if nothing is
     recorded.
@@ -293,13 +293,13 @@ def latest_groups(run: Path) -> tuple[str, Ints, Ints]:
             if rollouts:
                 last[prompt] = right, rollouts
     if not last:
-        raise UserError(f"{run / FOLDER}: no group with rollouts is recorded")
+        raise UserError(f"{run / FOLDER}: no group with rollouts is recorded; record a run first (brorl train)")
     right, rollouts = np.array(list(last.values())).T
     return kind, right, rollouts
 
 
 def plot_pass_rates(rates: Floats, shares: list[float], path: Path) -> Path:
-    """Draw the distribution of success rates [P] and the share of mixed groups for each N of SIZES."""
+    """Draw the distribution of success rates [P], and the share of mixed groups for each N of SIZES."""
     figure, (left, right) = figure_of(1, 2, 10, 4)
     panel(left, "Success rates of prompts", "prompts", "success rate")
     left.hist(rates, bins=np.linspace(0, 1, 21).tolist(), color=BLUE)
@@ -317,7 +317,7 @@ def plot_pass_rates(rates: Floats, shares: list[float], path: Path) -> Path:
 
 
 def simulation_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
-    """Return a figure of six panels, in reading order in `figure.axes`."""
+    """Draw the three curves of BroRL's Fig. 3, and below them the terms of Theorem 1."""
     runs: _Runs = {}
     for c in curves:
         runs.setdefault(c.n, []).append(c)
@@ -387,7 +387,7 @@ def _parts(axes: Axes, runs: _Runs, names: tuple[str, ...], with_measured: bool)
 
     axes.axhline(0, color="black", linewidth=0.8)
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high + 0.3 * (high - low))  # leaves room for the legend
+    axes.set_ylim(low, high + 0.3 * (high - low))  # room for the legend
     _category(axes, runs)
     axes.legend(
         frameon=False, fontsize=9, ncols=3, loc="upper center", columnspacing=0.7, handlelength=1.0, handletextpad=0.4

@@ -1,4 +1,4 @@
-"""`brorl rollouts`: recorded rollouts, selected, printed and exported."""
+"""Functions of `brorl rollouts`: select, print and export recorded rollouts."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ import pyarrow.parquet as pq
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout_log import Moment, filter_rows, moments, one_line, printable, read_groups, read_rollouts
 
-Row = Mapping[str, Any]  # of schema.GROUPS or schema.ROLLOUTS
+Row = Mapping[str, Any]  # of rollout_log.GROUPS or ROLLOUTS
 EXPORTS = (".jsonl", ".parquet")
-_MAX_ANSWERS = 20  # distinct ones that are listed
+_MAX_ANSWERS = 20  # listed for a prompt
 _MAX_CHARS = 100  # characters of an answer or a prompt in a table
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Conditions that rollouts must meet; none by default."""
+    """Conditions that rollouts must meet. The defaults select all rollouts."""
 
     prompt: str | None = None  # the id of one prompt
     mixed: bool = False  # only prompts with right and wrong responses
-    right: bool = False  # only right responses; with `wrong` too, both
+    right: bool = False  # only right responses; `right` and `wrong` together select both
     wrong: bool = False
-    contains: str = ""  # in a response's text, in any case
+    contains: str = ""  # text that a response must contain, ignoring case
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Groups and rollouts of one moment, or those of them that pass a filter."""
+    """Groups and rollouts of one moment, possibly filtered."""
 
     moment: Moment
-    groups: pa.Table  # schema.GROUPS
-    rollouts: pa.Table  # schema.ROLLOUTS
+    groups: pa.Table  # rollout_log.GROUPS
+    rollouts: pa.Table  # rollout_log.ROLLOUTS
 
     def filtered(self, by: Filters) -> Recorded:
-        """Return the groups and rollouts that pass. A filter of responses removes groups without any."""
+        """Return the groups and rollouts that pass. A filter of responses removes groups without a passing response."""
         groups = self.groups
         rollouts = self.rollouts
         if by.prompt is not None:
@@ -70,7 +70,7 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
     there = moments(folder)
     found = [m for m in there if kind in ("", m.kind) and number in (None, m.number)]
     if not found:
-        raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} there; there are {listed(there)}")
+        raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} is recorded; try {listed(there)}")
     if prompt is None or number is not None:
         return Recorded(found[-1], read_groups(folder, found[-1]), read_rollouts(folder, found[-1]))
     ids: dict[str, None] = {}
@@ -80,8 +80,8 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
         if len(own) and pc.max(own["recorded"]).as_py():
             return Recorded(moment, groups, read_rollouts(folder, moment))
         ids |= dict.fromkeys(groups.filter(pc.greater(groups["recorded"], 0))["prompt_id"].to_pylist())
-    near = difflib.get_close_matches(prompt, ids, 1, 0) or ["none at all"]
-    raise UserError(f"{folder}: nothing is recorded of prompt {prompt!r}; the nearest id is {near[0]}")
+    near = difflib.get_close_matches(prompt, ids, 1, 0) or ["unknown"]
+    raise UserError(f"{folder}: no rollout of prompt {prompt!r} is recorded; the most similar id is {near[0]}")
 
 
 def listed(there: Sequence[Moment]) -> str:
@@ -97,12 +97,12 @@ def listed(there: Sequence[Moment]) -> str:
 
 
 def export(recorded: Recorded, path: Path) -> int:
-    """Write the rollouts, each with its prompt, by the ending of the path; return how many. Whole or not at all.
+    """Write the rollouts, each with its prompt, as .jsonl or .parquet, atomically. Return their number.
 
     Raises UserError for another ending, where there is nothing to write and where the file cannot be written.
     """
     if path.suffix not in EXPORTS:
-        raise UserError(f"{path}: can be exported as {', '.join(EXPORTS)}; give the file one of these endings")
+        raise UserError(f"{path}: unknown format; use one of the endings {', '.join(EXPORTS)}")
     table = _joined(recorded)
     if not len(table):
         raise UserError(f"{path}: nothing to export: no recorded rollout of {recorded.moment} passes the filters")
@@ -121,7 +121,7 @@ def export(recorded: Recorded, path: Path) -> int:
 
 
 def _joined(recorded: Recorded) -> pa.Table:
-    """Return schema.ROLLOUTS with the moment in front, and with verifier, prompt and reference."""
+    """Return the rollouts with columns for the moment, the verifier, the prompt and the reference."""
     rollouts = recorded.rollouts
     moment = recorded.moment
     rows = {g["group"]: g for g in recorded.groups.to_pylist()}
@@ -134,7 +134,7 @@ def _joined(recorded: Recorded) -> pa.Table:
 
 
 def print_prompts(recorded: Recorded, unfiltered: Recorded, limit: int) -> None:
-    """Print the prompts, the hardest first. limit: lines at most, 0 for all."""
+    """Print the prompts, hardest first. limit: maximum number of prompts, 0 for all."""
     groups = sorted(recorded.groups.to_pylist(), key=lambda g: (g["right"] / (g["rollouts"] or 1), g["group"]))
     shown = groups[:limit] if limit else groups
     is_step = recorded.moment.kind == "step"
@@ -156,18 +156,18 @@ def print_prompts(recorded: Recorded, unfiltered: Recorded, limit: int) -> None:
     sampled, right = (sum(g[key] for g in groups) for key in ("rollouts", "right"))
     share = f", {100 * right / sampled:.1f}% of their {sampled} rollouts right" if sampled else ""
     total = f"{recorded.moment}: {len(groups)} of {len(unfiltered.groups)} prompts{share}"
-    print(f"{total}; {len(recorded.rollouts)} rollouts to read")
+    print(f"{total}; {len(recorded.rollouts)} recorded rollouts")
 
 
 def print_prompt(moment: object, group: Row, rollouts: list[Row]) -> None:
-    """Print a group: its prompt, the distinct answers with counts, a right and a wrong response."""
+    """Print a group: its prompt, its distinct answers with counts, and a right and a wrong response."""
     count = f"right {group['right']} of {group['rollouts']}, {group['distinct']} distinct answers"
     print(f"{moment}, prompt {one_line(group['prompt_id'])} ({group['verifier']}): {count}")
     print(f"\n{printable(group['prompt'] or '(not recorded)')}\n")
     if group["reference"] is not None:
         print(f"reference answer: {one_line(group['reference'])}\n")
     if not rollouts:
-        print("no rollout of it is recorded, or passes the filters")
+        print("none of its rollouts is recorded and passes the filters")
         return
     if len(rollouts) < group["rollouts"]:
         print(f"{len(rollouts)} of its {group['rollouts']} rollouts are recorded and pass the filters:")
@@ -176,14 +176,14 @@ def print_prompt(moment: object, group: Row, rollouts: list[Row]) -> None:
     right = Counter(r["answer"] for r in rollouts if r["right"])
     rows = []
     for answer, number in counts.most_common(_MAX_ANSWERS):
-        # A verifier may look at more than the answer, so that equal answers can be right and wrong.
+        # A verifier may score more than the answer, so equal answers can be right and wrong.
         mixed = 0 < right[answer] < number
         score = f"{right[answer]} right" if mixed else "right" if right[answer] else "wrong"
         rows.append((str(number), score, "(no answer)" if answer is None else one_line(answer, _MAX_CHARS)))
     _print_table(("rollouts", "score", "answer"), rows)
     if len(counts) > _MAX_ANSWERS:
         rest = len(rollouts) - sum(int(row[0]) for row in rows)
-        print(f"{len(counts) - _MAX_ANSWERS} more answers, of {rest} rollouts")
+        print(f"{len(counts) - _MAX_ANSWERS} more answers in {rest} rollouts")
 
     for is_right in (True, False):
         first = next((r for r in rollouts if r["right"] is is_right), None)

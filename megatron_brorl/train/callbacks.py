@@ -1,4 +1,4 @@
-"""What a program of the user's is told of a run while it trains, and how it stops it."""
+"""Callbacks of a user's program during a run."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from megatron_brorl.errors import UserError
 
 
 class StopTraining(Exception):
-    """Raised by a callback: the step under way is done and saved, and the run can be gone on with."""
+    """Raise it in a callback to end the run after the current step. The step is saved, and the run can be resumed."""
 
 
 class Callback(Protocol):
-    """What `train` calls, on the main rank. A callback may have some of these methods alone.
+    """Methods that `train` calls on the main rank. A callback may have only some of them.
 
-    Raising StopTraining ends the run after the step, saved. Any other exception does so too, and then is an error.
+    Any exception other than StopTraining also ends the run after the step, saved, and is reported as an error.
     """
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done. step: as in metrics.jsonl, from 0. metrics: its figures, without times."""
+        """Receive the metrics of a step, without times. step: as in metrics.jsonl, from 0."""
 
     def on_evaluation(self, step: int, results: Mapping[str, Any], samples: pa.Table) -> None:
-        """The held-out prompts were evaluated after `step` steps. results: as summary.json has them under "before".
+        """Receive an evaluation of the held-out prompts after `step` steps. results: as "before" in summary.json.
 
-        samples: the recorded rollouts (docs/rollouts.md); no rows where none are recorded.
+        samples: the recorded rollouts (docs/rollouts.md); empty if none are recorded.
         """
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """The run has reached its end; summary.json's contents."""
+        """Receive the contents of summary.json at the end of the run."""
 
 
 class Callbacks:
-    """Those of a run, asked in order; what they raise is kept until the run can be saved."""
+    """Calls the callbacks of a run in order, and keeps an exception until the run is saved."""
 
     def __init__(self, callbacks: Sequence[Any] = ()) -> None:
         self._callbacks = callbacks
-        self.stop = False  # one has asked for the run's end
-        self._error: tuple[str, Exception] | None = None  # where, and what was raised
+        self.stop = False  # set if a callback wants the run to end
+        self._error: tuple[str, Exception] | None = None  # name of the method, and the exception
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of each that has it. Nothing is raised; see `stop` and `check`."""
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of each callback that has it. Raises nothing; see `stop` and `check`."""
         for callback in self._callbacks:
             function = getattr(callback, method, None)
             if function is None or self._error:
@@ -54,11 +54,12 @@ class Callbacks:
                 function(*arguments)
             except StopTraining:
                 self.stop = True
-            except Exception as e:  # a program of the user's may raise anything
-                self._error, self.stop = (f"{type(callback).__name__}.{method}", e), True
+            except Exception as e:  # A user's program may raise anything.
+                self._error = (f"{type(callback).__name__}.{method}", e)
+                self.stop = True
 
     def check(self, state: str) -> None:
-        """Raise UserError where one has failed. state: what is saved of the run."""
+        """Raise UserError if a callback failed. state: what is saved of the run, for the message."""
         if self._error:
             where, error = self._error
             reason = " ".join(str(error).split())

@@ -1,17 +1,19 @@
-"""The first half of a step: prompts -> N rollouts each -> verdicts -> groups with a signal.
+"""The first half of a training step: prompts -> N rollouts each -> rewards -> groups with a signal.
 
-Rollouts may be lost, and may take several steps: a group is trained on with its survivors when none of it goes on.
+Rollouts may be lost, and may take several steps. A group is trained on with its surviving rollouts once none of them
+continues.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from megatron_brorl.config.schema import Config
+from megatron_brorl.config.schema import Config, RolloutConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel
@@ -19,117 +21,172 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import Sampling, sort_rollouts
 from megatron_brorl.rollout.sampler import open_groups
 from megatron_brorl.tracking.timeline import span
-from megatron_brorl.train.assignment import assign_rows
 from megatron_brorl.train.groups import CUT, Outcomes, drop_cut, gather_outcomes, group_metrics, select_groups
-from megatron_brorl.train.partial_rollouts import Carried, carry, staleness
-from megatron_brorl.train.recorder import recorded, take_recorded
-from megatron_brorl.train.redistribute import exchange
-from megatron_brorl.train.rounds import Taken, prompts_to_ask
-from megatron_brorl.train.sample_and_score import Rollouts, Sampled, check_lost, check_scored
+from megatron_brorl.train.partial_rollouts import PartialRollouts, keep_open_groups, staleness
+from megatron_brorl.train.recorder import choose_recorded, select_recorded
+from megatron_brorl.train.redistribute import assign_replicas, send_to_replicas
+from megatron_brorl.train.sample_and_score import RolloutRunner, Sampled, check_lost, check_scored
 from megatron_brorl.types import OpenGroup, ScoredRollout
+
+SAFETY = 3.0  # standard deviations by which a round exceeds the expected need; missed once in 740 rounds
+MAX_OVERSAMPLE = 4  # largest round, in units of rollout.prompts
+DECAY = 0.5  # weight of a step's kept share in the next step; all earlier steps together weigh as much as one
+
+
+@dataclass(frozen=True)
+class SourcePosition:
+    """Position in the prompt source and the recent share of kept groups. The same on every rank."""
+
+    rounds: int = 0  # rounds so far; each one has its own random streams
+    prompts: int = 0  # prompts read from the source
+    recent_prompts: float = 0.0  # prompts of recent steps, with weight DECAY per step
+    recent_kept: float = 0.0  # kept groups among these
+
+    def after_round(self, prompts: int) -> SourcePosition:
+        """Return the position after one more round of this many prompts."""
+        return replace(self, rounds=self.rounds + 1, prompts=self.prompts + prompts)
+
+    def with_kept(self, start: SourcePosition, kept: int) -> SourcePosition:
+        """Return the position with the kept share updated. start: at the begin of the step. kept: groups since then."""
+        prompts = DECAY * start.recent_prompts + (self.prompts - start.prompts)
+        return replace(self, recent_prompts=prompts, recent_kept=DECAY * start.recent_kept + kept)
+
+
+def round_size(missing: int, position: SourcePosition, config: RolloutConfig) -> int:
+    """Return the number of prompts to sample for `missing` more kept groups.
+
+    It is rollout.prompts without refills, and while no kept share is known. Otherwise, of m prompts, each kept with
+    probability p, m p are kept on average, with a standard deviation of sqrt(m p (1 - p) (1 + m / a)), because p is
+    estimated from only a prompts. The result is the smallest m that satisfies
+
+        m p - SAFETY sqrt(m p (1 - p) (1 + m / a)) >= missing
+
+    within 1 and MAX_OVERSAMPLE x rollout.prompts. Surplus groups are trained on in the next step.
+    """
+    if not config.refills or not position.recent_prompts:
+        return config.prompts
+    largest = MAX_OVERSAMPLE * config.prompts
+    if missing <= 0:
+        return 1  # Surplus groups suffice, but the kept share must follow the current policy.
+
+    # Squared, it is quadratic in m: (m p - missing)^2 = SAFETY^2 p (1 - p) (m + m^2 / a). Take the larger root.
+    p = min(position.recent_kept / position.recent_prompts, 1.0)
+    variance = SAFETY**2 * p * (1 - p)
+    square = p**2 - variance / position.recent_prompts
+    linear = 2 * p * missing + variance
+    if square <= 0:
+        return largest  # No number of prompts is safe at such a low kept share.
+    m = (linear + math.sqrt(max(linear**2 - 4 * square * missing**2, 0.0))) / (2 * square)
+    return min(math.ceil(m - 1e-9), largest)  # 1e-9: rounding must not add a prompt if p is 1.
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What a step trains on, and what its sampling came to."""
+    """Groups to train on, and the metrics of sampling them."""
 
     groups: list[OpenGroup]
-    rollouts: list[ScoredRollout]  # those that this replica trains on, whoever sampled them
-    outcomes: Outcomes  # of all groups, with those to train on chosen
-    carried: Carried  # what goes on in the next step
-    taken: Taken  # from the source so far
+    rollouts: list[ScoredRollout]  # those that this replica trains on, from all ranks
+    outcomes: Outcomes  # of all groups, with the choice of groups to train on
+    partial: PartialRollouts  # continue in the next step
+    position: SourcePosition
     metrics: dict[str, float]  # the same on every rank
     seconds: dict[str, float]  # of this rank, by phase
-    recorded: list[ScoredRollout]  # of this rank's, those that people can read (train.record)
+    recorded: list[ScoredRollout]  # this rank's rollouts for the rollout log
 
 
 @dataclass(frozen=True)
 class Collector:
-    """What one step collects its groups with. The state of the run is given to `collect`, and comes back from it."""
+    """Collects the groups of one step."""
 
     config: Config
     grid: Grid
-    rollouts: Rollouts
+    rollouts: RolloutRunner
     source: PromptSource
     sampling: Sampling
-    costs: CostModel  # of training on a row
+    costs: CostModel  # of training on a rollout
 
-    def collect(self, carried: Carried, step: int, taken: Taken, version: int) -> Collected:
-        """Sample, score and select; again while too few groups are kept and rollout.refills allows it. A collective.
+    def collect(self, partial: PartialRollouts, step: int, position: SourcePosition, version: int) -> Collected:
+        """Sample, score and select groups, in further rounds while too few are kept (rollout.refills). Collective.
 
-        carried: what goes on from the step before. taken: from the source so far.
-        version: of the actor's weights. Raises UserError where too many rollouts were lost, or have no verdict.
+        partial: groups that continue from the step before. version: of the actor's weights. Raises UserError if too
+        many rollouts are lost or have no reward.
         """
-        c, target = self.config, self.config.rollout.prompts
-        # Equal answers share a verdict over all rounds of a step.
+        config = self.config
+        target = config.rollout.prompts
+        # All rounds of a step share the scores of equal answers.
         self.rollouts.pool.forget()
-        # Carried groups come first: rows of the step before are numbered by their place among them.
-        groups = list(carried.groups)
-        rows, before = carried.finished(), taken
+        # Partial groups come first, because their rollouts are numbered by position in `partial`.
+        groups = list(partial.groups)
+        scored = partial.finished_rollouts()
+        start = position
         counts: defaultdict[str, float] = defaultdict(float)
         seconds: defaultdict[str, float] = defaultdict(float)
-        # With refills these have been kept; partial rollouts, whose groups have not, are sampled without.
+        # With refills, all continued groups are kept ones. Without, partial groups come on top of rollout.prompts.
         missing = target - len(groups)
-        # All ranks see the same tables, so that they leave this loop together.
-        for _ in range(1 + c.rollout.refills):
-            prompts = self.source.prompts(taken.prompts, prompts_to_ask(missing, taken, c.rollout))
-            groups += open_groups(prompts, taken.rounds, taken.prompts)
-            taken = taken.with_round(len(prompts))
-            sampled = self._sample(carried, groups, len(prompts))
-            rows += sampled.rollouts
+        # All ranks have the same tables, so they leave this loop together.
+        for _ in range(1 + config.rollout.refills):
+            prompts = self.source.prompts(position.prompts, round_size(missing, position, config.rollout))
+            groups += open_groups(prompts, position.rounds, position.prompts)
+            position = position.after_round(len(prompts))
+            sampled = self._sample(partial, groups, len(prompts))
+            scored += sampled.rollouts
             _add(counts, collectives.all_reduce_sum(sampled.counts))
             _add(seconds, sampled.seconds)
 
-            too_old = [i for i, g in enumerate(groups) if step - int(g.step) >= c.rollout.max_carried_steps]
-            outcomes = gather_outcomes(rows, len(groups), c.rollout.n, c.shaping.repetition_ngram)
+            too_old = [i for i, g in enumerate(groups) if step - int(g.step) >= config.rollout.max_carried_steps]
+            outcomes = gather_outcomes(scored, len(groups), config.rollout.n, config.shaping.repetition_ngram)
             outcomes, given_up = drop_cut(outcomes, too_old)
-            # Fail here rather than train on the few that came through.
+            # Fail here rather than train on the few rollouts that are left.
             lost = counts["lost"] + given_up
-            check_lost(f"step {step}", lost, counts["asked"], c.rollout.max_lost_share)
+            check_lost(f"step {step}", lost, counts["asked"], config.rollout.max_lost_share)
             check_scored(f"step {step}", counts["unscored"], counts["scored"])
 
-            outcomes = select_groups(outcomes, c.algo.dynamic_sampling)
-            taken = taken.with_share_of(before, sum(g >= len(carried.groups) for g in outcomes.kept))
+            outcomes = select_groups(outcomes, config.algo.dynamic_sampling)
+            position = position.with_kept(start, sum(g >= len(partial.groups) for g in outcomes.kept))
             missing = target - len(outcomes.kept)
             if missing <= 0:
                 break
 
-        # With refills, what is kept beyond the target waits for the next step.
-        waiting = outcomes.kept[target:] if c.rollout.refills else []
-        outcomes = outcomes.without(waiting)
+        # With refills, surplus groups wait for the next step.
+        surplus = outcomes.kept[target:] if config.rollout.refills else []
+        outcomes = outcomes.without(surplus)
 
         begun = time.monotonic()
-        prompt_tokens = [len(g.prompt.token_ids) for g in groups]
         with span("exchange"):
-            assigned = assign_rows(outcomes, prompt_tokens, c.algo, self.costs, self.grid.data)
-            exchanged = exchange(rows, outcomes, assigned.replica, self.grid)
+            prompt_tokens = [len(g.prompt.token_ids) for g in groups]
+            replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.data)
+            received, moved_bytes = send_to_replicas(scored, outcomes, replica, self.grid)
         seconds["exchange"] = time.monotonic() - begun
 
-        judging, queued = self.rollouts.verdict_metrics()
-        metrics = self._metrics(outcomes, counts, lost) | judging
-        metrics |= {"update_balance": assigned.balance, "moved_mib": exchanged.moved / 2**20}
-        if c.rollout.refills:
-            metrics |= {"prompts_sampled": counts["asked"] / c.rollout.n, "carried_groups": float(len(waiting))}
-            metrics["rounds"] = float(taken.rounds - before.rounds)
-        if c.rollout.partial_tokens or c.rollout.refills:
-            going = [r for r in rows if assigned.replica[r.group, r.rollout.index] >= 0]
-            metrics |= staleness(going, version)
+        reward_metrics, reward_seconds = self.rollouts.reward_metrics()
+        metrics = self._metrics(outcomes, counts, lost) | reward_metrics
+        metrics |= {"update_balance": balance, "moved_mib": moved_bytes / 2**20}
+        if config.rollout.refills:
+            metrics |= {"prompts_sampled": counts["asked"] / config.rollout.n, "carried_groups": float(len(surplus))}
+            metrics["rounds"] = float(position.rounds - start.rounds)
+        if config.rollout.partial_tokens or config.rollout.refills:
+            metrics |= staleness([r for r in scored if replica[r.group, r.rollout.index] >= 0], version)
 
-        # Groups that have not closed continue in the next step. Rounds append rows; carried ones are in order.
-        going_on = carry(groups, sort_rollouts(rows), outcomes.closed)
-        shown = take_recorded(rows, recorded(groups, outcomes, c.run))
-        return Collected(groups, exchanged.rows, outcomes, going_on, taken, metrics, dict(seconds) | queued, shown)
+        return Collected(
+            groups=groups,
+            rollouts=received,
+            outcomes=outcomes,
+            partial=keep_open_groups(groups, sort_rollouts(scored), outcomes.closed),
+            position=position,
+            metrics=metrics,
+            seconds=seconds | reward_seconds,
+            recorded=select_recorded(scored, choose_recorded(groups, outcomes, config.run)),
+        )
 
-    def _sample(self, carried: Carried, groups: Sequence[OpenGroup], new: int) -> Sampled:
-        """Continue the carried rollouts, and sample the rollouts of the last `new` groups."""
-        c = self.config.rollout
-        loads = carried.loads() if c.partial_tokens else [0] * self.grid.world
-        slots = list(product(range(len(groups) - new, len(groups)), range(c.n)))
+    def _sample(self, partial: PartialRollouts, groups: Sequence[OpenGroup], new: int) -> Sampled:
+        """Continue the partial rollouts, and sample the rollouts of the last `new` groups."""
+        rollout = self.config.rollout
+        loads = partial.counts_per_rank() if rollout.partial_tokens else [0] * self.grid.world
+        slots = list(product(range(len(groups) - new, len(groups)), range(rollout.n)))
         with span("round"):
-            return self.rollouts.sample(slots, groups, self.sampling, carried.begun(), loads)
+            return self.rollouts.sample(slots, groups, self.sampling, partial.cut_rollouts(), loads)
 
     def _metrics(self, outcomes: Outcomes, counts: Mapping[str, float], lost: float) -> dict[str, float]:
-        c = self.config.rollout
         metrics = {
             **group_metrics(outcomes),
             "unscored_share": counts["unscored"] / (counts["scored"] or 1.0),
@@ -138,7 +195,7 @@ class Collector:
             "lost_share": lost / counts["asked"],
             "late": counts["late"],
         }
-        if c.partial_tokens:
+        if self.config.rollout.partial_tokens:
             metrics["carried"] = float((outcomes.state == CUT).sum())
         return metrics
 

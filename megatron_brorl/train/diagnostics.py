@@ -159,6 +159,6 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
 
 
 def _answers(outcomes: Outcomes, group: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the answer codes and verdicts of a group's survivors, in sibling order."""
+    """Return the answer hashes of a group's survivors and whether they are right, in sibling order."""
     ended = outcomes.ended[group]
     return outcomes.answers[group][ended].numpy(), outcomes.right[group][ended].numpy()

@@ -1,4 +1,4 @@
-"""Evaluations that bring nothing new: what ends a run, and what resets the reference policy."""
+"""Count evaluations without improvement: for train.patience and for resetting the reference policy."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Stall:
-    """Counts evaluations in a row that are not above the best one."""
+class EarlyStopping:
+    """Number of evaluations in a row that did not exceed the best score."""
 
     best: float | None = None
     count: int = 0
 
     def record(self, score: float) -> None:
-        """Count one more evaluation, whose pass@1 is `score`."""
-        better = self.best is None or score > self.best
-        self.best, self.count = (score, 0) if better else (self.best, self.count + 1)
+        """Count an evaluation with this score."""
+        if self.best is None or score > self.best:
+            self.best = score
+            self.count = 0
+        else:
+            self.count += 1

@@ -65,7 +65,7 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     rollouts: those of this rank; every rollout that is not lost is on exactly one rank. ngram: config key
     shaping.repetition_ngram; 0 counts no repetitions.
     """
-    # float64 holds the codes of answers, which are below 2**52, exactly.
+    # float64 represents the answer hashes, which are below 2**52, exactly.
     table = torch.zeros(7, groups, n, dtype=torch.float64)
     if rollouts:
         at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T

@@ -1,7 +1,7 @@
-"""Partial rollouts: groups that are sampled over several steps, and what a checkpoint holds of them.
+"""Partial rollouts: groups that are sampled over several steps, and their part of a checkpoint.
 
-A group is carried whole, its finished siblings too, until none of them is "cut". Its rollouts stay on the rank that
-began them. A token keeps the log-probability and the version of the weights that it was sampled with.
+A group stays together, finished rollouts included, until none of its rollouts is "cut". A rollout stays on the rank
+that began it. Each token keeps the log-probability and the weight version that it was sampled with.
 """
 
 from __future__ import annotations
@@ -24,74 +24,78 @@ _FILES = "carried_*.safetensors"
 
 
 @dataclass(frozen=True)
-class Carried:
-    """Groups that go on in the next step, the same on every rank, and this rank's rollouts of them in order."""
+class PartialRollouts:
+    """Groups that continue in the next step, the same on every rank, and this rank's rollouts of them in order."""
 
     groups: tuple[OpenGroup, ...] = ()
-    rows: tuple[ScoredRollout, ...] = ()
+    rollouts: tuple[ScoredRollout, ...] = ()
 
-    def begun(self) -> dict[Slot, Rollout]:
-        """The rollouts that go on, by group and sibling."""
-        return {(row.group, row.rollout.index): row.rollout for row in self.rows if row.rollout.finish == "cut"}
+    def cut_rollouts(self) -> dict[Slot, Rollout]:
+        """Return the rollouts that continue, by group and rollout index."""
+        return {(r.group, r.rollout.index): r.rollout for r in self.rollouts if r.rollout.finish == "cut"}
 
-    def finished(self) -> list[ScoredRollout]:
-        """The rows that only wait for their siblings."""
-        return [row for row in self.rows if row.rollout.finish != "cut"]
+    def finished_rollouts(self) -> list[ScoredRollout]:
+        """Return the rollouts that wait for others of their group."""
+        return [r for r in self.rollouts if r.rollout.finish != "cut"]
 
-    def loads(self) -> list[int]:
-        """How many rollouts go on, per rank; a collective."""
-        return collectives.all_gather(len(self.begun()))
-
-
-def carry(groups: Sequence[OpenGroup], rows: Sequence[ScoredRollout], closed: Sequence[int]) -> Carried:
-    """What goes on of a step's groups; rows: all of this rank's."""
-    going_on = [g for g in range(len(groups)) if g not in set(closed)]
-    place = {g: i for i, g in enumerate(going_on)}
-    kept = []
-    for row in rows:
-        if row.group in place:
-            r = row.rollout
-            # Clones, so that a few rollouts do not keep the tensors of a whole step alive.
-            rollout = replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone())
-            kept.append(replace(row, group=place[row.group], rollout=rollout))
-    return Carried(tuple(groups[g] for g in going_on), tuple(kept))
+    def counts_per_rank(self) -> list[int]:
+        """Return the number of rollouts that continue on each rank. Collective."""
+        return collectives.all_gather(len(self.cut_rollouts()))
 
 
-def staleness(rows: Sequence[ScoredRollout], version: int) -> dict[str, float]:
-    """By how many optimizer steps the weights at `version` are ahead of those that sampled the tokens; a collective.
+def keep_open_groups(
+    groups: Sequence[OpenGroup], rollouts: Sequence[ScoredRollout], closed: Sequence[int]
+) -> PartialRollouts:
+    """Return the groups of a step that are not closed, with this rank's rollouts of them."""
+    still_open = [g for g in range(len(groups)) if g not in set(closed)]
+    new_index = {g: i for i, g in enumerate(still_open)}
+    kept = [replace(copied(r), group=new_index[r.group]) for r in rollouts if r.group in new_index]
+    return PartialRollouts(tuple(groups[g] for g in still_open), tuple(kept))
 
-    The mean over tokens and the maximum, over this and the other ranks' rows.
+
+def copied(scored: ScoredRollout) -> ScoredRollout:
+    """Return the rollout with copies of its tensors, which otherwise are views that keep a whole step's memory."""
+    r = scored.rollout
+    return replace(scored, rollout=replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone()))
+
+
+def staleness(rollouts: Sequence[ScoredRollout], version: int) -> dict[str, float]:
+    """Return the optimizer steps between the weights that sampled a token and those at `version`. Collective.
+
+    The mean over tokens and the maximum, over the rollouts of all ranks.
     """
-    behind = [(version - v, tokens) for row in rows for v, tokens in row.rollout.spans]
+    behind = [(version - v, tokens) for r in rollouts for v, tokens in r.rollout.spans]
     sums = {"steps": float(sum(b * t for b, t in behind)), "tokens": float(sum(t for _, t in behind))}
     sums = collectives.all_reduce_sum(sums)
     most = collectives.all_reduce_max({"most": float(max((b for b, _ in behind), default=0))})["most"]
     return {"staleness_mean": sums["steps"] / (sums["tokens"] or 1.0), "staleness_max": most}
 
 
-def files(carried: Carried, grid: Grid) -> dict[str, bytes]:
-    """What this rank adds to a checkpoint, by name: its share. Without carried groups there is nothing to add.
+def checkpoint_files(partial: PartialRollouts, grid: Grid) -> dict[str, bytes]:
+    """Return this rank's files for a checkpoint, by name; none if no group continues.
 
-    Prompts are not written: the source hands them out again.
+    Prompts are not written, because the source returns them again.
     """
-    if not carried.groups:
+    if not partial.groups:
         return {}
-    groups = torch.tensor([(g.step, g.index, g.start) for g in carried.groups])
-    return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **rollouts_to_tensors(carried.rows)})}
+    groups = torch.tensor([(g.step, g.index, g.start) for g in partial.groups])
+    return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **rollouts_to_tensors(partial.rollouts)})}
 
 
-def read(directory: Path, source: PromptSource, grid: Grid) -> Carried:
-    """Return this rank's share of what was written, dealt again if the number of ranks has changed.
+def read_checkpoint(directory: Path, source: PromptSource, grid: Grid) -> PartialRollouts:
+    """Return this rank's share of the checkpoint's partial rollouts, dealt again if the number of ranks has changed.
 
-    source: that of the run that wrote it.
+    source: the source of the run that wrote them.
     """
     parts = [load_file(path) for path in sorted(directory.glob(_FILES))]
     if not parts:
-        return Carried()
+        return PartialRollouts()
     places = parts[0]["groups"].tolist()
-    groups = tuple(open_groups(source.prompts(start, place + 1), step, start)[place] for step, place, start in places)
+    groups = tuple(open_groups(source.prompts(start, index + 1), step, start)[index] for step, index, start in places)
     if len(parts) == grid.world:
-        return Carried(groups, tuple(rollouts_from_tensors(parts[grid.rank])))
-    rows = sort_rollouts([row for part in parts for row in rollouts_from_tensors(part)])
-    found = {(row.group, row.rollout.index): row for row in rows}
-    return Carried(groups, tuple(found[slot] for slot in deal(list(found), [0] * grid.world)[grid.rank]))
+        return PartialRollouts(groups, tuple(rollouts_from_tensors(parts[grid.rank])))
+    found = {
+        (r.group, r.rollout.index): r for r in sort_rollouts([r for part in parts for r in rollouts_from_tensors(part)])
+    }
+    own_slots = deal(list(found), [0] * grid.world)[grid.rank]
+    return PartialRollouts(groups, tuple(found[slot] for slot in own_slots))

@@ -1,7 +1,7 @@
-"""What a run records of its rollouts for people to read: run.dir/rollouts (record.files, docs/rollouts.md).
+"""Write rollouts for people to read to run.dir/rollouts (rollout_log.files, docs/rollouts.md).
 
-A row for every group of a step; of some groups, and of all held-out prompts, the rollouts themselves. Nothing that is
-trained on depends on it, and nothing travels for it: each rank writes what it sampled itself.
+There is one row for every group of a step. Of some groups and of all held-out prompts, the rollouts themselves are
+written. Each rank writes the rollouts that it sampled. Training does not depend on any of it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,19 +22,22 @@ from megatron_brorl.config.schema import Config, RunConfig
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
-from megatron_brorl.rollout_log import GROUPS, ROLLOUTS
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, one_line
 from megatron_brorl.train.groups import Outcomes, trained
+from megatron_brorl.train.partial_rollouts import copied
 from megatron_brorl.types import OpenGroup, ScoredRollout
 
 MAX_TOKENS = 2**20  # tokens recorded per step and per evaluation
+_SAMPLES = 3  # held-out samples on the console
+_MAX_CHARS = 240  # of a prompt or a response on the console
 
 
-def recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig, every: bool = False) -> Tensor:
-    """Which rollouts are recorded whole, bool [groups, N]; the same on every rank.
+def choose_recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig, every: bool = False) -> Tensor:
+    """Return which rollouts to write, bool [groups, N]; the same on every rank.
 
-    Of the closed groups the run.record_groups whose prompts' ids have the smallest hashes, so that a prompt that comes
-    again is likely to be followed; of all groups with `every`. Of each the first siblings, as many as keep all of them
-    within MAX_TOKENS.
+    The groups are the run.record_groups closed ones whose prompt ids have the smallest hashes, so a prompt that comes
+    again is likely to be written again; with `every`, all groups. Of each group the first rollouts are written, up to
+    MAX_TOKENS over all groups.
     """
     among = range(len(groups)) if every else outcomes.closed
     chosen = sorted(among, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))
@@ -42,60 +45,57 @@ def recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig,
 
     where = torch.zeros_like(outcomes.ended)
     where[chosen] = outcomes.ended[chosen]
-    tokens = (outcomes.tokens * where).sum(0).cumsum(0)  # of the siblings up to each
+    tokens = (outcomes.tokens * where).sum(0).cumsum(0)  # over rollouts 0 to i of all groups
     return where & (tokens <= MAX_TOKENS)
 
 
-def take_recorded(rows: Sequence[ScoredRollout], where: Tensor) -> list[ScoredRollout]:
-    """Those of this rank's rows that are recorded; where: bool [groups, N]."""
-    found = []
-    for row in rows:
-        r = row.rollout
-        if r.index < where.shape[1] and where[row.group, r.index]:
-            # Clones, so that a few rollouts do not keep the tensors of a whole step alive.
-            found.append(replace(row, rollout=replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone())))
-    return found
+def select_recorded(rollouts: Sequence[ScoredRollout], where: Tensor) -> list[ScoredRollout]:
+    """Return copies of this rank's rollouts that are written; where: bool [groups, N]."""
+    n = where.shape[1]
+    return [copied(r) for r in rollouts if r.rollout.index < n and where[r.group, r.rollout.index]]
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """Writes what was sampled, on every rank. A disk that takes nothing is told of, and never ends the run."""
+    """Writes rollouts on every rank. If the disk refuses one, it prints a warning once and training continues."""
 
     folder: Path
     config: Config
     decode: Callable[[list[int]], str]  # the tokenizer's
     stop_ids: Sequence[int]  # tokens that end a response, and are not part of its text
     rank: int
-    told: list[str] = field(default_factory=list)  # of what could not be written: the first time
+    warnings: list[str] = field(default_factory=list)  # printed so far
 
     def step(
         self,
         step: int,
         groups: Sequence[OpenGroup],
         outcomes: Outcomes,
-        rows: Sequence[ScoredRollout],
+        rollouts: Sequence[ScoredRollout],
         advantages: Tensor,
     ) -> float:
-        """Record a step; returns the seconds that this rank took.
+        """Write the rollouts of a step and return the seconds that this rank took.
 
-        rows: take_recorded of this rank's. advantages: [groups, N].
+        rollouts: select_recorded of this rank's. advantages: [groups, N].
         """
-        begun, algo = time.monotonic(), self.config.algo
-        used = trained(outcomes, algo.overlong_filter)
-        boosts = algo.correct_boost * outcomes.right
-        own = (advantages + boosts).masked_fill(~used, float("nan"))
-        where = recorded(groups, outcomes, self.config.run)
-        self._write(rollout_log.Moment("step", step), groups, outcomes, where, outcomes.closed, rows, own)
+        begun = time.monotonic()
+        algo = self.config.algo
+        is_trained = trained(outcomes, algo.overlong_filter)
+        advantages = (advantages + algo.correct_boost * outcomes.right).masked_fill(~is_trained, float("nan"))
+        where = choose_recorded(groups, outcomes, self.config.run)
+        moment = rollout_log.Moment("step", step)
+        self._write(moment, groups, outcomes, where, outcomes.closed, rollouts, advantages)
         return time.monotonic() - begun
 
     def evaluation(
-        self, steps: int, groups: Sequence[OpenGroup], outcomes: Outcomes, rows: Sequence[ScoredRollout]
+        self, steps: int, groups: Sequence[OpenGroup], outcomes: Outcomes, rollouts: Sequence[ScoredRollout]
     ) -> None:
-        """Record an evaluation after so many steps. rows: all of this rank's."""
-        where = recorded(groups, outcomes, self.config.run, every=True)
-        nothing = torch.full_like(outcomes.rewards, float("nan"))
-        every, moment = range(len(groups)), rollout_log.Moment("evaluation", steps)
-        self._write(moment, groups, outcomes, where, every, take_recorded(rows, where), nothing)
+        """Write the rollouts of an evaluation after `steps` steps. rollouts: all of this rank's."""
+        where = choose_recorded(groups, outcomes, self.config.run, every=True)
+        no_advantages = torch.full_like(outcomes.rewards, float("nan"))
+        moment = rollout_log.Moment("evaluation", steps)
+        every = range(len(groups))
+        self._write(moment, groups, outcomes, where, every, select_recorded(rollouts, where), no_advantages)
 
     def _write(
         self,
@@ -104,72 +104,77 @@ class Recorder:
         outcomes: Outcomes,
         where: Tensor,
         listed: Sequence[int],
-        rows: Sequence[ScoredRollout],
+        rollouts: Sequence[ScoredRollout],
         advantages: Tensor,
     ) -> None:
         try:
-            if rows:
-                own = sorted(rows, key=lambda row: (row.group, row.rollout.index))
+            if rollouts:
+                own = sorted(rollouts, key=lambda r: (r.group, r.rollout.index))
                 rollout_log.write_rollouts(self.folder, moment, self.rank, self._rollouts(own, groups, advantages))
-            # Last, for it says that the moment is there.
+            # The group table comes last, because readers take it as the sign that the moment is complete.
             if self.rank == 0:
                 rollout_log.write_groups(self.folder, moment, group_table(groups, outcomes, where, listed))
         except OSError as e:
-            if self.told:
+            if self.warnings:
                 return
-            self.told.append(f"warning: {self.folder}: {moment} is not recorded: {e.strerror or e}; training goes on")
-            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
-                print(*self.told, file=sys.stderr, flush=True)
+            self.warnings.append(
+                f"warning: {self.folder}: {moment} is not recorded: {e.strerror or e}; training continues"
+            )
+            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk.
+                print(*self.warnings, file=sys.stderr, flush=True)
 
-    def _rollouts(self, rows: Sequence[ScoredRollout], groups: Sequence[OpenGroup], advantages: Tensor) -> pa.Table:
-        """schema.ROLLOUTS of the rows; advantages: [groups, N], nan: not trained on."""
-        # Texts as the verifiers got them. Siblings repeat one another: each text is looked at once.
+    def _rollouts(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup], advantages: Tensor) -> pa.Table:
+        """Return a table of schema ROLLOUTS; advantages: [groups, N], nan for rollouts that are not trained on."""
+        # Rollouts of a group repeat each other, so each text is decoded once.
         seen: dict[tuple[str, bytes], tuple[str, str | None]] = {}
-        worth, records = advantages.tolist(), []
+        advantage_of = advantages.tolist()
+        records = []
         # An evaluation does not ask the engine for log-probabilities.
-        no_log_probs = any(bool(row.rollout.log_probs.isnan().any()) for row in rows)
-        for row in rows:
-            ids, verifier = without_stop(row.rollout.token_ids, self.stop_ids), groups[row.group].prompt.verifier
+        no_log_probs = any(bool(r.rollout.log_probs.isnan().any()) for r in rollouts)
+        for r in rollouts:
+            verifier = groups[r.group].prompt.verifier
+            ids = without_stop(r.rollout.token_ids, self.stop_ids)
             key = verifier, ids.numpy().tobytes()
             if key not in seen:
-                seen[key] = self._read(ids.tolist(), verifier)
+                seen[key] = self._decode(ids.tolist(), verifier)
             text, answer = seen[key]
 
-            # The answer of a response that was cut off may not have been judged (rewards.scoring).
+            # The answer of a response that was cut off may not have been scored (rewards.scoring).
             config = self.config.reward
-            if row.rollout.finish == "length" and not scores_cut_off(entry(verifier, "verifier", config), config):
+            if r.rollout.finish == "length" and not scores_cut_off(entry(verifier, "verifier", config), config):
                 answer = None
-            own = worth[row.group][row.rollout.index]
+            advantage = advantage_of[r.group][r.rollout.index]
             records.append(
                 {
-                    "prompt_id": _valid(groups[row.group].prompt.id),
+                    "prompt_id": _valid(groups[r.group].prompt.id),
                     "text": text,
                     "answer": answer,
-                    "advantage": None if own != own else own,
-                    "token_ids": row.rollout.token_ids.tolist(),
-                    "log_probs": None if no_log_probs else row.rollout.log_probs.tolist(),
-                    **_columns(row),
+                    "advantage": None if advantage != advantage else advantage,
+                    "token_ids": r.rollout.token_ids.tolist(),
+                    "log_probs": None if no_log_probs else r.rollout.log_probs.tolist(),
+                    **_columns(r),
                 }
             )
         return pa.Table.from_pylist(records, ROLLOUTS)
 
-    def _read(self, ids: list[int], verifier: str) -> tuple[str, str | None]:
+    def _decode(self, ids: list[int], verifier: str) -> tuple[str, str | None]:
         """Return the text and the answer in it; ids: without the token that ended the response."""
         text = self.decode(ids)
-        judged_by = entry(verifier, "verifier", self.config.reward)
-        answer = extract(text, judged_by.find, judged_by.max_chars).answer
+        verifier_entry = entry(verifier, "verifier", self.config.reward)
+        answer = extract(text, verifier_entry.find, verifier_entry.max_chars).answer
         return _valid(text) or "", _valid(answer)
 
 
-def _columns(row: ScoredRollout) -> dict[str, object]:
-    """What a rollout itself says of them."""
-    r, score = row.rollout, row.score
+def _columns(scored: ScoredRollout) -> dict[str, object]:
+    """Return the columns that come from the rollout itself."""
+    r = scored.rollout
+    score = scored.score
     return {
-        "group": row.group,
+        "group": scored.group,
         "sibling": r.index,
-        "reward": row.reward,
-        "right": row.right,
-        # Of a rollout that waited in a checkpoint of an older version nothing more is known.
+        "reward": scored.reward,
+        "right": scored.right,
+        # A rollout that was restored from a checkpoint has no score.
         "score": score.reward if score else None,
         "parts": list(score.parts.items()) if score else None,
         "reason": _valid(score.reason) if score else None,
@@ -181,13 +186,17 @@ def _columns(row: ScoredRollout) -> dict[str, object]:
 
 
 def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, listed: Sequence[int]) -> pa.Table:
-    """schema.GROUPS of the `listed` groups; where: bool [groups, N], what is recorded whole."""
-    kept, rows = set(outcomes.kept), []
+    """Return a table of schema GROUPS for the `listed` groups; where: bool [groups, N], the rollouts written."""
+    kept = set(outcomes.kept)
+    rows = []
     for g in listed:
-        prompt, ended = groups[g].prompt, outcomes.ended[g]
-        rewards, tokens = outcomes.rewards[g][ended].double(), outcomes.tokens[g][ended].double()
-        count, right, whole = len(rewards), int(outcomes.right[g][ended].sum()), int(where[g].sum())
-
+        prompt = groups[g].prompt
+        ended = outcomes.ended[g]
+        rewards = outcomes.rewards[g][ended].double()
+        tokens = outcomes.tokens[g][ended].double()
+        count = len(rewards)
+        right = int(outcomes.right[g][ended].sum())
+        written = int(where[g].sum())
         rows.append(
             {
                 "group": g,
@@ -200,16 +209,58 @@ def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, 
                 "tokens": float(tokens.mean()) if count else None,
                 "outcome": "lost" if not count else "wrong" if not right else "right" if right == count else "mixed",
                 "trained": g in kept,
-                "recorded": whole,
-                "prompt": _valid(prompt.text) if whole else None,
-                "reference": _valid(prompt.answer) if whole else None,
+                "recorded": written,
+                "prompt": _valid(prompt.text) if written else None,
+                "reference": _valid(prompt.answer) if written else None,
             }
         )
 
-    # With the declared types, also where a column has nothing but nulls.
+    # The schema gives a type to columns that contain only nulls.
     return pa.Table.from_pylist(rows, GROUPS)
 
 
 def _valid(text: str | None) -> str | None:
-    """The text without halves of surrogate pairs, which a JSON file may hold and UTF-8 cannot."""
+    """Replace unpaired surrogates, which a JSON file may contain and UTF-8 cannot encode."""
     return None if text is None else text.encode("utf-8", "replace").decode()
+
+
+def sample_lines(
+    groups: Sequence[OpenGroup],
+    rollouts: Sequence[ScoredRollout],
+    decode: Callable[[list[int]], str],
+    stop_ids: Sequence[int],
+) -> list[str]:
+    """Return a sample of each of three prompts with its reward and the reason; the same prompts at every evaluation.
+
+    rollouts: this rank's. There are fewer samples if it has rollouts of fewer prompts.
+    """
+    first: dict[int, ScoredRollout] = {}
+    for r in sorted(rollouts, key=lambda r: r.rollout.index, reverse=True):
+        first[r.group] = r
+    chosen = sorted(first, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))[:_SAMPLES]
+
+    found = []
+    for number, g in enumerate(chosen, start=1):
+        prompt = groups[g].prompt
+        text = decode(without_stop(first[g].rollout.token_ids, stop_ids).tolist())
+        lines = [
+            f"sample {number}, prompt {one_line(prompt.id)}: {reward_line(first[g])}",
+            f"  prompt     {one_line(prompt.text, _MAX_CHARS)}",
+            f"  response   {one_line(text, _MAX_CHARS)}",
+        ]
+        if prompt.answer is not None:
+            lines.append(f"  reference  {one_line(prompt.answer, _MAX_CHARS)}")
+        found.append("\n".join(lines))
+    return found
+
+
+def reward_line(scored: ScoredRollout) -> str:
+    """Return "right" or "wrong", the reward if it is neither 1 nor 0, and the reason."""
+    word = "right" if scored.right else "wrong"
+    parts = [word if scored.reward == float(scored.right) else f"{word} (reward {scored.reward:.3g})"]
+    if scored.rollout.finish == "length":
+        parts.append("cut off at rollout.max_tokens")
+    reason = one_line(scored.score.reason, _MAX_CHARS) if scored.score else ""
+    if reason not in ("", word, "cut off"):
+        parts.append(reason)
+    return ", ".join(parts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_brorl.config.schema import ReferenceConfig
 from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.train.console import after
-from megatron_brorl.train.early_stopping import Stall
+from megatron_brorl.train.early_stopping import EarlyStopping
 from megatron_brorl.train.offload import Offload
 from megatron_brorl.train.worker import Worker
 
@@ -22,7 +22,7 @@ class ReferencePolicy:
         self.worker = worker
         self.config = config
         self.weights = {name: p.detach().clone() for name, p in worker.actor.named_parameters()}
-        self.stall = Stall()  # of held-out pass@1
+        self.early_stopping = EarlyStopping()  # by held-out pass@1
         self._offload = Offload(self.weights.values) if worker.options.offload else None
 
     def offload(self) -> None:
@@ -56,8 +56,8 @@ class ReferencePolicy:
         c = self.config
         if c.reset_every and step % c.reset_every == 0:
             return f"reference.reset_every = {c.reset_every} steps"
-        if c.reset_patience and self.stall.count >= c.reset_patience:
-            return f"{self.stall.count} evaluations without a new best (reference.reset_patience)"
+        if c.reset_patience and self.early_stopping.count >= c.reset_patience:
+            return f"{self.early_stopping.count} evaluations without a new best (reference.reset_patience)"
         return ""
 
     def reset(self) -> None:
@@ -68,7 +68,7 @@ class ReferencePolicy:
             self.weights[name].copy_(p.detach())
         if self.config.reset_optimizer:
             self.worker.reset_optimizer()
-        self.stall.count = 0
+        self.early_stopping.count = 0
 
     def _swap(self) -> None:
         self.worker.reload()

@@ -1,7 +1,9 @@
-"""The state of a run beside weights and optimizers, and the checkpoints that hold all of it."""
+"""State of a run apart from weights and optimizers, the checkpoints that store all of it, and the best checkpoint."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ from megatron_brorl.config.schema import Config, CriticConfig, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.early_stopping import Stall
+from megatron_brorl.train.collect import SourcePosition
+from megatron_brorl.train.console import passes
+from megatron_brorl.train.early_stopping import EarlyStopping
 from megatron_brorl.train.models import TrainingModels
-from megatron_brorl.train.partial_rollouts import Carried, files, read
-from megatron_brorl.train.rounds import Taken
+from megatron_brorl.train.partial_rollouts import PartialRollouts, checkpoint_files, read_checkpoint
 
-# What a checkpoint's run.json says of a run, beside what checkpoints.training puts there.
+# Types of the values in a checkpoint's run.json, apart from those that checkpoints.training adds.
 _SAVED = {
     "updates": (int,),
     "critic_updates": (int,),
@@ -41,27 +44,30 @@ _PLAIN = ("updates", "critic_updates", "critic_steps", "before", "trained_s", "b
 class RunState:
     """Progress of a run. Every step updates it, and every checkpoint stores it."""
 
-    stall: Stall = field(default_factory=Stall)  # of held-out pass@1
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)  # by held-out pass@1
     step: int = 0  # steps done
-    taken: Taken = field(default_factory=Taken)  # from the source
+    position: SourcePosition = field(default_factory=SourcePosition)
     updates: int = 0  # optimizer steps taken; the version of the actor's weights
     critic_updates: int = 0  # optimizer steps taken of the critic
     critic_steps: int = 0  # training steps in which the critic was updated
-    carried: Carried = field(default_factory=Carried)  # rollouts that continue in the next step
+    partial: PartialRollouts = field(default_factory=PartialRollouts)  # continue in the next step
     before: dict[str, Any] | None = None  # the evaluation before step 0
-    trained_s: float = 0.0  # seconds of the steps done, of the slowest rank each
-    spent: float = 0.0  # seconds of the processes that this one goes on from
-    best: Best | None = None  # of train.keep_best, on the disk
-    began: float = 0.0  # Unix time at which the job began, whatever process goes on with it; 0 = not known
+    trained_s: float = 0.0  # seconds of the steps done, each of the slowest rank
+    spent: float = 0.0  # wall-clock seconds of the processes before this one
+    best: Best | None = None  # the best checkpoint on the disk (train.keep_best)
+    began: float = 0.0  # Unix time at which the job began, over all of its processes; 0 if unknown
 
     def critic_warms_up(self, critic: CriticConfig) -> bool:
-        """Whether the critic has been updated and the actor still waits for it (critic.warmup_steps)."""
+        """Return whether the actor still waits for an updated critic (critic.warmup_steps)."""
         return 0 < self.critic_steps <= critic.warmup_steps
 
-    def over(self, config: TrainConfig) -> bool:
-        """Whether train.max_seconds or train.patience ends the run; all ranks get the same answer."""
-        out_of_time = bool(config.max_seconds) and self.trained_s >= config.max_seconds
-        return out_of_time or (bool(config.patience) and self.stall.count >= config.patience)
+    def is_complete(self, config: TrainConfig) -> bool:
+        """Return whether train.steps, train.max_seconds or train.patience is reached. The same on all ranks."""
+        return (
+            self.step >= config.steps
+            or bool(config.max_seconds and self.trained_s >= config.max_seconds)
+            or bool(config.patience and self.early_stopping.count >= config.patience)
+        )
 
 
 def begin_save(
@@ -74,32 +80,37 @@ def begin_save(
     copy: bool = False,
     new_best: Best | None = None,
 ) -> checkpoint.Save:
-    """Take a checkpoint of the run, to be written; a collective.
+    """Take a checkpoint of the run, to be written. Collective.
 
-    fingerprint: see cli.run_folder. seconds: of the job so far. copy: whether the run continues before it is written.
-    new_best: what this checkpoint is the best in, so far.
+    fingerprint: see cli.run_folder. seconds: of the job so far. copy: copy the state, because the run continues before
+    it is written. new_best: set if this is the best checkpoint so far.
     """
-    known = new_best or state.best
+    best = new_best or state.best
     run = {
         **{name: getattr(state, name) for name in _PLAIN},
-        "taken": state.taken.rounds,
-        "prompts_taken": state.taken.prompts,
-        "recently": [state.taken.asked, state.taken.kept],  # the share of groups kept, which sizes the next round
-        "stalls": [[stall.best, stall.count] for stall in stalls(state, models)],
+        "taken": state.position.rounds,
+        "prompts_taken": state.position.prompts,
+        "recently": [state.position.recent_prompts, state.position.recent_kept],
+        "stalls": [[counter.best, counter.count] for counter in _counters(state, models)],
         "fingerprint": fingerprint,
         "spent": seconds,
-        folders.BEST: known.as_json() if known else None,
+        folders.BEST: best.as_json() if best else None,
     }
-
-    root, keep = Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints
-    own = files(state.carried, grid)
-    save = checkpoint.begin(root, state.step, models.checkpoint_parts(), run, keep, own, copy)
+    save = checkpoint.begin(
+        root=Path(config.run.dir) / "checkpoints",
+        step=state.step,
+        models=models.checkpoint_parts(),
+        run=run,
+        keep=config.train.keep_checkpoints,
+        files=checkpoint_files(state.partial, grid),
+        copy=copy,
+    )
     save.best = new_best
     return save
 
 
 def saved(directory: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run. Raises UserError where it is not what this version writes."""
+    """Return a checkpoint's run.json. Raises UserError if it is not of this version."""
     run = checkpoint.read_run(directory)
     found = run.get(folders.BEST)
     strange = [key for key, kinds in _SAVED.items() if type(run.get(key, key)) not in kinds]
@@ -107,8 +118,8 @@ def saved(directory: Path) -> dict[str, Any]:
         strange.append(folders.BEST)
     if strange:
         raise UserError(
-            f"{directory / checkpoint.RUN}: {strange[0]} is missing or of another type: another version wrote it; go "
-            "on with that version, or start anew with another run.dir or train.resume=never"
+            f"{directory / checkpoint.RUN}: {strange[0]} is missing or of another type: another version wrote it; "
+            "continue with that version, or start a new run with another run.dir or train.resume=never"
         )
     return run
 
@@ -116,28 +127,71 @@ def saved(directory: Path) -> dict[str, Any]:
 def restore(
     directory: Path, state: RunState, models: TrainingModels, source: PromptSource, config: Config, grid: Grid
 ) -> RunState:
-    """The state that a checkpoint holds; models get its weights and optimizers. A collective.
+    """Return the state that a checkpoint holds, and load weights and optimizers into `models`. Collective.
 
-    The caller has checked the fingerprint. state: of a run that has not begun, for the settings of its stall.
+    The caller has checked the fingerprint. state: that of a run before its first step.
     """
-    # Read and checked before any weight is touched.
+    # Read and check run.json before any weight changes.
     run = saved(directory)
     checkpoint.load(directory, models.checkpoint_parts())
     restored = RunState(
         **{name: run[name] for name in _PLAIN},
-        stall=replace(state.stall),
+        early_stopping=replace(state.early_stopping),
         step=run[checkpoint.STEP],
-        taken=Taken(run["taken"], run["prompts_taken"], *run["recently"]),
-        carried=read(directory, source, grid),
+        position=SourcePosition(run["taken"], run["prompts_taken"], *run["recently"]),
+        partial=read_checkpoint(directory, source, grid),
         spent=run["spent"],
         best=folders.best_so_far(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )
-    # The margin of a stall is the configuration's, its count the checkpoint's.
-    for stall, (score, count) in zip(stalls(restored, models), run["stalls"], strict=True):
-        stall.best, stall.count = score, count
+    for counter, (score, count) in zip(_counters(restored, models), run["stalls"], strict=True):
+        counter.best = score
+        counter.count = count
     return restored
 
 
-def stalls(state: RunState, models: TrainingModels) -> list[Stall]:
-    """The counters of evaluations without a new best, in the order of a checkpoint."""
-    return [state.stall, *([models.reference.stall] if models.reference else [])]
+def record_evaluation(state: RunState, models: TrainingModels, pass_at_1: float) -> None:
+    """Count an evaluation for train.patience and for resetting the reference policy."""
+    for counter in _counters(state, models):
+        counter.record(pass_at_1)
+
+
+def _counters(state: RunState, models: TrainingModels) -> list[EarlyStopping]:
+    """Return the counters of evaluations without a new best, in the order of a checkpoint."""
+    return [state.early_stopping, *([models.reference.early_stopping] if models.reference else [])]
+
+
+def new_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> Best | None:
+    """Return the score of the current weights if they are the best so far (train.keep_best), else None.
+
+    metrics: of the step, with those of its evaluation if there was one.
+    """
+    found = passes(metrics)
+    metric = config.train.keep_best
+    if not (found and metric):
+        return None
+    k = max(map(int, found)) if metric == "pass_at_k" else 1
+    candidate = Best(state.step, metric, found[str(k)])
+    return candidate if candidate.beats(state.best) else None
+
+
+def repair_best(root: Path, best: Best | None) -> None:
+    """Write the `best` file again if a killed run wrote a checkpoint but not this file. Main rank. Raises OSError."""
+    if best and folders.read_best(root) != best:
+        folders.write_best(root, best)
+
+
+def mark_last_as_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> None:
+    """Mark the last checkpoint as the best one if the evaluation at the end says so. Main rank.
+
+    Logs a warning if the disk refuses it; the earlier best checkpoint then stays.
+    """
+    root = Path(config.run.dir) / "checkpoints"
+    best = new_best(config, state, metrics)
+    if not (best and best.step in folders.by_step(root)):
+        return
+    try:
+        folders.write_best(root, best)
+        state.best = best
+        folders.rotate(root, best.step, config.train.keep_checkpoints)
+    except OSError as e:
+        print(f"warning: {root / folders.BEST}: cannot be written: {e.strerror}", file=sys.stderr, flush=True)

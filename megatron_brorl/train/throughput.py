@@ -1,55 +1,64 @@
-"""The figures of a cluster: who waits for whom, and what a device gets done. Wall-clock ones, beside the metrics.
+"""Metrics of the ranks of a step: waiting times, throughput and utilisation; and traces of single steps.
 
-Of a phase count the seconds in which a rank does its own work: its engine's call, its verdicts after that, its passes
-and optimizer steps without the reduction of gradients, in which it waits for the others. Exchange and refit are
-collectives, whose seconds are those of all of it.
+The seconds of a phase are those in which a rank does its own work: the engine call, scoring after that, and passes and
+optimizer steps without the reduction of gradients, in which it waits for others. Exchange and weight sync are
+collectives, so their seconds include waiting.
+
+Traces are in Google's Trace Event Format for chrome://tracing and Perfetto: complete events ("ph": "X") with times in
+microseconds. Times count from a barrier at the start of the step.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_brorl.config.schema import RunConfig
 from megatron_brorl.parallel import collectives
-from megatron_brorl.tracking.timeline import Timeline
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.tracking.timeline import Timeline, record
 
 PHASES = ("generate", "score", "exchange", "train", "refit")
-_TRAINING = ("forward", "optimizer step")  # spans of passes, of which the second reduces gradients
+_TRAINING = ("forward", "optimizer step")  # spans of passes; the second includes the reduction of gradients
 
-Columns = Mapping[str, npt.NDArray[np.float64]]  # a figure of every rank [ranks]
+Columns = Mapping[str, npt.NDArray[np.float64]]  # one value per rank, [ranks]
 
 
-def cluster_figures(
+def cluster_metrics(
     timeline: Timeline, seconds: Mapping[str, float], trained_tokens: float, peak: float | None
 ) -> dict[str, float]:
-    """The figures of a step, the same on every rank; a collective of one message.
+    """Return the metrics of a step over all ranks, the same on every rank. Collective.
 
-    seconds: this rank's phases. trained_tokens: of all ranks. peak: operations per second of a device; None: unknown,
-    and no utilisation is told.
+    seconds: this rank's phases. trained_tokens: of all ranks. peak: FLOP/s of a device; None if unknown, and then there
+    are no utilisation metrics.
     """
-    own = {**own_figures(timeline), **{f"wall_{name}": seconds[name] for name in ("train", "step")}}
+    own = {**rank_values(timeline), **{f"wall_{name}": seconds[name] for name in ("train", "step")}}
     table = np.array(collectives.all_gather(list(own.values())))
     ranks = dict(zip(own, table.T, strict=True))
     return {**waiting(ranks), **throughput(ranks, trained_tokens, peak), **kv_cache(ranks)}
 
 
-def own_figures(timeline: Timeline) -> dict[str, float]:
-    """What this rank has to tell of its step."""
-    t = timeline
-    usage = [s.values for s in t.spans if s.name == "generate" and "kv_turns" in s.values]
+def rank_values(timeline: Timeline) -> dict[str, float]:
+    """Return this rank's seconds, tokens and operations of a step."""
+    usage = [s.values for s in timeline.spans if s.name == "generate" and "kv_turns" in s.values]
     return {
-        "generate": t.seconds("generate") - t.total("generate", "idle"),
-        "score": t.seconds("verdicts"),
-        "exchange": t.seconds("exchange"),
-        "train": sum(map(t.seconds, _TRAINING)) - t.seconds("reduce gradients"),
-        "refit": t.seconds("refit"),
-        "sampled_tokens": t.total("generate", "tokens"),
-        "forward_s": t.seconds("forward"),
-        "forward_flops": t.total("forward", "flops"),
-        "update_s": t.seconds("optimizer step"),
-        "update_flops": t.total("optimizer step", "flops"),
+        "generate": timeline.seconds("generate") - timeline.total("generate", "idle"),
+        "score": timeline.seconds("verdicts"),
+        "exchange": timeline.seconds("exchange"),
+        "train": sum(map(timeline.seconds, _TRAINING)) - timeline.seconds("reduce gradients"),
+        "refit": timeline.seconds("refit"),
+        "sampled_tokens": timeline.total("generate", "tokens"),
+        "forward_s": timeline.seconds("forward"),
+        "forward_flops": timeline.total("forward", "flops"),
+        "update_s": timeline.seconds("optimizer step"),
+        "update_flops": timeline.total("optimizer step", "flops"),
         "kv_peak": max((u["kv_peak"] for u in usage), default=0.0),
         "kv_sum": sum(u["kv_mean"] * u["kv_turns"] for u in usage),
         "kv_turns": sum(u["kv_turns"] for u in usage),
@@ -59,18 +68,23 @@ def own_figures(timeline: Timeline) -> dict[str, float]:
 
 
 def waiting(ranks: Columns) -> dict[str, float]:
-    """Slowest, mean and fastest rank of each phase in seconds, and the share of it that a rank idles in the mean.
+    """Return the slowest, mean and fastest rank of each phase in seconds, and the mean share of a phase spent idle.
 
-    ranks/idle is that of the whole step: what ranks lose to the slowest one of each phase, over the step.
+    ranks/idle is the time that ranks wait for the slowest one, summed over phases, as a share of the step.
     """
     found: dict[str, float] = {}
     lost = 0.0
     for phase in PHASES:
         column = ranks[phase]
-        slowest, mean, fastest = float(column.max()), float(column.mean()), float(column.min())
+        slowest = float(column.max())
+        mean = float(column.mean())
         if slowest <= 0:
-            continue  # this step had no such phase
-        found |= {f"ranks/{phase}_slowest": slowest, f"ranks/{phase}_mean": mean, f"ranks/{phase}_fastest": fastest}
+            continue  # The step had no such phase.
+        found |= {
+            f"ranks/{phase}_slowest": slowest,
+            f"ranks/{phase}_mean": mean,
+            f"ranks/{phase}_fastest": float(column.min()),
+        }
         found[f"ranks/{phase}_idle"] = 1 - mean / slowest
         lost += slowest - mean
 
@@ -79,14 +93,16 @@ def waiting(ranks: Columns) -> dict[str, float]:
 
 
 def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dict[str, float]:
-    """Response tokens per second and device, TFLOP/s of a device, and its share of the peak (model FLOPs utilisation).
+    """Return response tokens per second and device, TFLOP/s per device, and its share of the peak (MFU).
 
-    Seconds are those of the slowest rank. Operations of generation are not counted: "mfu", of the whole step, is what
-    training and scoring passes come to.
+    Seconds are those of the slowest rank. Generation counts as no operations, so throughput/mfu is the share of the
+    step's time that passes of training and scoring would take at the peak.
     """
     devices = len(ranks["wall_step"])
-    sampled, step = ranks["sampled_tokens"].sum(), ranks["wall_step"].max()
-    forward, update = ranks["forward_flops"].sum(), ranks["update_flops"].sum()
+    sampled = ranks["sampled_tokens"].sum()
+    step = ranks["wall_step"].max()
+    forward = ranks["forward_flops"].sum()
+    update = ranks["update_flops"].sum()
     rates = {
         "tokens_per_s": (sampled, step),
         "generate_tokens_per_s": (sampled, ranks["generate"].max()),
@@ -106,16 +122,74 @@ def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dic
 
 
 def kv_cache(ranks: Columns) -> dict[str, float]:
-    """The share of the engine's pages that hold keys and values, where it says so: at most, and in the mean over the
-    turns of all ranks. Rows are rollouts decoded together: each draws one token a turn. Prompt hits: of the prompt
-    tokens of all rows, those that another row had in memory."""
+    """Return the use of the engine's KV cache, if the engine reports it.
+
+    peak and mean: share of pages in use, the mean over decoding steps of all ranks. rows: rollouts decoded together.
+    prompt_hits: share of prompt tokens that were in the cache.
+    """
     turns = float(ranks["kv_turns"].sum())
     if not turns:
         return {}
-    drawn = float(ranks["sampled_tokens"][ranks["kv_turns"] > 0].sum())
+    sampled = float(ranks["sampled_tokens"][ranks["kv_turns"] > 0].sum())
     return {
         "kv_cache/peak": float(ranks["kv_peak"].max()),
         "kv_cache/mean": float(ranks["kv_sum"].sum()) / turns,
-        "kv_cache/rows": drawn / turns,
+        "kv_cache/rows": sampled / turns,
         "kv_cache/prompt_hits": float(ranks["prompt_found"].sum() / ranks["prompt_tokens"].sum()),
     }
+
+
+class StepTrace:
+    """Record the spans of a step on this rank, and write them as a trace every run.trace_every steps."""
+
+    def __init__(self, config: RunConfig, step: int, grid: Grid) -> None:
+        """Start recording. step: its number in metrics.jsonl. Collective if the trace is written."""
+        self.timeline = Timeline()
+        record(self.timeline)
+        is_written = bool(config.trace_every) and step % config.trace_every == 0
+        self._path = Path(config.dir) / "traces" / f"step_{step:06d}.json" if is_written else None
+        if is_written:
+            grid.barrier()
+        self._rank = grid.rank
+        self._origin = self.timeline.clock()
+
+    def write(self) -> None:
+        """Write the trace if it is due. Collective."""
+        if self._path:
+            write_trace(self._path, self.timeline, self._rank, self._origin)
+
+
+def events(timeline: Timeline, rank: int, origin: float) -> list[dict[str, Any]]:
+    """Return a rank's spans as trace events, outer spans first. origin: the clock at the barrier."""
+    spans = sorted(timeline.spans, key=lambda s: (s.begin, -s.end))
+    metadata = {"ph": "M", "pid": rank, "tid": 0}
+    return [
+        {**metadata, "name": "process_name", "args": {"name": f"rank {rank}"}},
+        {**metadata, "name": "process_sort_index", "args": {"sort_index": rank}},
+        *(
+            {
+                "ph": "X",
+                "name": s.name,
+                "pid": rank,
+                "tid": 0,
+                "ts": 1e6 * (s.begin - origin),
+                "dur": 1e6 * s.seconds,
+                "args": s.values,
+            }
+            for s in spans
+        ),
+    ]
+
+
+def write_trace(path: Path, timeline: Timeline, rank: int, origin: float) -> None:
+    """Write the spans of all ranks to `path`, on rank 0. Collective. Prints a warning if the disk refuses it."""
+    parts = collectives.all_gather(json.dumps(events(timeline, rank, origin)))
+    if rank:
+        return
+    found = {"traceEvents": [event for part in parts for event in json.loads(part)], "displayTimeUnit": "ms"}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found), encoding="utf-8")
+    except OSError as e:
+        with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
+            print(f"warning: {path}: {e.strerror or e}; this trace is missing", file=sys.stderr, flush=True)

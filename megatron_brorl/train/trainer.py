@@ -1,168 +1,358 @@
-"""The step of BroRL, readable on one page.
+"""The training loop of BroRL.
 
-prompts -> N rollouts each -> verdicts -> groups with a signal -> advantages -> clipped updates -> weights to engine
-
-A step in which no group is kept updates nothing.
+One step: prompts -> N rollouts each -> rewards -> groups with a signal -> advantages -> clipped updates -> new weights
+for the engine. A step in which no group has a signal updates nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
+from megatron_brorl import rollout_log
+from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
+from megatron_brorl.checkpoints.folders import Best
+from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
+from megatron_brorl.config.schema import Config
+from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel.flops import peak_flops
+from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
-from megatron_brorl.train.assignment import cost_model
+from megatron_brorl.train import state as run_state
+from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
+from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, token_gain
-from megatron_brorl.train.groups import group_metrics, mini_batches, trained
-from megatron_brorl.train.keep_best import new_best
+from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches, trained
+from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.nonfinite import check_steps, nonfinite_steps
-from megatron_brorl.train.run import Run
-from megatron_brorl.train.sampling_params import training_sampling
-from megatron_brorl.train.state import stalls
-from megatron_brorl.train.throughput import cluster_figures
-from megatron_brorl.train.trace import StepTrace
+from megatron_brorl.train.recorder import Recorder, sample_lines
+from megatron_brorl.train.redistribute import cost_model
+from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.sample_and_score import RolloutRunner
+from megatron_brorl.train.sampling_params import evaluation_sampling, training_sampling
+from megatron_brorl.train.state import RunState
+from megatron_brorl.train.throughput import StepTrace, cluster_metrics
 from megatron_brorl.train.update import update_models
+from megatron_brorl.train.weight_sync import sync_engines
+from megatron_brorl.train.worker import Worker
+from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
 
-class Trainer(Run):
-    """A run, step by step."""
+class Ending(Enum):
+    """Why a run ends after a step. If several reasons hold, the first one listed counts."""
+
+    ENGINE_STUCK = "a rollout engine hangs"
+    NONFINITE = "train.max_nonfinite_steps is reached"
+    COMPLETE = "train.steps, train.max_seconds or train.patience is reached"
+    STOPPED = "a signal, the end of the job or a callback"
+
+
+@dataclass
+class Trainer:
+    """Trains the models of a run step by step. Each rank has one, and all ranks call its methods together."""
+
+    config: Config
+    grid: Grid
+    worker: Worker  # the actor
+    rollouts: RolloutRunner
+    train_source: PromptSource
+    held_out: list[Prompt]
+    stop_ids: tuple[int, ...]
+    fingerprint: dict[str, Any]  # settings that a resumed run must share, see cli.run_folder
+    started: float  # Unix time at which this process's part of the job began
+    state: RunState = field(default_factory=RunState)
+    critic: CriticWorker | None = None  # if algo.advantage = "gae"
+    reference: ReferencePolicy | None = None  # if algo.kl_coef > 0
+    recorder: Recorder | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)  # of the main rank; empty on others
+    saving: BackgroundSaver = field(default_factory=BackgroundSaver)
+
+    def __post_init__(self) -> None:
+        # Measure with the monotonic clock from here on.
+        self._seconds_before = max(0.0, time.time() - self.started)
+        self._clock_start = time.monotonic()
+        self._save_failed = False  # and is tried again after the next step
+        self._nonfinite_steps = 0  # in a row
+        self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
+
+    def models(self) -> TrainingModels:
+        """Return the actor, and critic and reference policy if there are any."""
+        return TrainingModels(self.worker, self.critic, self.reference)
+
+    def seconds(self) -> float:
+        """Return the wall-clock seconds of the job so far, with those of earlier processes up to their checkpoints."""
+        return self.state.spent + self._seconds_before + time.monotonic() - self._clock_start
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
-        """Train to train.steps, with checkpoints, or until train.max_seconds or train.patience end it.
+        """Train until the run is complete (Ending.COMPLETE), with evaluations and checkpoints between steps.
 
-        False where stop() (asked at step boundaries) ended it early. Raises UserError, after saving, where a rollout
-        engine hangs, or train.max_nonfinite_steps is reached.
+        Returns False if stop() or a callback ended the run early. stop is asked after every step. Raises UserError,
+        after saving, if a rollout engine hangs or train.max_nonfinite_steps is reached.
         """
         try:
             return self._run(writer, progress, stop)
         finally:
-            self.saving.finish(progress.note)  # an error cuts off nothing that is being written
+            self.saving.finish(progress.note)
 
     def _run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
-        t, s = self.config.train, self.state
-
-        self.refit()
-        if s.before is None and self.held_out:
-            s.before = self.evaluate(progress).as_dict()
-            progress.note(f"held-out before: {evaluation_line(s.before)}")
+        state = self.state
+        self.sync_weights()
+        if state.before is None and self.held_out:
+            state.before = self.evaluate(progress).as_dict()
+            progress.note(f"held-out before: {evaluation_line(state.before)}")
             self.rollouts.check_stuck("nothing is lost: no step was done")
 
-        peak, unsaved = peak_flops(), False
-        while s.step < t.steps and not s.over(t):
-            trace = StepTrace(self.config.run, s.step, self.grid)
-
-            # Time counts as the slowest rank's, so that all of them end together.
-            # The number in metrics.jsonl: train_step raises s.step, the number of steps done.
-            step = s.step
+        peak = peak_flops()
+        while not state.is_complete(self.config.train):
+            step = state.step  # the number in metrics.jsonl; train_step() adds 1 to state.step
+            trace = StepTrace(self.config.run, step, self.grid)
             metrics, seconds = self.train_step()
-            seconds |= cluster_figures(trace.timeline, seconds, metrics["trained_tokens"], peak)
-            seconds |= self.held_up()  # by what was saved after the step before
-            s.trained_s += seconds["ranks/step_slowest"]
-            ending = s.step == t.steps or s.over(t)
+            seconds |= cluster_metrics(trace.timeline, seconds, metrics["trained_tokens"], peak)
+            seconds |= self._take_checkpoint_seconds()  # of checkpoints since the last step
+            # The slowest rank's seconds count, so that all ranks reach train.max_seconds together.
+            state.trained_s += seconds["ranks/step_slowest"]
 
-            every = self.config.evaluate.every
-            if every and s.step % every == 0 and self.held_out and not ending and not self.rollouts.stuck():
-                begun = time.monotonic()
-                with span("evaluate"):
-                    evaluation = self.evaluate(progress)
-                metrics |= evaluation_metrics(evaluation)
-                progress.note(f"held-out {after(s.step)}: {evaluation_line(evaluation.as_dict())}")
-                seconds["evaluate"] = time.monotonic() - begun
-                # While the actor waits for the critic, its weights do not change, so that no evaluation can be better.
-                if not s.critic_warms_up(self.config.critic):
-                    for stall in stalls(s, self.models()):
-                        stall.record(metrics["pass_at_1"])
+            if self._evaluation_is_due():
+                metrics |= self._evaluate_step(progress, seconds)
             if self.reference:
-                self.reference.reset_where_due(s.step, metrics, progress)
+                self.reference.reset_where_due(state.step, metrics, progress)
 
-            # The file first: a console may be gone.
             if writer:
                 writer.write(step, metrics, seconds)
-            progress.update(s.step, console_line(step, metrics, seconds))
-
-            # What a program of the user's raises waits for the state to be saved.
+            progress.update(state.step, console_line(step, metrics, seconds))
             with span("callbacks"):
-                self.callbacks.tell("on_step", step, metrics)
+                self.callbacks.call("on_step", step, metrics)  # errors are raised after the state is saved
 
-            # Save before anything ends the run.
-            self.nonfinite_steps, most = nonfinite_steps(self.nonfinite_steps, metrics), t.max_nonfinite_steps
-            stopping, stuck, ending = stop(), self.rollouts.stuck(), s.step == t.steps or s.over(t)
-            last = stopping or stuck or ending or self.nonfinite_steps >= most
-            due = last or bool(t.checkpoint_every and s.step % t.checkpoint_every == 0)
-            # One that was written meanwhile and failed is made up for; what is to be beaten is on the disk.
-            unsaved = not self.written(progress, wait=due or bool(t.keep_best and "pass_at_1" in metrics)) or unsaved
-            best = new_best(self.config, s, metrics)
-            if due or unsaved or best:
-                # A model that is done is worth more than the checkpoint that it could go on from.
-                if last and not ending:
-                    self.save(new_best=best)
-                else:
-                    unsaved = not self.try_save(progress, wait=last, new_best=best)
-            trace.write()  # with the checkpoint
-
-            # The state is saved before an error ends the run.
-            saved = f"the state {after(s.step)} is saved"
-            self.rollouts.check_stuck(saved)
-            check_steps(self.nonfinite_steps, most, saved)
-            if stopping and not ending:
-                self.callbacks.check(saved)
+            self._nonfinite_steps = nonfinite_steps(self._nonfinite_steps, metrics)
+            ending = self._ending(stop)
+            self._save_after_step(ending, metrics, progress)
+            trace.write()
+            if ending and ending is not Ending.COMPLETE:
+                self._raise_errors(ending)
                 return False
         return True
 
     def train_step(self) -> tuple[dict[str, float], dict[str, float]]:
-        """One step; returns its metrics (the same on every rank) and the seconds of each phase on this one."""
-        c, s, begun = self.config, self.state, time.monotonic()
+        """Run one step. Return its metrics, the same on every rank, and this rank's seconds by phase."""
+        config = self.config
+        state = self.state
+        begun = time.monotonic()
 
-        # Prompts -> rollouts -> verdicts -> groups.
-        sampling = training_sampling(c, self.stop_ids)
-        collector = Collector(c, self.grid, self.rollouts, self.train_source, sampling, cost_model(self.worker))
+        # Prompts -> rollouts -> rewards -> groups with a signal.
+        sampling = training_sampling(config, self.stop_ids)
+        collector = Collector(config, self.grid, self.rollouts, self.train_source, sampling, cost_model(self.worker))
         with span("collect"):
-            collected = collector.collect(s.carried, s.step, s.taken, s.updates)
-        s.carried, s.taken = collected.carried, collected.taken
+            collected = collector.collect(state.partial, state.step, state.position, state.updates)
+        state.partial = collected.partial
+        state.position = collected.position
+        groups = collected.groups
+        seconds = dict(collected.seconds)
 
-        # Training uses the engine's memory. The engine receives the new weights after the update.
+        # Training uses the engine's memory. The engine wakes up when it receives the new weights.
         self.rollouts.engine.sleep()
-        awake = time.monotonic()
-        balance = mass_balance_metrics(c, s.step, collected, self.worker, sampling)
-        training = time.monotonic()
+        with _timed(seconds, "diagnose"):
+            mass_balance = mass_balance_metrics(config, state.step, collected, self.worker, sampling)
 
-        # Groups -> advantages.
-        outcomes = shape_rewards(collected.outcomes, c, s.step)
-        advantages = rollout_advantages(outcomes, outcomes.kept, c.algo, self.worker.options.ops)
-        # What people can read shows the rewards as they were scored.
-        groups, record_s = collected.groups, 0.0
-        if self.recorder:
-            record_s = self.recorder.step(s.step, groups, collected.outcomes, collected.recorded, advantages)
-        with span("experience"):
+        # Rewards -> advantages -> log-probabilities, values.
+        with _timed(seconds, "train"), span("experience"):
+            outcomes = shape_rewards(collected.outcomes, config, state.step)
+            advantages = rollout_advantages(outcomes, outcomes.kept, config.algo, self.worker.options.ops)
             rollouts, experience, metrics = make_experience(
-                collected.rollouts, groups, advantages, self.models(), c.algo, c.rollout.temperature
+                collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature
             )
+        with _timed(seconds, "record"):
+            if self.recorder:  # with rewards before shaping
+                self.recorder.step(state.step, groups, collected.outcomes, collected.recorded, advantages)
 
-        # Advantages -> updates.
-        batches = mini_batches(rollouts, outcomes.kept, c.algo.mini_batches, c.algo.mini_batch_of) * c.algo.epochs
-        with span("update"):
-            kept = int(trained(outcomes, c.algo.overlong_filter).sum())  # of all ranks, for the learning rate's rule
-            updated = update_models(self.models(), experience, batches, kept, c, s)
-        metrics |= updated | collected.metrics | balance
-        if c.shaping.is_on:
-            metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
-        trained_at = time.monotonic()
+        # Updates of critic and actor.
+        with _timed(seconds, "train"), span("update"):
+            batches = mini_batches(rollouts, outcomes.kept, config.algo.mini_batches, config.algo.mini_batch_of)
+            count = int(trained(outcomes, config.algo.overlong_filter).sum())  # over all ranks, for the learning rate
+            metrics |= update_models(self.models(), experience, batches * config.algo.epochs, count, config, state)
 
-        # Updates -> weights; those that are not finite are neither saved nor handed to an engine.
-        s.step += 1
-        checkpoint.check(self.models().checkpoint_parts(), s.step)
-        metrics |= self.refit()
-        done = time.monotonic()
+        # New weights for the engine. Weights that are not finite are neither saved nor sent.
+        state.step += 1
+        with _timed(seconds, "refit"):
+            checkpoint.check(self.models().checkpoint_parts(), state.step)
+            metrics |= self.sync_weights()
+        seconds["step"] = time.monotonic() - begun
 
+        metrics |= collected.metrics | mass_balance
         metrics["token_gain"] = token_gain(self.worker, experience)
-        phases = {"train": trained_at - training - record_s, "refit": done - trained_at, "record": record_s}
-        phases["diagnose"] = training - awake
-        seconds = collected.seconds | phases
-        return metrics, seconds | {"step": done - begun}
+        if config.shaping.is_on:
+            metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
+        return metrics, seconds
+
+    def sync_weights(self) -> dict[str, float]:
+        """Send the actor's weights to the engines; see weight_sync.sync_engines."""
+        # An engine in another process may have to start again.
+        timeout_s = 0.0 if self.config.rollout.engine == "torch" else self.config.engine.start_timeout_s
+        with span("refit", timeout_s):
+            return sync_engines(self.models(), self.rollouts, self.state.updates, self.config)
+
+    def evaluate(self, progress: Progress) -> Evaluation:
+        """Evaluate the held-out prompts with the engine's weights, write the samples and print a few of them."""
+
+        def on_samples(groups: Sequence[OpenGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes) -> None:
+            if self.recorder:
+                self.recorder.evaluation(self.state.step, groups, outcomes, rollouts)
+            for text in sample_lines(groups, rollouts, self.rollouts.tokenizer.decode, self.stop_ids):
+                progress.note(f"held-out {text}")
+
+        sampling = evaluation_sampling(self.config, self.stop_ids)
+        evaluation = evaluate(self.rollouts, self.held_out, self.config.evaluate, sampling, on_samples)
+        if evaluation.lost:
+            progress.note(evaluation.remark())
+        if self.recorder:
+            self.grid.barrier()  # callbacks read the files of all ranks
+        if self.callbacks:
+            with span("callbacks"):
+                moment = rollout_log.Moment("evaluation", self.state.step)
+                samples = rollout_log.read_rollouts(Path(self.config.run.dir) / rollout_log.FOLDER, moment)
+                self.callbacks.call("on_evaluation", self.state.step, evaluation.as_dict(), samples)
+        return evaluation
+
+    def _evaluation_is_due(self) -> bool:
+        """Return whether to evaluate after this step. The evaluation of a complete run follows at its end."""
+        every = self.config.evaluate.every
+        return (
+            bool(every and self.held_out)
+            and self.state.step % every == 0
+            and not self.state.is_complete(self.config.train)
+            and not self.rollouts.stuck()
+        )
+
+    def _evaluate_step(self, progress: Progress, seconds: dict[str, float]) -> dict[str, float]:
+        """Evaluate between two steps and return the metrics."""
+        with _timed(seconds, "evaluate"), span("evaluate"):
+            evaluation = self.evaluate(progress)
+        progress.note(f"held-out {after(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
+        metrics = evaluation_metrics(evaluation)
+        # While the actor waits for the critic, its weights do not change and no evaluation can be better.
+        if not self.state.critic_warms_up(self.config.critic):
+            run_state.record_evaluation(self.state, self.models(), metrics["pass_at_1"])
+        return metrics
+
+    def _ending(self, stop: Callable[[], bool]) -> Ending | None:
+        """Return why the run ends after this step, or None if it continues. All ranks return the same."""
+        holds = {
+            Ending.STOPPED: stop(),
+            Ending.ENGINE_STUCK: self.rollouts.stuck(),
+            Ending.NONFINITE: self._nonfinite_steps >= self.config.train.max_nonfinite_steps,
+            Ending.COMPLETE: self.state.is_complete(self.config.train),
+        }
+        return next((ending for ending in Ending if holds[ending]), None)
+
+    def _raise_errors(self, ending: Ending) -> None:
+        """Raise UserError if the run ends by an error; its state is saved."""
+        saved = f"the state {after(self.state.step)} is saved"
+        if ending is Ending.ENGINE_STUCK:
+            self.rollouts.check_stuck(saved)
+        elif ending is Ending.NONFINITE:
+            check_steps(self._nonfinite_steps, self.config.train.max_nonfinite_steps, saved)
+        self.callbacks.check(saved)
+
+    def _save_after_step(self, ending: Ending | None, metrics: dict[str, float], progress: Progress) -> None:
+        """Write a checkpoint if one is due, the run ends, the last one failed, or this one is the best."""
+        config = self.config.train
+        every = config.checkpoint_every
+        is_due = bool(ending or (every and self.state.step % every == 0))
+        # keep_best compares with the best checkpoint on the disk, so the one under way must be complete.
+        wait = is_due or bool(config.keep_best and "pass_at_1" in metrics)
+        self._save_failed |= not self.background_save_succeeded(progress, wait)
+        best = run_state.new_best(self.config, self.state, metrics)
+        if not (is_due or self._save_failed or best):
+            return
+        if ending and ending is not Ending.COMPLETE:
+            self.save(new_best=best)
+            return
+        # A complete run exports its model even if its last checkpoint cannot be written.
+        try:
+            self.save(wait=ending is not None, new_best=best)
+            self._save_failed = False
+        except NotWritten as e:
+            self._save_failed = True
+            progress.note(f"warning: {e}; training continues, and the next step tries again")
+
+    def save(self, wait: bool = True, new_best: Best | None = None) -> None:
+        """Write a checkpoint. Raises NotWritten on all ranks if the disk refuses it.
+
+        wait: return when it is written. Otherwise, with train.checkpoint_async, it is written in the background;
+        background_save_succeeded() returns the result. new_best: its score if it is the best one so far.
+        """
+        begun = time.monotonic()
+        in_background = self.config.train.checkpoint_async and not wait
+        with span("checkpoint"):
+            self._finish_background_save()
+            save = run_state.begin_save(
+                self.state,
+                self.models(),
+                self.config,
+                self.grid,
+                self.fingerprint,
+                self.seconds(),
+                in_background,
+                new_best,
+            )
+            if in_background:
+                self.saving.start(save, timedelta(seconds=self.config.parallel.timeout_s))
+            else:
+                save.write()
+                save.agree()
+                self.state.best = new_best or self.state.best
+        self._checkpoint_seconds["checkpoint"] += time.monotonic() - begun
+
+    def background_save_succeeded(self, progress: Progress, wait: bool) -> bool:
+        """Return False if the checkpoint that was written in the background failed, after logging a warning.
+
+        wait: wait for one that is still being written; otherwise it counts as a success.
+        """
+        begun = time.monotonic()
+        try:
+            if wait or not self.saving.busy():
+                self._finish_background_save()
+        except NotWritten as e:
+            progress.note(f"warning: {e}; training continues and saves its current state")
+            return False
+        finally:
+            self._checkpoint_seconds["checkpoint_wait"] += time.monotonic() - begun
+        return True
+
+    def _finish_background_save(self) -> None:
+        done = self.saving.settle()
+        if done and done.best:
+            self.state.best = done.best
+
+    def _take_checkpoint_seconds(self) -> dict[str, float]:
+        """Return the seconds that checkpoints delayed training since the last call."""
+        found = self._checkpoint_seconds
+        self._checkpoint_seconds = dict.fromkeys(found, 0.0)
+        return found
+
+    def restore(self, directory: Path) -> None:
+        """Continue from a checkpoint, whose fingerprint the caller has checked."""
+        self.state = run_state.restore(directory, self.state, self.models(), self.train_source, self.config, self.grid)
+        if self.grid.rank == 0:
+            # First protect the best checkpoint, which may be one of the old ones that are removed.
+            run_state.repair_best(directory.parent, self.state.best)
+            folders.repair(directory.parent, self.state.step, self.config.train.keep_checkpoints)
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the wall-clock seconds of the block to a phase."""
+    begun = time.monotonic()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - begun

@@ -23,8 +23,8 @@ from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.train.groups import gather_outcomes
 from megatron_brorl.train.models import TrainingModels
-from megatron_brorl.train.redistribute import exchange
-from megatron_brorl.train.sample_and_score import Rollouts
+from megatron_brorl.train.redistribute import send_to_replicas
+from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
@@ -34,7 +34,7 @@ SIBLINGS = 2
 TOKENS = 16  # of a probe's prompt, and at most of a response
 
 
-def sync_engines(models: TrainingModels, rollouts: Rollouts, version: int, config: Config) -> dict[str, float]:
+def sync_engines(models: TrainingModels, rollouts: RolloutRunner, version: int, config: Config) -> dict[str, float]:
     """Send the actor's weights to all engines and verify them as train.verify_reshard says; return metrics. Collective.
 
     Engines are awake and the training models offloaded afterwards.
@@ -67,24 +67,23 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
     may then hold different versions, so the caller must not sample from them.
     """
     for again in range(TRIES):
-        checksum = 0
+        checksums: list[int] = []
         refused = None
-
-        def summed(tensors: Iterable[ChecksummedTensor]) -> Iterator[ChecksummedTensor]:
-            nonlocal checksum
-            for sealed in tensors:
-                checksum += int(sealed.checksum)
-                yield sealed
-
         try:
-            engine.update_weights(summed(worker.hf_tensors()), version)
+            engine.update_weights(_noting_checksums(worker.hf_tensors(), checksums), version)
         except UpdateRefused as e:
             refused = e
             print(f"brorl: rank {worker.grid.rank}, version {version}: {e}", file=sys.stderr, flush=True)
-        problem = _problem(checksum, refused is not None)
+        problem = _problem(sum(checksums), refused is not None)
         if not problem:
             return again
     raise refused or UpdateRefused(f"weight update: version {version}: {problem}")
+
+
+def _noting_checksums(tensors: Iterable[ChecksummedTensor], checksums: list[int]) -> Iterator[ChecksummedTensor]:
+    for tensor in tensors:
+        checksums.append(int(tensor.checksum))
+        yield tensor
 
 
 def _problem(checksum: int, refused: bool) -> str:
@@ -194,13 +193,13 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
     replica = (torch.arange(len(groups)) % grid.data)[:, None].expand_as(outcomes.state)
     # No rank can send a lost response.
     replica = replica.where(outcomes.holder >= 0, -1)
-    exchanged = exchange(own, outcomes, replica, grid).rows
-    inputs = [torch.tensor(prompts[row.group].token_ids) for row in exchanged]
-    actual = worker.log_probs(inputs, [row.rollout.token_ids for row in exchanged], 1.0)
+    received, _ = send_to_replicas(own, outcomes, replica, grid)
+    inputs = [torch.tensor(prompts[row.group].token_ids) for row in received]
+    actual = worker.log_probs(inputs, [row.rollout.token_ids for row in received], 1.0)
 
     # Every rank gets the gaps of all tokens; -1 marks positions without a token.
     table = torch.full((len(groups), SIBLINGS, TOKENS), -1.0)
-    for row, scored in zip(exchanged, actual, strict=True):
+    for row, scored in zip(received, actual, strict=True):
         gaps = (scored - row.rollout.log_probs).abs().nan_to_num(nan=float("inf"))
         table[row.group, row.rollout.index, : len(gaps)] = gaps
     table = table.to(cpu_bridge.default_device())

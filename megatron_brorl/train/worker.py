@@ -204,9 +204,9 @@ class Stage:
 
         `loss` must divide by the size of the global batch. Only the last pipeline stage returns values.
         """
-        with span("optimizer step") as came_to:
+        with span("optimizer step") as recorded:
             batches = self.micro_batches(prompts, responses)
-            came_to["flops"] = TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
+            recorded["flops"] = TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
             self._reload()
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -231,9 +231,9 @@ class Stage:
                 result[row] = values
             return flat.sum(), None
 
-        with torch.no_grad(), span("forward") as came_to:
+        with torch.no_grad(), span("forward") as recorded:
             batches = self.micro_batches(prompts, responses)
-            came_to["flops"] = forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
+            recorded["flops"] = forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
             self._run(batches, collect, head, forward_only=True)
         if self.grid.pipeline > 1 or self.grid.context > 1:
             flat = torch.cat(result).to(cpu_bridge.default_device())

@@ -22,7 +22,8 @@ T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 
 @pytest.mark.slow
 def test_rows(monkeypatch, tmp_path):
-    out, peak = tmp_path / "rows.json", 1e11
+    out = tmp_path / "rows.json"
+    peak = 1e11
     monkeypatch.setattr(bench_rollout, "alone", lambda *_: peak)  # the product of 4096 x 4096 matrices takes seconds
     options = "--models t4 --n 6 --prompts 16 --lengths 2-7 --threads 1 --repeat 1 --json"
     monkeypatch.setattr(sys, "argv", ["bench_rollout.py", *options.split(), str(out)])

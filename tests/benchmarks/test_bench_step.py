@@ -21,7 +21,8 @@ T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 
 @pytest.mark.slow
 def test_rows(monkeypatch, tmp_path):
-    out, peak = tmp_path / "rows.json", 1e11
+    out = tmp_path / "rows.json"
+    peak = 1e11
     monkeypatch.setattr(bench_step, "alone", lambda *_: peak)
     options = "--n 16 --prompts 8 --response 16 --threads 1 --repeat 1 --json"
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *options.split(), str(out)])

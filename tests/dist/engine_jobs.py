@@ -1,7 +1,7 @@
-"""What the processes of test_shared_engine.py run; see jobs.py.
+"""Functions that the processes of test_shared_engine.py run; see jobs.py.
 
-Each job returns what happened, in the order in which it happened on all ranks. The stand-ins wait for what another rank
-does, never for a time: a rank that should wait is known to wait when it has come to the barrier.
+Each job returns the events of all ranks in their order. The fakes wait for an event of another rank, never for a time:
+a rank that has reached the barrier is known to wait.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Events:
         self.store.set(f"first of {what.split()[0]}", "")
 
     def wait(self, who: str) -> None:
-        """Until something happened on this rank."""
+        """Wait for an event."""
         self.store.wait([f"first of {who}"])
 
     def all(self) -> list[str]:
-        """In their order. A collective."""
+        """Return all events in order. Collective."""
         dist.barrier()
         return [self.store.get(str(i + 1)).decode() for i in range(self.store.add("count", 0))]
 
@@ -97,7 +97,7 @@ def sleeping(rank: int, folder: str, name: str) -> list[str]:
 
 
 def waking(rank: int, folder: str, name: str) -> list[str]:
-    """The other rank is slow to offload its models: it does when the leader has woken its engine, or waits."""
+    """The other rank is slow to offload its models: it returns once the leader has woken its engine or waits."""
     events = Events(name)
     engine = _engine(events, folder, lambda: None)
     if rank == 1:
@@ -110,7 +110,7 @@ def waking(rank: int, folder: str, name: str) -> list[str]:
 
 
 def stuck(rank: int, folder: str, name: str, which: int) -> list[str]:
-    """One rank was given up in generate: neither waits for ever, and a leader that is stuck asks its engine nothing."""
+    """One rank is stuck in generate: no rank waits forever, and a stuck leader does not call its engine."""
     events = Events(name)
     dog = Watchdog(_engine(events, folder, lambda: None), 60.0)
     dog.stuck = rank == which

@@ -14,12 +14,12 @@ from dist.jobs import grid_of
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.rollout.sampler import deal
-from megatron_brorl.train import redistribute as exchanges
-from megatron_brorl.train.assignment import assign_rows
+from megatron_brorl.train import redistribute
 from megatron_brorl.train.groups import gather_outcomes, select_groups
 from megatron_brorl.types import Rollout, ScoredRollout
 
-GROUPS, N = 6, 90
+GROUPS = 6
+N = 90
 PROMPTS = [5, 300, 20, 40, 8, 150]  # tokens
 LOST = {(0, 3), (2, 89), (5, 44)}
 CUT = {(4, 17)}  # so that group 4 is not closed
@@ -45,7 +45,7 @@ def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: Cost
     slots = list(product(range(GROUPS), range(N)))
     own = [rollout(*slot) for slot in deal(slots, [0] * grid.world)[rank] if slot not in LOST]
     outcomes = select_groups(gather_outcomes(own, GROUPS, N))
-    assigned = assign_rows(outcomes, PROMPTS, algo, costs, grid.data)
+    replica, balance = redistribute.assign_replicas(outcomes, PROMPTS, algo, costs, grid.data)
 
     sent = []
     send = dist.all_to_all_single
@@ -55,26 +55,26 @@ def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: Cost
         sent.append(flat.element_size() * (sum(splits) - splits[rank]))
         return send(received, flat, sizes, splits)
 
-    with mock.patch.object(dist, "all_to_all_single", spy), mock.patch.object(exchanges, "MESSAGE_TOKENS", message):
-        got = exchanges.exchange(own, outcomes, assigned.replica, grid)
+    with mock.patch.object(dist, "all_to_all_single", spy), mock.patch.object(redistribute, "MESSAGE_TOKENS", message):
+        rows, moved = redistribute.send_to_replicas(own, outcomes, replica, grid)
     return {
         "replica": grid.dp_rank,
         "rows": [
             replace(row, rollout=replace(row.rollout, log_probs=row.rollout.log_probs.view(torch.int32)))
-            for row in got.rows
+            for row in rows
         ],
         "held": [(row.group, row.rollout.index) for row in own],
-        "moved": got.moved,
-        "balance": assigned.balance,
+        "moved": moved,
+        "balance": balance,
         "sent": sum(sent),
         "messages": len(sent),
     }
 
 
 def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel) -> tuple[list[Any], int, float]:
-    """Rows, bytes and balance of a step whose groups were all lost."""
+    """Return rows, bytes and balance of a step whose groups were all lost."""
     grid = grid_of(**parallel)
     outcomes = select_groups(gather_outcomes([], GROUPS, N))
-    assigned = assign_rows(outcomes, PROMPTS, algo, costs, grid.data)
-    got = exchanges.exchange([], outcomes, assigned.replica, grid)
-    return got.rows, got.moved, assigned.balance
+    replica, balance = redistribute.assign_replicas(outcomes, PROMPTS, algo, costs, grid.data)
+    rows, moved = redistribute.send_to_replicas([], outcomes, replica, grid)
+    return rows, moved, balance

@@ -46,13 +46,13 @@ _GRIDS: dict[str, tuple[grids.Grid, dict[str, Any]]] = {}
 
 
 def grid_of(**parallel: Any) -> grids.Grid:
-    """The grid of a layout, built once."""
+    """Return the grid of a layout, which is built once."""
     key = repr(sorted(parallel.items()))
     if key not in _GRIDS:
         grid = grids.build(ParallelConfig(**parallel))
         _GRIDS[key] = (grid, {k: v for k, v in vars(parallel_state).items() if k.startswith("_") and k[1:2].isupper()})
     grid, state = _GRIDS[key]
-    vars(parallel_state).update(state)  # Megatron's globals, as that layout left them
+    vars(parallel_state).update(state)  # Megatron's globals of that layout
     return grid
 
 
@@ -74,10 +74,11 @@ def make_worker(
 def log_probs(
     _rank: int, directory: str, parallel: dict[str, Any], temperature: float
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Log-probs of the responses on every rank, and on the last stage all logits [G, V] of every row."""
+    """Return log-probs of the responses on every rank, and on the last stage all logits [G, V] of every row."""
     prompts, responses = rows(1)
     worker = make_worker(directory, parallel)
-    actor, logits = worker.actor, {}
+    actor = worker.actor
+    logits = {}
 
     def head(hidden: torch.Tensor, batch: Packed, temperature: float) -> Any:
         part = hidden.squeeze(1)[batch.predict] @ actor.head_weight().t()
@@ -89,12 +90,12 @@ def log_probs(
     actor.head = head
     found = worker.log_probs(prompts, responses, temperature)
     for own in logits.values():
-        dist.all_reduce(own, group=worker.grid.groups.cp)  # zeros but for this rank's tokens
+        dist.all_reduce(own, group=worker.grid.groups.cp)  # zeros except for this rank's tokens
     return found, logits
 
 
 def export(rank: int, directory: str, parallel: dict[str, Any], target: str) -> dict[str, torch.Tensor]:
-    """Load, stream back and (rank 0) write a Hugging Face directory; returns what this rank saw of the stream."""
+    """Load a Hugging Face directory, stream it back, write it on rank 0, and return the streamed tensors."""
     worker = make_worker(directory, parallel)
     seen = {name: tensor.clone() for name, tensor in worker.hf_tensors()}
     if rank == 0:
@@ -105,9 +106,9 @@ def export(rank: int, directory: str, parallel: dict[str, Any], target: str) -> 
 def train_steps(
     _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Two policy updates from the same weights and the same global batch; figures of each and the final weights."""
-    # Adam's eps well above float32 noise: at 1e-8 the first step is the sign of each gradient, also of those (key
-    # biases) that are zero but for rounding, and the comparison would be one of rounding errors.
+    """Take two policy updates from the same weights and batch; return the metrics of each and the final weights."""
+    # Adam's eps is well above float32 noise. At 1e-8 the first step is the sign of each gradient, also of those (key
+    # biases) that are zero up to rounding, and the test would compare rounding errors.
     optim = OptimConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
     worker = make_worker(directory, parallel, optim, **{k: v for k, v in options.items() if k != "algo"})
     prompts, responses = rows(2)
@@ -115,7 +116,8 @@ def train_steps(
     noise = [0.3 * torch.randn(len(r), generator=g) for r in responses]
     advantages = torch.randn(len(responses), generator=g)
     base = torch.full((), -4.0)
-    data, rank = worker.grid.data, worker.grid.dp_rank
+    data = worker.grid.data
+    rank = worker.grid.dp_rank
     own = list(range(len(prompts) * rank // data, len(prompts) * (rank + 1) // data))
     experience = Experience(
         prompts=tuple(prompts),
@@ -134,7 +136,7 @@ def train_steps(
 
 
 def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], dtype: torch.dtype) -> tuple[int, int]:
-    """Pipeline stage, and bytes of weights, gradients and optimizer once it has stepped."""
+    """Return the pipeline stage, and the bytes of weights, gradients and optimizer after a step."""
     worker = make_worker(directory, parallel, OptimConfig(), dtype=dtype, distributed_optimizer=False)
     prompts, responses = rows(2)
     zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
@@ -146,7 +148,7 @@ def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], dtype: 
 
 
 def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
-    """Largest |log-prob of the engine - log-prob of the actor| over sampled tokens, weights taken from the stream."""
+    """Return the largest |log-prob of the engine - log-prob of the actor| over sampled tokens after a weight sync."""
     worker = make_worker(directory, parallel)
     shape = worker.shape
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, sample_tokens, FusedDecode())
@@ -160,7 +162,7 @@ def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
 
 
 def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[torch.dtype]]:
-    """Two updates in bfloat16 with fp32 masters; figures, and the types of the weights."""
+    """Take two updates in bfloat16 with float32 masters; return metrics and the dtypes of the weights."""
     grid = grid_of()
     optim = OptimConfig(lr=1e-3)
     worker = Worker(read_shape(directory), grid, StageOptions(200, backend("fused", CPU), torch.bfloat16), optim)
@@ -175,9 +177,9 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
 
 
 def fused_loss(rank: int, world: int, seed: int, settings: PolicyLossSettings, padded: int = 1600) -> tuple[Any, ...]:
-    """The fused loss in float32 on this rank's shard of the vocabulary; its gradient of the weight is the shard's."""
+    """Return the fused loss in float32 on this rank's shard of the vocabulary, with the gradient of the shard."""
     case = make(150, 16, 1001, seed=seed)
-    rows = padded // world  # of which the last ranks' are partly or all padding
+    rows = padded // world  # the shards of the last ranks are partly or all padding
     weight = torch.full((padded, 16), 1e3, dtype=torch.float64)
     weight[:1001] = case.weight
     part = dataclasses.replace(case, weight=weight[rank * rows : (rank + 1) * rows])

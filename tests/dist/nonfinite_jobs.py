@@ -31,7 +31,7 @@ def steps(
 
     if trainer.grid.first_stage:
         trainer.worker.actor.embedding.register_forward_hook(hook, with_kwargs=True)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(2)]
     return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
 

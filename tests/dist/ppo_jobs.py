@@ -1,4 +1,4 @@
-"""PPO steps of actor and critic on rollouts that are given, in any layout."""
+"""PPO steps of actor and critic on given rollouts, in any layout."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ ALGO = AlgoConfig(
     mismatch_bounds=(0.3, 3.0),
     correct_boost=0.25,
 )
-CLIP, TEMPERATURE = 0.05, 0.9
+CLIP = 0.05
+TEMPERATURE = 0.9
 OF_PROMPT = [0] * 9 + [1] * 3 + [2] * 11 + [3]
 
 
 def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[float]]:
-    """Prompts, responses, the engine's log-probs and rewards of a step's 24 rollouts."""
+    """Return prompts, responses, the engine's log-probs and rewards of a step's 24 rollouts."""
     prompts, responses = rows(10 + step)
     g = torch.Generator().manual_seed(step)
     sampled = [-5.0 + 0.4 * torch.randn(len(r), generator=g) for r in responses]
@@ -56,8 +57,9 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
 def ppo(
     _rank: int, directory: str, parallel: dict[str, Any], steps: int, options: dict[str, Any]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Figures of each step, and the weights of actor and critic at the end, the same on every rank."""
-    grid, shape = grid_of(**parallel), read_shape(directory)
+    """Return the metrics of each step and the final weights of actor and critic, the same on every rank."""
+    grid = grid_of(**parallel)
+    shape = read_shape(directory)
     ops = backend(options.get("ops", "fused"), torch.device("cpu"))
     stage = StageOptions(**{"tokens_per_micro_batch": 120, **options, "ops": ops})
     worker = Worker(shape, grid, stage, OPTIM)
@@ -70,7 +72,8 @@ def ppo(
         prompts, responses, sampled, rewards = batch(step)
         drawn = [prompts[OF_PROMPT.index(g)] for g in range(4)]
         groups = [OpenGroup(Prompt(str(i), "", tuple(p.tolist()), None, "exact"), step, i) for i, p in enumerate(drawn)]
-        all_rows, advantages = [], torch.zeros(4, 11)
+        all_rows = []
+        advantages = torch.zeros(4, 11)
         for i, group in enumerate(OF_PROMPT):
             sibling = i - OF_PROMPT.index(group)
             rollout = Rollout(sibling, responses[i], sampled[i], "stop")
@@ -87,8 +90,9 @@ def ppo(
 
 
 def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
-    """The full weights of the body by Hugging Face name and, on the last stage, the value head."""
-    shape, grid = body(critic.shape), critic.grid
+    """Return the full weights by Hugging Face name and, on the last stage, the value head."""
+    shape = body(critic.shape)
+    grid = critic.grid
     buckets = make_buckets(names.entries(shape, grid.pipeline), 4)
     parameters = names.global_parameters(critic.critic)
     found = {n: t.clone() for n, t in stream(buckets, shape.kv_heads, parameters, grid, torch.float32)}

@@ -1,4 +1,4 @@
-"""Steps under the recipe's switches: rewards that all agree, references, refills, an actor that must not move."""
+"""Steps with options of the recipe: equal rewards, references, refills, an actor that must not change."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def judged(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], reward: float, steps: int
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Figures of each step, and the weights before and after."""
+    """Return the metrics of each step, and the weights before and after."""
     trainer = _trainer(directory, parallel, changes, reward)
     before = _weights(trainer)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(steps)]
     return figures, before, _weights(trainer)
 
@@ -57,12 +57,12 @@ def judged(
 def unmoved(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int
 ) -> tuple[list[dict[str, float]], bool]:
-    """Steps with the real engine; figures, and whether every weight and master has its bits still."""
+    """Take steps with the real engine; return metrics, and whether all weights and masters have the same bits."""
     shape = read_shape(directory)
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 200, sample_tokens, FusedDecode())
     trainer = _trainer(directory, parallel, changes, None, engine)
     before = _weights(trainer)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(steps)]
     after = _weights(trainer)
     return figures, all(torch.equal(after[name].view(torch.int32), before[name].view(torch.int32)) for name in before)
@@ -71,7 +71,7 @@ def unmoved(
 def reference_follows(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], root: str
 ) -> dict[str, Any]:
-    """Two steps, then what actor and reference say of some tokens; a reset; and both after a checkpoint."""
+    """Take two steps; return the log-probs of actor and reference then, after a reset, and after a checkpoint."""
     trainer = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, None)
     rows = ([torch.tensor([5, 6, 7]), torch.tensor([9, 4])], [torch.tensor([8, 9, 2]), torch.tensor([3])])
     assert trainer.reference is not None
@@ -81,7 +81,7 @@ def reference_follows(
         return [t.worker.log_probs(*rows, 0.9), t.reference.log_probs(*rows, 0.9), t.worker.log_probs(*rows, 0.9)]
 
     found: dict[str, Any] = {"start": say(trainer)}
-    trainer.refit()
+    trainer.sync_weights()
     found["figures"] = [trainer.train_step()[0] for _ in range(2)]
     found["moved"] = say(trainer)
     found["stepped"] = bool(trainer.worker.optimizer.optimizer.state)
@@ -94,7 +94,7 @@ def reference_follows(
     again.reference.reset()  # type: ignore[union-attr]
     found["reset"] = say(again)
     found["stepped_after_reset"] = bool(again.worker.optimizer.optimizer.state)
-    again.refit()
+    again.sync_weights()
     found["figures"].append(again.train_step()[0])
     assert checkpoint.find(Path(root) / "checkpoints") is not None
     return found

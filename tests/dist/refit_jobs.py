@@ -38,7 +38,9 @@ class Engine:
     def __init__(self, worker: Worker) -> None:
         self.names = hf_shapes(worker.shape)
         self.held: dict[str, torch.Tensor] = {}
-        self.version, self.fault, self.faults_left = -1, "", 0
+        self.version = -1
+        self.fault = ""
+        self.faults_left = 0
 
     def update_weights(self, tensors: Any, version: int) -> None:
         if self.faults_left:
@@ -95,17 +97,18 @@ FAULTS = {"drop": _drop, "swap": _swap, "flip": _flip, "stop": _stop, "die": _di
 
 
 def _small_buckets(worker: Worker) -> None:
-    """Several buckets per stage also for a model of some kilobytes."""
+    """Use several buckets per stage for a model of a few kilobytes."""
     table = [entry for bucket in worker.buckets for entry in bucket]
     worker.buckets = make_buckets(table, 4, limit=30_000)
     assert len(worker.buckets) > 4
 
 
 def refits(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list[str]:
-    """One refit per directory, whose weights the actor then has; names of tensors that did not arrive bit by bit."""
+    """Sync the weights of each directory; return the names of tensors that did not arrive bit by bit."""
     worker = make_worker(directories[0], parallel)
     _small_buckets(worker)
-    engine, wrong = Engine(worker), []
+    engine = Engine(worker)
+    wrong = []
     for version, directory in enumerate(directories):
         worker.load_hf(directory)
         assert sync_weights(worker, engine, version) == 0
@@ -118,7 +121,7 @@ def refits(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list
 
 
 def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, where: int, tries: int) -> dict[str, Any]:
-    """The engine of rank `where` meets a fault in `tries` updates in a row; then comes a refit without one."""
+    """Damage `tries` updates in a row on the engine of rank `where`, then sync without a fault."""
     worker = make_worker(directory, parallel)
     _small_buckets(worker)
     engine = Engine(worker)
@@ -127,7 +130,8 @@ def faulty(rank: int, directory: str, parallel: dict[str, Any], fault: str, wher
     with torch.no_grad():
         for p in worker.actor.parameters():
             p.mul_(2)  # the same for all copies of a parameter
-    engine.fault, engine.faults_left = fault, tries if rank == where else 0
+    engine.fault = fault
+    engine.faults_left = tries if rank == where else 0
     result: dict[str, Any] = {"refused": ""}
     try:
         result["again"] = sync_weights(worker, engine, 1)
@@ -146,7 +150,8 @@ def killed(rank: int, directory: str, parallel: dict[str, Any], where: int) -> t
     engine = Engine(worker)
     sync_weights(worker, engine, 0)
     old = dict(engine.held)
-    engine.fault, engine.faults_left = "die", int(rank == where)
+    engine.fault = "die"
+    engine.faults_left = int(rank == where)
     try:
         engine.update_weights(worker.hf_tensors(), 1)
     except UpdateRefused as e:
@@ -155,7 +160,7 @@ def killed(rank: int, directory: str, parallel: dict[str, Any], where: int) -> t
 
 
 def drifted(rank: int, directory: str, parallel: dict[str, Any]) -> str:
-    """Data-parallel copies that differ in one bit of one parameter on rank 1."""
+    """Return the error if a parameter differs in one bit on rank 1."""
     worker = make_worker(directory, parallel)
     if rank == 1:
         with torch.no_grad():
@@ -168,7 +173,7 @@ def drifted(rank: int, directory: str, parallel: dict[str, Any]) -> str:
 
 
 def verified(_rank: int, directory: str, parallel: dict[str, Any], wrong: bool) -> float | str:
-    """verify_weights of a TorchEngine; wrong: the engine's weights are those of another step."""
+    """Verify a TorchEngine; wrong: the engine has the weights of another step."""
     worker = make_worker(directory, parallel)
     engine = TorchEngine(worker.shape, hf_shapes(worker.shape), torch.device("cpu"), torch.float32, 100, sample_tokens)
     sync_weights(worker, engine, 0)
@@ -184,15 +189,19 @@ def verified(_rank: int, directory: str, parallel: dict[str, Any], wrong: bool) 
 
 
 class CpuCopies(GlooCopyService):
-    """Megatron's own service over gloo without the CUDA stream that it makes first and then only waits for."""
+    """Megatron's copy service over gloo, without the CUDA stream that it only waits for."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size, self.gloo_pg = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-        self.send_ops, self.recv_ops, self._copy_stream = [], [], None
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.gloo_pg = dist.group.WORLD
+        self.send_ops = []
+        self.recv_ops = []
+        self._copy_stream = None
 
 
 def between_layouts(_rank: int, directory: str, source: dict[str, Any], target: dict[str, Any]) -> list[str]:
-    """megatron.core.resharding from one layout to another, then our stream of the target against the directory."""
+    """Reshard by megatron.core.resharding, and compare our stream of the result with the directory."""
     first = make_worker(directory, source)
     second = Worker(first.shape, grid_of(**target), OPTIONS)
     with torch.no_grad():
@@ -207,7 +216,7 @@ def between_layouts(_rank: int, directory: str, source: dict[str, Any], target: 
 def load_converted(
     _rank: int, directory: str, checkpoint: str, parallel: dict[str, Any]
 ) -> tuple[list[str], list[torch.Tensor]]:
-    """Megatron's own loader on a converted checkpoint: names that are not the directory's bits, and log-probs."""
+    """Load a converted checkpoint by Megatron; return the names of different tensors, and log-probs."""
     worker = Worker(make_worker(directory, parallel).shape, grid_of(**parallel), OPTIONS)
     with torch.no_grad():
         for p in worker.actor.parameters():
@@ -221,7 +230,7 @@ def load_converted(
 
 
 def save_by_megatron(rank: int, directory: str, checkpoint: str, parallel: dict[str, Any]) -> None:
-    """A checkpoint by Megatron's own saver."""
+    """Save a checkpoint by Megatron."""
     worker = make_worker(directory, parallel)
     multiprocessing.current_process()._config["daemon"] = False  # the saver starts processes of its own
     with contextlib.suppress(FileExistsError):

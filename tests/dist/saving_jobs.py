@@ -1,4 +1,4 @@
-"""A checkpoint written at once, and one of the same state written while the next step changes all of it."""
+"""A checkpoint that is written at once, and one of the same state that is written during the next step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from megatron_brorl.errors import UserError
 def both_ways(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], root: str
 ) -> tuple[list[dict[str, float]], list[str], bool]:
-    """Two steps, both checkpoints, and two steps more: figures, what lay in the second's folder while the third step
-    was done, and whether it was still under way then."""
+    """Take two steps, save both checkpoints, and take two more steps.
+
+    Return metrics, the files of the second checkpoint during the third step, and whether it was unfinished then."""
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), fakes.Engine())
     trainer.seconds = lambda: 7.5  # type: ignore[method-assign]  # wall-clock time, which run.json holds
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(2)]
 
     def into(name: str) -> None:
@@ -33,8 +34,9 @@ def both_ways(
     into("at_once")
     trainer.save()
 
-    # Nothing reaches the disk before the third step is done on all ranks.
-    changed, write = threading.Event(), Save.write
+    # No file is written before all ranks have finished the third step.
+    changed = threading.Event()
+    write = Save.write
 
     def late(*arguments: Any) -> None:
         assert changed.wait(60)
@@ -48,9 +50,9 @@ def both_ways(
         there = sorted(p.name for p in Path(f"{root}/meanwhile/checkpoints").iterdir())
         busy = trainer.saving.busy()
         changed.set()
-        # Its messages and those of a step, at the same time.
+        # The messages of the saver and of a step overlap.
         figures.append(trainer.train_step()[0])
-        assert trainer.written(_Silent(), wait=True)
+        assert trainer.background_save_succeeded(_Silent(), wait=True)
     finally:
         Save.write = write  # type: ignore[method-assign]
     return figures, there, busy
@@ -60,7 +62,7 @@ def saves_over_dirty_memory(_rank: int, directory: str, changes: dict[str, Any],
     """Save one state twice; the second time new tensors of `torch.empty` are full of sevens."""
     trainer = make_trainer(directory, grid_of(), configured(changes), fakes.Engine())
     trainer.seconds = lambda: 7.5  # type: ignore[method-assign]
-    trainer.refit()
+    trainer.sync_weights()
     trainer.train_step()
     empty = torch.empty
     for root, dirty in zip(roots, (False, True), strict=True):

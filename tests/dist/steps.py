@@ -41,7 +41,7 @@ from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.sample_and_score import Rollouts
+from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
@@ -77,9 +77,10 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     worker = Worker(read_shape(directory), grid, _options(config, grid), config.optim)
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
-    tokenizer, max_lost_share = fakes.Tokenizer(), config.rollout.max_lost_share
+    tokenizer = fakes.Tokenizer()
+    max_lost_share = config.rollout.max_lost_share
     stealing = WorkStealing(shared_store()) if config.rollout.pull else None
-    rollouts = Rollouts(
+    rollouts = RolloutRunner(
         watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
     )
     held_out = fakes.prompts(5, 1000)
@@ -110,25 +111,25 @@ def _critic(directory: str | Path, grid: Grid, config: Config) -> CriticWorker |
 def run_steps(
     rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, faults: dict[str, Any]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], list[Any]]:
-    """Figures of each step, the final weights, and what this rank's engine was asked: (step, prompt, siblings).
+    """Return metrics of each step, the final weights, and this rank's requests as (step, prompt, siblings).
 
     faults: fields of fakes.Engine for the rank that is named by "rank", or for all.
     """
     mine = faults.get("rank", rank) == rank
     engine = fakes.Engine(**{k: v for k, v in faults.items() if k != "rank"} if mine else {})
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [trainer.train_step()[0] for _ in range(steps)]
     asked = [(i, r.prompt.id, range(r.first, r.first + r.n)) for i, call in enumerate(engine.calls) for r in call]
     return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}, asked
 
 
 def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], folder: str) -> list[str]:
-    """Two steps and an evaluation that are recorded; the files that this rank wrote."""
+    """Record two steps and an evaluation; return the files that this rank wrote."""
     config = configured(changes)
     trainer = make_trainer(directory, grid_of(**parallel), config, fakes.Engine())
     trainer.recorder = Recorder(Path(folder), config, fakes.Tokenizer().decode, (fakes.STOP,), rank)
-    trainer.refit()
+    trainer.sync_weights()
     for _ in range(2):
         trainer.train_step()
     trainer.evaluate(_Silent())
@@ -137,7 +138,7 @@ def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[
 
 def evaluation(_rank: int, directory: str, parallel: dict[str, Any], lose: set[tuple[str, int]]) -> dict[str, Any]:
     trainer = make_trainer(directory, grid_of(**parallel), BASE, fakes.Engine(lose=lose))
-    trainer.refit()
+    trainer.sync_weights()
     return trainer.evaluate(_Silent()).as_dict()
 
 
@@ -152,10 +153,11 @@ class _Silent:
 def resumed(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, stop_at: int, root: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Steps up to `stop_at`, a checkpoint, and the rest in a trainer that starts from it with another engine."""
-    grid, config = grid_of(**parallel), configured(changes | {"run": {"seed": 3, "dir": root}})
+    """Take steps up to `stop_at`, save, and take the rest in a trainer that starts from there with another engine."""
+    grid = grid_of(**parallel)
+    config = configured(changes | {"run": {"seed": 3, "dir": root}})
     first = make_trainer(directory, grid, config, fakes.Engine())
-    first.refit()
+    first.sync_weights()
     figures = [first.train_step()[0] for _ in range(stop_at)]
     first.save()
     return _go_on(directory, grid, config, figures, steps - stop_at)
@@ -164,7 +166,7 @@ def resumed(
 def go_on(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, root: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Steps from the checkpoint under `root`, which another layout may have written."""
+    """Take steps from the checkpoint under `root`, which another layout may have written."""
     config = configured(changes | {"run": {"seed": 3, "dir": root}})
     return _go_on(directory, grid_of(**parallel), config, [], steps)
 
@@ -178,7 +180,7 @@ def _go_on(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
         trainer.restore(found)
-    trainer.refit()
+    trainer.sync_weights()
     figures = [*figures, *(trainer.train_step()[0] for _ in range(steps))]
     return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
 
@@ -195,7 +197,7 @@ class Drawn:
 def draw(
     _rank: int, directory: str, parallel: dict[str, Any], asked: list[int], n: int, max_rows: int
 ) -> dict[tuple[str, int], Drawn]:
-    """This rank's share of n rollouts of each prompt of `asked`, by the torch engine; by (prompt id, sibling)."""
+    """Return this rank's share of n rollouts of the prompts `asked`, from the built-in engine, by (id, sibling)."""
     worker = make_worker(directory, parallel)
     seen: dict[tuple[int, int, int], tuple[float, torch.Tensor]] = {}
 
@@ -216,13 +218,14 @@ def draw(
     for number, request, rollouts in zip(numbers, wanted, result.rollouts, strict=True):
         for r in rollouts:
             places = [seen[request.key, r.index, position] for position in range(len(r.token_ids))]
-            uniforms, logits = [u for u, _ in places], torch.stack([row for _, row in places])
+            uniforms = [u for u, _ in places]
+            logits = torch.stack([row for _, row in places])
             found[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)
     return found
 
 
 def meeting(rank: int) -> str:
-    """Ranks that meet a second apart, and then one that does not come."""
+    """Let ranks meet a second apart; then one does not come."""
     grid_of()
     grid = grids.build(ParallelConfig(timeout_s=0.5), phase_s=3.0)
     if rank == 1:

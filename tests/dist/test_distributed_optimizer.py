@@ -49,7 +49,7 @@ def test_resume_with_another_number_of_replicas(worlds, directory, tmp_path, siz
 
 
 def test_equal_states_are_equal_files(worlds, directory, tmp_path):
-    """Whatever was in memory where Megatron allocates the padding between parameters."""
+    """The memory that Megatron allocates as padding between parameters makes no difference."""
     roots = [str(tmp_path / name) for name in ("clean", "dirty")]
     worlds(2).run("saving_jobs:saves_over_dirty_memory", directory, OVERLAP, roots)
     clean, dirty = ({p.name: p.read_bytes() for p in (tmp_path / n).rglob("*.distcp")} for n in ("clean", "dirty"))

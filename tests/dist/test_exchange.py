@@ -1,4 +1,4 @@
-"""Rows over replicas on 2 and 4 ranks: each where it is trained, bit for bit, at equal cost, and no byte too many."""
+"""Exchange of rows on 2 and 4 ranks: bit-exact, at equal cost, and without unnecessary bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAIR = 1e-3
 
 
 def cost(rows: list[tuple[int, int]]) -> float:
-    """Tokens, and PAIR for each token and one before it, where each row has its prompt for itself."""
+    """Return the cost of a row with its own prompt: its tokens, and PAIR for each pair of tokens."""
     lengths = [PROMPTS[g] + len(rollout(g, s).rollout.token_ids) for g, s in rows]
     return sum(n + PAIR * sum(range(n)) for n in lengths)
 
@@ -32,7 +32,7 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
     replicas = {f["replica"]: f["rows"] for f in found}
     assert sorted(replicas) == list(range(size // model))
 
-    # All of a replica's ranks have the same; every row that is trained on is on one replica, as it was sampled.
+    # All ranks of a replica have the same rows; every trained row is on one replica, unchanged.
     places = {}
     for f in found:
         for a, b in zip(f["rows"], replicas[f["replica"]], strict=True):
@@ -50,8 +50,9 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
     assert places.keys() == expected
     assert sum(map(len, replicas.values())) == len(expected)
 
-    # In every optimizer step every replica has as much to do as the others.
-    mean, most = 0.0, 0.0
+    # In every optimizer step all replicas have equal costs.
+    mean = 0.0
+    most = 0.0
     for step in range(3):
         parts = [
             [
@@ -64,10 +65,11 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
         costs = [cost(part) for part in parts]
         assert min(costs) > 0
         assert max(costs) <= 1.02 * sum(costs) / len(costs)
-        mean, most = mean + sum(costs) / len(costs), most + max(costs)
+        mean = mean + sum(costs) / len(costs)
+        most = most + max(costs)
     assert all(f["balance"] == pytest.approx(mean / most, abs=1e-3) for f in found)
 
-    # A row goes once to every rank of its replica that did not sample it: 4 bytes per id and per log-probability.
+    # A row is sent once to every rank of its replica that did not sample it, 4 bytes per id and per log-probability.
     holders = {slot: f["replica"] for f in found for slot in f["held"]}
     needed = sum(
         8 * len(rollout(*slot).rollout.token_ids) * (model - (holders[slot] == at)) for slot, at in places.items()
@@ -78,7 +80,7 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
 
 
 def test_exchange_without_rows_to_train_on(worlds):
-    """Every rollout is lost: every rank agrees that no message is due."""
+    """If every rollout is lost, all ranks agree that there are no messages."""
     algo = AlgoConfig(mini_batches=2)
     for f in worlds(2).run("exchange_jobs:nothing", {}, algo, CostModel(PAIR, 4096, True)):
         assert f == ([], 0, 1.0)

@@ -1,4 +1,4 @@
-"""Figures and traces over two ranks."""
+"""Metrics and traces of two ranks."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ TRAINED = [
         pytest.param(*pair, marks=pytest.mark.slow if pair[2] else ())
         for pair in pairs(TRAINING, [("qwen2", True), ("qwen3", False)])
     ),
-    # The others once, where most is cut.
+    # The other cases run once, in the layout with the most divisions.
     *(
         (4, {"tensor": 2, "pipeline": 2, "sequence": True}, {}, (family, True))
         for family in tiny.FAMILIES
@@ -131,7 +131,7 @@ TRAINED = [
 
 @pytest.fixture(scope="module")
 def single(worlds, models):
-    """Two updates of a single process: one micro-batch, every row with its prompt, the ops in plain torch."""
+    """Two updates in a single process: one micro-batch, no shared prompts, the ops in plain torch."""
     found: dict[str, Any] = {}
 
     def get(case, algo):
@@ -148,7 +148,7 @@ def single(worlds, models):
 def test_training_step_equals_single_process(worlds, models, single, size, parallel, options, case):
     """Loss, gradient norm and updated weights of two clipped AdamW steps, within 1e-5 relative."""
     expected_figures, expected = single(case, options.get("algo", {}))
-    assert expected_figures[0]["grad_norm"] > 0.5  # clipping is at work
+    assert expected_figures[0]["grad_norm"] > 0.5  # clipping is active
     for figures, weights in worlds(size).run("jobs:train_steps", models[case][0], parallel, options):
         for got, want in zip(figures, expected_figures, strict=True):
             for key in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_gap_mean"):
@@ -185,14 +185,14 @@ def test_engine_log_probs_of_eight_ranks(models):
 
 
 def test_bf16_trains_with_fp32_masters(worlds, models):
-    """The loss of an unmoved actor is known in closed form: minus the token mean of the advantages."""
+    """The first loss has a closed form: minus the token mean of the advantages."""
     directory = models["qwen2", True][0]
     ((figures, dtypes),) = worlds(1).run("jobs:bf16_step", directory)
     assert dtypes == {torch.bfloat16}
     prompts, responses = rows(2)
     assert figures[0]["updates_skipped"] == 0
-    assert figures[0]["logprob_gap_max"] == 0.0  # the same weights in the same arithmetic
-    assert figures[1]["logprob_gap_max"] > 0.0  # and then they have moved
+    assert figures[0]["logprob_gap_max"] == 0.0  # the same weights and arithmetic
+    assert figures[1]["logprob_gap_max"] > 0.0  # the weights have changed
     assert figures[0]["trained_tokens"] == sum(map(len, responses))
     advantages = torch.linspace(-1, 1, len(prompts))
     tokens = torch.tensor([len(r) for r in responses])
@@ -202,7 +202,7 @@ def test_bf16_trains_with_fp32_masters(worlds, models):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence"), *OTHER_LOSSES])
 def test_fused_loss_over_a_sharded_vocabulary(worlds, world, settings):
-    """Values, figures and gradients of 2 and 4 tensor-parallel ranks equal the float64 reference of one."""
+    """Values, metrics and gradients of 2 and 4 tensor-parallel ranks equal the float64 reference on one."""
     expected = make(150, 16, 1001, seed=7).call(reference.linear_ppo_loss, settings=settings, upstream=-1.5)
     results = worlds(world).run("jobs:fused_loss", world, 7, settings)
     weight_gradient = torch.cat([r[2] for r in results])

@@ -19,7 +19,8 @@ def neighbours(rank: int, size: int, parallel: dict[str, int], axes: tuple[str, 
     def place(r: int) -> dict[str, int]:
         found = {}
         for axis in order:
-            found[axis], r = r % sizes[axis], r // sizes[axis]
+            found[axis] = r % sizes[axis]
+            r = r // sizes[axis]
         return found
 
     return [r for r in range(size) if all(place(r)[a] == place(rank)[a] for a in order if a not in axes)]

@@ -32,7 +32,7 @@ def test_all_layouts_leave_out_the_same_rows(worlds, directory):
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {"tensor": 2}), (4, {"pipeline": 2})])
 def test_nan_weights_on_one_rank_prevent_a_checkpoint(worlds, directory, tmp_path, size, parallel):
-    """In one line that is the same on every rank, with the layer's number in the whole model."""
+    """The error is one line, the same on every rank, with the layer's number in the whole model."""
     said = set(worlds(size).run("nonfinite_jobs:refused", directory, parallel, str(tmp_path)))
     assert len(said) == 1
     weight = "decoder.layers.3.mlp.linear_fc1.weight"

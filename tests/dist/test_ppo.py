@@ -1,4 +1,4 @@
-"""PPO with a critic: two steps of two epochs against a loop written out in float64, in every layout."""
+"""PPO with a critic: two steps of two epochs against a plain loop in float64, in every layout."""
 
 from __future__ import annotations
 
@@ -79,11 +79,12 @@ CASES = [("qwen2", True), ("qwen3", False)]
 
 
 def loop(directory, case):
-    """The loop: its figures and weights, and the directory that both begin from."""
+    """Run the plain loop; return its metrics and weights, and the model directory."""
     actor = tiny.make_model(directory, *case).double()
     reference = copy.deepcopy(actor)
     critic = Critic(actor)
-    adam, critic_adam = optimizer(actor, OPTIM), optimizer(critic, CRITIC_OPTIM)
+    adam = optimizer(actor, OPTIM)
+    critic_adam = optimizer(critic, CRITIC_OPTIM)
     figures = []
     for step in range(STEPS):
         prompts, responses, sampled, rewards = batch(step)
@@ -94,7 +95,8 @@ def loop(directory, case):
             v = [values(critic, p, r) for p, r in pairs]
         raw = [generalised(reward, x) for reward, x in zip(rewards, v, strict=True)]
         returns = [a + x for a, x in zip(raw, v, strict=True)]
-        flat, goal = torch.cat(raw), torch.cat(returns)
+        flat = torch.cat(raw)
+        goal = torch.cat(returns)
         advantages = [
             (a - flat.mean()) / flat.std(correction=0) + ALGO.correct_boost * (reward >= 0.99)
             for a, reward in zip(raw, rewards, strict=True)
@@ -129,7 +131,8 @@ def loop(directory, case):
                     clipped = ratio.clamp(1 - ALGO.eps_low, 1 + ALGO.eps_high)
                     weight = gaps[i].clamp(max=ALGO.is_cap)
                     gain = weight * torch.minimum(ratio * advantages[i], clipped * advantages[i])
-                    kl, entropy = (current - fixed[i]) ** 2 / 2, -(every.exp() * every).sum(-1)
+                    kl = (current - fixed[i]) ** 2 / 2
+                    entropy = -(every.exp() * every).sum(-1)
                     terms = ALGO.kl_coef * kl - gain - ALGO.entropy_coef * entropy
                     loss = loss + (terms * trusted[i]).sum() / tokens
                 found["loss"] += loss.item() / 4
@@ -141,14 +144,14 @@ def loop(directory, case):
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory):
-    """`loop` of a case, which takes seconds, once."""
+    """Run `loop` once per case, because it takes seconds."""
     return cache(lambda case: loop(tmp_path_factory.mktemp("model"), case))
 
 
 @pytest.mark.parametrize(("size", "parallel", "options", "case"), pairs(LAYOUTS, CASES))
 def test_ppo_equals_a_plain_loop(worlds, loops, size, parallel, options, case):
     directory, figures, actor, critic = loops(case)
-    assert sum(f["clipped"] for f in figures) > 0  # the clipping of values is at work
+    assert sum(f["clipped"] for f in figures) > 0  # value clipping is active
     for got, actor_weights, critic_weights in worlds(size).run("ppo_jobs:ppo", directory, parallel, STEPS, options):
         for mine, wanted in zip(got, figures, strict=True):
             # With values of zero the residuals are the returns, and no variance is explained.

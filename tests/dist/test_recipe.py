@@ -1,4 +1,4 @@
-"""Switches of the recipe in whole steps, on one process and in layouts."""
+"""Options of the recipe in whole steps, on one process and in layouts."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_a_step_without_kept_groups_changes_nothing(worlds, directory, size, par
             assert math.isfinite(found["loss"])
 
 
-# The critic's own path leaves the actor's as it is: without one on one rank and where most is cut.
+# Without a critic, one rank and one layout are enough, because the critic does not change the actor's path.
 @pytest.mark.parametrize(
     ("size", "parallel", "critic"), [*((*layout, True) for layout in LAYOUTS), (1, {}, False), (*LAYOUTS[-1], False)]
 )
 def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel, critic):
-    """Three steps with the real engine: the weights keep their bits, ratios are 1, and the mismatch does not drift."""
+    """In three steps with the real engine the weights do not change, ratios are 1, and the mismatch does not grow."""
     algo = {"mini_batches": 2, "epochs": 2, "entropy_coef": 0.01, "kl_coef": 0.1, "dynamic_sampling": False}
     changes = {
         "rollout": {"prompts": 3, "n": 8, "timeout_s": 60.0, "max_lost_share": 1.0, "max_tokens": 12},
@@ -66,7 +66,7 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
             assert found["logprob_gap_max"] <= 1e-4
             assert found["grad_norm"] > 0
         gaps = [found["logprob_gap_mean"] for found in figures]
-        assert 0 < max(gaps) < 2 * min(gaps)  # rounding of other samples, no trend
+        assert 0 < max(gaps) < 2 * min(gaps)  # rounding only, no trend
 
 
 @pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
@@ -77,7 +77,8 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
         def flat(when, which, found=found):
             return torch.cat(found[when][which])
 
-        for when in ("start", "moved", "restored", "reset"):  # the actor has its own bits after the reference was asked
+        # log_probs of the reference do not change the actor.
+        for when in ("start", "moved", "restored", "reset"):
             assert torch.equal(flat(when, 0), flat(when, 2))
         assert torch.equal(flat("start", 0), flat("start", 1))
         assert torch.equal(flat("moved", 1), flat("start", 1))
@@ -87,7 +88,7 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
         assert torch.equal(flat("reset", 1), flat("moved", 0))
         assert found["stepped"]
         assert not found["stepped_after_reset"]
-        # One update per step: before the first nothing has moved, before the third the reference was reset.
+        # One update per step: the weights are equal before the first one; the reference is reset before the third.
         assert [f["reference_kl"] for f in found["figures"]] == pytest.approx(
             [0, found["figures"][1]["reference_kl"], 0]
         )
@@ -95,7 +96,7 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
 
 
 def passes(prompt, taken, n=16):
-    """Rewards of a prompt's rollouts by fakes' engine and pool."""
+    """Return the rewards of a prompt's rollouts by the fake engine and pool."""
     rewards = []
     for row in fakes.draws(stream_key(3, taken, prompt.id), range(n), 12):
         end = row.index(fakes.STOP) if fakes.STOP in row else None
@@ -104,7 +105,7 @@ def passes(prompt, taken, n=16):
 
 
 def prompts_of_a_round(missing, asked, kept, most):
-    """By search: the fewest of which `missing` are kept with three standard deviations to spare; 2 in the first."""
+    """Return the fewest prompts of which `missing` are kept with three standard deviations to spare; 2 at first."""
     if not asked or most == 2:
         return 2
     if missing <= 0:
@@ -117,26 +118,35 @@ def prompts_of_a_round(missing, asked, kept, most):
 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (4, {"tensor": 2})])
 def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
-    """Three siblings of two prompts, so that many groups agree: sampled anew until two are kept, at most thrice.
+    """Three siblings of two prompts often agree, so prompts are refilled until two are kept, at most three times.
 
-    The learning rate is that of the rollouts of the groups that are trained on."""
+    The learning rate counts the rollouts of the kept groups."""
     changes = {
         "rollout": {"prompts": 2, "n": 3, "refills": 2},
         "optim": {"lr": 1e-3, "lr_for_rollouts": 24, "lr_counts": "kept"},
     }
     results = worlds(size).run("steps:run_steps", directory, parallel, changes, 8, {})
-    rounds, taken, waiting, saw = 0, 0, [], set()
+    rounds = 0
+    taken = 0
+    waiting = []
+    saw = set()
     asked = kept_lately = 0.0
     for step in range(8):
-        pool, sampled, missing, first = list(waiting), 0, 2 - len(waiting), rounds
+        pool = list(waiting)
+        sampled = 0
+        missing = 2 - len(waiting)
+        first = rounds
         before = asked, kept_lately
         for _ in range(3):
             count = prompts_of_a_round(missing, asked, kept_lately, 2 * 4)
             pool += [(rounds, p) for p in fakes.prompts(count, taken)]
-            rounds, taken, sampled = rounds + 1, taken + count, sampled + count
+            rounds = rounds + 1
+            taken = taken + count
+            sampled = sampled + count
             kept = [g for g in pool if 0 < sum(passes(g[1], g[0], 3)) < 3]
             missing = 2 - len(kept)
-            asked, kept_lately = 0.5 * before[0] + sampled, 0.5 * before[1] + len(kept) - len(waiting)
+            asked = 0.5 * before[0] + sampled
+            kept_lately = 0.5 * before[1] + len(kept) - len(waiting)
             if missing <= 0:
                 break
         waiting = kept[2:]
@@ -151,7 +161,7 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
             assert f["rollouts"] == 3 * len(closed)
             assert f["updates"] == (1 if kept else 0)
             assert f["lr"] == pytest.approx(1e-3 * math.sqrt(3 * len(kept[:2]) / 24))
-    assert len(saw) >= 6  # more than one round, and something that waited
+    assert len(saw) >= 6  # more than one round, and a group that waited
 
 
 def test_refills_resume(worlds, directory, tmp_path):
@@ -164,7 +174,7 @@ def test_refills_resume(worlds, directory, tmp_path):
 
 
 def test_cut_off_responses_without_loss(worlds, directory):
-    """algo.overlong_filter: the tokens of responses that did not end are not trained on; figures still count them."""
+    """With algo.overlong_filter, responses that were cut off are not trained on; metrics still count them."""
     for on in (False, True):
         changes = {"rollout": {"prompts": 3, "n": 16}, "algo": {"overlong_filter": on}}
         ((figures, _, _),) = worlds(1).run("steps:run_steps", directory, {}, changes, 1, {})

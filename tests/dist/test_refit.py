@@ -64,7 +64,7 @@ def test_a_fault_on_one_rank_is_repaired_by_sending_again(worlds, weights, fault
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_permanent_fault_is_refused_by_every_rank(worlds, weights, fault):
-    """The engine that refused keeps its version; the next refit brings all of them to one again."""
+    """The engine that refused keeps its version; after the next sync all versions are equal."""
     size, parallel = BIG
     results = worlds(size).run("refit_jobs:faulty", weights[0], parallel, fault, 2, 2)
     for rank, result in enumerate(results):
@@ -77,7 +77,8 @@ def test_a_permanent_fault_is_refused_by_every_rank(worlds, weights, fault):
 
 def test_a_rank_that_dies_in_an_update_leaves_the_other_engines_unchanged(weights):
     """After a SIGKILL the other ranks' collective fails, no engine has mixed weights, and a new world works."""
-    world, answers = World(4), []
+    world = World(4)
+    answers = []
     try:
         with pytest.raises((EOFError, ConnectionError)):
             world.run("refit_jobs:killed", weights[0], BIG[1], 0)
@@ -117,7 +118,7 @@ def test_verify_reshard(worlds, weights, size, parallel):
     ],
 )
 def test_megatron_s_own_resharding_agrees(worlds, tmp_path, size, source, target):
-    """megatron.core.resharding moves the weights to another layout; our stream of that is the directory's bits."""
+    """megatron.core.resharding moves the weights to another layout; our stream of them equals the directory."""
     tiny.make_model(tmp_path, "llama", False, num_key_value_heads=4, vocab_size=104)
     assert worlds(size).run("refit_jobs:between_layouts", str(tmp_path), source, target) == [[]] * size
 
@@ -127,7 +128,7 @@ def test_megatron_s_own_resharding_agrees(worlds, tmp_path, size, source, target
     pairs([(1, {}), (2, {"pipeline": 2}), BIG, (4, {"tensor": 2})], [("qwen2", True), ("qwen3", False)]),
 )
 def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, case):
-    """Convert for two tensor ranks and two stages, load by Megatron under every layout, compare with transformers."""
+    """Convert for two tensor ranks and two stages, load by Megatron in every layout, compare with transformers."""
     model = tiny.make_model(tmp_path / "hf", *case)
     to_megatron(tmp_path / "hf", tmp_path / "megatron", 2, 2)
     prompts, responses = rows(1)
@@ -143,7 +144,7 @@ def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, 
 
 @pytest.mark.parametrize("case", [("qwen2", True), ("qwen3", False)])
 def test_checkpoints_are_divided_as_megatron_divides_them(worlds, tmp_path, case):
-    """Every key with its type, global shape and chunks is what Megatron's own saver writes on four ranks; and back."""
+    """Keys, types, global shapes and chunks equal those of Megatron's saver on four ranks, and the way back works."""
     from torch.distributed.checkpoint import FileSystemReader
 
     tiny.make_model(tmp_path / "hf", *case)

@@ -7,7 +7,7 @@ import tiny
 from dist.test_steps import VARIANTS
 
 pytestmark = pytest.mark.slow
-# A critic and its optimizer, rollouts that are carried, a reference policy.
+# A critic and its optimizer, carried rollouts, a reference policy.
 CASES = [
     (1, {}, "critic"),
     (2, {}, "partial"),
@@ -25,8 +25,9 @@ def directory(tmp_path_factory):
 
 @pytest.mark.parametrize(("size", "parallel", "variant"), CASES)
 def test_background_checkpoints_have_the_state_at_their_start(worlds, directory, tmp_path, size, parallel, variant):
-    """Byte for byte, though every weight and moment has changed before the first of them is written; and neither way
-    changes a figure of the run."""
+    """The bytes are equal, although all weights and moments change before the first file is written.
+
+    Neither way changes a metric of the run."""
     changes = VARIANTS[variant]
     found = worlds(size).run("saving_jobs:both_ways", directory, parallel, changes, str(tmp_path))
     whole = worlds(size).run("steps:run_steps", directory, parallel, changes, 4, {})
@@ -39,7 +40,7 @@ def test_background_checkpoints_have_the_state_at_their_start(worlds, directory,
     assert list(at_once) == list(meanwhile)
     assert [name for name in at_once if at_once[name] != meanwhile[name]] == []
     metadata = next(data for name, data in at_once.items() if name.endswith(".metadata"))
-    assert (b"exp_avg_sq" in metadata) == (variant != "partial")  # of two steps that closed no group
+    assert (b"exp_avg_sq" in metadata) == (variant != "partial")  # two steps without a closed group
     assert any("carried_" in name for name in at_once) == (variant == "partial")
 
 

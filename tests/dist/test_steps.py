@@ -79,7 +79,7 @@ def single(worlds, directory):
     return get
 
 
-# Figures that floating-point order moves; the others are counts or sums of the same numbers in the same order.
+# Metrics that depend on floating-point order; the others are counts or sums in the same order.
 ROUNDED = {
     *("loss", "grad_norm", "entropy", "approx_kl", "ratio_mean", "ratio_max"),
     *("logprob_gap_mean", "logprob_gap_max", "staleness_mean"),
@@ -87,12 +87,12 @@ ROUNDED = {
 }
 
 
-# A prompt that spans replicas is computed on each; who has which rows, and what had to travel for it.
+# Metrics that depend on the layout: shared prompts on several replicas, balance, and bytes sent.
 OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
 
 
 def assert_same(results, expected):
-    """Figures and weights of every rank."""
+    """Compare metrics and weights of every rank."""
     wanted, weights = expected[:2]
     for figures, got, *_ in results:
         for step, (a, b) in enumerate(zip(figures, wanted, strict=True)):
@@ -112,7 +112,7 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     assert_same(results, expected)
     assert expected[0][0]["lost_share"] == 4 / 96
     masses = [f["theory_exact/unsampled_mass"] for f in expected[0] if "theory_exact/unsampled_mass" in f]
-    assert masses  # not in a step in which no group is complete
+    assert masses  # not in a step without a complete group
     assert all(0 < mass < 1 for mass in masses)
     assert sum(f["updates"] for f in expected[0]) >= steps - 1
     asked = [(step, prompt, sibling) for _, _, calls in results for step, prompt, part in calls for sibling in part]
@@ -130,7 +130,7 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"pipeline": 2}), (4, {"tensor": 2})])
 def test_a_rank_that_loses_all_rollouts_blocks_no_other_rank(worlds, directory, size, parallel):
-    """Its share of the first step is the last siblings; the other ranks' survivors are trained on, by all of them."""
+    """The rank loses the last siblings of the first step; all ranks train on the survivors of the others."""
     changes = VARIANTS["whole"]
     gone = {(f"p/{i}", s) for i, s in product(range(3), range(32 - 32 // size, 32))}
     faults = {"rank": size - 1, "lose": {(f"p/{i}", s) for i, s in product(range(3), range(32))}}
@@ -144,7 +144,8 @@ def test_a_rank_that_loses_all_rollouts_blocks_no_other_rank(worlds, directory, 
 @pytest.mark.parametrize(("size", "variant", "slow"), [(2, "whole", 0), (2, "partial", 1), (4, "critic", 2)])
 def test_work_stealing_changes_no_result(worlds, directory, single, size, variant, slow):
     """One rank takes rows only once; the others sample the rest of its share, four rows at a time."""
-    steps, changes = STEPS.get(variant, 2), VARIANTS[variant]
+    steps = STEPS.get(variant, 2)
+    changes = VARIANTS[variant]
     changes = {**changes, "rollout": {**changes["rollout"], "max_num_seqs": 4, "pull": True}}
     faults = {"rank": slow, "takes": 1}
     results = worlds(size).run("steps:run_steps", directory, {}, changes, steps, faults)
@@ -154,7 +155,7 @@ def test_work_stealing_changes_no_result(worlds, directory, single, size, varian
     assert sorted(slot for part in every for slot in part) == sorted(
         (c, p, i) for c, p, part in expected[2] for i in part
     )
-    # In each call four of its own at most, and with partial rollouts those that it had begun.
+    # Each call has at most four rows, and with partial rollouts also the ones that it had begun.
     for call in range(steps if variant != "partial" else 1):
         assert sum(c == call for c, _, _ in every[slow]) <= 4
     assert len(every[slow]) < min(len(part) for rank, part in enumerate(every) if rank != slow)
@@ -189,7 +190,7 @@ def test_partial_rollouts_are_carried(single):
         )
         if trained:
             assert figures[now]["response_tokens"] == pytest.approx(sum(lengths[k] for k in trained) / len(trained))
-            # Two updates in each step that trains; the tokens of a rollout are 2, 1 and 0 steps old if it took three.
+            # Two updates per training step; the tokens of a rollout over three steps are 2, 1 and 0 steps old.
             trains = [float(figures[step]["trained_tokens"] > 0) for step in range(now)]
             behind = [
                 2 * sum(trains[s + position // 4 :])
@@ -199,7 +200,7 @@ def test_partial_rollouts_are_carried(single):
             assert figures[now]["staleness_mean"] == pytest.approx(sum(behind) / len(behind))
             assert figures[now]["staleness_max"] == max(behind)
     assert figures[0]["rollouts"] == 0
-    # No group closes before the third step, so that nothing is trained and no token is older than the weights.
+    # No group closes before the third step, so there is no update and no token is older than the weights.
     assert [f["updates"] for f in figures] == [0, 0, 2, 2, 2]
     assert [figures[step]["staleness_max"] for step in (2, 3, 4)] == [0, 2, 4]
 
@@ -224,7 +225,8 @@ def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (4, {"tensor": 2})])
 def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
     lose = {("p/1000", 0), *(("p/1002", i) for i in range(4)), ("p/1004", 2), ("p/1004", 3)}
-    right, tokens = {}, []
+    right = {}
+    tokens = []
     for prompt in fakes.prompts(5, 1000):
         for i, row in enumerate(fakes.draws(stream_key(3, "evaluate", prompt.id), range(4), 12)):
             if (prompt.id, i) not in lose:
@@ -248,7 +250,7 @@ def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
     ("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2})]
 )
 def test_resume_is_bit_exact_with_a_critic(worlds, directory, tmp_path, size, parallel):
-    """The figures after the checkpoint tell the critic's weights and its optimizer's state apart from any other."""
+    """The metrics after the checkpoint depend on the critic's weights and optimizer state."""
     variant = VARIANTS["critic"]
     whole = worlds(size).run("steps:run_steps", directory, parallel, variant, 3, {})
     cut = worlds(size).run("steps:resumed", directory, parallel, variant, 3, 2, str(tmp_path))
@@ -278,7 +280,8 @@ def first_difference(a, b):
 
 def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
     """The random numbers are the same. If a token differs, its number is at a step of the distribution."""
-    asked, n = [0, 1], 512
+    asked = [0, 1]
+    n = 512
     (whole,) = worlds(1).run("steps:draw", directory, {}, asked, n, 4096)
     assert set(whole) == set(product((f"p/{i}" for i in asked), range(n)))
     others = [("alone", [worlds(1).run("steps:draw", directory, {}, [i], n, 300)[0] for i in asked])]
@@ -296,7 +299,8 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
             common = min(len(a.tokens), len(b.tokens))
             assert a.uniforms[:common] == b.uniforms[:common]
         for place in differing:
-            a, b = whole[place], found[place]
+            a = whole[place]
+            b = found[place]
             at = first_difference(a, b)
             gap = (a.logits[at] - b.logits[at]).abs().max().item()
             cdf = a.logits[at].double().softmax(-1).cumsum(-1)
@@ -313,7 +317,8 @@ def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path, p
     parts = worlds(2).run("steps:recorded", directory, parallel, changes, str(tmp_path / "two"))
     assert len(whole) == 3
     assert [len(own) for own in parts] == [3, 3]
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert moments(one) == moments(two)
     for moment in moments(one):
         for read in (read_groups, read_rollouts):
@@ -323,7 +328,7 @@ def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path, p
 
 
 def test_a_barrier_names_the_missing_rank():
-    """Apart for longer than a collective may take; the missing rank is named. A world of its own: it ends broken."""
+    """Ranks may be apart longer than a collective's timeout; a missing rank is named and breaks the world."""
     world = World(2)
     try:
         said, _ = world.run("steps:meeting", timeout=60)

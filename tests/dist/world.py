@@ -21,12 +21,13 @@ class World:
     """`size` processes that wait for jobs."""
 
     def __init__(self, size: int) -> None:
-        self.pipes, self.processes = [], []
+        self.pipes = []
+        self.processes = []
         with meeting_point() as listener:
             for rank, told in enumerate(meeting(listener, size)):
                 ours, theirs = CONTEXT.Pipe()
                 given = (rank, told, None if rank else listener, theirs)
-                process = CONTEXT.Process(target=_serve, args=given)  # may have children: savers
+                process = CONTEXT.Process(target=_serve, args=given)  # may have children that save checkpoints
                 process.start()
                 self.pipes.append(ours)
                 self.processes.append(process)
@@ -34,7 +35,8 @@ class World:
     def run(self, job: str, *args: Any, timeout: float = 300) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((job, args))
-        results, failures = [], []
+        results = []
+        failures = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout):
                 raise TimeoutError(f"{job}: rank {rank} gave no answer in {timeout} s")
@@ -42,7 +44,7 @@ class World:
             results.append(value)
             if not ok:
                 failures.append(f"{job} failed on rank {rank}:\n{value}")
-        if failures:  # every rank's answer was taken, so that the next job gets its own
+        if failures:  # all answers have been read, so that the next job reads its own
             raise AssertionError(failures[0])
         return results
 

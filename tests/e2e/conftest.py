@@ -2,11 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import forks
 import pytest
-from e2e.runs import brorl, write_config
-
-REPOSITORY = Path(__file__).parents[2]
+from e2e.runs import brorl, make_model, write_config
 
 
 @pytest.fixture(scope="session")
@@ -16,18 +13,25 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def init(config) -> Path:
-    """A random model of some thousand parameters and its tokenizer."""
+    """A random model and its tokenizer."""
     directory = config.parent / "init"
-    options = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64", "--context", "32"]
-    done = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, directory, *options)
-    assert done.returncode == 0, done.stderr
+    make_model(config, directory)
     return directory
 
 
 @pytest.fixture(scope="session")
 def warm(config, init) -> Path:
-    """The same after a little supervised training on two processes."""
+    """The same model after a little supervised training on two processes."""
     directory = config.parent / "sft"
     done = brorl("sft", "--processes", "2", config, f"model.path={init}", f"run.dir={directory}")
     assert done.returncode == 0, done.stderr
     return directory / "model"
+
+
+@pytest.fixture(scope="session")
+def finished(config, warm, tmp_path_factory):
+    """An undisturbed run: its folder and its finished process."""
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", figures=True)
+    assert done.returncode == 0, done.stderr
+    return directory, done

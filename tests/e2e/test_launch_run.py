@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
+import select
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from e2e.runs import brorl, rows, start
+from e2e.runs import brorl, lines_until, rows, start, wait_for
 
 DOUBLE = Path(__file__).parents[1] / "contract" / "double"
 OPTIONS = [
@@ -40,24 +41,6 @@ def listening(launcher: Any) -> Iterator[str]:
                     yield c.laddr.ip
 
 
-def watch(launcher: Any, happened: Callable[[], object], seconds: float = 180.0) -> set[str]:
-    """Every address that the run has listened on until it happened."""
-    found: set[str] = set()
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert launcher.poll() is None, launcher.stdout.read()
-        assert time.monotonic() < deadline
-        found.update(listening(launcher))
-        time.sleep(0.1)
-    return found
-
-
-def alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 @pytest.fixture
 def begin(tmp_path) -> Iterator[Callable[..., Any]]:
     """start, with an end to what a failed test leaves."""
@@ -80,20 +63,20 @@ def test_a_run_listens_on_loopback_dies_as_one_and_goes_on(config, init, tmp_pat
     environment = {"PYTHONPATH": str(DOUBLE), **({"GLOO_SOCKET_IFNAME": other[0]} if other else {})}
     command = ("train", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", *OPTIONS)
 
-    # From the first process to a step that is saved.
+    # From the first process to a step after a checkpoint.
     run = begin(*command, **environment)
-    found = watch(run, (tmp_path / "checkpoints" / "latest").exists)
+    found = {address for _ in lines_until(run, "train 2/5000") for address in listening(run)}
     assert found
     assert all(ipaddress.ip_address(address).is_loopback for address in found)
 
-    # The launcher alone is killed: ranks, engines and scoring processes follow, and nobody holds the lock.
-    watch(run, lambda: len(processes(run)) >= 6)  # launcher, ranks, their scoring processes, the engine
+    # SIGKILL for the launcher ends ranks, engine and scoring processes, which releases the lock.
     family = processes(run)
+    assert len(family) >= 6
+    ends = [os.pidfd_open(process.pid) for process in family]
     run.kill()
-    deadline = time.monotonic() + 180
-    while left := [p for p in family if alive(p)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    for end in ends:
+        assert select.select([end], [], [], 180.0)[0]
+        os.close(end)
     with open(tmp_path / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -108,7 +91,7 @@ def test_a_run_listens_on_loopback_dies_as_one_and_goes_on(config, init, tmp_pat
 def test_a_warm_start_that_is_stopped_leaves_no_half_trained_model(config, init, tmp_path, begin):
     """It has nothing to go on from: a signal ends it, and examples/brorl_tiny.sh begins it anew."""
     run = begin("sft", "--processes", "1", config, f"model.path={init}", f"run.dir={tmp_path}", "sft.steps=100000")
-    watch(run, lambda: (tmp_path / "metrics.jsonl").exists() and rows(tmp_path))
+    wait_for(run, "sft 1/100000")
     run.send_signal(signal.SIGTERM)
     said = run.communicate(timeout=120)[0]
     assert run.returncode == 128 + signal.SIGTERM, said

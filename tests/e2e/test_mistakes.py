@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 
 import pytest
-from e2e.runs import brorl, by_launcher
-
-NO_FILES = ["data.train=[]", "data.held_out=[]"]
-LINES = [
-    '{"prompt": "1+1=", "answer": "2"}',
-    '{"prompt": "1+2=", "answer": "3"}',
-]
+from e2e.runs import brorl, start
 
 
 def fails(done: subprocess.CompletedProcess[str], *parts: str) -> None:
@@ -33,35 +28,23 @@ def train(config, model, tmp_path, *overrides):
     return brorl("train", config, f"model.path={model}", f"run.dir={tmp_path / 'run'}", *overrides)
 
 
-def test_unknown_key_is_told_once_by_the_launcher(config):
-    fails(by_launcher("train", "--processes", "2", config, "rollout.nn=3"), "unknown key rollout.nn")
+def test_the_launcher_reports_an_unknown_key_once(config):
+    run = start("train", "--processes", "2", config, "rollout.nn=3")
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 2
+    assert output.startswith("brorl: ")
+    assert "unknown key rollout.nn" in output
+    assert output.count("\n") == 1
 
 
 def test_missing_model(config, tmp_path):
     fails(train(config, tmp_path / "nowhere", tmp_path), "nowhere: no such Hugging Face directory")
 
 
-def test_world_size_is_no_multiple(config, model, tmp_path):
-    fails(
-        train(config, model, tmp_path, "parallel.tensor=2"),
-        "world size 1 is not a multiple of parallel.tensor x parallel.pipeline = 2 x 1",
-    )
-
-
-@pytest.mark.parametrize(
-    ("third", "parts"),
-    [
-        ('{"prompt": "1+3=", "answer": ', ["JSON"]),
-        ('["1+3=", "4"]', ["object"]),
-        ('{"answer": "4"}', ["prompt"]),
-        ('{"prompt": "1+3=", "answer": 4}', ["answer"]),
-    ],
-)
-def test_malformed_row(config, model, tmp_path, third, parts):
+def test_malformed_row(config, model, tmp_path):
     data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join([*LINES, third]) + "\n")
-    done = train(config, model, tmp_path, f'data.train=["{data}"]')
-    fails(done, f"{data}:3", *parts)
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+3=", "answer": \n')
+    fails(train(config, model, tmp_path, f'data.train=["{data}"]'), f"{data}:2", "JSON")
 
 
 def test_supervised_training_that_diverges_exports_nothing(config, model, tmp_path):
@@ -76,8 +59,6 @@ def test_supervised_training_that_diverges_exports_nothing(config, model, tmp_pa
 
 
 def test_a_second_run_in_the_same_directory(config, model, tmp_path):
-    import fcntl
-
     (tmp_path / "run").mkdir()
     with open(tmp_path / "run" / ".lock", "w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
@@ -87,4 +68,4 @@ def test_a_second_run_in_the_same_directory(config, model, tmp_path):
 
 
 def test_report_of_nothing(tmp_path):
-    fails(brorl("report", tmp_path), "holds no metrics.jsonl")
+    fails(brorl("report", tmp_path), "contains no metrics.jsonl")

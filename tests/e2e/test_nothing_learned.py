@@ -23,7 +23,7 @@ RUNS = {  # name of the finding: what makes the run fail, and what its last line
         ["solvable.jsonl", "optim.lr=0"],
         "the trained weights are those of model.path: optim.lr = 0: raise it",
     ),
-    "task never right": (["sometimes.jsonl"], "no held-out response to unsolvable was right, before or after: take "),
+    "task never right": (["sometimes.jsonl"], "no held-out response to unsolvable was right, before or after: use "),
 }
 
 

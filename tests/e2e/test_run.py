@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import signal
+import shutil
 import time
 
 import metric_faults
 import pytest
 import torch
-from e2e.runs import brorl, rows, start
+import yaml
+from e2e.runs import brorl, rows, train
 from random_model import qwen2_config, write_random_model
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
@@ -22,52 +22,40 @@ from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups, read_rollouts
 
 
-@pytest.fixture(scope="module")
-def finished(config, warm, tmp_path_factory):
-    """The run that nobody disturbed."""
-    directory = tmp_path_factory.mktemp("runs") / "whole"
-    done = brorl("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", figures=True)
-    assert done.returncode == 0, done.stderr
-    return directory, done
-
-
 def test_supervised_training_lowers_the_loss(warm):
     losses = [row["loss"] for row in rows(warm.parent)]
     assert len(losses) == 60
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-def test_run_leaves_what_is_promised(finished, warm):
+def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     directory, done = finished
     lines = rows(directory)
     assert [line["step"] for line in lines] == list(range(8))
     assert all(line["rollouts"] == 6 * 32 for line in lines)
-    assert sum(line["updates"] for line in lines) >= 8  # it did train
-    assert all(0 <= line["kept_share"] <= 1 for line in lines)
+    assert sum(line["updates"] for line in lines) >= 8
     assert all(line["logprob_gap_max"] <= 1e-4 for line in lines)
+    assert all(any(name.startswith("theory_") for name in line) for line in lines)
     assert [line["step"] for line in lines if "pass_at_1" in line] == [3]
     summary = json.loads((directory / "summary.json").read_text())
     assert metric_faults.of_summary(summary) == []
-    for key in ("pass_at_1_before", "pass_at_1_after"):
-        assert 0 <= summary[key]["low"] <= summary[key]["mean"] <= summary[key]["high"] <= 1
-    for when in ("before", "after"):  # pass@k wherever pass@1 stands
-        wide = summary[when]["pass_at_k"]["2"]
-        assert summary[f"pass_at_2_{when}"] == wide >= summary[f"pass_at_1_{when}"]["mean"]
-        assert f"held-out {when}: pass@1 {100 * summary[f'pass_at_1_{when}']['mean']:.1f}%" in done.stderr
-        assert f", pass@2 {100 * wide:.1f}%" in done.stderr
+    for when in ("before", "after"):
+        first, second = summary[f"pass_at_1_{when}"], summary[f"pass_at_2_{when}"]
+        assert 0 <= first["low"] <= first["mean"] <= first["high"] <= 1
+        assert second == summary[when]["pass_at_k"]["2"] >= first["mean"]
+        assert f"held-out {when}: pass@1 {100 * first['mean']:.1f}%" in done.stderr
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"pass@1 {when}"))
-        assert line.endswith(f"pass@2  {wide:.4f}")
-    assert f"held-out after 4 steps: pass@1 {100 * lines[3]['pass_at_1']:.1f}%" in done.stderr
-    assert f"pass@2 {100 * lines[3]['pass_at_2']:.1f}%" in done.stderr
+        assert line.endswith(f"pass@2  {second:.4f}")
     assert "6 prompts x 32 rollouts = 192 -> 2 optimizer steps" in done.stderr
-    assert set(summary["findings"]) <= {"task never right"}  # words backward are beyond this model
+    assert set(summary["findings"]) <= {"task never right"}  # this model never learns to reverse words
     assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
     assert summary["job_seconds"] > 0
     assert summary["peak_rss_mib"] > 100
-    assert (directory / "curves.png").stat().st_size > 10_000
+    assert all((directory / name).stat().st_size > 10_000 for name in ("curves.png", "theory.png"))
     assert list((directory / "tensorboard").glob("events.*"))
     assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000008"
-    # What was sampled: every step, all three evaluations, and three samples of each on the console.
+
+    # The rollout log has every step and all three evaluations; the console shows three samples of each evaluation.
     there = moments(directory / "rollouts")
     assert [m.number for m in there if m.kind == "step"] == list(range(8))
     assert [m.number for m in there if m.kind == "evaluation"] == [0, 4, 8]
@@ -80,17 +68,19 @@ def test_run_leaves_what_is_promised(finished, warm):
     assert sum(g["right"] for g in groups) / (24 * 2) == pytest.approx(summary["pass_at_1_after"]["mean"])
     assert len(read_rollouts(directory / "rollouts", Moment("evaluation", 8))) == 24 * 2
     assert done.stderr.count("held-out sample") == 3 * 3
-    # The console has the numbers of metrics.jsonl.
-    told = [re.match(r"train \d/8 .* step (\d) +reward ([\d.]+)", line) for line in done.stderr.splitlines()]
-    assert [(int(m[1]), m[2]) for m in told if m] == [(line["step"], f"{line['reward']:.3f}") for line in lines]
-    assert "pass@1 after" in done.stdout
+
+    # The console shows the numbers of metrics.jsonl.
+    shown = [re.match(r"train \d/8 .* step (\d) +reward ([\d.]+)", line) for line in done.stderr.splitlines()]
+    assert [(int(m[1]), m[2]) for m in shown if m] == [(line["step"], f"{line['reward']:.3f}") for line in lines]
+
+    # The exported model is a trained one, with the tokenizer of the base model.
     trained = AutoModelForCausalLM.from_pretrained(directory / "model")
     before = load_file(warm / "model.safetensors")
     assert any(not torch.equal(p, before[n]) for n, p in trained.named_parameters() if n in before)
     assert (directory / "model" / "tokenizer.model").read_bytes() == (warm / "tokenizer.model").read_bytes()
-    theirs = AutoTokenizer.from_pretrained(directory / "model")
+    exported = AutoTokenizer.from_pretrained(directory / "model")
     library = SentencePieceProcessor(model_file=str(warm / "tokenizer.model"))
-    assert theirs("12, 18=").input_ids == library.encode("12, 18=")
+    assert exported("12, 18=").input_ids == library.encode("12, 18=")
     assert trained.generation_config.eos_token_id == library.eos_id()
 
 
@@ -108,127 +98,14 @@ def test_verify_reshard_changes_nothing_and_tells_the_gap(finished, config, warm
     assert done.stderr.splitlines()[-1].count("train.verify_tolerance = 1e-12") == 1
 
 
-def recorded(run_dir) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (run_dir / "rollouts").iterdir()}
-
-
-def wait_for(condition, process, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_killed_after_a_checkpoint_and_resumed(finished, config, warm, tmp_path):
-    """A rank gets SIGKILL after step 3's checkpoint; the run ends by its name. Then the same command: the bits of the
-    undisturbed run."""
-    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
-    process = start(*command)
-    wait_for((tmp_path / "checkpoints" / "latest").exists, process)
-    metrics = tmp_path / "metrics.jsonl"
-    wait_for(lambda: metrics.read_text().count("\n") >= 4, process)  # one step beyond the checkpoint: it is replayed
-    os.kill(next(p for p in _ranks(tmp_path) if p != process.pid), signal.SIGKILL)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 128 + signal.SIGKILL
-    assert "was ended by SIGKILL (out of memory?)" in output.splitlines()[-1]
-    assert not (tmp_path / "summary.json").exists()
-    done = brorl(*command)
-    assert done.returncode == 0, done.stderr
-    assert "resumed from" in done.stderr
-    assert rows(tmp_path) == rows(finished[0])
-    assert (tmp_path / "model/model.safetensors").read_bytes() == (finished[0] / "model/model.safetensors").read_bytes()
-    assert recorded(tmp_path) == recorded(finished[0])
-
-
-def _ranks(run_dir) -> list[int]:
-    """The processes of this run, the launcher among them."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                with open(f"/proc/{entry}/cmdline", "rb") as f:
-                    if f"run.dir={run_dir}".encode() in f.read().split(b"\0"):
-                        found.append(int(entry))
-            except OSError:
-                continue
-    return found
-
-
-def test_a_signal_saves_and_says_how_to_go_on(finished, config, warm, tmp_path):
-    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
-    process = start(*command)
-    metrics = tmp_path / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, process)
-    process.send_signal(signal.SIGUSR1)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 75, output
-    assert (tmp_path / "checkpoints" / "latest").exists()
-    done = brorl(*command)
-    assert done.returncode == 0, done.stderr
-    assert rows(tmp_path) == rows(finished[0])
-
-
-def test_a_job_saves_before_a_step_that_it_has_no_time_for(finished, config, warm, tmp_path):
-    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
-    done = brorl(*command, SLURM_JOB_END_TIME="1")  # in 1970: no second step fits
-    assert done.returncode == 75, done.stderr
-    assert "the job ends at" in done.stdout + done.stderr
-    assert len(rows(tmp_path)) == 1
-    done = brorl(*command)
-    assert done.returncode == 0, done.stderr
-    assert rows(tmp_path) == rows(finished[0])
-
-
-def test_partial_rollouts_resumed(config, warm, tmp_path):
-    """Responses of up to 6 tokens at 2 per step; a run that stops while some wait goes on with the same bits."""
-    options = ["rollout.partial_tokens=2", "rollout.max_carried_steps=2", "evaluate.every=0"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for directory, steps in ((whole, 4), (parts, 2), (parts, 4)):
-        command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", *options]
-        done = brorl(*command, f"train.steps={steps}")
-        assert done.returncode == 0, done.stderr
-    assert rows(parts) == rows(whole)
-    assert (parts / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
-    assert rows(whole)[1]["carried"] > 0  # at the checkpoint in between
-    # The first group closes in the third step, whose two updates lie between the fourth step and the second.
-    assert [row["updates"] for row in rows(whole)] == [0, 0, 2, 2]
-    assert [row["staleness_max"] for row in rows(whole)] == [0, 0, 0, 2]
-    assert all(row["rollouts"] % 32 == 0 for row in rows(whole))  # whole groups
-
-
-def test_a_whole_recipe_resumed(config, warm, tmp_path):
-    """Critic, reference with a reset between the checkpoints, refills and shaping: the bits of the undisturbed run."""
-    options = [
-        *("algo.advantage=gae", "algo.kl_coef=0.01", "algo.kl_in=reward", "algo.kl_estimator=k1", "algo.epochs=2"),
-        *("reference.reset_every=3", "reference.reset_optimizer=true", "rollout.refills=1", "rollout.n=8"),
-        *("shaping.overlong_tokens=3", "shaping.repetition_ngram=2", "critic.lr=1e-3", "critic.warmup_steps=1"),
-        "evaluate.every=0",
-    ]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for directory, steps in ((whole, 4), (parts, 2), (parts, 3), (parts, 4)):
-        command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}", *options]
-        done = brorl(*command, f"train.steps={steps}")
-        assert done.returncode == 0, done.stderr
-    assert rows(parts) == rows(whole)
-    assert (parts / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
-    assert [row["reference_reset"] for row in rows(whole)] == [0, 0, 1, 0]
-    assert rows(whole)[0]["updates"] == 0 < rows(whole)[0]["critic_updates"]
-    assert len({row["prompts_sampled"] for row in rows(whole)}) > 1  # rounds are sized by what was kept
-
-
-def test_a_run_that_stalls_or_is_out_of_time_ends(config, warm, tmp_path):
-    """The model does not change: the second evaluation ends the run; started again, it is still at its end."""
-    command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path / 'stalls'}"]
-    options = ["train.patience=1", "optim.lr=0.0", "evaluate.every=2", "train.steps=50"]
+def test_patience_and_the_time_limit_end_a_run(config, warm, tmp_path):
+    """With a learning rate of 0 the second evaluation ends the run; a restart adds no step."""
     for _ in range(2):
-        done = brorl(*command, *options)
-        assert done.returncode == 0, done.stderr
+        options = ["train.patience=1", "optim.lr=0.0", "evaluate.every=2", "train.steps=50"]
+        train(config, warm, tmp_path / "stalls", *options)
         assert len(rows(tmp_path / "stalls")) == 4
     assert json.loads((tmp_path / "stalls" / "summary.json").read_text())["steps"] == 4
-    command[-1] = f"run.dir={tmp_path / 'time'}"
-    done = brorl(*command, "train.max_seconds=1e-3", "train.steps=50")
-    assert done.returncode == 0, done.stderr
+    train(config, warm, tmp_path / "time", "train.max_seconds=1e-3", "train.steps=50")
     assert len(rows(tmp_path / "time")) == 1
 
 
@@ -321,3 +198,49 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     assert compared["all"]["prompts"] == 7
     assert (tmp_path / "both" / "compare.md").read_text().strip() in done.stdout
     assert (tmp_path / "both" / "compare.png").stat().st_size > 10_000
+
+
+def card(run_dir) -> tuple[dict, str]:
+    """Return metadata and body of the exported model's card."""
+    _, front, body = (run_dir / "model" / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(front), body
+
+
+def test_model_card_has_the_metrics_of_the_summary_and_the_date_is_that_of_the_first_start(config, warm, tmp_path):
+    base = shutil.copytree(warm, tmp_path / "small")
+    (base / "README.md").write_text("---\nlicense: llama3\nbase_model: them/large\n---\n# Small\nIts own words.\n")
+    run = tmp_path / "run"
+    sizes = ["train.steps=1", "rollout.prompts=2", "rollout.n=16"]
+    command = ["train", config, f"model.path={base}", f"run.dir={run}", *sizes]
+    begun = time.gmtime()
+    done = brorl(*command)
+    assert done.returncode == 0, done.stderr
+    front, body = card(run)
+    assert (front["license"], front["base_model"]) == ("llama3", "them/large")
+    assert "Its own words" not in body
+    summary = json.loads((run / "summary.json").read_text())
+    assert f"| `held_out.jsonl` | `data.held_out` | {summary['held_out_prompts']} |" in body
+    both = [summary["pass_at_1_before"], summary["pass_at_1_after"]]
+    shown = " | ".join(f"{p['mean']:.4f} ({p['low']:.4f} to {p['high']:.4f})" for p in both)
+    assert f"| pass@1 (95% interval) | {shown} |" in body
+    assert f"| pass@2 | {summary['pass_at_2_before']:.4f} | {summary['pass_at_2_after']:.4f} |" in body
+
+    # Written again by another process, today: the day that the run began is in its checkpoint.
+    days = {time.strftime("%Y-%m-%d", at) for at in (begun, time.gmtime())}
+    assert any(f"| began | {day} (UTC) |" in body for day in days)
+    written = (run / "model" / "README.md").read_bytes()
+    shutil.rmtree(run / "model")  # with the model there, the run says that it has finished
+    assert brorl(*command).returncode == 0
+    assert (run / "model" / "README.md").read_bytes() == written
+
+
+def test_model_card_of_supervised_training(warm):
+    front, body = card(warm.parent)
+    assert front == {
+        "license": "other",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["megatron-brorl", "sft"],
+    }
+    assert "| examples per step | 64 |" in body
+    assert "scored by" not in body

@@ -8,16 +8,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.runs import rows
+from e2e.runs import REPOSITORY, example_script, rows
 from slurm.one_node import OneNode, missing
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = "examples/brorl_1.5b.sh"
 TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 pytestmark = [
@@ -39,7 +36,7 @@ def slurm() -> Iterator[OneNode]:
 def repository(tmp_path) -> Path:
     """What a user submits from: runs go to its runs/."""
     for name in ("examples", "tools"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+        shutil.copytree(REPOSITORY / name, tmp_path / name)
     return tmp_path
 
 
@@ -48,7 +45,7 @@ def sbatch(slurm, repository) -> Callable[..., str]:
     """Submits a job of two ranks; returns its number. The first arguments may be options of sbatch."""
     paths = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
     }
 
@@ -117,20 +114,9 @@ def test_an_array_runs_every_seed_and_a_model_is_evaluated(sbatch, repository):
     runs = [repository / "runs" / f"brorl_1.5b_seed_{seed}" for seed in range(2)]
     assert [len(rows(run)) for run in runs] == [2, 2]
     assert rows(runs[0])[0]["reward"] != rows(runs[1])[0]["reward"]
-    spec = spec_from_loader("script", SourceFileLoader("script", str(ROOT / SCRIPT)))
-    assert spec is not None
-    script = module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(script)
-    model = f"model.path={runs[0] / 'model'}"
-    sbatch(
-        "--wait",
-        "examples/slurm/evaluate.sbatch",
-        *script.SMOKE_SIZES,
-        *script.SMOKE_ON_A_CPU,
-        model,
-        "run.dir=runs/evaluation",
-    )
+    script = example_script()
+    options = [*script.SMOKE_SIZES, *script.SMOKE_ON_A_CPU, f"model.path={runs[0] / 'model'}"]
+    sbatch("--wait", "examples/slurm/evaluate.sbatch", *options, "run.dir=runs/evaluation")
     found = json.loads((repository / "runs" / "evaluation" / "evaluation.json").read_text())
     assert found["prompts"] == 16
 

@@ -6,13 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 import torch
-from e2e.runs import brorl, rows
+from e2e.runs import REPOSITORY, brorl, make_model, rows
 from safetensors.torch import load_file
 
-REPOSITORY = Path(__file__).parents[2]
 DOUBLE = REPOSITORY / "tests" / "contract" / "double"
 OPTIONS = ["rollout.engine=trtllm", "engine.cuda_graphs=false", "reward.strict=false"]
 SHORT = ["train.steps=3", "train.checkpoint_every=0", "evaluate.every=0", "data.held_out=[]"]
@@ -82,9 +80,7 @@ def test_an_engine_killed_on_the_way_changes_nothing(point, two_engines, config,
 
 def test_refit_under_tensor_and_pipeline_parallelism(config, tmp_path):
     """TP2 x PP2, two engines of two workers: after each refit the engines compute what the actor computes."""
-    shape = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "64", "--context", "32"]
-    made = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, tmp_path / "init", *shape)
-    assert made.returncode == 0, made.stderr
+    make_model(config, tmp_path / "init", "--heads", "4", "--kv-heads", "2")
     layout = ["parallel.tensor=2", "parallel.pipeline=2", "engine.tensor=2", "train.verify_reshard=always"]
     # The model has learnt nothing, not even to end; what moves it is the entropy.
     layout += ["reward.cut_off_factor=1.0", "algo.dynamic_sampling=false", "algo.entropy_coef=0.1"]

@@ -79,7 +79,7 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_gradient_reaches_the_projection(normed, bias, dim):
-    """As in FusedSelfAttention, attention overwrites a view of the result of another op."""
+    """Attention overwrites a view of the result of another op, as in FusedSelfAttention."""
     segments = table([(3, (2, 4))])
     (_, angle) = inputs(9, 2, 2, dim, seed=6)
     g = torch.Generator().manual_seed(7)

@@ -25,7 +25,7 @@ _CUT = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
 
 
 @dataclass(frozen=True)
-class Entry:
+class WeightEntry:
     """One parameter with its Megatron and Hugging Face names."""
 
     megatron: str  # with the global layer number
@@ -35,7 +35,7 @@ class Entry:
     stage: int  # pipeline stage that owns it
 
 
-def local_shape(entry: Entry, size: int) -> tuple[int, ...]:
+def local_shape(entry: WeightEntry, size: int) -> tuple[int, ...]:
     """Return the shape of a rank's part of an entry, split over `size` tensor-parallel ranks."""
     first, *rest = entry.hf_shapes[0]
     if entry.layout == "vocab":
@@ -56,7 +56,7 @@ def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
     return tensor
 
 
-def to_local(entry: Entry, hf: Sequence[Tensor], kv_heads: int, rank: int, size: int) -> Tensor:
+def to_local(entry: WeightEntry, hf: Sequence[Tensor], kv_heads: int, rank: int, size: int) -> Tensor:
     """Return the part [local_shape] of rank `rank` of `size`, from full Hugging Face tensors [hf_shapes]."""
     if entry.layout == "replicated":
         return hf[0]
@@ -72,7 +72,7 @@ def to_local(entry: Entry, hf: Sequence[Tensor], kv_heads: int, rank: int, size:
     return hf[0].chunk(size, dim=_CUT[entry.layout])[rank]
 
 
-def to_hf(entry: Entry, parts: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
+def to_hf(entry: WeightEntry, parts: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
     """Return the full, contiguous Hugging Face tensors [hf_shapes] of the parts [local_shape] of all ranks, in order.
 
     They share memory with a part if nothing had to be merged.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megatron_brorl.families.family import Init, Parameter
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.models.weights.layouts import Entry
+from megatron_brorl.models.weights.layouts import WeightEntry
 
 
-def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list[Entry]:
+def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list[WeightEntry]:
     """Return every parameter once, with the pipeline stage that owns it, in the order in which weights are sent.
 
     fused_norms: whether norms have the names that Transformer Engine gives them.
@@ -28,7 +28,7 @@ def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list
             stage = layer * pipeline // shape.layers
 
         table.append(
-            Entry(
+            WeightEntry(
                 _in_layer("decoder.layers", layer) + parameter.name(fused_norms),  # layers are counted over all stages
                 tuple(of_hf + name for name in parameter.hf),  # several if Megatron has them in one matrix
                 tuple(_sizes(shape, parameter).values()),  # of the whole tensors, not of a rank's part

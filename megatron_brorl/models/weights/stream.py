@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.models.weights.layouts import Entry, to_hf
+from megatron_brorl.models.weights.layouts import WeightEntry, to_hf
 from megatron_brorl.ops.checksum import ChecksummedTensor, checksum
 from megatron_brorl.parallel.grid import Grid
 
 BUCKET_BYTES = 64 << 20
 
 
-def make_buckets(entries: Sequence[Entry], item_bytes: int, limit: int = BUCKET_BYTES) -> list[list[Entry]]:
+def make_buckets(entries: Sequence[WeightEntry], item_bytes: int, limit: int = BUCKET_BYTES) -> list[list[WeightEntry]]:
     """Cut the entries into buckets of at most `limit` bytes of full tensors; a larger entry has a bucket of its own.
 
     item_bytes: size of one element.
     """
-    buckets: list[list[Entry]] = []
+    buckets: list[list[WeightEntry]] = []
     size = 0
     for entry in entries:
         added = item_bytes * sum(math.prod(shape) for shape in entry.hf_shapes)
@@ -38,13 +38,17 @@ def make_buckets(entries: Sequence[Entry], item_bytes: int, limit: int = BUCKET_
 
 
 def stream(
-    buckets: Sequence[Sequence[Entry]], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype
+    buckets: Sequence[Sequence[WeightEntry]],
+    kv_heads: int,
+    parameters: Mapping[str, Tensor],
+    grid: Grid,
+    dtype: torch.dtype,
 ) -> Iterator[ChecksummedTensor]:
-    """Yield every full tensor [Entry.hf_shapes] once, in the order of the buckets, on every rank of the grid.
+    """Yield every full tensor [WeightEntry.hf_shapes] once, in the order of the buckets, on every rank of the grid.
 
-    parameters holds this rank's parts under Entry.megatron names. A collective: every rank must consume the stream to
+    parameters: this rank's parts under WeightEntry.megatron names. A collective: every rank must consume the stream to
     its end. Checksums are computed on the stage that owns a tensor, before it is sent. The tensors are views of a
-    bucket, or of the parameters where nothing had to be gathered: copy what you keep.
+    bucket, or of the parameters if nothing had to be gathered. Copy them to keep them.
     """
     device = next(iter(parameters.values())).device
     for bucket in buckets:
@@ -70,7 +74,7 @@ def stream(
             yield ChecksummedTensor(name, tensor, total)
 
 
-def _gather(bucket: Sequence[Entry], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:
+def _gather(bucket: Sequence[WeightEntry], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:
     """Return the full Hugging Face tensors of a bucket; a collective of the tensor-parallel ranks of its stage."""
     local = [parameters[entry.megatron].detach() for entry in bucket]
     sharded = [x for entry, x in zip(bucket, local, strict=True) if entry.layout != "replicated"]

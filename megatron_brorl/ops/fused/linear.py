@@ -49,7 +49,7 @@ def linear_log_probs(
     vocabulary (on a GPU this check would wait for the device).
     """
     shard = _shard("linear_log_probs", hidden, weight, ids, temperature, group, vocab)
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
+    log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
     return log_probs, entropy
 
 
@@ -71,10 +71,10 @@ def linear_ppo_loss(
     shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
     check_devices("linear_ppo_loss", hidden, *vars(tokens).values())
     if settings.ratio == "sequence":
-        log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, shard)
+        log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
         return policy_loss(log_probs, entropy, tokens, settings)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    loss, log_probs, entropy, columns = _LinearPpoLoss.apply(hidden, weight, ids, tokens, settings, shard, wanted)
+    loss, log_probs, entropy, columns = _FusedPpoLoss.apply(hidden, weight, ids, tokens, settings, shard, wanted)
     return PolicyLoss(loss, log_probs, entropy, *_metrics(columns, entropy, tokens.weights))
 
 
@@ -233,7 +233,7 @@ class _Gradients:
         return tuple(None if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight))  # type: ignore[return-value]
 
 
-class _LinearLogProbs(torch.autograd.Function):
+class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
@@ -255,7 +255,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return (*gradients.finished(hidden.dtype), None, None)
 
 
-class _LinearPpoLoss(torch.autograd.Function):
+class _FusedPpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,5 +1,5 @@
 "use strict";
-// The page: its sections in order.
+// Build the page from its sections.
 
 const content = JSON.parse(document.getElementById("content").textContent);
 

@@ -1,9 +1,9 @@
 "use strict";
-// A list of prompts, and the responses to one of them.
+// The list of prompts, and the responses to the selected prompt.
 
 const opened = new Map(); // chunk number -> promise of its content
 const MOST_LISTED = 300;
-let openPrompt = () => {}; // shows a prompt of an evaluation
+let openPrompt = () => {}; // set by rollouts(): selects a prompt of an evaluation
 
 function chunk(number) {
   if (!opened.has(number)) opened.set(number, (async () => {
@@ -20,7 +20,7 @@ const FILTERS = {
   wrong: ["all wrong", (g) => g.outcome === "wrong"],
   solved: ["newly solved", (g, run) => run.change && run.change.solved.some((p) => p.id === g.prompt_id)],
   lost: ["newly lost", (g, run) => run.change && run.change.lost.some((p) => p.id === g.prompt_id)],
-  here: ["with rollouts here", (g, run, m) => where(m, g) !== undefined],
+  here: ["with rollouts in this file", (g, run, m) => where(m, g) !== undefined],
 };
 
 const where = (m, g) => content.rollouts.where[`${m.place}/${g.group}`];
@@ -34,9 +34,9 @@ function command(run, m, g) {
 function rollouts(parent, run) {
   const data = content.rollouts, left = data.recorded.rollouts - data.held.rollouts;
   const recorded = run.spread.evaluation || run.spread.step;
-  if (!data.moments.length) return append(parent, said(recorded ? "No room for rollouts in this file: make it larger with --megabytes." : "No rollouts are recorded."));
-  append(parent, note(`Here are ${whole(data.held.rollouts)} rollouts of ${whole(data.held.groups)} groups at ${data.moments.length} of ${data.moments_recorded} recorded moments`,
-    left > 0 ? `; ${whole(left)} recorded ones of these moments are left out: the file takes at most ${content.megabytes} MB and shows at most 16 siblings of a prompt. All of them: ` : ". All of them: ",
+  if (!data.moments.length) return append(parent, said(recorded ? "This file has no space for rollouts. Make it larger with --megabytes." : "No rollouts are recorded."));
+  append(parent, note(`This file has ${whole(data.held.rollouts)} rollouts of ${whole(data.held.groups)} groups, from ${data.moments.length} of ${data.moments_recorded} recorded steps and evaluations`,
+    left > 0 ? `. It leaves out ${whole(left)} recorded ones: it has at most ${content.megabytes} MB and at most 16 rollouts of a group. Show all: ` : ". Show all: ",
     make("code", null, `brorl rollouts ${run.folder}`)));
 
   const order = data.moments.map((m, place) => ({ ...m, place }));
@@ -53,7 +53,7 @@ function rollouts(parent, run) {
 
   async function load() {
     const asked = m, found = await chunk(m.list);
-    if (m !== asked) return; // another moment was chosen meanwhile
+    if (m !== asked) return; // The user has chosen another moment in the meantime.
     groups = found;
     fill();
   }
@@ -61,17 +61,17 @@ function rollouts(parent, run) {
   function fill() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean), [, passes] = FILTERS[kept];
     const all = groups.filter((g) => passes(g, run, m) && words.every((w) => `${g.prompt_id} ${g.excerpt || ""}`.toLowerCase().includes(w)));
-    all.sort((a, b) => a.right / (a.rollouts || 1) - b.right / (b.rollouts || 1) || a.group - b.group); // the hardest first
+    all.sort((a, b) => a.right / (a.rollouts || 1) - b.right / (b.rollouts || 1) || a.group - b.group); // hardest first
     rows = all.slice(0, MOST_LISTED);
     count.textContent = `${all.length} of ${groups.length} prompts` + (rows.length < all.length ? `, the first ${rows.length} are listed` : "");
     list.replaceChildren(...rows.map((g, i) => make("li", { role: "option", id: `option-${i}`, class: g.outcome, on: { click: () => select(i) } },
       make("span", { class: "of" }, `${g.right}/${g.rollouts}`), make("span", { class: "id" }, g.prompt_id),
-      make("span", { class: "excerpt" }, g.excerpt === null ? "(only numbers are recorded)" : g.excerpt))));
+      make("span", { class: "excerpt" }, g.excerpt === null ? "(prompt not recorded)" : g.excerpt))));
     if (!rows.length) {
       list.replaceChildren(make("li", { class: "none" }, "No prompt passes search and filter."));
       return pane.replaceChildren();
     }
-    // The prompt that was shown before, else one with right and wrong responses.
+    // Select the prompt that was shown before, or else one with right and wrong responses.
     const again = rows.findIndex((g) => g.prompt_id === prompt), mixed = rows.findIndex((g) => where(m, g) !== undefined && g.outcome === "mixed");
     return select(again >= 0 ? again : mixed >= 0 ? mixed : Math.max(0, rows.findIndex((g) => where(m, g) !== undefined)));
   }
@@ -84,7 +84,7 @@ function rollouts(parent, run) {
     option.setAttribute("aria-selected", "true");
     list.setAttribute("aria-activedescendant", option.id);
     if (option.offsetTop < list.scrollTop || option.offsetTop + option.offsetHeight > list.scrollTop + list.clientHeight)
-      list.scrollTop = option.offsetTop - list.clientHeight / 3; // the page itself does not move
+      list.scrollTop = option.offsetTop - list.clientHeight / 3; // Scroll only the list, not the page.
     const unit = at === undefined ? null : await chunk(at);
     if (rows[selected] === g) show(pane, run, m, g, unit);
   }
@@ -97,7 +97,7 @@ function rollouts(parent, run) {
   });
   openPrompt = (kind, number, id) => {
     m = order.find((x) => x.kind === kind && x.number === number) || m;
-    [prompt, kept, search.value] = [id, "all", id]; // the list may not reach down to it without a search
+    [prompt, kept, search.value] = [id, "all", id]; // The list is limited, so search for the prompt.
     document.getElementById("moment").value = String(m.place);
     document.getElementById("filter").value = "all";
     load();
@@ -112,13 +112,13 @@ function show(pane, run, m, g, unit) {
   const counts = `right ${g.right} of ${g.rollouts}, ${g.distinct} distinct answers, ${g.tokens === null ? "-" : g.tokens.toFixed(1)} tokens on average`;
   const head = [make("h3", null, g.prompt_id), make("p", null, `${momentName(m)}: ${counts}${trained}; verifier ${g.verifier}`)];
   const rest = make("code", null, command(run, m, g));
-  if (!unit && g.excerpt === null) return pane.replaceChildren(...head, said("Only numbers are recorded of this group (run.record_groups)."));
-  if (!unit) return pane.replaceChildren(...head, said("Its rollouts are not in this file. All of them:"), rest);
+  if (!unit && g.excerpt === null) return pane.replaceChildren(...head, said("The rollouts of this group are not recorded (run.record_groups)."));
+  if (!unit) return pane.replaceChildren(...head, said("Its rollouts are not in this file. Show them:"), rest);
   return pane.replaceChildren(...head,
     make("pre", { class: "text" }, unit.prompt),
     unit.reference === null ? "" : make("p", null, "Reference answer: ", make("code", null, unit.reference)),
     answers(unit.rollouts),
-    unit.rollouts.length < g.rollouts ? note(`${unit.rollouts.length} of its ${g.rollouts} rollouts are here. All that are recorded: `, rest) : "",
+    unit.rollouts.length < g.rollouts ? note(`${unit.rollouts.length} of its ${g.rollouts} rollouts are in this file. Show all that are recorded: `, rest) : "",
     make("div", { class: "cards" }, unit.rollouts.map(card)));
 }
 

@@ -1,7 +1,7 @@
 "use strict";
 // Charts by Vega-Lite, in the page's colours.
 
-const drawers = new Map(); // the box of a chart that is not drawn yet -> the function that draws it
+const drawers = new Map(); // element of a chart that is not drawn yet -> function that draws it
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const palette = () => ["blue", "orange", "green", "purple", "yellow", "grey"].map(colour);
 const DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [12, 4], [3, 5]];
@@ -16,7 +16,7 @@ function look() {
   };
 }
 
-// Charts are drawn when they come near the screen, so that a phone does not draw thirty of them at once.
+// Draw a chart when it comes near the screen. A phone would be slow if it drew thirty charts at once.
 const near = new IntersectionObserver((entries) => {
   for (const entry of entries.filter((e) => e.isIntersecting)) {
     near.unobserve(entry.target);
@@ -32,14 +32,14 @@ function chart(title, note, spec, height) {
     $schema: "https://vega.github.io/schema/vega-lite/v6.json", width: "container", height: height || 220,
     autosize: { type: "fit-x", contains: "padding" }, config: look(), ...spec,
   };
-  // An interpreter (ast) instead of code made of text, which the page's policy forbids.
+  // Vega interprets its expressions (ast), because the page's policy forbids code made from text.
   drawers.set(box, () => vegaEmbed(box, whole, { actions: false, ast: true, renderer: "canvas", tooltip: { theme: "custom" } })
     .catch((error) => { box.replaceChildren(said("This chart cannot be drawn: " + error.message)); throw error; }));
   near.observe(box);
   return make("figure", { class: "chart" }, make("figcaption", null, make("h3", null, title), note ? make("p", null, note) : null), box);
 }
 
-// The mean of the values around each; null where there are none.
+// Return the running mean, with null where all values are missing.
 function smooth(values, half) {
   return values.map((_, i) => {
     const known = values.slice(Math.max(0, i - half), i + half + 1).filter((v) => v !== null);
@@ -47,8 +47,8 @@ function smooth(values, half) {
   });
 }
 
-// Lines over x. series: [{name, x, y, low, high}], low and high where there is an interval; options: y, x (titles),
-// format, log, smooth, whole, points.
+// Draw lines. series: [{name, x, y, low, high}], low and high if there is an interval. options: y, x (axis titles),
+// format, log, smooth, whole (integer ticks), points (always mark points).
 function lines(title, note, series, options) {
   const o = { x: "training step", format: ".3~g", ...options };
   const shown = series.filter((s) => s.y.some((v) => v !== null && v !== undefined && (!o.log || v > 0)));
@@ -60,7 +60,7 @@ function lines(title, note, series, options) {
     const mean = half ? smooth(s.y, half) : s.y;
     return s.y.map((y, i) => ({ name: s.name, x: s.x[i], y: drawable(y), mean: drawable(mean[i]), low: s.low ? s.low[i] : null, high: s.high ? s.high[i] : null }));
   });
-  const text = [note, half ? `Bold: mean of ${2 * half + 1} points around; faint: each point.` : ""].filter(Boolean).join(" ");
+  const text = [note, half ? `Bold: mean of ${2 * half + 1} points. Faint: single points.` : ""].filter(Boolean).join(" ");
   return chart(title, text, line_spec(rows, shown.map((s) => s.name), half, most <= 40 || o.points, o));
 }
 
@@ -90,7 +90,7 @@ function line_spec(rows, names, half, marked, o) {
   return { data: { values: rows }, layer };
 }
 
-// Stacked areas. rows: [{x, name, y}]; names from below.
+// Draw stacked areas. rows: [{x, name, y}]. names: from bottom to top.
 function stacked(title, note, rows, names, ytitle) {
   const order = new Map(names.map((n, i) => [n, i]));
   return chart(title, note, {

@@ -1,5 +1,5 @@
 "use strict";
-// Elements from data. Whatever a model wrote becomes text, never markup.
+// Create elements from data. Text of a model becomes text nodes, never markup.
 
 function make(tag, options, ...children) {
   const element = document.createElement(tag);
@@ -19,7 +19,7 @@ function append(element, ...children) {
       element.append(child instanceof Node ? child : document.createTextNode(visible(String(child))));
 }
 
-// Replace characters that do not show or that turn the direction of the text, one for one.
+// Replace control characters and characters that change the direction of the text, one for one.
 function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g, "\ufffd");
 }

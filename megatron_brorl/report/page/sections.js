@@ -1,7 +1,7 @@
 "use strict";
 // Verdict, curves, checkpoints, configuration, and the comparison of several runs.
 
-const MARK = { good: "\u25b2", bad: "\u25bc", unclear: "\u25cf" }; // shapes, because not everybody sees colours
+const MARK = { good: "\u25b2", bad: "\u25bc", unclear: "\u25cf" }; // Shapes help colour-blind readers.
 
 function verdict(parent, run) {
   const v = run.verdict, last = last_of(run.evaluations), c = run.change;
@@ -17,11 +17,11 @@ function verdict(parent, run) {
       v.details.map((sentence) => make("p", null, sentence)),
       v.findings.map((sentence) => make("p", { class: "finding" }, make("b", null, "Warning: "), sentence))),
     make("dl", { class: "tiles" }, tiles.map(([name, value]) => make("div", null, make("dt", null, name), make("dd", null, value)))));
-  append(parent, run.evaluations.length ? passes(run) : said("There is no held-out evaluation: set data.held_out."));
+  append(parent, run.evaluations.length ? passes(run) : said("There is no held-out evaluation. Set data.held_out."));
   if (c)
     append(parent, make("div", { class: "columns" },
-      moved("Newly solved", c.solved, `No sample right ${when(c.from)}, some ${when(c.to)}.`, c.to),
-      moved("Newly lost", c.lost, `Some samples right ${when(c.from)}, none ${when(c.to)}.`, c.from)));
+      moved("Newly solved", c.solved, `No sample was right ${when(c.from)}, at least one ${when(c.to)}.`, c.to),
+      moved("Newly lost", c.lost, `At least one sample was right ${when(c.from)}, none ${when(c.to)}.`, c.from)));
 }
 
 function passes(run) {
@@ -34,7 +34,7 @@ function passes(run) {
     rows.push(row("mean reward", first.reward, last && last.reward, d, short, short));
   }
   return [table("pass@k before and after", ["", when(first.steps), last ? when(last.steps) : "later", "change, points", "p"], rows),
-    note("In brackets: 95% bootstrap intervals over prompts. The change is paired by prompt; p is of Student's two-tailed paired test. They do not cover how runs with other seeds differ.")];
+    note("In brackets: 95% bootstrap intervals over prompts. The change is paired by prompt; p is that of Student's two-tailed paired test. Neither covers differences between seeds.")];
 }
 
 function moved(title, rows, text, steps) {
@@ -72,23 +72,23 @@ function curves(parent, run) {
   const c = run.curves, tasks = Object.entries(run.by_task.tasks);
   const of = (name, label) => ({ name: label, x: c.step, y: c.values[name] || [] });
   const one = (title, text, name, y) => lines(title, text, [of(name, title)], { smooth: true, y });
-  append(parent, c.step.length ? null : said("No step is done yet."), make("div", { class: "charts" },
+  append(parent, c.step.length ? null : said("No step is finished yet."), make("div", { class: "charts" },
     held_out(run),
     one("Training reward", "", "reward", "mean reward"),
     tasks.length > 1 ? lines("Right rollouts by task", "In training.", tasks.map(([name, y]) => ({ name, x: run.by_task.step, y })),
       { y: "share right", format: ".0%", smooth: true }) : null,
-    lines("Groups of a step", "Kept: with right and wrong rollouts, or all groups without dynamic sampling.",
+    lines("Groups of a step", "Kept: groups with right and wrong rollouts; all groups without dynamic sampling.",
       [of("kept_share", "kept"), of("all_right_share", "all right"), of("all_wrong_share", "all wrong")], { y: "share of groups", format: ".0%" }),
     one("Response length", "", "response_tokens", "mean tokens"),
     phases(c),
-    lines("Engine against trainer", "Difference of their log-probs of the same tokens. A log scale has no 0.",
+    lines("Engine against trainer", "Difference of their log-probs of the same tokens. The log scale does not show 0.",
       [of("logprob_gap_max", "largest"), of("logprob_gap_mean", "mean")], { y: "nats", log: true, format: ".1e" }),
     one("Entropy of the policy", "", "entropy", "nats per token"),
     one("Gradient norm", "Before clipping.", "grad_norm", "norm"),
-    lines("Responses", "Cut off at rollout.max_tokens, and with an answer that the verifier found.",
+    lines("Responses", "Responses cut off at rollout.max_tokens, and responses with an answer.",
       [of("answered_share", "with an answer"), of("cut_off_share", "cut off")], { y: "share of rollouts", format: ".0%" }),
-    lines("Clipped tokens", "Importance ratio outside its bounds.", [of("clipped_low", "below"), of("clipped_high", "above")], { y: "share of tokens", format: ".1~%" })));
-  if (c.every > 1) append(parent, said(`Each point of a curve is the mean of ${c.every} steps; metrics.jsonl has every step.`));
+    lines("Clipped tokens", "Tokens with an importance ratio outside its bounds.", [of("clipped_low", "below"), of("clipped_high", "above")], { y: "share of tokens", format: ".1~%" })));
+  if (c.every > 1) append(parent, said(`Each point of a curve is the mean of ${c.every} steps. metrics.jsonl has every step.`));
   any_metric(parent, [run], Object.keys(c.values).sort(), "reward");
 }
 
@@ -99,7 +99,7 @@ function meaning(name) {
   return sentences.map((s) => s[0].toUpperCase() + s.slice(1) + (/[.!?]$/.test(s) ? "" : ".")).join(" ");
 }
 
-// A field to choose a metric by its name, and its charts: over steps, and of several runs over time too.
+// Add a field to choose a metric by name, and its charts: over steps, and for several runs also over time.
 function any_metric(parent, runs, names, begin) {
   if (!names.length) return;
   const place = make("div", { class: "charts" });
@@ -107,7 +107,7 @@ function any_metric(parent, runs, names, begin) {
     const name = field.value, share = name.startsWith("pass@");
     if (!names.includes(name)) return;
     const ways = runs.length > 1 ? [["training step", false], ["seconds of training steps", true]] : [["training step", false]];
-    const draw = ([x, over]) => lines(over ? `${name} over time` : name, over ? "Evaluations take no time here." : meaning(name),
+    const draw = ([x, over]) => lines(over ? `${name} over time` : name, over ? "The time of evaluations is not included." : meaning(name),
       runs.map((run) => of_run(run, name, run.name, over)), { y: "", x, smooth: !share, format: share ? ".0%" : ".3~g", whole: !over });
     place.replaceChildren(...ways.map((way) => draw(way) || said("This metric has no value.")));
   };
@@ -117,7 +117,7 @@ function any_metric(parent, runs, names, begin) {
   show();
 }
 
-// A metric of a run, pass@K, or pass@1 of a task, as a series of `lines`; over: seconds instead of steps.
+// Return a metric, pass@K, or pass@1 of a task as a series for `lines`. over: seconds instead of steps.
 function of_run(run, name, label, over) {
   if (!name.startsWith("pass@")) return { name: label, x: over ? run.curves.elapsed : run.curves.step, y: run.curves.values[name] || [] };
   const task = name.startsWith("pass@1 of ") ? name.slice(10) : null;
@@ -151,8 +151,8 @@ function sampling(runs) {
   });
   return [make("h3", null, "Generation"), rows.length ? [
     table("Generation", ["run", "N", "rollouts/s", "tokens/s", "share of a step", "rollouts/s, whole steps", "trained on/s, whole steps", "prompt cache hits"], rows),
-    note("The first two are per second of sampling, over all devices. Prompt cache hits: share of prompt tokens that siblings had computed."),
-  ] : said("No step has sampled anything yet.")];
+    note("The first two are per second of sampling, over all devices. Prompt cache hits: share of prompt tokens that were already in the cache."),
+  ] : said("No step has sampled rollouts yet.")];
 }
 
 function spent(parent, run) {
@@ -165,7 +165,7 @@ function spent_by_several(parent, content) {
     ...to.runs.map((r) => (r ? `${duration(r.seconds)}, ${whole(r.rollouts)} rollouts` : "never"))]] : []));
   append(parent, runs.map((run) => [make("h3", null, run.name), at_checkpoints(run)]), make("h3", null, "Time to a target"), rows.length ? [
     table("Time to a target", ["end of", "pass@1", ...runs.map((run) => run.name)], rows),
-    note("When each run first reached the final pass@1 of one of them, on straight lines between evaluations; time of steps alone. Noise makes a curve early as well."),
+    note("Time of steps until each run first reached the final pass@1 of one run, interpolated between evaluations. Noise can make a run look early."),
   ] : said("No run has an evaluation yet."), sampling(runs));
 }
 
@@ -220,7 +220,7 @@ function comparison(parent, content) {
   });
   const alone = runs.slice(1).filter((_, i) => !content.against[i + 1]).map((run) => run.name);
   if (rows.length) append(parent, table("Paired differences", ["run", "", first.name, "this run", "difference, points", "p", "prompts of both", "solved / lost"], rows));
-  if (alone.length) append(parent, said(`No pairs: ${alone.join(", ")} and ${first.name} have no two recorded held-out prompts in common.`));
+  if (alone.length) append(parent, said(`${alone.join(", ")} and ${first.name} cannot be paired: they have fewer than two recorded held-out prompts in common.`));
 
   const all = (names) => [...new Set(runs.flatMap(names))];
   const ks = all((run) => run.evaluations.flatMap((e) => e.passes.map((p) => p.k))).sort((a, b) => a - b);
@@ -233,5 +233,5 @@ function comparison(parent, content) {
   const text = (run, k) => (k in run.config ? JSON.stringify(run.config[k]) : "-");
   const keys = all((run) => Object.keys(run.config)).sort().map((k) => [k, ...known.map((run) => text(run, k))]);
   const differ = keys.filter(([, ...values]) => new Set(values).size > 1);
-  append(parent, differ.length ? table("Keys that differ", ["key", ...known.map((run) => run.name)], differ) : said("None that is recorded."));
+  append(parent, differ.length ? table("Keys that differ", ["key", ...known.map((run) => run.name)], differ) : said("No recorded key differs."));
 }

@@ -45,15 +45,15 @@ class Linear:
 
 @dataclass(frozen=True)
 class _Layer:
-    norm1: Tensor  # [H], before attention
+    attention_norm: Tensor  # [H], before attention
     qkv: Linear  # [B, H] -> [B, (heads + 2 kv heads) d]
     head_norms: HeadNorms | None
-    o: Linear  # [B, heads d] -> [B, H]
-    post1: Tensor | None  # [H], after attention
-    norm2: Tensor  # [H], before the MLP
+    attention_out: Linear  # [B, heads d] -> [B, H]
+    post_attention_norm: Tensor | None  # [H], after attention
+    mlp_norm: Tensor  # [H], before the MLP
     gate_up: Linear  # [B, H] -> [B, 2 ffn]
     down: Linear  # [B, ffn] -> [B, H]
-    post2: Tensor | None  # [H], after the MLP
+    post_mlp_norm: Tensor | None  # [H], after the MLP
     local: bool  # uses the second rotation
 
 
@@ -124,15 +124,15 @@ class Decoder:
             norms = HeadNorms(self._scale(q_norm).float(), self._scale(k_norm).float(), self.shape.norm_eps)
 
         return _Layer(
-            norm1=self._scale(get(dense.ATTENTION_NORM)).to(self.dtype),
+            attention_norm=self._scale(get(dense.ATTENTION_NORM)).to(self.dtype),
             qkv=Linear(get(dense.QKV), None if bias is None else bias.to(self.dtype)),
             head_norms=norms,
-            o=Linear(get(dense.ATTENTION_OUT)),
-            post1=norm(gemma3.POST_ATTENTION_NORM),
-            norm2=self._scale(get(dense.MLP_NORM)).to(self.dtype),
+            attention_out=Linear(get(dense.ATTENTION_OUT)),
+            post_attention_norm=norm(gemma3.POST_ATTENTION_NORM),
+            mlp_norm=self._scale(get(dense.MLP_NORM)).to(self.dtype),
             gate_up=Linear(get(dense.GATE_UP)),
             down=Linear(get(dense.DOWN)),
-            post2=norm(gemma3.POST_MLP_NORM),
+            post_mlp_norm=norm(gemma3.POST_MLP_NORM),
             local=number in (self.shape.local_layers or ()),
         )
 
@@ -167,10 +167,10 @@ class Decoder:
         delta = None
         eps = self.shape.norm_eps
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self.ops.add_norm(x, delta, layer.norm1, eps))
-            delta = self._post(layer.o(attend(i, layer, qkv)), layer.post1)
-            gated = self._activate(layer.gate_up(self.ops.add_norm(x, delta, layer.norm2, eps)))
-            delta = self._post(layer.down(gated), layer.post2)
+            qkv = layer.qkv(self.ops.add_norm(x, delta, layer.attention_norm, eps))
+            delta = self._post(layer.attention_out(attend(i, layer, qkv)), layer.post_attention_norm)
+            gated = self._activate(layer.gate_up(self.ops.add_norm(x, delta, layer.mlp_norm, eps)))
+            delta = self._post(layer.down(gated), layer.post_mlp_norm)
         return self.ops.add_norm(x, delta, self.norm, eps)
 
     def step(self, pool: PagePool, rows: DecodeBatch, ids: Tensor) -> Tensor:

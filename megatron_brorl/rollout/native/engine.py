@@ -64,7 +64,7 @@ class TorchEngine:
         self._pool: PagePool | None = None
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine; tensors [any shape]."""
+        """See RolloutEngine."""
         received = receive(tensors, self.names, self.device, self.dtype)
         self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
@@ -83,7 +83,7 @@ class TorchEngine:
         return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
 
     def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See RolloutEngine; tensors [any shape]."""
+        """See RolloutEngine."""
         for _ in tensors:  # producing each tensor is a collective
             pass
 

@@ -50,9 +50,10 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     parameters = dict(actor.named_parameters())
     checked = 0
     for name, parameter in parameters.items():
-        index = int(parameter.grad.abs().argmax())  # where it matters most
+        index = int(parameter.grad.abs().argmax())  # the largest gradient
         flat = parameter.data.view(-1)
-        kept, h = flat[index].item(), 1e-6
+        kept = flat[index].item()
+        h = 1e-6
         with torch.no_grad():
             flat[index] = kept + h
             up = loss().item()

@@ -38,7 +38,7 @@ def gradient(logits: list[float], objective: Callable[[Tensor], Tensor]) -> Tens
 
 
 def expected(logits: list[float], n: int, advantages: Callable[[Tensor], Tensor]) -> Tensor:
-    """E[mean_i A_i grad log p(y_i)] over all 3^n draws of a softmax."""
+    """Return E[mean_i A_i grad log p(y_i)] over all 3^n draws of a softmax."""
     p = torch.tensor(logits, dtype=torch.float64).softmax(0)
     scores = torch.eye(3, dtype=torch.float64) - p  # grad log p(y) is the outcome's unit vector minus p
     total = torch.zeros(3, dtype=torch.float64)

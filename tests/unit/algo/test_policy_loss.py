@@ -1,4 +1,4 @@
-"""Advantages, selection and the clipped loss against computations written from the equations."""
+"""The policy loss, its KL estimates and weights against computations from the equations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_brorl.algo.policy_loss import (
 
 
 def loss_by_hand(lp, old, rollout, adv, divisor, low, high, cap):
-    """The objective of one token at a time in Python floats."""
+    """Return the loss from one token at a time, in Python floats."""
     total = 0.0
     for i in range(len(lp)):
         ratio = math.exp(lp[i] - old[i])
@@ -48,7 +48,8 @@ def test_policy_loss_value_and_gradient(cap):
     assert result.loss.item() == pytest.approx(loss_by_hand(values, *args), rel=1e-12)
     h = 1e-6
     for i in range(0, 200, 7):
-        up, down = list(values), list(values)
+        up = list(values)
+        down = list(values)
         up[i] += h
         down[i] -= h
         slope = (loss_by_hand(up, *args) - loss_by_hand(down, *args)) / (2 * h)
@@ -75,7 +76,8 @@ def test_without_old_log_probs_the_gradient_is_that_of_reinforce():
 
 def test_overflowing_ratio_and_empty_batch_stay_finite():
     lp = torch.tensor([0.0, -1e4], requires_grad=True)
-    half, settings = torch.full((2,), 0.5), PolicyLossSettings(is_cap=2.0)
+    half = torch.full((2,), 0.5)
+    settings = PolicyLossSettings(is_cap=2.0)
     tokens = PolicyTokens(lp.detach(), torch.tensor([-1.0, 1.0]), half, torch.tensor([-1e4, 0.0]))
     result = policy_loss(lp, torch.zeros(2), tokens, settings)
     result.loss.backward()
@@ -120,7 +122,8 @@ def test_kl_estimates_and_their_mean_gradients():
     logits = torch.randn(9, dtype=torch.float64, generator=g, requires_grad=True)
     log_p = logits.log_softmax(0)
     log_q = (logits.detach() + 0.01 * torch.randn(9, dtype=torch.float64, generator=g)).log_softmax(0)
-    forward, reverse = (log_p.exp() * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum()
+    forward = (log_p.exp() * (log_p - log_q)).sum()
+    reverse = (log_q.exp() * (log_q - log_p)).sum()
     for estimator, target in (("k1", None), ("k2", forward), ("k3", reverse)):
         estimate = kl_estimate(log_p - log_q, estimator)
         mean = (log_p.detach().exp() * estimate).sum()

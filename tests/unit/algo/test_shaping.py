@@ -41,7 +41,8 @@ def test_repeated_ngrams_are_counted_by_looking_back():
     ids = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(0))
     text = ids.tolist()
     for n in (1, 2, 4):
-        seen, repeated = [], 0
+        seen = []
+        repeated = 0
         for i in range(len(text) - n + 1):
             repeated += text[i : i + n] in seen
             seen.append(text[i : i + n])
@@ -52,7 +53,8 @@ def test_repeated_ngrams_are_counted_by_looking_back():
 
 def test_terms_add_up_and_the_cosine_is_for_right_responses():
     rewards = torch.tensor([[1.0, 0.0], [0.5, 1.0]])
-    tokens, repeats = torch.tensor([[10, 10], [20, 5]]), torch.tensor([[3, 0], [10, 0]])
+    tokens = torch.tensor([[10, 10], [20, 5]])
+    repeats = torch.tensor([[3, 0], [10, 0]])
     config = ShapingConfig(
         overlong_tokens=15,
         cosine_coef=2.0,

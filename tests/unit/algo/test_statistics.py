@@ -1,4 +1,4 @@
-"""pass@k against enumeration, the bootstrap against the normal approximation and itself."""
+"""Bootstrap intervals against the normal approximation and closed forms; Student's test against integration."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def test_tails_by_integration(t, degrees):
     density = np.exp(log_front - (degrees + 1) / 2 * np.log1p(x * x / degrees)) / (1 - s) ** 2
     density = np.append(density, 0.0)  # at infinity
     weights = np.ones(len(density))
-    weights[1:-1:2], weights[2:-1:2] = 4, 2
+    weights[1:-1:2] = 4
+    weights[2:-1:2] = 2
     assert student_tail(t, degrees) == pytest.approx(float((weights * density).sum() / 400_000 / 3), rel=1e-8)
 
 
@@ -129,7 +130,8 @@ def test_the_p_value_of_the_paper():
 
 
 def test_paired_test_written_out():
-    before, after = [0.25, 0.5, 1.0, 0.0, 0.75], [0.5, 0.5, 1.0, 0.25, 0.5]
+    before = [0.25, 0.5, 1.0, 0.0, 0.75]
+    after = [0.5, 0.5, 1.0, 0.25, 0.5]
     d = [b - a for a, b in zip(before, after, strict=True)]
     mean = math.fsum(d) / 5
     error = math.sqrt(math.fsum((x - mean) ** 2 for x in d) / 4 / 5)

@@ -284,7 +284,7 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(processes, tmp_p
         assert ended.value.code == code
         assert out.exists() == (code == 0)
     assert_same_weights(tmp_path / "hf", tmp_path / "checkpoints-best")
-    assert "elsewhere/latest: names no checkpoint; give the folder of one" in capsys.readouterr().err
+    assert "elsewhere/latest: does not name a checkpoint; give the folder of one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tensor", "tied"), [(1, True), (2, False)])

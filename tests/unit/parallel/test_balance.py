@@ -1,4 +1,4 @@
-"""Costs against counted operations and packed streams; assignments against exhaustive search and Graham's bound."""
+"""Costs against counted operations and packed streams; assignments against exhaustive search and bounds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_attention_against_counted_operations(kv_heads):
 
 
 def test_a_row_with_its_own_prompt_costs_its_tokens_and_pairs():
-    prompts, responses = ints(0, 10, 700, 3), ints(1, 90, 300, 997)
+    prompts = ints(0, 10, 700, 3)
+    responses = ints(1, 90, 300, 997)
     costs, setups = CostModel(1e-3, WHOLE, False).rows(prompts, responses, ints(0, 0, 1, 2))
     assert not setups.any()
     totals = (prompts + responses).tolist()
@@ -70,7 +71,9 @@ def test_costs_of_shared_prompts_are_the_tokens_of_packed_streams(limit):
 
 
 def test_a_prompt_that_is_not_worth_sharing_is_not_shared():
-    prompts, responses, families = ints(5, 5, 5), ints(900, 800, 1000), ints(0, 0, 0)
+    prompts = ints(5, 5, 5)
+    responses = ints(900, 800, 1000)
+    families = ints(0, 0, 0)
     assert not CostModel(0.0, WHOLE, True).rows(prompts, responses, families)[1].any()
     assert CostModel(0.0, WHOLE, True).rows(prompts * 100, responses, families)[1].all()
 
@@ -98,7 +101,8 @@ def test_assignments_are_within_grahams_bound(parts):
 def test_runs_of_siblings_exceed_the_mean_by_a_row_and_its_prompt_at_most():
     for seed in range(30):
         rng = np.random.default_rng(seed)
-        costs, families = rng.integers(1, 20, 60), rng.integers(0, 9, 60)
+        costs = rng.integers(1, 20, 60)
+        families = rng.integers(0, 9, 60)
         setups = rng.integers(0, 60, 9)[families]
         loads = loads_of(4, assign(costs, 4, families, setups), costs, families, setups)
         whole = loads_of(1, np.zeros_like(costs), costs, families, setups)[0]

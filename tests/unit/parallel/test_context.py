@@ -1,4 +1,4 @@
-"""The cut of a stream over context-parallel ranks: every token once, every prediction where its hidden state is."""
+"""The division of a stream over context-parallel ranks: every token once, every prediction with its hidden state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_prediction_has_one_rank(size):
 
 
 def test_a_rank_without_predictions_takes_part():
-    """A rank takes part in the collectives of a stream that it predicts nothing of, or that predicts nothing."""
+    """A rank takes part in collectives even if it predicts no token of a stream."""
     (short,) = pack([torch.tensor([1])], [torch.tensor([2])], 100, 8, segments_of=8)
     (nothing,) = pack([], [], 100, 8, segments_of=8)
     assert [len(share(short, rank, 4).predict) for rank in range(4)] == [1, 0, 0, 0]

@@ -81,7 +81,8 @@ def test_shared_prompts_are_stored_once_and_streams_contain_every_row(max_tokens
     batches = pack(prompts, responses, max_tokens, multiple, share=True)
     assert sorted(i for b in batches for i in b.rows) == list(range(40))
     for batch in batches:
-        stream, positions = batch.input_ids.tolist(), batch.position_ids.tolist()
+        stream = batch.input_ids.tolist()
+        positions = batch.position_ids.tolist()
         covered = [g.prefix + sum(c * n for c, n in g.segments) for g in batch.groups]
         assert sum(covered) == len(stream)
         assert len(stream) % multiple == 0
@@ -101,7 +102,8 @@ def test_shared_prompts_are_stored_once_and_streams_contain_every_row(max_tokens
 
 def test_prompts_are_not_shared_if_that_saves_nothing():
     prompts, responses = rows(20)
-    plain, shared = pack(prompts, responses, 50), pack(prompts, responses, 50, share=True)
+    plain = pack(prompts, responses, 50)
+    shared = pack(prompts, responses, 50, share=True)
     assert token_gain(prompts, responses, 50) < 1.1
     assert [b.rows for b in plain] == [b.rows for b in shared]
     assert token_gain([prompts[0]] * 20, [torch.zeros(1)] * 20, 50) == pytest.approx(20.0)
@@ -112,7 +114,8 @@ def test_prompts_are_not_shared_if_that_saves_nothing():
 def test_token_gain_counts_a_prompt_once_per_micro_batch(max_tokens, is_shared):
     """With prompts of 60 tokens and responses of 100, one, two or five siblings fit next to a prompt."""
     prompt = torch.arange(60)
-    prompts, responses = [prompt] * 20, [torch.zeros(100, dtype=torch.int64) for _ in range(20)]
+    prompts = [prompt] * 20
+    responses = [torch.zeros(100, dtype=torch.int64) for _ in range(20)]
     computed = sum(len(b.input_ids) for b in pack(prompts, responses, max_tokens, share=True))
     assert (computed < 20 * 159) == is_shared
     assert token_gain(prompts, responses, max_tokens) == pytest.approx(20 * 159 / computed)

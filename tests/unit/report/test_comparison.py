@@ -56,7 +56,7 @@ def test_comparison_against_values_by_hand(tmp_path):
     assert (everything["lost"], everything["gained"]) == (1, 1)
     assert "A pass@4 | B pass@4" in text
     assert "| 66.67% | 66.67% |" in text
-    assert "right answer among their samples in A alone: 1, in B alone: 1." in text
+    assert "right answer among their samples only in A: 1, only in B: 1." in text
     figure = comparison.comparison_figure(result)
     bars = [bar.get_height() for bar in figure.axes[0].patches]
     assert bars == pytest.approx([0.5, 0.75, 0.25, 0.25, 0.35, 0.45])
@@ -66,7 +66,7 @@ def test_comparison_against_values_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no prompts"),
+        ("", "contains no prompts"),
         ("[1]", "not written by `brorl evaluate`"),
     ],
 )
@@ -81,7 +81,7 @@ def test_a_file_without_answers_is_refused(tmp_path, text, message):
 def test_evaluations_of_different_prompts_are_refused():
     after = answers(0)
     del after["code", "b"]
-    with pytest.raises(UserError, match="1 prompts are in one of them only, for example 'b' of code in one/"):
+    with pytest.raises(UserError, match="1 prompts are only in one of them, for example 'b' of code in one/"):
         compare(answers(0), after, "one/", "two/")
 
 

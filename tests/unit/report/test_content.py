@@ -28,7 +28,7 @@ from megatron_brorl.report.content import (
     times_to_target,
 )
 from megatron_brorl.report.page import embed, select_siblings
-from megatron_brorl.train.evaluate import Answers, sum_up
+from megatron_brorl.train.evaluate import PromptResult, summarize
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +107,10 @@ def test_intervals_match_the_evaluation_of_the_run(folder):
         rows = groups(folder, f"evaluation_{found.steps:06d}")
         prompts = [SimpleNamespace(id=g["prompt_id"], verifier=g["verifier"], metadata={}) for g in rows]
         answers = [
-            Answers(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
+            PromptResult(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
             for i, (p, g) in enumerate(zip(prompts, rows, strict=True))
         ]
-        told = sum_up(answers, len(rows), EvaluateConfig(), seed=7)
+        told = summarize(answers, len(rows), EvaluateConfig(), seed=7)
         assert found.passes[1] == told.pass_at_1.as_dict()
         assert {k: p["mean"] for k, p in found.passes.items()} == pytest.approx(told.pass_at_k)
         assert found.tasks == pytest.approx(told.by_task)
@@ -147,10 +147,14 @@ def test_tasks_and_spread(folder, run):
         ({"prompts": 40, "rates": (0.8, 0.2)}, "bad", "It got worse: pass@1 fell from"),
         ({"rates": (0.5, 0.5), "evaluations": (0, 1)}, "unclear", "No change beyond chance: pass@1 went from"),
         ({"recorded": False}, "unclear", "pass@1 went from"),
-        ({"evaluations": ()}, "unclear", "Whether it learned is not known: there is no held-out"),
-        ({"evaluations": (0,)}, "unclear", "Whether it learned is not known: the one evaluation"),
+        ({"evaluations": ()}, "unclear", "Learning was not measured: there is no held-out"),
+        ({"evaluations": (0,)}, "unclear", "Learning was not measured: the only evaluation"),
         ({"rates": (0.0, 0.0), "ended": False}, "bad", "No change beyond chance: pass@1 went from 0.0% to 0.0%"),
-        ({"steps": 0, "evaluations": (), "recorded": False, "record": False, "ended": False}, "unclear", "Whether it"),
+        (
+            {"steps": 0, "evaluations": (), "recorded": False, "record": False, "ended": False},
+            "unclear",
+            "Learning was",
+        ),
     ],
 )
 def test_verdicts(tmp_path, options, tone, headline):

@@ -54,7 +54,7 @@ def test_a_run_that_learns_has_no_findings():
             ['reward.extract = "boxed" looks for it', r"\boxed{...}", "25% were cut off"],
         ),
         ({"reward": 0.0}, "none right", ["no response of 4,000 was right", "warm start (brorl sft)"]),
-        ({"reward": 1.0, "all_right_share": 1.0}, "all right", ["take harder prompts"]),
+        ({"reward": 1.0, "all_right_share": 1.0}, "all right", ["use harder prompts"]),
         (
             {"reward": 0.5, "reward_std": 0.0},
             "none right",

@@ -50,10 +50,10 @@ def test_every_chart_is_drawn_and_model_text_stays_text(tmp_path):
 @pytest.mark.parametrize(
     ("options", "charts", "said"),
     [
-        ([{"steps": 1, "evaluations": (0,), "ended": False}], 12, "the one evaluation, before the first step"),
+        ([{"steps": 1, "evaluations": (0,), "ended": False}], 12, "the only evaluation, before the first step"),
         ([{"evaluations": (), "recorded": False, "record": False}], 12, "No rollouts are recorded"),
-        ([{"steps": 0, "evaluations": (), "recorded": False, "ended": False}], 0, "No step is done yet"),
-        ([{}, {"rates": (0.1, 0.9)}], 2, "None that is recorded."),
+        ([{"steps": 0, "evaluations": (), "recorded": False, "ended": False}], 0, "No step is finished yet"),
+        ([{}, {"rates": (0.1, 0.9)}], 2, "No recorded key differs."),
     ],
 )
 def test_missing_records_leave_no_empty_section(tmp_path, options, charts, said):

@@ -70,8 +70,8 @@ def test_prompts_of_the_last_evaluation(ask):
         "0/3    2        3       c   what is c?",
         "1/3    2        3       b   what is b?",
         "3/3    1        3       a   what is a?",
-        "evaluation 4: 3 of 3 prompts, 44.4% of their 9 rollouts right; 9 rollouts to read",
-        "recorded are step 2 and evaluations 0, 4",
+        "evaluation 4: 3 of 3 prompts, 44.4% of their 9 rollouts right; 9 recorded rollouts",
+        "recorded: step 2 and evaluations 0, 4",
     ]
     assert ask("--limit", 1)[1:3] == ["0/3    2        3       c   what is c?", "2 more: --limit 0 shows all"]
 
@@ -81,7 +81,7 @@ def test_groups_of_a_step(ask):
         "right  answers  tokens  trained  id   prompt",
         "0/3    1        3       no       t/3  (not recorded)",
         "1/3    3        3       yes      t/0  what is t/0?",
-        "step 2: 2 of 2 prompts, 16.7% of their 6 rollouts right; 3 rollouts to read",
+        "step 2: 2 of 2 prompts, 16.7% of their 6 rollouts right; 3 recorded rollouts",
     ]
 
 
@@ -138,13 +138,13 @@ def test_filters_and_exports(ask, tmp_path, options, left):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--step", 7], "no step 7 there; there are step 2 and evaluations 0, 4"),
-        (["--prompt", "bb"], "nothing is recorded of prompt 'bb'; the nearest id is b"),
+        (["--step", 7], "no step 7 is recorded; try step 2 and evaluations 0, 4"),
+        (["--prompt", "bb"], "no rollout of prompt 'bb' is recorded; the most similar id is b"),
         (["--evaluation", 0, "--prompt", "t/0"], "evaluation 0 has no prompt 't/0' that passes the filters"),
         (["--limit", -1], "--limit -1: must not be negative"),
-        (["--export", "x.txt"], "x.txt: can be exported as .jsonl, .parquet"),
+        (["--export", "x.txt"], "x.txt: unknown format; use one of the endings .jsonl, .parquet"),
         (["--contains", "nobody says", "--export", "x.jsonl"], "x.jsonl: nothing to export"),
-        (["--export", "RUN/rollouts/x.jsonl"], "is the run's own; name another place"),
+        (["--export", "RUN/rollouts/x.jsonl"], "belongs to the run; write to another folder"),
     ],
 )
 def test_user_errors_are_one_line(ask, run, tmp_path, monkeypatch, options, said):

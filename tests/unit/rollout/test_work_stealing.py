@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from itertools import product
 
 import fakes
@@ -111,8 +110,7 @@ def test_an_engine_that_is_told_to_stop_begins_nothing_more():
 
     class Slow(fakes.Engine):
         def generate(self, requests, sampling, callbacks=None, supply=None):
-            while not callbacks.cancelled():
-                time.sleep(0.01)
+            callbacks._cancelled.wait()
             assert supply.next_requests(4) == []
             assert not supply.has_more()
             return []

@@ -141,7 +141,7 @@ def test_policy_gradient_with_a_group_mean_never_lowers_the_mass():
         rewards = _rewards(correct, right, wrong)
         weights = counts * (rewards - (counts * rewards).sum() / counts.sum())
         total = float(first_order(p, score_step(p, weights, counts.sum(), 1.0), correct).sum())
-        # In closed form: the centred rewards' sums over right and over wrong draws pull the same way.
+        # In closed form the sums of centred rewards over right and over wrong draws have the same effect.
         drawn = (p * weights)[correct].sum() * p[~correct].sum() - (p * weights)[~correct].sum() * p[correct].sum()
         assert total == pytest.approx(float(drawn / counts.sum()), rel=1e-9, abs=1e-17)
         assert total >= -1e-17

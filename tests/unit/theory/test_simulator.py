@@ -20,7 +20,7 @@ SMALL = Settings(vocabulary=300, correct=40, steps=60)
 
 
 def _by_torch(n: int, seed: int, s: Settings) -> list[float]:
-    """Q_pos after every step, from torch.optim and autograd on the loss as the paper writes it, over single draws."""
+    """Return Q_pos after every step, by torch.optim and autograd on the paper's loss over single draws."""
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
     z = torch.zeros(s.vocabulary, dtype=torch.float64)
     z[: s.correct] = 3.0
@@ -88,7 +88,7 @@ def test_prediction_is_the_general_form_of_the_theorem(monkeypatch):
 def test_the_split_of_adamw_adds_up():
     c = simulate(8, 1, SMALL)
     total = sum(c.column(name) for name in MOVED)
-    # Second order in a step of at most lr per logit: Q(1 - Q) lr^2 at most, and some.
+    # The error is of second order in a step of at most lr per logit, about Q (1 - Q) lr^2.
     np.testing.assert_allclose(c.column("measured"), total, atol=SMALL.lr**2)
     assert np.abs(c.column("measured")[1:]).min() > 3 * SMALL.lr**2
 

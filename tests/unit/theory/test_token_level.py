@@ -17,7 +17,7 @@ P = np.array([0.2, 0.5, 0.3])
 
 
 def every_outcome(n: int, worth: np.ndarray):
-    """All draws of n tokens and their rewards, [outcomes, n], and the probability of each."""
+    """Return all draws of n tokens and their rewards, [outcomes, n], and the probability of each."""
     token = np.array(list(itertools.product(range(3), repeat=n)))
     reward = np.array(list(itertools.product((0.0, 1.0), repeat=n)))
     token, reward = np.repeat(token, len(reward), axis=0), np.tile(reward, (len(token), 1))
@@ -27,7 +27,7 @@ def every_outcome(n: int, worth: np.ndarray):
 
 
 def levels(token: np.ndarray, reward: np.ndarray):
-    """token_level with every row [outcomes, n] as a position of its own."""
+    """Return token_level with every row [outcomes, n] as a separate position."""
     rows, n = token.shape
     logits = torch.from_numpy(np.log(P)).expand(rows, 3)
     position = torch.arange(rows).repeat_interleave(n)
@@ -40,7 +40,8 @@ def test_the_changes_are_unbiased(n, worth):
     """The mean over all draws is the true change; it is 0 if all tokens have the same success rate."""
     f = np.array(worth)
     token, reward, chance = every_outcome(n, f)
-    found, q = levels(token, reward), float(P @ f)
+    found = levels(token, reward)
+    q = float(P @ f)
     gradient = (n - 1) / n * float(np.square(P * (f - q)).sum())
     assert float(chance @ found.policy_gradient.numpy()) == pytest.approx(gradient, rel=1e-12, abs=1e-15)
 
@@ -60,7 +61,8 @@ def test_the_changes_are_unbiased(n, worth):
 def test_policy_gradient_is_the_mean_over_all_splits():
     """For six siblings: the mean over all halves of the product of the two covariances of token and reward."""
     rng = np.random.default_rng(0)
-    token, reward = rng.integers(0, 3, 6), rng.random(6)
+    token = rng.integers(0, 3, 6)
+    reward = rng.random(6)
 
     def covariance(part: list[int]) -> np.ndarray:
         onehot = np.eye(3)[token[part]]
@@ -92,7 +94,8 @@ def test_token_level_against_the_general_form():
         here = position == s
         counts = torch.bincount(token[here], minlength=30).double()
         worth = torch.zeros(30, dtype=torch.float64).index_add(0, token[here], reward[here]) / counts.clamp(min=1)
-        q, n = reward[here].mean(), counts.sum()
+        q = reward[here].mean()
+        n = counts.sum()
         seen = counts > 0
         weights = torch.where(seen, worth - q, 0.0)
         assert found.siblings[s] == n
@@ -141,7 +144,7 @@ VOCABULARY = 3
 
 
 def siblings(seed: int, n: int = 14, depth: int = 5) -> torch.Tensor:
-    """Responses of 0 (lost) to `depth` tokens of a small vocabulary, padded by -1."""
+    """Return responses of 0 (lost) to `depth` tokens of a small vocabulary, padded with -1."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (n, depth), generator=g)
     lengths = torch.randint(0, depth + 1, (n, 1), generator=g)
@@ -149,7 +152,7 @@ def siblings(seed: int, n: int = 14, depth: int = 5) -> torch.Tensor:
 
 
 def prefixes(tokens: torch.Tensor) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The prefix of every token (sibling, depth)."""
+    """Return the prefix of every token (sibling, depth)."""
     rows = [[x for x in row if x >= 0] for row in tokens.tolist()]
     return {(i, t): tuple(row[:t]) for i, row in enumerate(rows) for t in range(len(row))}
 

@@ -14,19 +14,21 @@ from megatron_brorl.theory.unsampled_mass import good_turing, hold_out, unseen_m
 
 
 def _policy(seed: int, outcomes: int = 300):
-    """A Zipf-like distribution over outcomes, a third of which is right."""
+    """Return a Zipf-like distribution over outcomes, a third of which is right."""
     rng = np.random.default_rng(seed)
     p = 1 / np.arange(1, outcomes + 1) ** rng.uniform(0.8, 1.6)
     return rng.permutation(p / p.sum()), rng.random(outcomes) < 0.35
 
 
 POLICIES = [_policy(seed) for seed in range(8)]
-N, REPETITIONS, HELD = 64, 200, [2, 4, 8, 16, 32]
+N = 64
+REPETITIONS = 200
+HELD = [2, 4, 8, 16, 32]
 
 
 @pytest.fixture(scope="module")
 def drawn():
-    """[REPETITIONS] lists of groups, N siblings each."""
+    """Draw [REPETITIONS] lists of groups, N siblings each."""
     rng = np.random.default_rng(100)
     return [[(x := rng.choice(len(p), size=N, p=p), right[x]) for p, right in POLICIES] for _ in range(REPETITIONS)]
 
@@ -40,7 +42,7 @@ def _truth(field: str, m: int) -> float:
 
 
 def test_hold_out_on_a_known_policy(drawn):
-    """Unbiased within 3 standard errors of 200 repetitions; 95% intervals that hold at least 93% of the time."""
+    """Estimates are unbiased within 3 standard errors of 200 repetitions; 95% intervals cover at least 93%."""
     curves = [hold_out(groups, HELD) for groups in drawn]
     for i, held in enumerate(HELD):
         m = N - held
@@ -80,12 +82,12 @@ def test_good_turing_by_hand():
 
 
 def test_intervals_without_repetitions():
-    """64 draws from 4,096 equal outcomes: often all differ, and the mass not seen is 1 - 64 / 4,096, not 1."""
+    """With 64 draws from 4,096 equal outcomes, often all differ; the unseen mass is 1 - 64 / 4,096, not 1."""
     right = np.arange(64) % 2 == 0
     g = good_turing(np.arange(64), right)
     assert (g.unseen_mass, g.unseen_right, g.singletons, g.high) == (1, 0.5, 64, 1)
     assert 0.85 < g.low < 1 - 64 / 4096
-    # Nothing seen twice: no second moment above that of the one pair that could have come, 3.69 times its weight.
+    # Without repetitions the upper end of the second moment is 3.69 times the largest weight of a pair.
     curve = hold_out([(np.arange(64), right)], [2, 32])
     for name in ("u_pos2", "u_neg2"):
         assert (curve[name][:2] == 0).all()
@@ -96,7 +98,7 @@ def test_intervals_without_repetitions():
     same = hold_out([(np.zeros(64, dtype=np.int64), right)], [2])
     assert (same["unsampled_mass"][0][0], same["unsampled_mass"][1][0]) == (0, 0)
     assert same["unsampled_mass"][2][0] == pytest.approx(3.688879 / 64)
-    # Where all outcomes differ the mass is 1, and no rounding puts it beyond its interval.
+    # If all outcomes differ, the mass is 1, and rounding does not put it outside of its interval.
     for n in range(4, 65):
         alone = hold_out([(np.arange(n), np.arange(n) % 2 == 0)] * 3, [2, n // 2])
         assert alone["unsampled_mass"][0] == pytest.approx(1)
@@ -109,7 +111,9 @@ def test_hold_out_is_the_average_over_all_splits():
     right = np.isin(outcomes, [0, 3])
     curve = hold_out([(outcomes, right)], [2, 3, 5])
     for i, h in enumerate((2, 3, 5)):
-        mass, pos, neg = [], [], []
+        mass = []
+        pos = []
+        neg = []
         for held in itertools.combinations(range(7), h):
             rest = set(outcomes[[j for j in range(7) if j not in held]])
             new = [outcomes[j] not in rest for j in held]
@@ -150,20 +154,22 @@ def test_equal_weights_give_the_interval_of_garwood():
 def test_intervals_of_unequal_weights_cover_their_mean():
     """Sums of three Poisson counts of very unequal weights: at least 95%, as Fay and Feuer found."""
     rng = np.random.default_rng(0)
-    weights, means = np.array([1.0, 0.1, 0.01]), np.array([0.5, 4.0, 60.0])
+    weights = np.array([1.0, 0.1, 0.01])
+    means = np.array([0.5, 4.0, 60.0])
     counts = rng.poisson(means, size=(4000, 3))
     low, high = weighted_counts(counts @ weights, counts @ weights**2, np.ones(4000))
     assert np.mean((low < weights @ means) & (weights @ means < high)) > 0.945
 
 
 def test_unseen_mass_by_hand():
-    """Either end is where the count's distance is 1.96 of its standard deviations there."""
+    """At either end the distance of the count is 1.96 of its standard deviations there."""
     for n, once, twice in ((100, 30, 10), (16, 7, 2), (512, 40, 3)):
         for end in unseen_mass(n, once, twice):
             assert 0 < end < 1
             assert abs(once - n * end) == pytest.approx(1.959964 * (n * end * (1 - end) + 2 * twice + 2) ** 0.5)
-    # Nothing came once: eight draws cannot exclude a mass of 1 - 0.025^(1/8). Nothing came twice: it may be all.
-    none, every = unseen_mass(8, 0, 0), unseen_mass(64, 64, 0)
+    # Without singletons, eight draws cannot exclude a mass of 1 - 0.025^(1/8). Without pairs, the mass may be 1.
+    none = unseen_mass(8, 0, 0)
+    every = unseen_mass(64, 64, 0)
     assert none[0] == 0
     assert none[1] >= 1 - 0.025 ** (1 / 8)
     assert unseen_mass(8, 8, 0)[1] == every[1] == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,10 +23,9 @@ RULES: dict[str, Callable[[list[int]], float]] = {
 
 
 def logged(answer: str, row: VerifierRow) -> float:
-    """1 for an even sum, after a while; who is judged is told in a file when it begins."""
+    """Return 1 for an even sum; append the row and the answer to a file."""
     with Path(row["metadata"]["log"]).open("a") as log:
         log.write(f"{row['id']}: {answer}\n")
-    time.sleep(0.02)
     return RULES["even"]([int(word) for word in answer.split()])
 
 

@@ -31,7 +31,9 @@ def values():
 
 def recursive(reward, v, gamma, lam):
     """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1} (Schulman et al. 2016, eq. 11 to 16)."""
-    found, after, next_value = [], 0.0, 0.0
+    found = []
+    after = 0.0
+    next_value = 0.0
     for t in reversed(range(len(v))):
         after = (reward if t == len(v) - 1 else 0.0) + gamma * next_value - v[t] + gamma * lam * after
         next_value = v[t]
@@ -47,7 +49,8 @@ def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
     credit = token_advantages(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
     raw = [recursive(r, x.tolist(), gamma, lam) for r, x in zip(EARNED, v, strict=True)]
     flat = [a for row in raw for a in row]
-    mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+    mean = statistics.fmean(flat)
+    std = statistics.pstdev(flat)
     returns = []
     for mine, goals, row, x in zip(credit.advantages, credit.returns, raw, v, strict=True):
         assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
@@ -62,7 +65,7 @@ def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
 
 @pytest.mark.parametrize("ops", OPS)
 def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
-    """gamma = lambda = 1 and V = 0: every token's advantage is its response's (REINFORCE++, section 3.3)."""
+    """With gamma = lambda = 1 and V = 0, tokens have the advantage of their response (REINFORCE++, section 3.3)."""
     algo = AlgoConfig(advantage="gae")
     zeros = [torch.zeros(n) for n in LENGTHS]
     credit = token_advantages(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
@@ -96,7 +99,7 @@ def test_kl_in_the_reward(replicas, ops, kind):
 
 @pytest.mark.parametrize("ops", OPS)
 def test_no_rows_and_equal_returns(replicas, ops):
-    """A replica without rows takes part; returns that do not vary leave no advantage and no variance to explain."""
+    """A replica without rows takes part; equal returns give advantages of 0 and no explained variance."""
     algo = AlgoConfig(advantage="gae")
     nothing = token_advantages(torch.zeros(0), [], [], None, algo, ops, replicas)
     assert len(nothing.advantages) == len(nothing.returns) == 0
@@ -131,12 +134,13 @@ def test_what_rollouts_earn(ops, kind):
     elif kind == "maxrl":
         expected = [[x / statistics.fmean(row) for x in part] for part, row in zip(centred, alive, strict=True)]
     elif kind == "pass_at_k":
-        expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # both others are wrong: nothing is right without the one
+        expected = [[-1, 2, -1], [0] * 4, [0] * 3]  # both others are wrong
     else:
         expected = centred
     if kind in ("pass_at_k", "reinforce_pp_baseline"):
         flat = [x for row in expected for x in row]
-        mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+        mean = statistics.fmean(flat)
+        std = statistics.pstdev(flat)
         kl = replace(algo, kl_coef=0.1, kl_in="reward")  # token_advantages whitens then, not this
         table = rollout_advantages(outcomes(), [0, 1, 2], kl, ops)
         assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)

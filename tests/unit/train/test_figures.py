@@ -72,7 +72,7 @@ def test_own_seconds_leave_the_wait_for_others_out():
         Span("reduce gradients", 8.0, 11.0, {}),
         Span("optimizer step", 6.0, 12.0, {"flops": 21.0}),
     ]
-    own = throughput.own_figures(Timeline(spans=spans))
+    own = throughput.rank_values(Timeline(spans=spans))
     assert own["train"] == 2.0 + 6.0 - 3.0
     assert (own["generate"], own["sampled_tokens"]) == (4.0, 80.0)
     assert (own["update_s"], own["update_flops"], own["forward_s"], own["forward_flops"]) == (6.0, 21.0, 2.0, 7.0)

@@ -74,7 +74,7 @@ def test_figures_are_over_survivors_of_closed_groups(outcomes):
 @pytest.mark.parametrize("of", ["prompts", "siblings"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_mini_batches_do_not_depend_on_the_cut(of, count):
-    """However the rows are spread over replicas, every one is trained once, in the same optimizer step."""
+    """Every row is trained once, in the same optimizer step for any distribution over replicas."""
     kept = [0, 5, 6]
     rows = [r for r in all_rows() if r.group in kept and r.rollout.finish != "cut"]
     whole = [{(rows[i].group, rows[i].rollout.index) for i in part} for part in mini_batches(rows, kept, count, of)]

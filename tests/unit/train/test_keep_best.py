@@ -16,7 +16,7 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.train.console import evaluation_metrics
 from megatron_brorl.train.evaluate import Evaluation
-from megatron_brorl.train.keep_best import keep_last
+from megatron_brorl.train.state import mark_last_as_best
 
 ROWS = {"rollout": {"n": 4, "prompts": 2}, "theory": {"every": 0}}
 
@@ -144,9 +144,9 @@ def test_the_evaluation_at_the_end_counts(processes, model, tmp_path):
     trainer = trainer_of(model, processes, tmp_path, of(0.5, 0.25), steps=3)
     assert trainer.run(None, _Silent(), lambda: False)
     assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
-    keep_last(trainer.config, trainer.state, evaluation_metrics(evaluation(0.5)))  # a tie
+    mark_last_as_best(trainer.config, trainer.state, evaluation_metrics(evaluation(0.5)))  # a tie
     assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
-    keep_last(trainer.config, trainer.state, evaluation_metrics(evaluation(0.75)))
+    mark_last_as_best(trainer.config, trainer.state, evaluation_metrics(evaluation(0.75)))
     assert there(tmp_path) == ({"step_00000003"}, 3, Best(3, "pass_at_1", 0.75))
     # With more steps the run goes on from what the pointer says, which run.json cannot know.
     again = trainer_of(model, processes, tmp_path, of(0, 0, 0, 0.625), steps=9)

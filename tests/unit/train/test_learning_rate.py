@@ -87,7 +87,7 @@ def trainer_of(model, processes, changes, tmp_path=None):
     trainer = make_trainer(model[0], processes, configured({**base, **changes}), fakes.Engine())
     trainer.rollouts = replace(trainer.rollouts, pool=Pool())
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 

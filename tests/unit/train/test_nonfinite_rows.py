@@ -1,4 +1,4 @@
-"""NaN and infinities in a step: rows are left out against the step written out, updates are skipped, runs end."""
+"""NaN and infinities in a step: rows are left out, updates are skipped, runs end; compared with a step by hand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.train.nonfinite import nonfinite_steps
 from megatron_brorl.train.sft import sft
 
-N, TOKENS = 32, 12
-NAN, INF = float("nan"), float("inf")
+N = 32
+TOKENS = 12
+NAN = float("nan")
+INF = float("inf")
 ROWS = {("p/0", 3): NAN, ("p/1", 0): -INF, ("p/1", 31): INF, ("p/2", 17): NAN}  # of the engine's log-probs
 PPO = {"algo": {"advantage": "gae"}, "critic": {"lr": 2e-3}}
 
@@ -29,12 +31,12 @@ def trainer_of(model, processes, changes, nonfinite=None):
     engine = fakes.Engine(nonfinite=nonfinite or {})
     trainer = make_trainer(model[0], processes, configured({**base, **changes}), engine)
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 
 def groups_of(seed):
-    """Prompts, responses and rewards of the first step; a response that was cut off is wrong."""
+    """Return prompts, responses and rewards of the first step; a response that was cut off is wrong."""
     groups = []
     for prompt in fakes.prompts(3):
         rows = responses(seed, prompt, N, TOKENS)
@@ -44,7 +46,7 @@ def groups_of(seed):
 
 
 def token_of_few(groups):
-    """A token that no prompt has, and the rows that the model reads it in (a last token is only predicted)."""
+    """Return a token that no prompt has, and the rows in which the model reads it (a last token is only predicted)."""
     asked = {token for prompt, _, _ in groups for token in prompt.token_ids}
     for token in set(range(3, tiny.VOCAB)) - asked:
         rows = {(p.id, i) for p, found, _ in groups for i, row in enumerate(found) if token in row[:-1]}
@@ -71,7 +73,7 @@ def poison_gradients(module, active=lambda: True):
 
 
 def assert_step_without(values, trainer, model, left_out):
-    """The figures are those of the step written out: baselines with all rows, loss and divisor without left_out."""
+    """Compare the metrics with a step by hand: baselines with all rows, loss and divisor without left_out."""
     groups = groups_of(trainer.config.run.seed)
     loss, norm, tokens = update(model[1], groups, trainer.config.algo.is_cap, left_out)
     assert (values["nonfinite_rows"], values["updates"], values["updates_skipped"]) == (len(left_out), 1, 0)
@@ -122,13 +124,14 @@ def value_loss(left_out):
 
 @pytest.mark.parametrize("changes", [{"algo": {"mini_batches": 2, "epochs": 2}}, PPO], ids=["two epochs", "gae"])
 def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
-    """Found in whichever pass, a row is left out of all: as if the engine had given no log-prob of it."""
+    """A row with NaN in one pass is left out of all, as if its engine log-probs were NaN."""
     critic = "critic" in changes
     first = trainer_of(model, processes, changes)
     token, left_out = token_of_few(groups_of(first.config.run.seed))
     poison(first.critic.critic if critic else first.worker.actor, token)
     second = trainer_of(model, processes, changes, dict.fromkeys(left_out, NAN))
-    values, expected = first.train_step()[0], second.train_step()[0]
+    values = first.train_step()[0]
+    expected = second.train_step()[0]
     for key in ("nonfinite_rows", "finite_rows", "updates", "trained_tokens", "loss", "grad_norm", "reward"):
         assert values[key] == expected[key], key
     assert (values["nonfinite_rows"], values["updates_skipped"]) == (len(left_out), 0)
@@ -143,7 +146,7 @@ def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
 
 @pytest.mark.parametrize("what", ["rows", "gradients"])
 def test_a_run_ends_after_so_many_steps_in_a_row(processes, model, tmp_path, what):
-    """Two such steps, one that is none, and three: the run ends after the sixth, which is saved."""
+    """After two such steps, a good one and three more, the run ends; the sixth step is saved."""
     changes = {
         "run": {"seed": 3, "dir": str(tmp_path)},
         "train": {"steps": 20, "max_nonfinite_steps": 3},
@@ -169,14 +172,14 @@ def test_a_run_ends_after_so_many_steps_in_a_row(processes, model, tmp_path, wha
 @pytest.mark.parametrize(
     ("figures", "expected"),
     [
-        ({"updates_skipped": 0.0, "nonfinite_rows": 0.0, "finite_rows": 0.0}, 0),  # nothing was kept
+        ({"updates_skipped": 0.0, "nonfinite_rows": 0.0, "finite_rows": 0.0}, 0),  # no group was kept
         ({"updates_skipped": 0.0, "nonfinite_rows": 5.0, "finite_rows": 5.0}, 0),
         ({"updates_skipped": 0.0, "nonfinite_rows": 6.0, "finite_rows": 5.0}, 3),
         ({"updates_skipped": 1.0, "nonfinite_rows": 0.0, "finite_rows": 5.0}, 3),
         ({"updates_skipped": 0.0, "critic_updates_skipped": 1.0, "nonfinite_rows": 0.0, "finite_rows": 5.0}, 3),
     ],
 )
-def test_what_counts_as_a_step_that_is_not_finite(figures, expected):
+def test_steps_that_count_as_nonfinite(figures, expected):
     assert nonfinite_steps(2, figures) == expected
 
 
@@ -205,7 +208,7 @@ def test_a_checkpoint_never_holds_what_is_not_finite(processes, model, tmp_path,
 
 
 def breaking(trainer):
-    """An optimizer step with a finite gradient that leaves a weight infinite (an overflow); the weight's name."""
+    """Make a weight infinite in an optimizer step whose gradient is finite; return the weight's name."""
     train = trainer.worker.train
 
     def broken(*arguments):
@@ -245,7 +248,8 @@ def test_supervised_training_stops_where_it_is_not_finite(processes, model, lr, 
 
 def test_weights_that_an_update_breaks_reach_no_engine(processes, model):
     trainer = trainer_of(model, processes, {})
-    name, engine = breaking(trainer), trainer.rollouts.engine.engine
+    name = breaking(trainer)
+    engine = trainer.rollouts.engine.engine
     with pytest.raises(UserError, match=rf"^the state after 1 step, actor: weights that are not finite: {name}; "):
         trainer.train_step()
     assert engine.verbs.count("update_weights") == 1  # before the step

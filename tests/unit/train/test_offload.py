@@ -1,4 +1,4 @@
-"""Memory that goes away and comes back: the same bits, the same views, and nothing left meanwhile."""
+"""Offloaded memory: the same bits and views after a reload, and no device memory in between."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_bytes_and_views_come_back():
     before = [v.clone() for v in views]
     offload = Offload(lambda: views, lambda: [dropped])
     offload.offload()
-    offload.offload()  # the second one finds nothing
+    offload.offload()  # the second call has no effect
     assert [v.untyped_storage().nbytes() for v in (base, *views, dropped)] == [0] * 6
     offload.reload()
     offload.reload()

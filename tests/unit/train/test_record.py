@@ -37,7 +37,7 @@ def trainer_of(model, grid, folder, run=None, **sections):
     trainer = make_trainer(model[0], grid, config, fakes.Engine())
     folder.mkdir(exist_ok=True)
     trainer.recorder = Recorder(folder, config, fakes.Tokenizer().decode, (fakes.STOP,), grid.rank)
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 
@@ -142,7 +142,7 @@ def test_a_resumed_run_records_the_same_bytes(processes, model, tmp_path):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
                 second.restore(checkpoint.find(tmp_path / "checkpoints"))
-            second.refit()
+            second.sync_weights()
         for _ in range(steps):
             trainer.train_step()
         if trainer is first:

@@ -12,7 +12,8 @@ from megatron_brorl.train.reference import ReferencePolicy
 
 
 def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch.nn.Linear, list[str]]:
-    actor, calls = torch.nn.Linear(2, 1), []
+    actor = torch.nn.Linear(2, 1)
+    calls = []
     worker: Any = SimpleNamespace(
         actor=actor,
         reload=lambda: None,
@@ -32,7 +33,7 @@ def test_on_a_stall_of_the_evaluation():
     reference, _, _ = make(reset_patience=2)
     found = []
     for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
-        reference.stall.record(score)
+        reference.early_stopping.record(score)
         found.append(bool(reference.due(1)))
         if found[-1]:
             reference.reset()
@@ -53,7 +54,7 @@ def test_a_reset_copies_the_actor_and_starts_the_optimizer_anew_where_asked():
         assert calls == (["optimizer"] if asked else [])
 
 
-def test_it_waits_in_host_memory_where_asked():
+def test_the_reference_is_in_host_memory_with_offload():
     """Offloading frees the memory. log_probs restores the weights, and the actor's weights do not change."""
     for offload in (True, False):
         reference, actor, _ = make(offload)

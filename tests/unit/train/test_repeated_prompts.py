@@ -69,7 +69,7 @@ def asked(trainer) -> list[list[tuple[str, int, int, int, list[int]]]]:
 def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, tmp_path, rollout):
     """Three rows in groups of four: every step repeats one. Resumed after two steps, it is the same bit for bit."""
     whole = trainer_of(model, processes, tmp_path, 3, **rollout)
-    whole.refit()
+    whole.sync_weights()
     figures = [whole.train_step()[0] for _ in range(5)]
     for call in whole.rollouts.engine.engine.calls:
         for request in call:
@@ -79,15 +79,15 @@ def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, t
     assert any(r.begun for call in whole.rollouts.engine.engine.calls for r in call) == ("partial_tokens" in rollout)
 
     first = trainer_of(model, processes, tmp_path, 3, **rollout)
-    first.refit()
+    first.sync_weights()
     got = [first.train_step()[0] for _ in range(2)]
     first.save()
     second = trainer_of(model, processes, tmp_path, 3, **rollout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
         second.restore(checkpoint.find(tmp_path / "checkpoints"))
-    assert second.state.carried.groups == first.state.carried.groups
-    second.refit()
+    assert second.state.partial.groups == first.state.partial.groups
+    second.sync_weights()
     got += [second.train_step()[0] for _ in range(3)]
     assert list(map(repr, got)) == list(map(repr, figures))  # nan equals nan, and nothing else is let pass
     assert asked(first) + asked(second) == asked(whole)
@@ -104,12 +104,12 @@ def rate(key: int, samples: int) -> float:
 
 def test_evaluations_tell_groups_of_one_prompt_apart(processes, model, tmp_path):
     trainer = trainer_of(model, processes, tmp_path, 3)
-    trainer.refit()
+    trainer.sync_weights()
     a, b = fakes.prompts(2)
     sampling = Sampling(1.0, 1.0, 0, TOKENS, (fakes.STOP,))
     found = sample_answers(trainer.rollouts, [a, b, a], 40, sampling, "s")
     keys = [stream_key(SEED, "s", "p/0"), stream_key(SEED, "s", "p/1"), stream_key(SEED, "s", 1, "p/0")]
-    assert [(x.prompt.id, x.place) for x in found] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
+    assert [(x.prompt.id, x.index) for x in found] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
     assert [x.right / x.samples for x in found] == [rate(key, 40) for key in keys]
     assert found[0].right != found[2].right
 
@@ -125,9 +125,9 @@ def test_an_engine_that_repeats_itself_is_named(processes, model):
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, same)
     trainer.rollouts = replace(trainer.rollouts, engine=type(trainer.rollouts.engine)(engine, 60.0))
     trainer.stop_ids = ()
-    trainer.refit()
+    trainer.sync_weights()
     with pytest.raises(UserError, match=r"came several times for one prompt.* \(prompt p/\d: sibling 0\)") as caught:
         trainer.train_step()
     assert 'rollout.engine = "torch"' in str(caught.value)
-    assert "start anew with the other ops.implementation" in str(caught.value)
+    assert "start again with the other ops.implementation" in str(caught.value)
     assert "trtllm" not in str(caught.value)

@@ -31,7 +31,7 @@ def test_the_next_step_takes_them(processes, model, tmp_path, after, critic):
 
     resumed = trainer_of(model, processes, {**algo, "optim": {**BEFORE, **after}}, tmp_path)
     resumed.restore(tmp_path / "checkpoints" / "step_00000002")
-    resumed.refit()
+    resumed.sync_weights()
     stage = resumed.critic if critic else resumed.worker
     before = {name: p.detach().clone().double() for name, p in stage.module.named_parameters()}
     adam = stage.optimizer.chained_optimizers[0].optimizer
@@ -70,9 +70,9 @@ def test_fewer_siblings_and_prompts(processes, model, tmp_path):
     first.save()
     resumed = trainer_of(model, processes, {"rollout": {"n": 4, "prompts": 2, "temperature": 0.5}}, tmp_path)
     resumed.restore(tmp_path / "checkpoints" / "step_00000002")
-    resumed.refit()
+    resumed.sync_weights()
     engine = resumed.rollouts.engine.engine
     metrics, _ = resumed.train_step()
     assert metrics["rollouts"] == 8
     assert [request.prompt.id for request in engine.calls[-1]] == ["p/6", "p/7"]
-    assert resumed.state.taken == replace(resumed.state.taken, rounds=3, prompts=8)
+    assert resumed.state.position == replace(resumed.state.position, rounds=3, prompts=8)

@@ -38,14 +38,15 @@ def step(model, processes, temperature, top_p=1.0, top_k=0, **algo):
     engine = Engine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 64, sample_tokens)
     trainer = make_trainer(model[0], processes, config, engine)
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     metrics, _ = trainer.train_step()
     return metrics, engine.sampled
 
 
 def by_transformers(model, sampled, temperature, top_p, top_k):
     """Log-probabilities of all sampled tokens and the mass that the cut leaves at each, by transformers' model."""
-    whole, masses = [], []
+    whole = []
+    masses = []
     for prompt, rollout in sampled:
         ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids.tolist()]])
         with torch.no_grad():
@@ -54,7 +55,8 @@ def by_transformers(model, sampled, temperature, top_p, top_k):
         for row, token in zip(p, rollout.token_ids.tolist(), strict=True):
             ordered = sorted(row.tolist(), reverse=True)
             kept = ordered[: top_k or len(ordered)]
-            nucleus, mass = [], 0.0
+            nucleus = []
+            mass = 0.0
             for x in kept:
                 if mass >= top_p * sum(kept):
                     break

@@ -100,7 +100,7 @@ def test_what_the_disk_refused_meanwhile_is_made_up_for(processes, model, tmp_pa
     (said,) = (note for note in told.notes if note.startswith("warning: "))
     place = tmp_path / "checkpoints" / "step_00000002"
     assert said.startswith(f"warning: {place}: cannot be written: {os.strerror(errno.ENOSPC)}")
-    assert said.endswith("the run goes on and saves its present state")
+    assert said.endswith("training continues and saves its current state")
     assert steps(tmp_path) == ["latest", "step_00000003", "step_00000004"]
 
 

@@ -1,4 +1,4 @@
-"""The live mass balance of a whole step against transformers' softmax and the streams that the engine drew from."""
+"""The live mass balance of a whole step against transformers' softmax and the engine's random streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.train import diagnostics
 
-N, TOKENS, POSITIONS, DEPTH, TEMPERATURE = 200, 12, 40, 3, 0.8
+N = 200
+TOKENS = 12
+POSITIONS = 40
+DEPTH = 3
+TEMPERATURE = 0.8
 CHANGES = {
     "rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE},
     "theory": {"prompts": 2, "positions": POSITIONS},
@@ -26,15 +30,16 @@ CHANGES = {
 def step(processes, model):
     """Return the metrics of one step."""
     trainer = make_trainer(model[0], processes, configured(CHANGES), fakes.Engine())
-    trainer.refit()
+    trainer.sync_weights()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diagnostics, "MAX_POSITION", DEPTH)
         return trainer.train_step()[0]
 
 
 def drawn(prompt):
-    """Responses with their stop token, and verdicts."""
-    rows, right = [], []
+    """Return responses with their stop token, and whether they are right."""
+    rows = []
+    right = []
     for row in fakes.draws(stream_key(3, 0, prompt.id), range(N), TOKENS):
         stopped = fakes.STOP in row
         rows.append(row[: row.index(fakes.STOP) + 1] if stopped else row)
@@ -43,7 +48,7 @@ def drawn(prompt):
 
 
 def chosen():
-    """Two of the three prompts, by the keyed numbers of the step."""
+    """Return two of the three prompts by the keyed random numbers of the step."""
     key = torch.full((3,), stream_key(3, "theory", 0))
     order = uniforms(key, torch.arange(3), torch.zeros(3, dtype=torch.int64)).argsort()
     return [fakes.prompts(3)[i] for i in sorted(order[:2].tolist())]
@@ -54,7 +59,10 @@ def by_hand(model):
     count = 2 * POSITIONS
     key = torch.full((count,), stream_key(3, "theory", 0))
     us = uniforms(key, torch.arange(count), torch.ones(count, dtype=torch.int64)).view(2, -1).tolist()
-    figures, known, weights, tokens = [], [], [], 0
+    figures = []
+    known = []
+    weights = []
+    tokens = 0
     for prompt, numbers in zip(chosen(), us, strict=True):
         rows, right = drawn(prompt)
         tokens += sum(map(len, rows))
@@ -76,8 +84,10 @@ def by_hand(model):
                 logits = model(torch.tensor([[*prompt.token_ids, *prefix]])).logits[0, -1]
             p = (logits.double() / TEMPERATURE).softmax(-1).numpy()
             there = holders[tuple(prefix)]
-            next_token, worth = np.array([rows[j][t] for j in there]), right[there].astype(float)
-            q, n = worth.mean(), len(there)
+            next_token = np.array([rows[j][t] for j in there])
+            worth = right[there].astype(float)
+            q = worth.mean()
+            n = len(there)
             seen = np.isin(np.arange(tiny.VOCAB), next_token)
             better = np.array([worth[next_token == v].mean() - q if seen[v] else 0.0 for v in range(tiny.VOCAB)])
             s_r = better @ p
@@ -118,14 +128,16 @@ def test_token_level_figures(step, model):
 
 def test_answers(step):
     """The fake tokenizer prints tokens, so an answer is the response without its stop token; cut ones have none."""
-    distinct, singles, pairs = [], [], []
+    distinct = []
+    singles = []
+    pairs = []
     for prompt in fakes.prompts(3):
         rows, _ = drawn(prompt)
         answers = [tuple(row[:-1]) if row[-1] == fakes.STOP else None for row in rows]
         times = np.array([answers.count(a) for a in set(answers)])
         distinct.append(len(times))
         singles.append((times == 1).sum())
-        # Of two held-out siblings each is new where its answer came once, or where the other one has it too.
+        # A held-out sibling is new if its answer occurs once, or if only the other held-out sibling has it, too.
         pairs.append(((times == 1).sum() + 2 * (times == 2).sum() / (N - 1)) / N)
     values = step
     assert values["theory_good_turing/distinct"] == pytest.approx(np.mean(distinct))
@@ -138,6 +150,6 @@ def test_answers(step):
 
 def test_every_second_step(processes, model):
     trainer = make_trainer(model[0], processes, configured(CHANGES | {"theory": {"every": 2}}), fakes.Engine())
-    trainer.refit()
+    trainer.sync_weights()
     told = [any(k.startswith("theory_") for k in trainer.train_step()[0]) for _ in range(3)]
     assert told == [True, False, True]

@@ -30,7 +30,7 @@ def test_stale_tokens_are_weighted_by_what_they_were_sampled_with(processes, mod
     rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": BUDGET, "max_carried_steps": 2}
     config = configured({"rollout": rollout, "algo": {"mini_batches": updates}})
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
-    trainer.refit()
+    trainer.sync_weights()
     seen = []
     train = update.update_policy
     monkeypatch.setattr(
@@ -75,7 +75,7 @@ def test_what_the_watchdog_cuts_goes_on(processes, model):
     rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "max_carried_steps": 3, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
-    trainer.refit()
+    trainer.sync_weights()
     for step in range(3):
         if step == 2:
             engine.stall.clear()
@@ -86,17 +86,17 @@ def test_what_the_watchdog_cuts_goes_on(processes, model):
         asked = [(r.prompt.id, r.first, r.n, [b.index for b in r.begun]) for r in engine.calls[-1]]
         new = [(p.id, 0, N, []) for p in fakes.prompts(PROMPTS, PROMPTS * step)]
         assert asked == ([("p/1", 5, 1, [5])] if step else []) + new
-    assert not trainer.state.carried.groups
+    assert not trainer.state.partial.groups
 
 
 def test_a_group_that_is_carried_too_long_closes_without_the_rest(processes, model):
     rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "max_carried_steps": 1, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
-    trainer.refit()
+    trainer.sync_weights()
     first, _ = trainer.train_step()
     assert (first["lost_share"], first["carried"], first["rollouts"]) == (0, 1, N)
     second, _ = trainer.train_step()
     assert second["lost_share"] == 1 / (2 * N + 1)
     assert (second["carried"], second["rollouts"]) == (0, 3 * N - 1)
-    assert not trainer.state.carried.groups
+    assert not trainer.state.partial.groups

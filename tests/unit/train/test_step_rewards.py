@@ -63,7 +63,7 @@ def trainer_of(model, processes, pool, rules, changes):
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.train_source = Source(rules)
     trainer.rollouts = replace(trainer.rollouts, pool=pool)
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 

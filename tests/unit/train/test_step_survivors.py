@@ -35,7 +35,7 @@ def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
     engine = fakes.Engine(lose={KILLED}, stall={STALLED}, deaf=release if deaf else None)
     config = configured({"rollout": {"n": N, "prompts": 2, "timeout_s": LIMIT, "max_lost_share": 0.01}})
     trainer = make_trainer(model[0], processes, config, engine, grace)
-    trainer.refit()
+    trainer.sync_weights()
     values, seconds = trainer.train_step()
     release.set()
     late = LIMIT + grace if deaf else LIMIT
@@ -63,7 +63,7 @@ def test_too_many_lost_end_the_run_in_one_line(processes, model):
     lose = {("p/1", i) for i in range(5)}
     config = configured({"rollout": {"n": 32, "prompts": 2, "max_lost_share": 4 / 64}})
     trainer = make_trainer(model[0], processes, config, fakes.Engine(lose=lose))
-    trainer.refit()
+    trainer.sync_weights()
     with pytest.raises(
         UserError, match=r"step 0: 5 of 64 rollouts were lost, more than rollout\.max_lost_share = 0\.0625"
     ):
@@ -81,9 +81,7 @@ def test_a_stuck_engine_saves_and_says_how_to_go_on(processes, model, tmp_path):
     trainer.held_out = []
     with (
         progress(3, "train", False) as p,
-        pytest.raises(
-            UserError, match=r"did not stop when told to .* the state after 2 steps is saved: start the same"
-        ),
+        pytest.raises(UserError, match=r"did not stop when told to .* the state after 2 steps is saved: run the same"),
     ):
         trainer.run(None, p, lambda: False)
     release.set()
@@ -91,10 +89,10 @@ def test_a_stuck_engine_saves_and_says_how_to_go_on(processes, model, tmp_path):
     assert found.name == "step_00000002"
     resumed = make_trainer(model[0], processes, config, fakes.Engine())
     resumed.restore(found)
-    resumed.refit()
+    resumed.sync_weights()
     got, _ = resumed.train_step()
     undisturbed = make_trainer(model[0], processes, config, fakes.Engine(lose={("p/5", 3)}))
-    undisturbed.refit()
+    undisturbed.sync_weights()
     expected = [undisturbed.train_step()[0] for _ in range(3)]
     assert expected[1]["lost_share"] == 1 / 128
     for metrics in (got, expected[2]):

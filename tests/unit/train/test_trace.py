@@ -6,7 +6,7 @@ import json
 
 from megatron_brorl.parallel import collectives
 from megatron_brorl.tracking.timeline import Timeline
-from megatron_brorl.train.trace import write_trace
+from megatron_brorl.train.throughput import write_trace
 
 
 def recorded(*ticks: float) -> Timeline:

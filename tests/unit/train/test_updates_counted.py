@@ -1,4 +1,4 @@
-"""Only optimizer steps that were taken count, for warm-up, staleness and the version of the weights."""
+"""Only applied optimizer steps count for warm-up, staleness and the version of the weights."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def trainer_of(model, processes, changes, tmp_path=None):
     trainer = make_trainer(model[0], processes, configured(merged), fakes.Engine())
     trainer.rollouts = replace(trainer.rollouts, pool=Pool())
     trainer.held_out = []
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 
 def poison_gradients(stage, active):
-    """Make the gradient of every update in which active() holds NaN."""
+    """Make the gradient of an update NaN if active()."""
 
     def hook(_module, _args, output):
         if output.requires_grad and active():
@@ -51,7 +51,7 @@ def poison_gradients(stage, active):
 
 
 def versions(trainer):
-    """The version that the state, the engine and Adam's own counter say the weights have."""
+    """Return the version of the weights by the state, the engine and Adam's counter."""
     optimizer = trainer.worker.optimizer.chained_optimizers[0].optimizer
     steps = {int(s["step"]) for s in optimizer.state.values()} or {0}
     assert len(steps) == 1
@@ -95,9 +95,10 @@ def test_a_mini_batch_without_a_row_counts_nothing(processes, model):
 
 
 def test_an_update_that_is_not_applied_counts_nothing(processes, model):
-    """The first step of two mini-batches is spoiled whole, the second in its first mini-batch."""
+    """Both mini-batches of the first step and the first one of the second step have a NaN gradient."""
     trainer = trainer_of(model, processes, {})
-    train, calls = trainer.worker.train, []
+    train = trainer.worker.train
+    calls = []
 
     def counted(*arguments):
         calls.append(1)
@@ -146,7 +147,7 @@ def test_evaluations_while_the_actor_waits_do_not_end_the_run(processes, model, 
     }
     trainer = trainer_of(model, processes, changes, tmp_path)
     trainer.held_out = fakes.prompts(2, 1000)
-    trainer.state.stall.best = 1.0  # no evaluation is better
+    trainer.state.early_stopping.best = 1.0  # no evaluation is better
     trainer.run(None, _Silent(), lambda: False)
     # The first evaluation that counts is that of step 4.
     assert trainer.state.step == 5
@@ -160,7 +161,7 @@ def test_tokens_are_as_old_as_the_updates_since(processes, model):
     assert sum(v["rollouts"] for v in found) > 0
     assert {v["updates"] for v in found} == {0}
     assert {v["staleness_max"] for v in found} == {0}
-    spans = [row.rollout.spans for row in trainer.state.carried.rows]
+    spans = [row.rollout.spans for row in trainer.state.partial.rollouts]
     assert spans
     assert {version for own in spans for version, _ in own} == {0}
 
@@ -173,7 +174,7 @@ def test_a_resumed_run_goes_on_counting(processes, model, tmp_path):
     trainer.save()
     again = trainer_of(model, processes, {}, tmp_path)
     again.restore(tmp_path / "checkpoints" / "step_00000003")
-    again.refit()
+    again.sync_weights()
     assert versions(again) == (2, 2, 2)
     values, _ = again.train_step()
     assert values["lr"] == pytest.approx(1e-3 * 4 / 100)

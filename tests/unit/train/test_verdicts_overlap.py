@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,13 +39,25 @@ class _Deaf:
         return False
 
 
+class Pool(RewardPool):
+    """Releases a semaphore for each score."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 60.0, make="step_verifiers:make")
+        self.scored = threading.Semaphore(0)
+
+    def submit(self, request):
+        score = super().submit(request)
+        score.add_done_callback(lambda _: self.scored.release())
+        return score
+
+
 @dataclass
 class Clocked(fakes.Engine):
-    """Rollouts end at the tick of their last token. The last tick comes when all that ended before are being judged:
-    an engine that is heard only at its end would wait for ever."""
+    """Delivers rollouts in the order of their lengths. The longest ones come when all others have been scored."""
 
-    log: Path = Path()
-    waited_for: int = 0
+    pool: Pool | None = None
+    scored: int = 0  # rollouts that were scored before the call returned
 
     def generate(self, requests, sampling, callbacks=None, supply=None):
         groups = super().generate(requests, sampling, _Deaf())
@@ -54,12 +66,8 @@ class Clocked(fakes.Engine):
             for _, request, rollout in (end for end in ends if end[0] == tick):
                 callbacks.finished(request, rollout)
 
-        # An answer is the tokens without the stop token; equal ones are judged once.
-        early = {(i, *r.token_ids.tolist()[:-1]) for length, i, r in ends if length < TOKENS}
-        self.waited_for, end = len(early), time.monotonic() + 60
-        while not self.log.exists() or len(self.log.read_text().splitlines()) < len(early):
-            assert time.monotonic() < end, "nothing is judged before generation ends"
-            time.sleep(0.01)
+        self.scored = sum(length < TOKENS for length, _, _ in ends)
+        assert all(self.pool.scored.acquire(timeout=60.0) for _ in range(self.scored))
         return groups
 
 
@@ -70,7 +78,7 @@ def known(monkeypatch):
 
 @pytest.fixture
 def pool():
-    with RewardPool(2, 60.0, make="step_verifiers:make") as pool:
+    with Pool() as pool:
         yield pool
 
 
@@ -78,18 +86,18 @@ def trainer_of(model, processes, pool, engine, log):
     trainer = make_trainer(model[0], processes, configured({"rollout": {"n": N, "prompts": 2}}), engine)
     trainer.train_source = Source(log)
     trainer.rollouts = replace(trainer.rollouts, pool=pool)
-    trainer.refit()
+    trainer.sync_weights()
     return trainer
 
 
 def test_what_ended_early_is_judged_before_generation_ends(processes, pool, model, tmp_path):
     log, other = tmp_path / "log", tmp_path / "other"
-    engine = Clocked(log=log)
+    engine = Clocked(pool=pool)
     trainer = trainer_of(model, processes, pool, engine, log)
     values, seconds = trainer.train_step()
     rows = {p.id: responses(trainer.config.run.seed, p, N, TOKENS) for p in fakes.prompts(2)}
     stopped = [(name, row[:-1]) for name, found in rows.items() for row in found if row[-1] == fakes.STOP]
-    assert engine.waited_for > 10
+    assert engine.scored > 10
     # Cut-off responses are not looked at; each answer of a prompt is judged once.
     told = {f"{name}: {' '.join(map(str, row))}".strip() for name, row in stopped}
     assert sorted(line.strip() for line in log.read_text().splitlines()) == sorted(told)

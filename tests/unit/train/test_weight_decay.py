@@ -20,9 +20,10 @@ from megatron_brorl.train.sft import sft_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # inside Megatron
-PROMPTS, RESPONSES = [torch.tensor([5, 9])], [torch.tensor([7, 4, 2])]
+PROMPTS = [torch.tensor([5, 9])]
+RESPONSES = [torch.tensor([7, 4, 2])]
 OPTIM = OptimConfig(lr=0.5, weight_decay=0.25, clip_grad=1.0)
-LR = 0.125  # of the steps: what schedules make of OPTIM.lr
+LR = 0.125  # learning rates of the steps
 
 
 def stage_of(kind, directory, processes, optim, distributed=False):
@@ -33,7 +34,7 @@ def stage_of(kind, directory, processes, optim, distributed=False):
 
 
 def step(stage):
-    """One optimizer step with a gradient of zero; parameters before and after it."""
+    """Take one optimizer step with a gradient of zero; return the parameters before and after it."""
 
     def loss(_batch, head):
         found = head if isinstance(stage, CriticWorker) else head.log_probs()[0]

@@ -1,4 +1,4 @@
-"""The decision of train.verify_reshard: no false alarm from bfloat16 rounding, and each planted fault is found."""
+"""The limits of train.verify_reshard: no false alarm from bfloat16 rounding, and planted faults are found."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from megatron_brorl.config.schema import Config, ModelConfig, RolloutConfig
 from megatron_brorl.train.weight_sync import PROMPTS, SIBLINGS, TOKENS, gap_statistics, tolerance
 
-ENGINES, PER_ENGINE = 64, PROMPTS * SIBLINGS * TOKENS
+ENGINES = 64
+PER_ENGINE = PROMPTS * SIBLINGS * TOKENS
 LIMIT = tolerance(Config(model=ModelConfig(dtype="bf16"), rollout=RolloutConfig(dtype="bf16")))
 VOCAB = 64
 
 
 def test_bf16_rounding_gives_no_false_alarm_in_200_rounds():
-    """Logits around 34, where bfloat16 has steps of 0.25, rounded on both sides from different sums.
+    """Round logits around 34, where bfloat16 has steps of 0.25, on both sides from different sums.
 
     Each sum is off by a relative error of up to 2^-8, two bfloat16 roundings, before it is rounded itself.
     """
@@ -40,7 +41,7 @@ def test_bf16_rounding_gives_no_false_alarm_in_200_rounds():
 
 @pytest.fixture(scope="module")
 def model():
-    """A random model whose log-probabilities depend on every weight as much as a trained model's."""
+    """Return a random model whose log-probabilities depend on every weight as much as those of a trained one."""
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -66,15 +67,16 @@ def wrong_layer(m):
 
 
 def wrong_row(m):
-    """The row of one token, which the wrong engine then samples."""
+    """Change the row of one token, which the wrong engine then samples."""
     m.lm_head.weight[7] *= -1
 
 
 def probe(actor, engine, faulty, g):
-    """Gaps [T] and engines [T] where `faulty` of the 64 engines have the other weights. All compute in bfloat16."""
+    """Return gaps [T] and engines [T] if `faulty` of the 64 engines have the other weights, all in bfloat16."""
     prompts = torch.randint(0, VOCAB, (ENGINES * PROMPTS * SIBLINGS, TOKENS), generator=g)
     engines = torch.arange(ENGINES).repeat_interleave(PROMPTS * SIBLINGS)
-    log_probs, tokens = [], prompts
+    log_probs = []
+    tokens = prompts
     with torch.no_grad():
         for _ in range(TOKENS):
             good, bad = (m(tokens).logits[:, -1].float().log_softmax(-1) for m in (actor, engine))
@@ -97,7 +99,8 @@ def probe(actor, engine, faulty, g):
     ],
 )
 def test_planted_faults_are_found(model, fault, faulty):
-    actor, engine = copy.deepcopy(model).bfloat16(), copy.deepcopy(model)
+    actor = copy.deepcopy(model).bfloat16()
+    engine = copy.deepcopy(model)
     if fault:
         with torch.no_grad():
             fault(engine)
@@ -106,7 +109,7 @@ def test_planted_faults_are_found(model, fault, faulty):
 
 
 def test_statistics_are_per_engine_and_nan_is_a_gap():
-    """Hand-made: engine 3 is wrong everywhere by 0.4, 63 others are exact."""
+    """Engine 3 is wrong by 0.4 everywhere; the 63 others are exact."""
     engines = torch.arange(64).repeat_interleave(64)
     gaps = torch.where(engines == 3, 0.4, 0.0)
     assert gap_statistics(gaps, engines) == pytest.approx((0.4, 0.4, 0.4))  # 1.6% of the tokens

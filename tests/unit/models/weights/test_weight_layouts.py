@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_brorl.families.shape import parse_shape
-from megatron_brorl.models.weights.layouts import Entry, local_shape, to_hf, to_local
+from megatron_brorl.models.weights.layouts import WeightEntry, local_shape, to_hf, to_local
 from megatron_brorl.models.weights.names import entries, hf_shapes
 from megatron_brorl.models.weights.stream import make_buckets
 
@@ -40,7 +40,7 @@ def test_buckets_hold_every_entry_once_within_the_limit(pipeline, limit):
         assert len(buckets) == pipeline
 
 
-def part_by_hand(entry: Entry, full: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+def part_by_hand(entry: WeightEntry, full: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
     """Return a rank's part, row by row, by Megatron's layouts (interleaved query groups, gate above up)."""
     rows = []
     if entry.layout == "replicated":
