@@ -213,9 +213,7 @@ def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypat
     assert verify("def add(a, b): return a", row(ADD)).reward == 0.0
 
 
-def test_probe_reports_a_bubblewrap_that_cannot_create_namespaces(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_probe_reports_a_bubblewrap_without_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)

@@ -162,7 +162,7 @@ def test_every_published_instruction_has_cases() -> None:
 
 
 @pytest.mark.parametrize(("kind", "arguments", "right", "wrong"), CASES)
-def test_checks_accept_and_reject_the_cases(
+def test_checks_on_hand_written_responses(
     kind: str, arguments: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
     metadata = {"instruction_id_list": [kind], "kwargs": [arguments]}
