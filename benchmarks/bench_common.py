@@ -24,6 +24,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODELS = {
     "t4": qwen2_config(hidden=256, layers=4, heads=4, kv_heads=2, ffn=688, vocab=4096, context=2048),
     "m30": qwen2_config(hidden=512, layers=8, heads=8, kv_heads=2, ffn=1536, vocab=8192, context=2048),
+    # The sizes of SmolLM2-135M.
+    "135m": qwen2_config(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152, context=8192),
 }
 
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """Samples per second and peak memory of a whole training step, of this project and of TRL's GRPOTrainer, in one run.
 
-    python benchmarks/bench_step.py [--quick] [--json FILE] [--n 512] [--prompts 64 256] [--response 64]
-                                    [--dtypes fp32 bf16] [--tokens-per-micro-batch 2048] [--trl-python PYTHON]
-                                    [--trl-micro-batch 64] [--threads N] [--repeat N]
+    python benchmarks/bench_step.py [--quick] [--json FILE] [--model t4] [--n 512] [--groups 1] [--prompts 64 256]
+                                    [--response 64] [--dtypes fp32 bf16] [--tokens-per-micro-batch 2048]
+                                    [--trl-python PYTHON] [--trl-micro-batch 64] [--threads N] [--repeat N]
 
-A step: N responses to one prompt, their rewards, one optimizer step, new weights for the sampler. Model t4 of
-bench_common, with a tokenizer of one word per token; 1 of 32 words is an answer in tags, so a little less than half of
-the responses are right, and the reward costs little on either side. Responses end at the length limit, or sometimes
-at the end token. In bf16, this side keeps float32 masters of the weights and sums gradients in float32; TRL's
-weights, gradients and optimizer state are all bfloat16. This side is the command `brorl train` on one process, with its
-defaults except for the options above; its numbers come from metrics.jsonl and summary.json. The first step warms up;
-seconds are medians of the others.
+A step samples N responses to each of --groups prompts, scores them, takes one optimizer step and sends the new weights
+to the sampler. The model is one of bench_common with random weights, and a tokenizer of one word per token. 1 of 32
+words is an answer in tags, so about half of long responses are right, and the reward costs next to nothing on either
+side. Most responses end at the length limit. In bf16, this project keeps float32 master weights and sums gradients in
+float32; TRL's weights, gradients and optimizer state are all bfloat16. This project runs as `brorl train` in one
+process with its defaults except for the options above; its numbers come from metrics.jsonl and summary.json. The first
+step warms up; seconds are medians of the others.
 
 peak_mib: resident set of all processes at its peak, libraries included; on this side that counts the scoring processes
 and the writing of checkpoint and model. gemm_peak_share: 8 operations for each weight of the layers' matrices and the
@@ -22,17 +22,17 @@ during the run; above a few percent, measure again. Linux only.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
 import statistics
 import sys
 import tempfile
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from bench_common import DTYPES, alone, matrix_weights, options, peak_flops, write_model, write_rows
+from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, write_model, write_rows
 from measure import EngineFailed, ask, run
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
@@ -41,8 +41,7 @@ from transformers import Qwen2Tokenizer
 from megatron_brorl.families.shape import read_shape
 
 PHASES = ("generate", "score", "train", "refit", "step")
-MODEL = "t4"
-ANSWERS = 64  # words that hold a right answer; as many hold a wrong one
+WORDS_PER_ANSWER = 32  # Half of the answers are right.
 BYTES = 256
 END = "<|endoftext|>"
 RUN = """
@@ -56,7 +55,7 @@ train = ["{data}"]
 [rollout]
 n = {n}
 dtype = "{dtype}"
-prompts = 1
+prompts = {groups}
 max_tokens = {response}
 [reward]
 extract = "answer_tag"
@@ -69,24 +68,24 @@ tokens_per_micro_batch = {tokens}
 """
 
 
-def words(vocab: int) -> list[str]:
-    """Return the words of a vocabulary: answers and plain words, which come after the bytes and an end token."""
-    answers = [f"<answer>{i % 2}</answer>{i}" for i in range(2 * ANSWERS)]
-    return answers + [f"<w{i}>" for i in range(vocab - BYTES - 1 - len(answers))]
+def words(vocab: int) -> tuple[list[str], list[str]]:
+    """Return the answers and the plain words of a vocabulary of that size, which also has bytes and an end token."""
+    answers = [f"<answer>{i % 2}</answer>{i}" for i in range(vocab // WORDS_PER_ANSWER)]
+    return answers, [f"<w{i}>" for i in range(vocab - BYTES - 1 - len(answers))]
 
 
 def write_tokenizer(vocab: int, directory: Path) -> None:
     """Write a tokenizer of one word per token, of Qwen2's class, which transformers expects for a Qwen2 model."""
     alphabet = {byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer: Any = Qwen2Tokenizer(vocab=alphabet, merges=[], eos_token=END, pad_token=END, unk_token=None)
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words(vocab)])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in chain(*words(vocab))])
     tokenizer.save_pretrained(directory)
 
 
 def prompts(vocab: int, tokens: int, count: int) -> list[str]:
     """Return `count` different prompts of the given number of plain words."""
     draw = random.Random(tokens)
-    plain = words(vocab)[2 * ANSWERS :]
+    _, plain = words(vocab)
     return ["".join(draw.choices(plain, k=tokens)) for _ in range(count)]
 
 
@@ -106,7 +105,8 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
         n=job["n"],
         dtype=job["dtype"],
         response=job["response"],
-        steps=len(rows),
+        groups=job["groups"],
+        steps=len(rows) // job["groups"],
         tokens=job["tokens_per_micro_batch"],
     )
     config.write_text(text, encoding="utf-8")
@@ -136,7 +136,8 @@ def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, we
     tokens = statistics.median(s["tokens"] for s in timed)
     return {
         "engine": engine,
-        "model": MODEL,
+        "model": job["name"],
+        "groups": job["groups"],
         "prompt": prompt,
         "n": job["n"],
         "lengths": str(job["response"]),
@@ -145,7 +146,7 @@ def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, we
         "threads": job["threads"],
         "tokens": tokens,
         "seconds": seconds,
-        "samples_per_s": job["n"] / seconds["step"],
+        "samples_per_s": job["groups"] * job["n"] / seconds["step"],
         "tokens_per_s": tokens / seconds["step"],
         "peak_mib": found["peak_mib"],
         "gemm_peak_share": 8 * weights * tokens / seconds["step"],
@@ -171,7 +172,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = options(__doc__, "N = 64, a prompt of 64 tokens and responses of 16", 2, "timed steps per row")
-    parser.add_argument("--n", type=int, default=512, help="siblings (%(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="t4")
+    parser.add_argument("--n", type=int, default=512, help="rollouts per prompt (%(default)s)")
+    parser.add_argument("--groups", type=int, default=1, help="prompts per step (%(default)s)")
     parser.add_argument("--prompts", nargs="+", type=int, default=[64, 256], help="prompt tokens")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--response", type=int, default=64, help="response tokens at most (%(default)s)")
@@ -194,17 +197,20 @@ def main() -> None:
     # The peak of the machine is measured before and after the rows.
     peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
     rows = []
-    for prompt, dtype in itertools.product(args.prompts, args.dtypes):
+    for prompt, dtype in product(args.prompts, args.dtypes):
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(scratch)
-            write_model(MODEL, directory / MODEL)
-            shape = read_shape(directory / MODEL)
-            write_tokenizer(shape.vocab, directory / MODEL)
+            model = directory / args.model
+            write_model(args.model, model)
+            shape = read_shape(model)
+            write_tokenizer(shape.vocab, model)
             job = {
-                "model": str(directory / MODEL),
+                "name": args.model,
+                "model": str(model),
                 "scratch": scratch,
                 "threads": args.threads,
-                "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
+                "prompts": prompts(shape.vocab, prompt, args.groups * (1 + args.repeat)),
+                "groups": args.groups,
                 "n": args.n,
                 "dtype": dtype,
                 "response": args.response,

@@ -76,7 +76,8 @@ def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
     n = job["n"]
-    micro_batch = min(job["micro_batch"], job["n"])
+    groups = job["groups"]
+    micro_batch = min(job["micro_batch"], n)
 
     # The options of TRL that are closest to a step of this project.
     arguments = GRPOConfig(
@@ -84,9 +85,9 @@ def main() -> None:
         use_cpu=True,
         bf16=False,
         model_init_kwargs={"dtype": {"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]]},
-        max_steps=len(job["prompts"]),
+        max_steps=len(job["prompts"]) // groups,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=n // micro_batch,  # generated in one go, one optimizer step
+        gradient_accumulation_steps=groups * n // micro_batch,  # generated in one go, one optimizer step
         num_generations=n,
         max_completion_length=job["response"],
         gradient_checkpointing=False,

@@ -10,7 +10,7 @@ _LONGEST = 1_500  # characters of a message
 class UserError(Exception):
     """A mistake that the user can fix.
 
-    The message is one line that says what is wrong, where (file, key or row) and what to do about it. Any other
+    The message is one line that names the problem, its place (file, key or row) and a remedy. Any other
     exception is a bug of this project and keeps its traceback.
     """
 

@@ -1,4 +1,4 @@
-"""Reading JSON, writing files atomically, and the guard against overwriting inputs."""
+"""Read JSON, write files atomically, and refuse to overwrite inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError, shown
 
 _TRAINED = "model .model.writing .model.old tensorboard wandb mlflow.db .trackers.json metrics.jsonl"
-WRITTEN = {  # by a command, in run.dir
+WRITTEN = {  # files and folders that each command writes to run.dir
     "train": f"{_TRAINED} checkpoints engines rollouts summary.json curves.png theory.png run.json",
     "sft": _TRAINED,
     "evaluate": "engines evaluation.json evaluation.jsonl evaluation.md evaluation.png",

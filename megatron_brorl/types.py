@@ -27,11 +27,11 @@ class Prompt:
     """A prompt with its reference answer and its verifier."""
 
     id: str  # unique in its source; part of the key of the random stream
-    text: str  # exactly what was tokenized
+    text: str  # the text that was tokenized
     token_ids: tuple[int, ...]
     answer: str | None  # the reference answer, if there is one
     verifier: str  # name in megatron_brorl.rewards.registry
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # what the verifier needs besides the answer
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # additional data for the verifier
     target: str | None = None  # the response for supervised training; None: the answer
 
 

@@ -30,7 +30,7 @@ def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1) -> 
     """Write a checkpoint of one model at once, and return its folder."""
     save = checkpoint.begin(root, step, [model], {}, keep, {})
     save.write()
-    save.agree()
+    save.raise_if_failed()
     return save.target
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-from megatron_brorl.cli.config import bounds, description, section_description, type_text, written
+from megatron_brorl.cli.config import bounds, description, section_description, to_toml, type_text
 from megatron_brorl.config.foreign_keys import FOREIGN_KEYS
 from megatron_brorl.config.schema import json_schema, keys
 from megatron_brorl.tracking import metric_docs
@@ -49,7 +49,7 @@ def configuration() -> str:
         rows = []
         for path, key in keys().items():
             if path.partition(".")[0] == name:
-                default = f"`{written(key['default'])}`" if "default" in key else ""
+                default = f"`{to_toml(key['default'])}`" if "default" in key else ""
                 cells = (f"`{path}`", type_text(key), default, ", ".join(bounds(key)), description(path))
                 rows.append([cell.replace("|", "\\|") for cell in cells])
         lines += _section(name, section_description(name), ["key", "type", "default", "bound", "meaning"], rows)

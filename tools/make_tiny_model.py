@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
-from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.chat import prompt_text
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.prompts import RowFormat, read_rows
 from megatron_brorl.data.sentencepiece import train_sentencepiece
@@ -30,7 +30,7 @@ def _corpus(config: Config, count: int) -> Iterator[str]:
     row_format = RowFormat(data.verifier, config.reward, data.columns)
     for name in files:
         for row in read_rows(Path(name), row_format):
-            yield data.template.replace("{prompt}", spoken(row.prompt), 1)
+            yield data.template.replace("{prompt}", prompt_text(row.prompt), 1)
             yield from [text for text in dict.fromkeys((row.answer, row.target)) if text]
 
 
@@ -55,7 +55,7 @@ def make(
     """
     from random_model import qwen2_config, write_random_model
 
-    from megatron_brorl.checkpoints.hugging_face import complete
+    from megatron_brorl.checkpoints.hugging_face import add_generation_files
 
     # Add all printable ASCII characters, so that the tokenizer has a piece for each of them.
     corpus_texts = chain(_corpus(config, texts), string.printable[:95])
@@ -74,7 +74,7 @@ def make(
     )
     model["tie_word_embeddings"] = not untied
     parameters = write_random_model(model, directory, config.run.seed)
-    complete(directory, directory)
+    add_generation_files(directory, directory)
     return f"{directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}"
 
 

@@ -1,4 +1,4 @@
-"""A reward of one's own: "7" asks for any two numbers that add up to 7. No reference answer could say it."""
+"""A custom reward function: the prompt "7" asks for any two numbers that add up to 7."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def score(response: str, row: dict[str, Any]) -> dict[str, Any]:
-    """1 for a right sum, 0.2 for a sum at all; the parts say which of the two a response had."""
+    """Return reward 1 for a correct sum and 0.2 for a wrong sum, with form and correctness as parts."""
     sum_ = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", response)
     if sum_ is None:
         return {"reward": 0.0, "reason": "not of the form a+b", "parts": {"form": 0.0, "right": 0.0}}
@@ -16,4 +16,4 @@ def score(response: str, row: dict[str, Any]) -> dict[str, Any]:
     return {"reward": 1.0, "parts": {"form": 1.0, "right": 1.0}}
 
 
-score.pure = True  # type: ignore[attr-defined]  # equal responses to a row are judged once
+score.pure = True  # type: ignore[attr-defined]  # equal responses to a row are scored once

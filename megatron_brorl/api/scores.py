@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_brorl.api.engine import Sample
 from megatron_brorl.config.schema import RewardConfig
-from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.chat import prompt_text
 from megatron_brorl.data.prompts import RowFormat, check_row
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom
@@ -81,7 +81,7 @@ def _prompt(row: str | Mapping[str, Any] | None, i: int, row_format: RowFormat) 
     raw = {"answer": row} if row is None or isinstance(row, str) else dict(row)
     where = f"rows[{i}]"  # also the id of a row without one
     checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, row_format)
-    return Prompt(checked.id, spoken(checked.prompt), (), checked.answer, checked.verifier, checked.metadata)
+    return Prompt(checked.id, prompt_text(checked.prompt), (), checked.answer, checked.verifier, checked.metadata)
 
 
 def _as_list(given: Any) -> Sequence[str | Sample]:

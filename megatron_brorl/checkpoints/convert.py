@@ -65,7 +65,7 @@ def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelSh
     if not companions.is_dir():
         raise UserError(f"{directory}: has no {COMPANIONS}/{CONFIG}: give a directory that has one (--config)")
     shape = read_shape(companions)
-    if (directory / folders.MANIFEST).is_file() and (problem := folders.damage(directory)):
+    if (directory / folders.MANIFEST).is_file() and (problem := folders.find_damage(directory)):
         raise UserError(f"{directory}: {problem}")
     return megatron_format.MegatronCheckpoint(directory, shape), shape, companions
 
@@ -86,7 +86,7 @@ def to_megatron(
     model, a tensor cannot be read, or a write fails; then no files are left.
     """
     check_layout(shape, tensor, pipeline, FLAGS)
-    entries = megatron_format.table(shape, pipeline)
+    entries = megatron_format.parameter_entries(shape, pipeline)
     size = _bytes(source, entries)
     with _output(target) as aside:
         written = megatron_format.write(aside, entries, shape, tensor, source.dtype, source.read)
@@ -104,7 +104,7 @@ def to_hf(
     source: Source, shape: ModelShape, companions: Path, target: Path, report: Report, check: Check | None = None
 ) -> int:
     """Write a Hugging Face directory, and return the bytes of its tensors. check, errors: see to_megatron."""
-    entries = megatron_format.table(shape)
+    entries = megatron_format.parameter_entries(shape)
     size = _bytes(source, entries)
     types = {name: source.dtype(entry) for entry in entries for name in entry.hf}
     layout = {name: (dims, types[name]) for name, dims in names.hf_shapes(shape).items()}
@@ -116,7 +116,7 @@ def to_hf(
 
     with _output(target) as aside:
         hugging_face.copy_companions(companions, aside)
-        hugging_face.complete(companions, aside)
+        hugging_face.add_generation_files(companions, aside)
         _set_dtype(aside / CONFIG, set(types.values()))
         safetensors_files.write(tensors(), layout, aside)
         if check:
@@ -193,10 +193,10 @@ def _set_dtype(path: Path, types: set[torch.dtype]) -> None:
 
 @contextlib.contextmanager
 def _output(target: Path) -> Iterator[Path]:
-    """Yield the directory to write (hugging_face.written_aside). Raises UserError on disk errors."""
+    """Yield the directory to write (hugging_face.atomic_directory). Raises UserError on disk errors."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with hugging_face.written_aside(target) as aside:
+        with hugging_face.atomic_directory(target) as aside:
             yield aside
     except (OSError, RuntimeError) as e:
         # torch.save raises RuntimeError after a failed write.

@@ -77,9 +77,9 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def repair(root: Path, step: int, keep: int) -> None:
     """Finish a save of this step that was killed after it had renamed its folder. Raises OSError."""
-    named = pointed(root / LATEST)
+    named = read_pointer(root / LATEST)
     if named is None or named < step:
-        point(root / LATEST, name_of(step))
+        write_pointer(root / LATEST, name_of(step))
     if named is None or named <= step:  # otherwise a later checkpoint exists
         rotate(root, step, keep)
     remove_unfinished(root)
@@ -100,13 +100,13 @@ def remove_unfinished(root: Path) -> None:
 def rotate(root: Path, step: int, keep: int) -> None:
     """Delete all checkpoints up to `step` but the newest `keep` and the best one."""
     checkpoints = by_step(root)
-    best = pointed(root / BEST)
+    best = read_pointer(root / BEST)
     for old in sorted(s for s in checkpoints if s <= step)[:-keep]:
         if old != best:
             shutil.rmtree(checkpoints[old])
 
 
-def pointed(path: Path) -> int | None:
+def read_pointer(path: Path) -> int | None:
     """Return the step of the checkpoint that a pointer names, or None if it names none."""
     try:
         first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
@@ -119,13 +119,13 @@ def resolve(path: Path) -> Path:
     """Return the checkpoint if path is a pointer such as runs/x/checkpoints/best, otherwise path. Raises UserError."""
     if path.name not in (LATEST, BEST) or not path.is_file():
         return path
-    step = pointed(path)
+    step = read_pointer(path)
     if step is None:
         raise UserError(f"{path}: does not name a checkpoint; give the folder of one")
     return path.with_name(name_of(step))
 
 
-def point(path: Path, name: str) -> None:
+def write_pointer(path: Path, name: str) -> None:
     """Write the name of a checkpoint to a pointer file, atomically. Raises OSError."""
     aside = path.with_name(f".{path.name}.writing")
     with aside.open("w", encoding="utf-8") as f:
@@ -137,7 +137,7 @@ def point(path: Path, name: str) -> None:
 
 def write_best(root: Path, best: Best) -> None:
     """Write the pointer `best`. Raises OSError."""
-    point(root / BEST, f"{name_of(best.step)}\n{best.metric} {best.value!r}")
+    write_pointer(root / BEST, f"{name_of(best.step)}\n{best.metric} {best.value!r}")
 
 
 def read_best(root: Path) -> Best | None:
@@ -173,7 +173,7 @@ def write_manifest(directory: Path, digests: Mapping[str, str] | None = None) ->
     write_verified(directory / MANIFEST, lambda stream: stream.write(text))
 
 
-def damage(directory: Path) -> str:
+def find_damage(directory: Path) -> str:
     """Return the first difference between a directory and its manifest as text, or "".
 
     Raises OSError if the disk fails, because the directory may still be intact.

@@ -213,9 +213,9 @@ def save(
                 differs = not before.tensor(name).to(tensor.dtype).equal(tensor.detach().cpu())
             yield name, tensor
 
-    with written_aside(target) as aside:
+    with atomic_directory(target) as aside:
         copy_companions(source, aside)
-        complete(source, aside)
+        add_generation_files(source, aside)
         config = read_object(source / CONFIG)
         config.pop("torch_dtype", None)  # the older name of the same key
         config["dtype"] = dtype
@@ -235,7 +235,7 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copy2(path, target / path.name)
 
 
-def complete(source: Path, target: Path) -> None:
+def add_generation_files(source: Path, target: Path) -> None:
     """Write to `target`, a copy of `source`, the files that let transformers read it and stop as the trainer does.
 
     These are tokenizer.json for a sentencepiece model, and a generation_config.json with all ids that end a response,
@@ -271,7 +271,7 @@ def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def written_aside(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """Yield a new directory next to `target` that replaces it at the end, or is removed after an error.
 
     An OSError without a file name gets the name of `target`, because errors of writing and syncing have none.

@@ -48,7 +48,7 @@ _BACKEND = {
 _EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
-def table(shape: ModelShape, pipeline: int = 1) -> list[WeightEntry]:
+def parameter_entries(shape: ModelShape, pipeline: int = 1) -> list[WeightEntry]:
     """Return every parameter under its name in a checkpoint, which is Transformer Engine's name for norms."""
     return names.entries(shape, pipeline, fused_norms=True)
 
@@ -178,9 +178,9 @@ class MegatronCheckpoint:
             raise UserError(f"{directory / METADATA}: not readable: {type(e).__name__}: {e}") from None
 
         # An additional tensor means another model. Optimizer states and critics have other names.
-        for entry in table(shape):
+        for entry in parameter_entries(shape):
             self._check(entry)
-        known = {_key(entry.megatron)[0] for entry in table(shape)}
+        known = {_key(entry.megatron)[0] for entry in parameter_entries(shape)}
         for key in self._tensors:
             if key not in known and key.startswith(("decoder.", "embedding.", "output_layer.")):
                 raise UserError(f"{directory}: unknown tensor {key}; does config.json belong to it?")
@@ -223,7 +223,7 @@ class MegatronCheckpoint:
             raise UserError(f"{self.directory}: {METADATA} lists chunks of {key} that do not cover the whole tensor")
 
         try:
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+            self._reader.read_data(LoadPlan(items), _ReadInto(target)).wait()
         except Exception as e:  # torch.load of damaged bytes may raise anything
             what = str(e).splitlines()[0] if str(e) else type(e).__name__
             raise UserError(f"{self.directory}: {key} cannot be read, a file is missing or damaged: {what}") from None
@@ -231,7 +231,7 @@ class MegatronCheckpoint:
         return to_hf(entry, [target if layer is None else target.squeeze(0)], self.shape.kv_heads)
 
 
-class _Into(DefaultLoadPlanner):
+class _ReadInto(DefaultLoadPlanner):
     """Reads chunks directly into one tensor."""
 
     def __init__(self, target: Tensor) -> None:

@@ -64,7 +64,7 @@ No held-out prompts were evaluated in this run.
 
 
 @dataclass(frozen=True)
-class Base:
+class InitialModel:
     """The model that training started from."""
 
     name: str  # the name on the hub, or that of the folder or run
@@ -72,7 +72,7 @@ class Base:
     licence: Mapping[str, str]  # the entries of its model card under _LICENCE_KEYS
 
     @classmethod
-    def of(cls, path: str, directory: Path) -> Base:
+    def of(cls, path: str, directory: Path) -> InitialModel:
         """Return the description of the model in `directory`. path: model.path, as the user wrote it."""
         own = _metadata(directory / CARD)
         named = path if _HUB_NAME.fullmatch(path) and not Path(path).exists() else own.get("base_model")
@@ -84,13 +84,13 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingFacts:
     """Facts about the training that the model card states."""
 
     run: str  # name of the run's folder
     how: str  # "reinforcement learning with verifiable rewards", "supervised training"
     tag: str  # `how` as a tag of the hub
-    base: Base
+    base: InitialModel
     sizes: Sequence[tuple[str, str]]  # quantities and their values
     files: Sequence[tuple[str, str, int]] = ()  # configuration key, name and row count of data files
     tasks: Sequence[str] = ()  # tasks that generated prompts
@@ -100,7 +100,7 @@ class Training:
     after: Mapping[str, Any] | None = None
 
 
-def model_card(t: Training) -> str:
+def model_card(t: TrainingFacts) -> str:
     """Return the text of README.md."""
     from huggingface_hub import ModelCard, ModelCardData  # slow to import
 

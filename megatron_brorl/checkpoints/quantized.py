@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.chat import prompt_text
 from megatron_brorl.data.prompts import read_rows
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 
 
 @dataclass(frozen=True)
-class Shift:
+class DistributionShift:
     """Change of next-token distributions over all positions of the prompts, in nats."""
 
     tokens: int
@@ -29,7 +29,9 @@ class Shift:
     top_agrees: float  # share of positions whose most likely token is the same
 
 
-def shift(original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequence[Tensor]) -> Shift:
+def distribution_shift(
+    original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequence[Tensor]
+) -> DistributionShift:
     """Compare the logits [T, V] of each text under two models. targets: the next token [T] of each position."""
     kl = []
     gap = []
@@ -41,10 +43,10 @@ def shift(original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequ
         agrees.append((a.argmax(-1) == b.argmax(-1)).double())
     every = torch.cat(kl)
     mean, gap_mean, top = (float(torch.cat(x).mean()) for x in (kl, gap, agrees))
-    return Shift(len(every), mean, float(every.max()), gap_mean, top)
+    return DistributionShift(len(every), mean, float(every.max()), gap_mean, top)
 
 
-def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> Shift:
+def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> DistributionShift:
     """Compare a model with itself under fake-quantised weights and activations, on every row of `prompts`.
 
     preset: a configuration of modelopt.torch.quantization. The first `calibrate` rows set the scales. Raises UserError.
@@ -54,7 +56,7 @@ def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> Shift:
         original = [loaded(ids[None]).logits[0, :-1] for ids in texts]
         _quantise(loaded, preset, texts[:calibrate])
         quantised = [loaded(ids[None]).logits[0, :-1] for ids in texts]
-    return shift(original, quantised, [ids[1:] for ids in texts])
+    return distribution_shift(original, quantised, [ids[1:] for ids in texts])
 
 
 def export(model: Path, prompts: Path, preset: str, calibrate: int, out: Path) -> int:
@@ -101,7 +103,7 @@ def _opened(model: Path, prompts: Path) -> tuple[Any, list[Tensor]]:
     _modelopt("quantization")  # fail early if it is missing
     rows = read_rows(prompts)
     tokenizer = load_tokenizer(model)
-    texts = [torch.tensor(tokenizer.encode(spoken(row.prompt))) for row in rows]
+    texts = [torch.tensor(tokenizer.encode(prompt_text(row.prompt))) for row in rows]
     if not texts or min(map(len, texts)) < 2:
         raise UserError(f"{prompts}: every prompt must have two tokens or more")
     return AutoModelForCausalLM.from_pretrained(model).eval(), texts

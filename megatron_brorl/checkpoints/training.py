@@ -51,7 +51,7 @@ class NotWritten(UserError):
 
 @dataclass
 class Save:
-    """A checkpoint whose state has been captured. `write` writes it, and `agree` raises if that failed."""
+    """A checkpoint whose state has been captured. `write` writes it, and `raise_if_failed` raises if that failed."""
 
     target: Path
     step: int
@@ -77,8 +77,8 @@ class Save:
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write and verify this rank's files, and on rank 0 put the checkpoint in place; a collective.
 
-        Disk errors are kept for `agree`. group: a process group of all ranks, which must not be the run's own while the
-        run continues.
+        Disk errors are kept for `raise_if_failed`. group: a process group of all ranks, which must not be the run's own
+        while the run continues.
         """
         digests: dict[str, str] = {}
         results: list[Any] = []
@@ -97,7 +97,7 @@ class Save:
         if self.error or not complete:
             shutil.rmtree(self.aside, ignore_errors=True)
 
-    def agree(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise NotWritten on all ranks if `write` failed on one of them; a collective."""
         errors = [text for text in collectives.all_gather(self.error) if text]
         if errors:
@@ -115,7 +115,7 @@ class Save:
 
         root = self.target.parent
         replace_directory(self.aside, self.target)
-        folders.point(root / LATEST, self.target.name)
+        folders.write_pointer(root / LATEST, self.target.name)
         if self.best:
             folders.write_best(root, self.best)
         folders.rotate(root, self.step, self.keep)
@@ -155,7 +155,7 @@ def begin(
             root.mkdir(parents=True, exist_ok=True)
             folders.remove_unfinished(root)  # a killed save may have left this folder
             save.aside.mkdir()
-    save.agree()
+    save.raise_if_failed()
 
     with cpu_bridge.bridge():
         save.shards = plan(states, save.target.name, copy)
@@ -209,14 +209,14 @@ class BackgroundSaver:
         return bool(collectives.all_reduce_max({"writes": float(writes)})["writes"])
 
     def settle(self) -> Save | None:
-        """Wait for the current save, if there is one, and return it; a collective. Raises as Save.agree."""
+        """Wait for the current save, if there is one, and return it; a collective. Raises as Save.raise_if_failed."""
         if self._save is None:
             return None
         self._thread.join()
         save, self._save = self._save, None
         if self._error:
             raise self._error
-        save.agree()
+        save.raise_if_failed()
         return save
 
     def finish(self, warn: Callable[[str], None]) -> None:
@@ -263,7 +263,7 @@ def find(root: Path) -> Path | None:
     # A crash after the folder was renamed leaves a complete checkpoint that is newer than the pointer.
     newest = max(steps)
     directory = root / folders.name_of(newest)
-    if problem := folders.damage(directory) if directory.is_dir() else "is missing":
+    if problem := folders.find_damage(directory) if directory.is_dir() else "is missing":
         raise UserError(f"{directory}: {problem}; delete it and {pointer} to continue from an older checkpoint")
     return directory
 

@@ -96,7 +96,7 @@ def _config(args: argparse.Namespace) -> int:
         if key.partition(".")[0] != section:
             section = key.partition(".")[0]
             print(f"\n[{section}]  {section_description(section)}")
-        print("\n".join(described(key)))
+        print("\n".join(key_lines(key)))
     return 0
 
 
@@ -106,10 +106,10 @@ def section_description(name: str) -> str:
     return " ".join(table["description"].split())
 
 
-def described(path: str) -> list[str]:
+def key_lines(path: str) -> list[str]:
     """Return the lines of a key: default, type and bounds, then its description."""
     found = keys()[path]
-    default = f" = {written(found['default'])}" if "default" in found else ""
+    default = f" = {to_toml(found['default'])}" if "default" in found else ""
     notes = [type_text(found), *bounds(found)]
     if ".".join(path.replace("[]", "").split(".")[:2]) in fixed_keys():
         notes.append("a resumed run must keep it")
@@ -125,7 +125,7 @@ def description(path: str) -> str:
 def type_text(found: Mapping[str, Any]) -> str:
     """Return the type of a key in words, such as "list of string"."""
     if "enum" in found:
-        return " | ".join(map(written, found["enum"]))
+        return " | ".join(map(to_toml, found["enum"]))
     if "prefixItems" in found:
         return f"{len(found['prefixItems'])} numbers"
     if "items" in found:
@@ -139,12 +139,12 @@ def bounds(found: Mapping[str, Any]) -> list[str]:
     return [f"{words} {found[name]:g}" for name, words in names.items() if name in found]
 
 
-def written(value: Any) -> str:
+def to_toml(value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {written(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k} = {to_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{', '.join(map(written, value))}]"
+        return f"[{', '.join(map(to_toml, value))}]"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -162,9 +162,9 @@ def _init(args: argparse.Namespace) -> int:
     given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
     values |= {key: value for key, value in given.items() if value not in ("", [""])}
     if args.data:
-        from megatron_brorl.data.columns import guess  # imports pyarrow, which is slow
+        from megatron_brorl.data.columns import guess_columns  # imports pyarrow, which is slow
 
-        values["data.columns"] = guess(Path(args.data))
+        values["data.columns"] = guess_columns(Path(args.data))
     values["data.chat"] = bool(args.model) and _has_chat_template(Path(args.model))
 
     write_text(args.file, starter(values))
@@ -204,7 +204,7 @@ def starter(values: dict[str, Any]) -> str:
         lines += _wrapped(description(path), "# ")
         name = path.partition(".")[2]
         lines.append(
-            f"# {name} = {written(keys()[path]['default'])}" if value is None else f"{name} = {written(value)}"
+            f"# {name} = {to_toml(keys()[path]['default'])}" if value is None else f"{name} = {to_toml(value)}"
         )
     return "\n".join(lines) + "\n"
 

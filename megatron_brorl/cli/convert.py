@@ -97,7 +97,7 @@ def add_commands(commands: Any) -> None:
 def convert(args: argparse.Namespace) -> int:
     """Carry out `brorl convert`, and return 0. Raises UserError."""
     from megatron_brorl.checkpoints import convert, folders
-    from megatron_brorl.checkpoints.megatron_format import METADATA, table
+    from megatron_brorl.checkpoints.megatron_format import METADATA, parameter_entries
     from megatron_brorl.tracking.progress import progress
 
     args.source = folders.resolve(args.source)
@@ -112,7 +112,7 @@ def convert(args: argparse.Namespace) -> int:
         convert.open_megatron(args.source, args.config) if megatron else convert.open_hf(args.source)
     )
     begun = time.monotonic()
-    tensors = len(table(shape))
+    tensors = len(parameter_entries(shape))
     with progress(tensors, "convert", True) as p:
 
         def report(done: int, name: str) -> None:

@@ -219,7 +219,7 @@ def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: s
 
 
 def amount(count: int) -> str:
-    """Return bytes in words."""
+    """Return a number of bytes as text, in MiB or GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
@@ -243,7 +243,7 @@ def plan_run(config: Config, shape: ModelShape, machines: Machines) -> tuple[Pla
     return largest, plan_lines(largest, machines)
 
 
-def plan_of(args: argparse.Namespace) -> list[str]:
+def plan_for_doctor(args: argparse.Namespace) -> list[str]:
     """Return the plan of `brorl doctor CONFIG` in lines. Raises UserError if it does not fit."""
     config = load(args.config, args.overrides)
     if args.ranks < 0 or args.ranks_per_node < 0 or args.gpu_gib < 0:

@@ -52,9 +52,9 @@ def doctor(args: argparse.Namespace) -> int:
     lines, status = report(examine())
     print("\n".join(lines))
     if args.config:
-        from megatron_brorl.cli.memory_plan import plan_of
+        from megatron_brorl.cli.memory_plan import plan_for_doctor
 
-        print("\n".join(plan_of(args)))
+        print("\n".join(plan_for_doctor(args)))
     return status
 
 

@@ -47,7 +47,7 @@ def lock(directory: Path) -> TextIO:
 
 def check_writable(directory: Path) -> str:
     """Check whether `lock` would succeed, without changing anything. Raises UserError."""
-    existing = _nearest(directory)
+    existing = _nearest_existing(directory)
     try:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
@@ -74,7 +74,7 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     return models * (parts["weights"] + parts["optimizer"]) + reference
 
 
-def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
+def check_disk(config: Config, shape: ModelShape, directory: Path) -> str:
     """Return the disk space that a run needs, in words. Raises UserError if there is not enough.
 
     The run needs the model and its checkpoints: train.keep_checkpoints, the best one (train.keep_best) and the one
@@ -86,7 +86,7 @@ def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
     kept = config.train.keep_checkpoints + 1 + bool(config.train.keep_best)
     missing = kept - len(folders.by_step(directory / "checkpoints"))
     need = one * max(missing, 1) + model
-    free = shutil.disk_usage(_nearest(directory)).free
+    free = shutil.disk_usage(_nearest_existing(directory)).free
     parts = f"checkpoints of {amount(one)}, {amount(model)} of the model"
     if need > free:
         raise UserError(
@@ -96,7 +96,7 @@ def disk_line(config: Config, shape: ModelShape, directory: Path) -> str:
     return f"{amount(need)} of {amount(free)} that are free ({parts})"
 
 
-def _nearest(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """Return the path, or its nearest parent that exists."""
     return next(p for p in (path, *path.parents) if p.exists())
 

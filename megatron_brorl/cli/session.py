@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_brorl import rollout_log, signals
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.checkpoints.model_card import Base, Training, model_card
+from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, model_card
 from megatron_brorl.cli import memory_plan, run_folder
 from megatron_brorl.cli.run_folder import Fingerprint
 from megatron_brorl.config.schema import Config, OptimConfig
@@ -168,7 +168,7 @@ class Session:
         machines = memory_plan.Machines(self.grid.world, per_node, memory_plan.gpu_bytes())
         plan, lines = self.share_errors(lambda: memory_plan.plan_run(self.config, self.shape, machines))
         self._kv_tokens = plan.kv_tokens(machines.gpu)
-        room = self.share_errors(lambda: run_folder.disk_line(self.config, self.shape, self.dir))
+        room = self.share_errors(lambda: run_folder.check_disk(self.config, self.shape, self.dir))
         if self.is_main_rank:
             print("\n".join(lines), flush=True)
         self.program.on_check("disk", room)
@@ -195,14 +195,14 @@ class Session:
 
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
         """Return the model with the weights of model.path. optim: None for a model that is not trained."""
-        return self._filled(kind(self.shape, self.grid, self._stage_options(), optim))
+        return self._load_weights(kind(self.shape, self.grid, self._stage_options(), optim))
 
     def critic(self) -> CriticWorker | None:
         """Return the critic with the weights of model.path, or None if algo.advantage needs none."""
         if self.config.algo.advantage != "gae":
             return None
         optim = critic_optim(self.config.critic, self.config.optim)
-        return self._filled(CriticWorker(self.shape, self.grid, self._stage_options(), optim))
+        return self._load_weights(CriticWorker(self.shape, self.grid, self._stage_options(), optim))
 
     def _stage_options(self) -> StageOptions:
         train = self.config.train
@@ -220,7 +220,7 @@ class Session:
             fields={**fp8.settings(self.config.fp8), **attention_only},
         )
 
-    def _filled(self, stage: AnyStage) -> AnyStage:
+    def _load_weights(self, stage: AnyStage) -> AnyStage:
         """Load the weights of model.path. Raises UserError if one is not finite."""
         path = self.config.model.path
         stage.load_hf(path)
@@ -346,7 +346,7 @@ class Session:
             self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"
         return any(found.values())
 
-    def export(self, worker: Worker, card: Training) -> bool:
+    def export(self, worker: Worker, card: TrainingFacts) -> bool:
         """Write run.dir/model, a Hugging Face directory, and return on the main rank whether the weights changed.
 
         Raises UserError if a weight is not finite.
@@ -365,13 +365,13 @@ class Session:
         dist.barrier()
         return differs
 
-    def card(self, how: str, tag: str, sizes: Mapping[str, int], began: float) -> Training:
-        """Return the content of the exported model's card, see model_card.Training."""
-        return Training(
+    def card(self, how: str, tag: str, sizes: Mapping[str, int], began: float) -> TrainingFacts:
+        """Return the content of the exported model's card, see model_card.TrainingFacts."""
+        return TrainingFacts(
             run=self.dir.name,
             how=how,
             tag=tag,
-            base=Base.of(self.base, Path(self.config.model.path)),
+            base=InitialModel.of(self.base, Path(self.config.model.path)),
             sizes=[(name, str(value)) for name, value in sizes.items()],
             files=self.sources.files,
             tasks=[task.name for task in self.config.data.tasks],

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_brorl import signals
 from megatron_brorl.algo.pass_at_k import widest
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.checkpoints.model_card import Training
+from megatron_brorl.checkpoints.model_card import TrainingFacts
 from megatron_brorl.cli import preflight, run_folder
 from megatron_brorl.cli.run_folder import Changes, change_line, check_fingerprint
 from megatron_brorl.cli.session import Program, Session
@@ -116,7 +116,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
     """Return models, engine and verifiers of a run before its first step. started: Unix time at which it began."""
     config = session.config
     session.preflight()
-    session.check_verifiers([*session.sources.first(), *session.sources.held_out])
+    session.check_verifiers([*session.sources.representative_prompts(), *session.sources.held_out])
 
     # Start the engine last, because it uses the remaining memory.
     worker = session.worker(config.optim)
@@ -151,7 +151,7 @@ def _batch_sizes(config: Config) -> str:
     return f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {steps} optimizer steps"
 
 
-def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> Training:
+def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> TrainingFacts:
     """Return the model card's content. after: the evaluation at the end."""
     rollout = session.config.rollout
     sizes = {"steps": state.step, "rollouts per prompt (N)": rollout.n, "prompts per step": rollout.prompts}
@@ -206,7 +206,9 @@ def dry_run(config: Config) -> int:
     _print_check(
         "engine", session.share_errors(lambda: preflight.engine_line(config.rollout.engine, config.engine.python))
     )
-    _print_check("reward", session.check_verifiers([*session.sources.first(), *session.sources.held_out]))
+    _print_check(
+        "reward", session.check_verifiers([*session.sources.representative_prompts(), *session.sources.held_out])
+    )
 
     worker = session.worker(config.optim, _Worker)
     found = _forward_backward(worker, session.sources.train.prompts(0, 1)[0], config)

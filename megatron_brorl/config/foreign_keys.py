@@ -1,7 +1,8 @@
 """Keys of TRL (GRPOConfig), verl and NeMo RL, for the message about an unknown key.
 
-An answer is our key, with the conversion in parentheses if the value means something else here, or "none: why". A step
-is one round of sampling and training, where a step of TRL is an optimizer step.
+A value of the tables is the key of this project, with the conversion in parentheses if the value has another meaning
+here, or "none: " and the reason. A step is one round of sampling and training, whereas a step of TRL is an optimizer
+step.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ FOREIGN_KEYS = {
         "model_name_or_path": "model.path",
         "dataset_name": 'data.train (a list of files: ["hf://datasets/OWNER/NAME/FILE"])',
     },
-    # By the last part of a key, and variables of the DAPO scripts.
+    # Last parts of keys, and variables of the DAPO scripts.
     "verl": {
         "n_resp_per_prompt": "rollout.n",
         "train_batch_size": "rollout.prompts",
@@ -123,8 +124,8 @@ FOREIGN_KEYS = {
 }
 
 
-def answer(name: str) -> str:
-    """Return what this trainer calls a key of another trainer; "" for a name that none of them has."""
+def foreign_key_hint(name: str) -> str:
+    """Return a hint for a key of another trainer; "" if none of them has such a key."""
     found = next((table[name] for table in FOREIGN_KEYS.values() if name in table), "")
     if found.startswith("none: "):
         return f"there is no such key here: {found.removeprefix('none: ')}"

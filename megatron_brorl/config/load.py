@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_brorl.config.foreign_keys import answer
+from megatron_brorl.config.foreign_keys import foreign_key_hint
 from megatron_brorl.config.rules import check
 from megatron_brorl.config.schema import Config, json_schema, keys
 from megatron_brorl.errors import UserError, shown
@@ -29,14 +29,14 @@ else:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, apply `section.key=value` overrides and check the result.
 
-    Raises UserError that names the file and the key of what is unknown, mistyped or out of range.
+    Raises UserError that names the file and the first key that is unknown, mistyped or out of range.
     """
-    path = Path(path).absolute()  # messages are read in logs, away from the working directory
+    path = Path(path).absolute()  # absolute, because messages are read in logs
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file") from None
-    except (ValueError, RecursionError) as e:  # of its UTF-8, its syntax, or its nesting
+    except (ValueError, RecursionError) as e:  # invalid UTF-8, syntax or nesting
         raise UserError(f"{path}: not valid TOML: {shown(e)}") from None
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
@@ -46,7 +46,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a table as TOML makes it. Changes the table.
 
-    where: what messages call the table. Raises UserError as `load`.
+    where: the name of the table in messages. Raises UserError as `load`.
     """
     for item in overrides:
         _override(table, item)
@@ -56,22 +56,22 @@ def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ())
     except RecursionError:
         raise UserError(f"{where}: tables and lists are nested too deeply") from None
     except ValidationError as e:
-        raise UserError(f"{where}: {_first(e)}") from None
+        raise UserError(f"{where}: {_describe_error(e)}") from None
     check(config, where)
     return config
 
 
 def suggestion(path: str, value: object = None) -> str:
-    """Answer an unknown key: "did you mean rollout.n?"; "" if no key is similar.
+    """Return a hint for an unknown key, such as "did you mean rollout.n?"; "" if no key is similar.
 
-    path: section.key; tables in lists as data.tasks[].name. value: of the key. If it is a table, its keys may be those
-    of another trainer.
+    path: section.key, with tables in lists as data.tasks[].name. value: the value of the key. If it is a table, it may
+    contain keys of another trainer.
     """
     for name in (path, *_names_in(value)):
-        if found := answer(name.rpartition(".")[2]):
+        if found := foreign_key_hint(name.rpartition(".")[2]):
             return found
 
-    # A misspelt section, a misspelt key of this section, or a key of another section.
+    # The name may be a misspelt section, a misspelt key of this section, or a key of another section.
     section, _, last = path.rpartition(".")
     if path in json_schema()["properties"]:
         return ""
@@ -91,7 +91,7 @@ def _names_in(value: object) -> list[str]:
 
 
 def _override(table: dict[str, Any], item: str) -> None:
-    """Apply one `section.key=value`; the value is TOML, or a plain string where it is not."""
+    """Apply one `section.key=value`. The value is TOML, or a plain string if it is not valid TOML."""
     key, equals, text = item.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) != 2 or not all(parts):
@@ -107,7 +107,7 @@ def _override(table: dict[str, Any], item: str) -> None:
     section[parts[1]] = value
 
 
-def _first(error: ValidationError) -> str:
+def _describe_error(error: ValidationError) -> str:
     """Return the first unknown key, or else the first wrong value, as key, value and what to do."""
     found = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
     path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in found["loc"]).lstrip(".")

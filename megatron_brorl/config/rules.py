@@ -11,7 +11,7 @@ from typing import Any
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError, shown
 
-Rule = tuple[str, bool, str]  # key that a message names, whether the rule is broken, what to do
+Rule = tuple[str, bool, str]  # key for the message, whether the rule is broken, what to do
 
 
 def check(config: Config, where: str) -> None:
@@ -26,7 +26,7 @@ def check(config: Config, where: str) -> None:
 def parse_benchmark(benchmark: str) -> tuple[str, str]:
     """Return name and file of a value of evaluate.benchmarks: "name=FILE", or FILE whose stem is the name."""
     name, equals, file = benchmark.partition("=")
-    if equals and "/" not in name:  # with a slash it is a file in a folder such as lr=3/
+    if equals and "/" not in name:  # a slash before = belongs to a folder such as lr=3/
         return name.strip(), file
     return Path(benchmark).stem, benchmark
 
@@ -42,7 +42,7 @@ def _rollout(config: Config) -> Iterator[Rule]:
         'rollout.engine = "trtllm" stops only at tokens: leave it empty',
     )
 
-    # The longest response must be done before its group counts as too old.
+    # The longest response must finish before its group is dropped as too old.
     if rollout.partial_tokens:
         steps = -(-rollout.max_tokens // rollout.partial_tokens)
         yield (
@@ -97,7 +97,7 @@ def _fp8(config: Config) -> Iterator[Rule]:
 def _evaluation(config: Config) -> Iterator[Rule]:
     evaluate = config.evaluate
     yield "train.keep_best", bool(config.train.keep_best) and not evaluate.every, "needs evaluate.every above 0"
-    # Every benchmark is a row of a table, by its name.
+    # Names must be unique, because results are listed by name.
     benchmarks = [parse_benchmark(benchmark) for benchmark in evaluate.benchmarks]
     names = [name for name, _ in benchmarks]
     yield (
@@ -120,14 +120,14 @@ def _advantages(config: Config) -> Iterator[Rule]:
     yield "algo.pass_k", at_k and not 1 <= algo.pass_k < n, f"must be from 1 to rollout.n - 1 = {n - 1}"
     yield "algo.pass_k", not at_k and algo.pass_k != 0, 'must be 0 without algo.advantage = "pass_at_k"'
 
-    # These divide by the mean reward, or count correct responses.
+    # These estimators divide by the mean reward, or count correct responses.
     if algo.advantage in ("maxrl", "pass_at_k"):
         why = f'with algo.advantage = "{algo.advantage}", which needs rewards of 0 and 1'
         yield "reward.strict", not reward.strict, f"must be true {why}"
         yield "reward.cut_off_factor", reward.cut_off_factor not in (0, 1), f"must be 0 or 1 {why}"
         yield "algo.advantage", config.shaping.is_on, "needs rewards of 0 and 1: choose another, or remove [shaping]"
 
-    # The only rollout of a group is its own mean. A critic needs no group, unless groups are selected.
+    # The mean of a single rollout is its reward. A critic needs no groups, unless groups are selected.
     yield (
         "rollout.n",
         n < 2 and (not gae or algo.dynamic_sampling),
@@ -138,7 +138,7 @@ def _advantages(config: Config) -> Iterator[Rule]:
 def _updates(config: Config) -> Iterator[Rule]:
     algo = config.algo
     rollout = config.rollout
-    # A lower bound would cut ratios that the clip lets pass.
+    # A lower value would clip ratios that algo.eps_high allows.
     yield (
         "algo.dual_clip",
         algo.dual_clip != 0 and algo.dual_clip <= 1 + algo.eps_high,
@@ -170,8 +170,8 @@ def _updates(config: Config) -> Iterator[Rule]:
     from_engine = algo.old_log_probs == "rollout"
     yield "algo.mismatch_mask", masked and from_engine, 'needs algo.old_log_probs = "actor" to compare with'
 
-    # The engine renormalises its log-probabilities over the tokens that the cut leaves; the trainer does not. As the
-    # old policy they would be clipped before the first update, and as one side of a mismatch they would hide it.
+    # With top_p or top_k, the engine renormalises its log-probabilities and the trainer does not. As old
+    # log-probabilities they would cause clipping before the first update, and they would distort the mismatch ratio.
     cut = f"with rollout.top_p = {rollout.top_p:g} and rollout.top_k = {rollout.top_k}"
     is_cut = rollout.top_p < 1 or rollout.top_k > 0
     yield "algo.old_log_probs", is_cut and from_engine, f'must be "actor" {cut}'
@@ -204,7 +204,7 @@ def _data(config: Config) -> Iterator[Rule]:
     yield "data.verifier", bool(data.tasks) and data.verifier != "exact", "data.tasks have their own: leave it out"
 
 
-# A resumed run must keep the keys that decide the model, the data and their order, the meaning of a reward, or the
+# A resumed run must keep the keys that determine the model, the data and its order, the meaning of a reward, or the
 # content of a checkpoint. Rows are compared by content, so the files may move.
 _MAY_CHANGE = {"data": {"train", "held_out"}, "reward": {"workers", "timeout_s", "unsandboxed"}}  # no other keys
 _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sections, may change
@@ -235,7 +235,7 @@ def may_change(path: str, old: Any, new: Any, rollout: Mapping[str, Any]) -> boo
 
     rollout: the values of section [rollout] that the checkpoint was written with.
     """
-    # These decide whether a checkpoint has a critic or a reference.
+    # These keys determine whether a checkpoint has a critic or a reference.
     if path == "algo.advantage":
         return (old == "gae") == (new == "gae")
     if path == "algo.kl_coef":

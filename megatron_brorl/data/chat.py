@@ -1,4 +1,4 @@
-"""Prompts as conversations, and the variables and dates of the chat templates that frame them."""
+"""Conversations as prompts, and the variables and dates of chat templates."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_brorl.errors import UserError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
-# A macro replaces strftime_now, with which templates write today's date, because transformers' function reads the clock
-# and no function can be passed to a template. Its line break is removed, as at the beginning of a template.
+# A macro replaces strftime_now, which templates call for today's date. transformers' function reads the clock, and it
+# accepts no function as a variable of a template. Jinja removes the line break after the macro.
 DATE = "strftime_now"
 _DATES = "strftime_dates"
 _MACRO = (
@@ -37,7 +37,7 @@ def check_messages(prompt: Sequence[Any], where: str) -> list[Message]:
     for i, raw in enumerate(prompt):
         name = f"{where}: prompt[{i}]"
 
-        # Parquet gives every object the keys of all others, with null.
+        # Parquet adds the keys of all other objects, with null.
         message = {k: v for k, v in raw.items() if v is not None} if isinstance(raw, dict) else {}
         if set(message) != {"role", "content"} or not all(isinstance(v, str) for v in message.values()):
             raise UserError(f'{name} must be {{"role": "...", "content": "..."}} with strings and no other keys')
@@ -55,14 +55,14 @@ def check_messages(prompt: Sequence[Any], where: str) -> list[Message]:
 
 
 def split_answer(prompt: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-    """Return a conversation without the assistant's last message, and its text, or None."""
+    """Split off a final message of the assistant. Return the other messages and its text, or None."""
     last = prompt[-1] if prompt else None
     if isinstance(last, dict) and last.get("role") == "assistant":
         return prompt[:-1], last.get("content")
     return prompt, None
 
 
-def spoken(prompt: str | Sequence[Message]) -> str:
+def prompt_text(prompt: str | Sequence[Message]) -> str:
     """Return the text of a prompt without roles."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
@@ -82,7 +82,7 @@ def conversation(prompt: str | Sequence[Message], config: DataConfig, where: str
     return [{"role": "system", "content": config.system_prompt}, *earlier, framed]
 
 
-def dated(template: str, date: datetime.date) -> dict[str, Any]:
+def date_variables(template: str, date: datetime.date) -> dict[str, Any]:
     """Return arguments of apply_chat_template with which the template writes this date as today's, at 0:00."""
     midnight = datetime.datetime.combine(date, datetime.time())
     dates = {form: midnight.strftime(form) for _, form in _DATE_CALL.findall(template)}

@@ -1,4 +1,4 @@
-"""Files with other columns than this project's rows, which data.columns names."""
+"""Map the columns of a file to the keys of this project's rows, as data.columns says."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_brorl.errors import UserError
 _MISSING = object()
 KEYS = ("prompt", "answer", "target", "verifier", "id", "metadata")  # of a row
 
-# Names of published sets, the most likely first.
+# Names of columns in published data sets, the most common first.
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
 _ANSWERS = ("answer", "final_answer", "solution", "reference", "ground_truth", "reward_model.ground_truth", "label")
 
 
-def mapped(raw: Any, columns: ColumnsConfig, where: str) -> Any:
-    """Return a row by this project's keys, or as it is if data.columns names no column.
+def map_columns(raw: Any, columns: ColumnsConfig, where: str) -> Any:
+    """Return a row with this project's keys. If data.columns names no column, the row is returned unchanged.
 
     Raises UserError if a named column is missing, or if the answer does not match answer_regex.
     """
@@ -41,13 +41,13 @@ def mapped(raw: Any, columns: ColumnsConfig, where: str) -> Any:
             row[key] = str(int(value)) if value == int(value) else str(value)
     if columns.answer_regex and isinstance(row["answer"], str):
         answer = _matched(columns.answer_regex, row["answer"], where)
-        # Supervised training imitates the worked answer.
+        # The whole column, a worked answer, is the target of supervised training.
         row |= {"answer": answer, "target": row["answer"] if row["target"] is None else row["target"]}
     return row
 
 
-def guess(path: Path) -> dict[str, str]:
-    """Return data.columns for a file by the names in its first row; {} if it has this project's keys.
+def guess_columns(path: Path) -> dict[str, str]:
+    """Guess data.columns from the first row of a file. Return {} if the file has this project's keys.
 
     Raises UserError if the file cannot be read, or if no column looks like a prompt.
     """
@@ -69,7 +69,7 @@ def guess(path: Path) -> dict[str, str]:
 
 
 def _matched(regex: str, text: str, where: str) -> str:
-    """Return the first group, or all, of the last match, because worked answers end with the result."""
+    """Return the first group of the last match, or the whole match. Worked answers end with the result."""
     try:
         pattern = re.compile(regex, re.DOTALL)
     except re.error as e:

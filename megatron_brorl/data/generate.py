@@ -90,7 +90,7 @@ class _Item(NamedTuple):
     task: _Task
     number: int
     question: str
-    entry: dict[str, Any]  # of reasoning-gym
+    entry: dict[str, Any]  # the item of reasoning-gym
 
     @property
     def where(self) -> str:
@@ -144,7 +144,7 @@ class _Task:
         self._items = gym.create(task.name, seed, task.config, where)
 
     def item(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the question of an item, and its entry as JSON would hold it."""
+        """Return the question of an item, and its entry converted to JSON types."""
         with decimal.localcontext(decimal.DefaultContext):  # Some tasks set the precision of the process.
             entry = json.loads(json.dumps(self._items[index]))
         question: str = entry["question"]

@@ -1,4 +1,4 @@
-"""Names on Hugging Face's hub in place of paths. They are downloaded into the hub's cache."""
+"""Resolve names on the Hugging Face hub. Files are downloaded into the cache of the hub."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from megatron_brorl.errors import UserError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/(.+)")
-_OF_A_MODEL = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
 
 
 def model_directory(name: str) -> Path:
-    """Return the folder of a model: `name` itself if it exists or cannot be a name on the hub, else the hub's cache.
+    """Return the folder of a model: `name` if it exists or cannot be a name on the hub, else its folder in the cache.
 
     Raises UserError if `name` is empty, or if neither the cache nor the hub has the model.
     """
     if not name.strip():
-        raise UserError("model.path is empty: give a Hugging Face directory, or a model's name on the hub")
+        raise UserError("model.path is empty: give a Hugging Face directory, or the name of a model on the hub")
     if Path(name).exists() or not _NAME.fullmatch(name):
         return Path(name)
     from huggingface_hub import snapshot_download  # Importing it takes a while.
 
-    return Path(_fetched(name, f"{name} (model.path)", lambda: snapshot_download(name, allow_patterns=_OF_A_MODEL)))
+    return Path(_download(name, f"{name} (model.path)", lambda: snapshot_download(name, allow_patterns=_MODEL_FILES)))
 
 
 def data_file(name: str) -> Path:
@@ -38,16 +38,16 @@ def data_file(name: str) -> Path:
 
     repository, file = found.groups()
     command = f"--repo-type dataset {repository} {file}"
-    return Path(_fetched(command, name, lambda: hf_hub_download(repository, file, repo_type="dataset")))
+    return Path(_download(command, name, lambda: hf_hub_download(repository, file, repo_type="dataset")))
 
 
-def _fetched(command: str, what: str, fetch: Callable[[], str]) -> str:
-    """Return what `fetch` returns. `command` is the arguments of `hf download` for the same."""
+def _download(command: str, what: str, fetch: Callable[[], str]) -> str:
+    """Call `fetch` and turn its errors into a UserError. command: arguments with which `hf download` does the same."""
     try:
         return fetch()
-    except Exception as e:  # Many libraries raise here.
+    except Exception as e:  # Several libraries raise here.
         reason = " ".join(str(e).split()).split(". ")[0] or type(e).__name__
         raise UserError(
-            f"{what}: neither in {Path.cwd()} nor in the cache of Hugging Face's hub, and not fetched: {reason}; "
-            f"where there is a network, run: hf download {command}"
+            f"{what}: neither in {Path.cwd()} nor in the cache of the hub, and the download failed: {reason}; "
+            f"with access to the network, run: hf download {command}"
         ) from None

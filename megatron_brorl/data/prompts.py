@@ -2,7 +2,7 @@
 
 A row is an object {"prompt": str, "answer": str or null, "target": str, "verifier": str, "id": str, "metadata":
 object}. Only the prompt is required. The default verifier is data.verifier, and the default target, which supervised
-training imitates, is the answer. data.columns names the columns of other files. Messages name a row by its line or
+training learns, is the answer. data.columns names the columns of other files. Messages name a row by its line or
 number, from 1. Metadata may be a string of JSON in Parquet. A prompt may be a list of messages; if the last one is the
 assistant's, it is the target.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
-from megatron_brorl.data.chat import Message, check_messages, conversation, split_answer, spoken
-from megatron_brorl.data.columns import KEYS, mapped
+from megatron_brorl.data.chat import Message, check_messages, conversation, prompt_text, split_answer
+from megatron_brorl.data.columns import KEYS, map_columns
 from megatron_brorl.data.readers import parse_row, raw_rows, without_nulls
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError, shown
@@ -43,14 +43,14 @@ class Row:
 
     def texts(self) -> tuple[str | None, ...]:
         """Return the texts that the tokenizer must be able to represent."""
-        return spoken(self.prompt), self.answer, self.target
+        return prompt_text(self.prompt), self.answer, self.target
 
 
 @dataclass(frozen=True)
 class RowFormat:
     """The columns of a file and the verifiers of its rows. The default is a file in the format above."""
 
-    verifier: str = "exact"  # of rows that name none
+    verifier: str = "exact"  # for rows that name none
     reward: RewardConfig = field(default_factory=RewardConfig)
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
 
@@ -78,7 +78,7 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
 def render(
     prompt: str | list[Message], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int, where: str
 ) -> tuple[str, tuple[int, ...]]:
-    """Return the text of a prompt in its template, and its ids. Raises UserError, as tokenize."""
+    """Return the text of a prompt in its template, and its ids. Raises UserError if it does not fit."""
     if config.chat:
         messages = conversation(prompt, config, where)
         try:
@@ -144,8 +144,8 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
     if not isinstance(row, dict):
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
 
-    # A null key counts as missing. A misspelt key would too, and is refused.
-    row = {key: value for key, value in mapped(row, row_format.columns, where).items() if value is not None}
+    # A key with null counts as missing. Unknown keys are refused, because they are probably misspelt.
+    row = {key: value for key, value in map_columns(row, row_format.columns, where).items() if value is not None}
     unknown = [key for key in row if key not in KEYS]
     if unknown:
         raise UserError(
@@ -164,7 +164,7 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
         target = target if last_answer is None else last_answer
     verifier = row.get("verifier", row_format.verifier)
     row_id = row.get("id", default_id)
-    text = spoken(prompt) if isinstance(prompt, list) else prompt
+    text = prompt_text(prompt) if isinstance(prompt, list) else prompt
     _check_texts({"prompt": text, "answer": answer, "target": target, "verifier": verifier, "id": row_id}, where)
     answer = target if answer is None else answer
 
@@ -213,7 +213,7 @@ def sft_examples(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[
         target = prompt.answer if prompt.target is None else prompt.target
         if target is None:
             raise UserError(
-                f"prompt {prompt.id!r} has neither target nor reference answer, so there is nothing to imitate; "
+                f"prompt {prompt.id!r} has neither target nor reference answer, so there is nothing to learn; "
                 "remove its task or row from supervised training"
             )
         examples.append((list(prompt.token_ids), [*tokenizer.encode(target), tokenizer.eos_id]))

@@ -20,7 +20,7 @@ import pyarrow.parquet
 
 from megatron_brorl.errors import UserError, shown
 
-_BATCH = 256  # rows of a Parquet file in memory; some have megabytes of tests
+_BATCH = 256  # rows of a Parquet file that are read at once; a row may have megabytes of tests
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -65,7 +65,7 @@ def without_nulls(value: Any, arrow: bool = False, parent_key: str = "") -> Any:
     if not isinstance(value, dict):
         return _json_value(value) if arrow else value
 
-    # Values that reach a function under test or the scorer of a reasoning-gym task as they are.
+    # Values that a tested function or the scorer of a reasoning-gym task receives unchanged.
     is_call = isinstance(value.get("args"), list)
     unchanged = ("args", "kwargs", "expected") if is_call else ("entry",) if "source_dataset" in value else ()
     nullable = "expected" if is_call else "answer" if parent_key == "entry" else None
@@ -93,7 +93,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
-    """Read a list of objects, or JSON lines under another name."""
+    """Read a JSON list, or JSON lines in a file with this suffix."""
     with path.open("rb") as file:
         is_list = file.read(64).removeprefix(_BOM).lstrip().startswith(b"[")
     return enumerate(json.loads(path.read_bytes()), start=1) if is_list else _lines(path)

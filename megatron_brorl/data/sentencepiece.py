@@ -34,7 +34,7 @@ SETTINGS = "tokenizer_config.json"
 _BYTE_FALLBACK_FROM = 512  # pieces; in a smaller vocabulary, 256 byte tokens would leave no room for others
 _LOG_ERRORS = 2
 _EXPORT_MARK = "sentencepiece_export"  # in tokenizer_config.json: SHA-256 of the tokenizer.json that was written
-# transformers 5 reads every tokenizer.json of a Qwen2 model as Qwen2's own unless its class comes from a file.
+# transformers 5 uses the Qwen2 tokenizer for every tokenizer.json of a Qwen2 model, unless a file defines the class.
 _OVERRIDDEN = "qwen2"
 _CLASS_FILE = "tokenization_fast.py"
 _CLASS = "from transformers import PreTrainedTokenizerFast\n\n\nclass Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
@@ -43,7 +43,7 @@ _CHECKED_TEXTS = 300
 
 
 class SentencePieceTokenizer:
-    """A tokenizer.model. tokenizer_config.json says whether prompts begin with BOS, as in Llama directories."""
+    """A tokenizer.model. Its tokenizer_config.json determines whether prompts begin with BOS, as for Llama."""
 
     template_date = None
 
@@ -96,11 +96,11 @@ class SentencePieceTokenizer:
         return str(self._decoder.decode(known)) if known else ""
 
     def piece(self, token_id: int) -> str:
-        """Return the text of a token as the model writes it, with U+2581 for a space."""
+        """Return the piece of a token id, in which U+2581 stands for a space."""
         return str(self._model.id_to_piece(token_id))
 
     def proto(self) -> Any:
-        """Return the model as a message of protobuf."""
+        """Return the model as a protobuf message."""
         return sentencepiece_model_pb2.ModelProto.FromString(self._model.serialized_model_proto())
 
 
@@ -111,7 +111,7 @@ def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) 
     smaller than asked for if the texts do not yield that many pieces. From 512 pieces on, unseen characters fall back
     to bytes.
     """
-    # All characters are named because the trainer overlooks some, such as a line break at the end of a text.
+    # All characters are required, because the trainer misses some, such as a line break at the end of a text.
     texts = list(texts)
     characters = sorted(set().union(*texts) - {" ", "\0"})
     model = io.BytesIO()
@@ -182,7 +182,7 @@ def write_tokenizer_json(source: Path, target: Path) -> None:
             reason = f"transformers cannot convert it: {type(e).__name__}: {shown(e)}"
         if reason:
             print(
-                f"warning: {source / MODEL}: no {CONVERTED} written: {reason}; transformers may read other ids than "
+                f"warning: {source / MODEL}: no {CONVERTED} written: {reason}; transformers may use other ids than "
                 "this model was trained on: tokenize with sentencepiece",
                 file=sys.stderr,
                 flush=True,
@@ -241,25 +241,25 @@ def _convert(source: Path, target: Path, tokenizer: SentencePieceTokenizer) -> N
 
 
 def _difference(directory: Path, tokenizer: SentencePieceTokenizer) -> str:
-    """Return how transformers reads the export otherwise than sentencepiece reads the model; "" if it does not."""
+    """Return how transformers tokenizes the export differently from sentencepiece; "" if it does not."""
     from transformers import AutoTokenizer
 
     texts = list(_texts([tokenizer.piece(i).replace("\u2581", " ") for i in range(tokenizer.vocab_size)]))
     theirs = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     if len(theirs) != tokenizer.vocab_size:
-        return f"it has {tokenizer.vocab_size} tokens, and with the files next to it {len(theirs)}"
+        return f"it has {tokenizer.vocab_size} tokens, but {len(theirs)} with the files next to it"
     if theirs.eos_token_id != tokenizer.eos_id or theirs("a").input_ids != tokenizer.encode_prompt("a"):
         return "transformers begins or ends a text with other tokens"
     found = theirs(texts, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
     for text, ids in zip(texts, found, strict=True):
         back = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if ids != tokenizer.encode(text) or (tokenizer.unk_id not in ids and back != tokenizer.decode(ids)):
-            return f"transformers' {type(theirs).__name__} reads {text[:40]!r} otherwise"
+            return f"transformers' {type(theirs).__name__} tokenizes {text[:40]!r} differently"
     return ""
 
 
 def _texts(pieces: list[str]) -> Iterator[str]:
-    """Yield pieces, and random texts of pieces and of characters, the same ones for a model every time."""
+    """Yield pieces and random texts. Every call yields the same texts for the same model."""
     yield from pieces[:: max(1, len(pieces) // _MAX_CHECKED_PIECES)]
     draw = random.Random(0)
     # ASCII with control characters, Latin, and all other characters except halves of surrogate pairs.

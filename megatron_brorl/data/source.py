@@ -1,6 +1,6 @@
-"""The prompts of a run: an endless stream in which a prompt depends only on the seed and its place.
+"""The prompts of a run: an endless stream in which a prompt depends only on the seed and its index.
 
-A run can be resumed from its place, and ranks agree without communication.
+A run can be resumed at any index, and ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_brorl.rewards.registry import entry
 from megatron_brorl.types import Prompt
 
 TEMPLATE_DATE = "template_date"
-# Files that decide how a text becomes tokens.
+# Files that determine how text is tokenized.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
@@ -104,12 +104,12 @@ def mixture_positions(weights: Sequence[int], start: int, count: int) -> list[tu
 class Sources:
     train: PromptSource
     held_out: list[Prompt]
-    verifiers: frozenset[str]  # verifiers that the rows name
-    report: str  # lines about the data that was read or generated, and about text that the tokenizer loses
+    verifiers: frozenset[str]  # the verifiers of all rows
+    report: str  # lines about the data and about text that the tokenizer loses
     rows: Sequence[Prompt] = ()  # all rows of the training files, in their order
     files: tuple[tuple[str, str, int], ...] = ()  # configuration key, name and row count of the files read
 
-    def first(self) -> Sequence[Prompt]:
+    def representative_prompts(self) -> Sequence[Prompt]:
         """Return all rows of files, or the first generated prompts, which identify the generator."""
         return self.rows or self.train.prompts(0, 16)
 
@@ -121,7 +121,7 @@ class Sources:
         return {
             **({} if date is None else {TEMPLATE_DATE: str(date)}),
             "tokenizer": tokenizer_digest(tokenizer),
-            "train": prompts_digest(self.first()),
+            "train": prompts_digest(self.representative_prompts()),
             "held_out": prompts_digest(self.held_out),
         }
 
@@ -200,7 +200,7 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int,
     train_seed = hash_int("train", config.train_seed, seed, size=4)
     held_out = GeneratedPrompts(config, held_out_seed, tokenizer, max_prompt_tokens).held_out(config.held_out_prompts)
     train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, held_out.keys())
-    train.prompts(0, 1)  # A pattern or a limit that cannot work is an error now, not at the first step.
+    train.prompts(0, 1)  # Report an invalid pattern or limit now and not at the first step.
     names = ", ".join(task.name for task in config.tasks)
     report = [f"data.tasks: endless prompts of {names}; {len(held_out)} different ones held out"]
     report += check_round_trip(train.examples(), tokenizer, "data.tasks")
@@ -209,7 +209,7 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int,
 
 @dataclass
 class _Reader:
-    """Files to prompts, with a line of report for each."""
+    """Reads files into prompts and adds one line per file to the report."""
 
     config: DataConfig
     reward: RewardConfig
@@ -219,7 +219,7 @@ class _Reader:
     files: list[tuple[str, str, int]] = field(default_factory=list)  # see Sources
 
     def read(self, files: Sequence[str], key: str, verifier: str = "") -> list[Prompt]:
-        """Return the prompts of files. `verifier` is that of rows that name none; the default is data.verifier."""
+        """Return the prompts of files. verifier: used for rows that name none; data.verifier by default."""
         entry(self.config.verifier, "data.verifier", self.reward)
         row_format = RowFormat(verifier or self.config.verifier, self.reward, self.config.columns)
         rows: list[Row] = []
@@ -270,5 +270,5 @@ class _Reader:
 
 
 def _shuffled(size: int, seed: int | str, epoch: int) -> list[int]:
-    """Return an order of range(size) that no version of a library can change."""
+    """Return a permutation of range(size) that does not depend on the version of any library."""
     return sorted(range(size), key=lambda i: hashlib.blake2b(f"{seed}:{epoch}:{i}".encode(), digest_size=8).digest())

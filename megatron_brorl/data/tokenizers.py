@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face directories and of sentencepiece models, and the tokens that end a response."""
+"""Load tokenizers of Hugging Face and sentencepiece, and find the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_brorl.data.chat import DATE, Message, check_variables, dated
+from megatron_brorl.data.chat import DATE, Message, check_variables, date_variables
 from megatron_brorl.data.sentencepiece import CONVERTED, MODEL, SentencePieceTokenizer, is_exported
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, refuse_gguf
 from megatron_brorl.files import read_object
 
 GENERATION = "generation_config.json"
-_MARK = "\u2039message {}\u203a"  # stands for a message while its chat template is taken apart
+_MARK = "\u2039message {}\u203a"  # stands for a message while the template's own text is extracted
 
 
 class Tokenizer(Protocol):
-    """A tokenizer of a model.
+    """The interface of tokenizers.
 
     The text of a prompt is data: "</s>" in it is four characters, never the end of the sequence. Only a template
     around it, which the user or the author of the model wrote, may contain special tokens.
     """
 
-    directory: Path  # that it was read from
-    vocab_size: int  # the number of tokens; the model's vocabulary may be padded beyond it
-    eos_id: int  # the last token of a response that ends by itself
-    bos_id: int | None  # the token before the first of a sequence
+    directory: Path  # the model directory
+    vocab_size: int  # the vocabulary of the model may be larger, because of padding
+    eos_id: int  # the token that ends a response
+    bos_id: int | None  # the token that begins a sequence
     pad_id: int | None
     unk_id: int | None  # the token for text that cannot be encoded; None if all text can
 
@@ -69,7 +69,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(directory: Path, today: datetime.date | None = None) -> Tokenizer:
     """Load tokenizer.json (Hugging Face) of a model directory, or else tokenizer.model (sentencepiece).
 
-    The tokenizer.json that an export wrote is not read, because sentencepiece starts sooner. today is the date that
+    The tokenizer.json that an export wrote is not read, because sentencepiece starts sooner. today: the date that
     chat templates write, by default that of this call. Raises UserError if there is no tokenizer, if a file is broken
     or if there is no end-of-sequence token.
     """
@@ -90,12 +90,12 @@ class HuggingFaceTokenizer:
     def __init__(self, directory: Path, today: datetime.date | None = None) -> None:
         """Raise UserError if transformers cannot load the files, or if there is no end-of-sequence token.
 
-        today is the date that chat templates write, by default that of this call.
+        today: the date that chat templates write, by default that of this call.
         """
         from transformers import AutoTokenizer  # Importing transformers takes seconds.
 
         self.directory = directory
-        # A clock that passes midnight must not change the prompts of a run.
+        # The prompts of a run must not change at midnight.
         self._today = today or datetime.date.today()
 
         # Nothing is downloaded, and no code of the directory is run.
@@ -190,7 +190,7 @@ class HuggingFaceTokenizer:
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         given = {**variables}
         if self.template_date is not None:
-            given |= dated(self._template(), self.template_date)
+            given |= date_variables(self._template(), self.template_date)
         try:
             rendered = self._inner.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **given

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from megatron_brorl.algo.pass_at_k import pass_at_k
@@ -20,7 +21,7 @@ from megatron_brorl.algo.statistics import RESAMPLES, SHARE, SHARES, Bounds, boo
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 from megatron_brorl.report.findings import verdict
-from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups, read_rollouts
+from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups
 from megatron_brorl.tracking import metric_docs, run_info
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
@@ -64,10 +65,6 @@ class RecordedRun:
         if moment not in self._groups:
             self._groups[moment] = read_groups(self.folder / FOLDER, moment)
         return self._groups[moment]
-
-    def rollouts(self, moment: Moment) -> pa.Table:
-        """Return the rollouts of a moment (rollout_log.ROLLOUTS). Raises UserError if a file is damaged."""
-        return read_rollouts(self.folder / FOLDER, moment)
 
 
 def read_run(folder: Path) -> RecordedRun:
@@ -325,7 +322,7 @@ def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> li
             {
                 "steps": e.steps,
                 "seconds": sum(_time(row, "step") for row in done),
-                "rollouts": sum(_known(row, "rollouts") for row in done),
+                "rollouts": sum(_number(row, "rollouts") for row in done),
                 "kept": sum(_kept(row) for row in done),
                 "passes": [{"k": k, **e.passes[k]} for k in sorted(e.passes)],
             }
@@ -333,15 +330,12 @@ def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> li
     return rows
 
 
-def first_reached(places: Sequence[float], heights: Sequence[float], target: float) -> float | None:
+def first_reached(xs: Sequence[float], ys: Sequence[float], target: float) -> float | None:
     """Return the first x at which a piecewise linear curve reaches `target`, or None."""
-    for i, (x, y) in enumerate(zip(places, heights, strict=True)):
-        if y >= target:
-            if not i:
-                return x
-            x0, y0 = places[i - 1], heights[i - 1]
-            return x0 + (x - x0) * (target - y0) / (y - y0)
-    return None
+    end = next((i for i, y in enumerate(ys) if y >= target), None)
+    return (
+        None if end is None else float(np.interp(target, ys[max(end - 1, 0) : end + 1], xs[max(end - 1, 0) : end + 1]))
+    )
 
 
 def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any] | None]:
@@ -357,8 +351,8 @@ def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
         target = own[-1]["passes"][0]["mean"]
         runs = []
         for table in tables:
-            heights = [row["passes"][0]["mean"] for row in table]
-            spent = {x: first_reached([row[x] for row in table], heights, target) for x in ("seconds", "rollouts")}
+            accuracies = [row["passes"][0]["mean"] for row in table]
+            spent = {x: first_reached([row[x] for row in table], accuracies, target) for x in ("seconds", "rollouts")}
             runs.append(spent if spent["seconds"] is not None else None)
         found.append({"target": target, "runs": runs})
     return found
@@ -369,14 +363,14 @@ def generation(run: RecordedRun) -> dict[str, Any] | None:
 
     prompt_hits: share of prompt tokens that the engine found in its cache, averaged over rollouts.
     """
-    rollouts = sum(_known(row, "rollouts") for row in run.rows)
+    rollouts = sum(_number(row, "rollouts") for row in run.rows)
     seconds, whole = (sum(_time(row, name) for row in run.rows) for name in ("generate", "step"))
     if not (rollouts and seconds and whole):
         return None
-    hits = [(_known(row, "rollouts"), row["time"]["kv_cache/prompt_hits"]) for row in run.rows if _has_hits(row)]
+    hits = [(_number(row, "rollouts"), row["time"]["kv_cache/prompt_hits"]) for row in run.rows if _has_hits(row)]
     return {
         "rollouts_per_s": rollouts / seconds,
-        "tokens_per_s": sum(_known(row, "rollouts") * _known(row, "response_tokens") for row in run.rows) / seconds,
+        "tokens_per_s": sum(_number(row, "rollouts") * _number(row, "response_tokens") for row in run.rows) / seconds,
         "share_of_step": seconds / whole,
         "end_to_end_per_s": rollouts / whole,
         "kept_per_s": sum(map(_kept, run.rows)) / whole,
@@ -392,12 +386,12 @@ def _time(row: Row, name: str) -> float:
     return float((row.get("time") or {}).get(name) or 0.0)
 
 
-def _known(row: Row, name: str) -> float:
+def _number(row: Row, name: str) -> float:
     return float(row.get(name) or 0.0)
 
 
 def _kept(row: Row) -> float:
-    return _known(row, "rollouts") * _known(row, "kept_share")
+    return _number(row, "rollouts") * _number(row, "kept_share")
 
 
 # Curves over steps, and histograms over prompts.
@@ -476,11 +470,10 @@ def _tenth(right: int, n: int) -> int:
     return 0 if not right else len(TENTHS) - 1 if right == n else 1 + 10 * right // n
 
 
-def _evenly(there: list[Moment], most: int = MAX_MOMENTS) -> list[Moment]:
-    """Return at most `most` moments at even distances, including the first and the last."""
-    if len(there) <= most:
-        return there
-    return [there[round(i * (len(there) - 1) / (most - 1))] for i in range(most)]
+def _evenly(recorded: list[Moment]) -> list[Moment]:
+    """Return at most MAX_MOMENTS moments at even distances, including the first and the last."""
+    count = min(len(recorded), MAX_MOMENTS)
+    return [recorded[i] for i in np.linspace(0, len(recorded) - 1, count).round().astype(int)]
 
 
 def _flat(row: Row) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def findings(
 ) -> dict[str, str]:
     """Return a sentence, by name, for each reason why the run learned nothing or why learning was not measured.
 
-    rows: the lines of metrics.jsonl. before, after: the held-out evaluations, where there are any. weights_differ:
+    rows: the lines of metrics.jsonl. before, after: the held-out evaluations, if there are any. weights_differ:
     whether the trained weights differ from those of model.path.
     """
     found: dict[str, str] = {}
@@ -107,10 +107,10 @@ def verdict(
 ) -> dict[str, Any]:
     """Return headline, tone, details and findings (sentences), and the state of a run.
 
-    wanted: train.steps, 0 where it is unknown. evaluations: content.Evaluation.as_dict of each. changed: as
-    content.compared.
+    wanted: train.steps, 0 if it is unknown. evaluations: content.RecordedEvaluation.as_dict of each. changed: the
+    result of content.compared.
     """
-    tone, headline, details = _change(changed) if changed and changed["passes"] else _unpaired(rows, evaluations)
+    tone, headline, details = _change(changed) if changed and changed["passes"] else _unpaired(evaluations)
     named = summary.get("findings", {})
     found = list(named.values())
     # A running run has no findings yet. Its metrics show whether there is a signal.
@@ -172,21 +172,20 @@ def _points(share: float) -> str:
     return f"{value:+.1f}" if value else "0.0"
 
 
-def _unpaired(rows: Sequence[Row], evaluations: Sequence[Mapping[str, Any]]) -> tuple[Tone, str, list[str]]:
+def _unpaired(evaluations: Sequence[Mapping[str, Any]]) -> tuple[Tone, str, list[str]]:
     """Describe evaluations that cannot be compared prompt by prompt."""
-    details = _training_reward(rows)
     if not evaluations:
-        return "unclear", "Learning was not measured: there is no held-out evaluation.", details
+        return "unclear", "Learning was not measured: there is no held-out evaluation.", []
     first, last = evaluations[0], evaluations[-1]
     if len(evaluations) == 1:
         when = f"after {first['steps']} steps" if first["steps"] else "before the first step"
-        return "unclear", f"Learning was not measured: the only evaluation, {when}, has {_level(first)}.", details
+        return "unclear", f"Learning was not measured: the only evaluation, {when}, has {_level(first)}.", []
     # The interval of a difference needs the pairs of prompts.
     p, q = (e["passes"][0]["mean"] for e in (first, last))
     headline = f"pass@1 went from {p:.1%} to {q:.1%}, {_points(q - p)} points."
+    details = ["The change has no interval, because too few rollouts of the evaluations are recorded."]
     if first["reward"] or last["reward"]:
-        details.insert(0, f"Before: {_level(first)}. After: {_level(last)}.")
-    details.insert(0, "The change has no interval, because too few rollouts of the evaluations are recorded.")
+        details.append(f"Before: {_level(first)}. After: {_level(last)}.")
     return "unclear", headline, details
 
 
@@ -198,15 +197,6 @@ def _level(e: Mapping[str, Any]) -> str:
         return text
     ends = f" (95% interval {r['low']:.3g} to {r['high']:.3g})" if "low" in r else ""
     return f"{text} and mean reward {r['mean']:.3g}{ends}"
-
-
-def _training_reward(rows: Sequence[Row]) -> list[str]:
-    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
-    if len(rewards) < 2:
-        return []
-    few = min(5, len(rewards) // 2)
-    first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))
-    return [f"Mean training reward: {first:.3f} in the first {few} steps, {last:.3f} in the last."]
 
 
 def _state(rows: Sequence[Row], summary: Row, wanted: int) -> str:

@@ -24,7 +24,7 @@ from markupsafe import Markup
 from megatron_brorl import __version__
 from megatron_brorl.files import nonfinite_to_none
 from megatron_brorl.report.content import RecordedRun, Row, content
-from megatron_brorl.rollout_log import Moment, filter_rows, one_line, prompt_sort_key
+from megatron_brorl.rollout_log import FOLDER, Moment, filter_rows, one_line, prompt_sort_key, read_rollouts
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")
@@ -163,7 +163,9 @@ def _units(run: RecordedRun, tables: Mapping[Moment, list[Row]], moved: set[str]
         if not wanted:
             continue
         rollouts: dict[int, list[Row]] = {}
-        for row in filter_rows(run.rollouts(moment), "group", [g["group"] for g in wanted]).to_pylist():
+        for row in filter_rows(
+            read_rollouts(run.folder / FOLDER, moment), "group", [g["group"] for g in wanted]
+        ).to_pylist():
             rollouts.setdefault(row["group"], []).append(row)
         for g in wanted:
             own = [_rollout(r) for r in select_siblings(rollouts.get(g["group"], []))]

@@ -76,7 +76,7 @@ class MetricsWriter:
         self._for_each(lambda tracker: tracker.log(step, finite))
 
     def close(self) -> None:
-        """Write what is left and close the file and the trackers."""
+        """Write pending lines and close the file and the trackers."""
         if not self._file.closed:
             self._flush()
             self._file.close()

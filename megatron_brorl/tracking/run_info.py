@@ -25,7 +25,7 @@ from megatron_brorl.files import write_text
 from megatron_brorl.signals import LAUNCHER
 
 FILE = "run.json"
-# Packages whose version may change what a run computes.
+# Packages whose version may change the results of a run.
 PACKAGES = (
     "torch", "megatron-core", "transformers", "tensorrt-llm", "transformer-engine", "reasoning-gym",
     "latex2sympy2_extended", "sympy", "numpy",

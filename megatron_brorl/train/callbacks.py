@@ -59,7 +59,7 @@ class Callbacks:
                 self.stop = True
 
     def check(self, state: str) -> None:
-        """Raise UserError if a callback failed. state: what is saved of the run, for the message."""
+        """Raise UserError if a callback failed. state: text on the saved state, for the message."""
         if self._error:
             where, error = self._error
             reason = " ".join(str(error).split())

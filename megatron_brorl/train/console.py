@@ -1,4 +1,4 @@
-"""What a run tells on the console."""
+"""Lines that a run prints on the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def after(steps: int) -> str:
 
 
 def evaluation_line(evaluation: dict[str, Any]) -> str:
-    """pass@1 with its interval, pass@k of the largest k, and the mean reward where it says more than pass@1."""
+    """Return pass@1 with its interval, pass@k of the largest k, and the mean reward if it differs from pass@1."""
     p, more, reward = evaluation["pass_at_1"], widest(evaluation["pass_at_k"]), evaluation["mean_reward"]
     parts = [f"pass@1 {100 * p['mean']:.1f}% (95% interval {100 * p['low']:.1f} to {100 * p['high']:.1f})"]
     if more:
@@ -28,7 +28,7 @@ def evaluation_line(evaluation: dict[str, Any]) -> str:
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """What metrics.jsonl has of an evaluation."""
+    """Return the metrics of an evaluation for metrics.jsonl."""
     p, r = evaluation.pass_at_1, evaluation.mean_reward
     passes = {f"pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
     rewards = {"held_out_reward": r.mean, "held_out_reward_low": r.low, "held_out_reward_high": r.high}
@@ -36,13 +36,12 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def passes(metrics: Mapping[str, float]) -> dict[str, float]:
-    """pass@k by k of the evaluation that evaluation_metrics has told; empty where there was none."""
-    # pass_at_1_low and the like are of no k.
+    """Return pass@k by k from metrics of evaluation_metrics; empty without an evaluation."""
     return {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
 
 
 def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
-    """The metrics of a step that are worth watching, by label; what should not happen is shown where it did.
+    """Return the metrics of a step to print, by label. Problems are included only if they occurred.
 
     step: its number in metrics.jsonl.
     """
@@ -53,7 +52,7 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
         "tokens": _shown(metrics["response_tokens"], ".1f"),
     }
 
-    # In nats, between engine and trainer: the first sign of weights that did not arrive.
+    # In nats, between engine and trainer. A large gap is the first sign of weights that did not arrive.
     if "logprob_gap_max" in metrics:
         shown["gap"] = f"{metrics['logprob_gap_max']:.1e}"
     shown["took"] = f"{seconds['step']:.1f}s"
@@ -69,7 +68,7 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
         shown["no signal"] = why
     if metrics["updates_skipped"]:
         shown["updates skipped (gradient not finite)"] = f"{metrics['updates_skipped']:.0f}"
-    # Answers that a verifier raised on count as wrong, although the fault may be its own.
+    # Answers on which a verifier raised count as wrong, although the verifier may be at fault.
     if metrics["verdict_errors"]:
         shown["verifier raised"] = f"{metrics['verdict_errors']:.0f}x"
     if metrics["nonfinite_rows"]:
@@ -93,5 +92,5 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
 
 
 def _shown(value: float, form: str) -> str:
-    """A figure, or that there is none: a step that closes no group has no means."""
+    """Format a value; "-" for nan, because a step that closes no group has no means."""
     return "-" if math.isnan(value) else format(value, form)

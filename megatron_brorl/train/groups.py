@@ -45,7 +45,7 @@ class Outcomes:
 
     @property
     def ended(self) -> Tensor:
-        """Whether a rollout is complete and has a reward, bool [groups, N]."""
+        """Mask of rollouts that are complete and have a reward, bool [groups, N]."""
         return (self.state == STOP) | (self.state == LENGTH)
 
     def rewards_of(self, group: int) -> Tensor:

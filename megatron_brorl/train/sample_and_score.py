@@ -150,7 +150,7 @@ class RolloutRunner:
         return bool(collectives.all_reduce_max({"stuck": float(self.engine.stuck)})["stuck"])
 
     def check_stuck(self, state: str) -> None:
-        """Raise UserError if an engine is stuck. Collective. state: what is saved of the run, for the message."""
+        """Raise UserError if an engine is stuck. Collective. state: text on the saved state, for the message."""
         if self.stuck():
             raise UserError(
                 f"a rollout engine did not stop when told to (its rank is named above); {state}: run the same "

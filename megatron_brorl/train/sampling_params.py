@@ -1,4 +1,4 @@
-"""What a command derives from the configuration and the model's directory before anything is built."""
+"""Context length and sampling parameters from the configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_brorl.rollout.engine import Sampling
 
 
 def context(config: Config, shape: ModelShape) -> int:
-    """Prompt + response tokens at most. Raises UserError where the model or the responses do not fit."""
+    """Return the maximum of prompt plus response tokens. Raises UserError if a configured length does not fit."""
     limit = config.model.context or shape.context
     if limit > shape.context:
         raise UserError(
@@ -23,12 +23,12 @@ def context(config: Config, shape: ModelShape) -> int:
 
 
 def training_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
-    """How the rollouts that a step trains on are drawn."""
+    """Return the sampling parameters of training."""
     r = config.rollout
     return Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, stop_ids, r.stop_strings, budget=r.partial_tokens)
 
 
 def evaluation_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
-    """How held-out samples are drawn."""
+    """Return the sampling parameters of evaluation."""
     e, r = config.evaluate, config.rollout
     return Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, stop_ids, r.stop_strings, log_probs=False)

@@ -1,4 +1,4 @@
-"""Supervised training on solved examples, with the same worker: a warm start that is partly right."""
+"""Supervised training on reference answers (`brorl sft`), a warm start for RL."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def sft(
     writer: MetricsWriter | None,
     progress: Progress,
 ) -> None:
-    """config.steps optimizer steps of next-token training on the reference answers, each followed by EOS.
+    """Train config.steps optimizer steps on the reference answers, each followed by EOS.
 
-    Raises UserError where loss, gradient or weights are not finite.
+    Raises UserError if loss, gradient or weights are not finite.
     """
     grid = worker.grid
     for step in range(config.steps):
         start = time.monotonic()
 
-        # Every replica has its share of the examples; the loss is over the tokens of all.
+        # Each replica trains on its share of the examples; the loss is the mean over the tokens of all.
         taken = source.prompts(step * config.examples_per_step, config.examples_per_step)
         examples = sft_examples(taken, tokenizer)[grid.dp_rank :: grid.data]
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]
-        # All ranks divide by the same number, so that gradients are only added up.
+        # All ranks divide by the same number, so their gradients are summed.
         own = float(sum(map(len, responses)))
         tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
 
@@ -73,13 +73,13 @@ def sft(
         # Only the last pipeline stage has losses; the others add 0.
         loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
 
-        # What is exported must be finite, so a step that is not ends the run.
+        # The model is exported at the end, so a step that is not finite ends the run.
         if not (update.applied and math.isfinite(loss)):
             raise UserError(
                 f"sft step {step}: loss {loss}, gradient norm {update.grad_norm}: not finite; nothing is exported: "
                 "lower sft.lr"
             )
-        # A gradient in range may still take a weight out of it.
+        # A finite gradient can still make a weight infinite.
         worker.require_finite(f"sft step {step}", "nothing is exported: lower sft.lr")
 
         seconds = {"step": time.monotonic() - start}

@@ -310,7 +310,7 @@ class Trainer:
                 self.saving.start(save, timedelta(seconds=self.config.parallel.timeout_s))
             else:
                 save.write()
-                save.agree()
+                save.raise_if_failed()
                 self.state.best = new_best or self.state.best
         self._checkpoint_seconds["checkpoint"] += time.monotonic() - begun
 

@@ -52,7 +52,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How the stages of actor and critic are built and run."""
+    """Settings of the stages of actor and critic."""
 
     tokens_per_micro_batch: int
     ops: Backend
@@ -147,7 +147,7 @@ class Stage:
 
     @property
     def _keeps_read(self) -> bool:
-        """Whether the float32 masters can be filled from the tensors of a file (distributed optimizer only)."""
+        """Return whether the float32 masters can be filled from the tensors of a file (distributed optimizer only)."""
         return self.options.distributed_optimizer and self.options.dtype != torch.float32
 
     def _fill_masters(self, read: Mapping[str, Tensor]) -> None:

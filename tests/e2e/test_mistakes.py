@@ -50,7 +50,7 @@ def test_malformed_row(config, model, tmp_path):
 def test_supervised_training_that_diverges_exports_nothing(config, model, tmp_path):
     """No rate at all is told before anything is built; a far too high one where the loss shows it."""
     command = ("sft", config, f"model.path={model}", f"run.dir={tmp_path / 'run'}", "sft.steps=3")
-    fails(brorl(*command, "sft.lr=inf"), "sft.lr = inf: must be finite")
+    fails(brorl(*command, "sft.lr=inf"), "sft.lr = inf: must be a finite number")
     done = brorl(*command, "sft.lr=1e29")
     assert done.returncode == 2
     assert "nothing is exported" in done.stderr.splitlines()[-1]

@@ -186,6 +186,6 @@ def test_a_rank_that_does_not_arrive_is_named_and_the_run_continues(config, init
     assert "in make_experience" in done.stderr
 
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
-    assert folders.damage(saved) == ""
+    assert folders.find_damage(saved) == ""
     assert "resumed from" in train(config, init, tmp_path, *options).stderr
     assert [row["step"] for row in rows(tmp_path)] == [0, 1]

@@ -1,4 +1,4 @@
-"""Turn published data into rows of this project: converted, deduplicated, of limited length and decontaminated."""
+"""Prepare published data sets: convert, deduplicate, limit the length and decontaminate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_brorl.data.chat import spoken
+from megatron_brorl.data.chat import prompt_text
 from megatron_brorl.data.prepare.sets import INSTRUCTIONS, SETS, DataSet, Unusable, without_instruction
 from megatron_brorl.data.prompts import check_row
 from megatron_brorl.data.readers import parse_row, raw_rows
@@ -22,12 +22,12 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text
 
 _N_GRAM = 13  # words that two problems share; GPT-3 (Brown et al. 2020, appendix C) uses 13 for most sets
-_SHOWN = 160  # characters of a dropped problem
+_SHOWN = 160  # characters of a dropped problem that are listed
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job of `brorl data prepare`: the data set, its files, and the settings of the conversion."""
+    """The arguments of `brorl data prepare`: the data set, its files, and the settings of the conversion."""
 
     name: str  # name of the data set
     data_set: DataSet
@@ -41,7 +41,7 @@ class Job:
 
     @property
     def dropped(self) -> Path:
-        """The file that lists the rows that were dropped."""
+        """The file that lists the dropped rows."""
         return self.out.with_name(f"{self.out.stem}.dropped.jsonl")
 
     @property
@@ -60,7 +60,7 @@ class Counts:
 
 
 class Contamination:
-    """The n-grams of words of evaluation problems. A problem that is shorter counts as a whole."""
+    """Word n-grams of evaluation problems. A shorter problem is compared as a whole."""
 
     def __init__(self, n: int = _N_GRAM) -> None:
         self._n = n
@@ -72,7 +72,7 @@ class Contamination:
             self._seen.setdefault(part, where)
 
     def find(self, text: str) -> str:
-        """Return the first evaluation row that shares words with the text, and these words; "" if there is none."""
+        """Return the first evaluation row that shares an n-gram with the text, and the n-gram; "" if there is none."""
         return next((f"{self._seen[part]}: {part}" for part in self._parts(text) if part in self._seen), "")
 
     def _parts(self, text: str) -> list[str]:
@@ -102,7 +102,7 @@ def prepare(job: Job) -> Counts:
             problem = ""
             try:
                 row = job.data_set.row(raw, where)
-                problem = without_instruction(spoken(row["prompt"]))
+                problem = without_instruction(prompt_text(row["prompt"]))
                 _complete(row, job, problem)
                 check_row(row, where, row["id"])
                 _check(row, job, problem, contamination, answers, ids)
@@ -133,7 +133,7 @@ def _contamination(evaluations: Sequence[tuple[str, Path]]) -> Contamination:
     for name, path in evaluations:
         for _, where, raw in _rows([path]):
             try:
-                found.add(without_instruction(spoken(SETS[name].row(raw, where)["prompt"])), where)
+                found.add(without_instruction(prompt_text(SETS[name].row(raw, where)["prompt"])), where)
             except Unusable:
                 continue
     return found
@@ -158,9 +158,9 @@ def _complete(row: dict[str, Any], job: Job, problem: str) -> None:
 def _check(
     row: dict[str, Any], job: Job, problem: str, contamination: Contamination, answers: dict[bytes, str], ids: set[str]
 ) -> None:
-    """Raise Unusable if a row is too long, in an evaluation, or there already."""
+    """Raise Unusable if a row is too long, in an evaluation, or a duplicate."""
     if job.tokenizer is not None and job.max_prompt_tokens:
-        tokens = len(job.tokenizer.encode(spoken(row["prompt"])))
+        tokens = len(job.tokenizer.encode(prompt_text(row["prompt"])))
         if tokens > job.max_prompt_tokens:
             raise Unusable(f"longer than {job.max_prompt_tokens} tokens: {tokens}")
     shared = contamination.find(problem)
@@ -179,7 +179,7 @@ def _check(
 
 
 def _card(job: Job, counts: Counts) -> str:
-    """Return the data card: the source, the licence, and the rows in and out."""
+    """Return the data card: source, licence and numbers of rows."""
     hub = f"https://huggingface.co/datasets/{job.data_set.hub}" if job.data_set.hub else "your own"
     evaluations = ", ".join(f"{path} (sha256 {_sha256(path)})" for _, path in job.evaluations)
     lines = [
@@ -200,7 +200,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[IO[str]]:
-    """Open a file under another name until it is complete. An error leaves nothing behind."""
+    """Open a file that gets its name when it is complete. An error leaves no file behind."""
     aside = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

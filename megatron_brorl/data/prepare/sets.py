@@ -1,4 +1,4 @@
-"""Published data sets: their columns, their verifiers, and conversions for rows that need more than a column name."""
+"""Published data sets: columns, verifiers, and conversions for rows that need more than a column name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_brorl.config.schema import ColumnsConfig
-from megatron_brorl.data.columns import mapped
+from megatron_brorl.data.columns import map_columns
 from megatron_brorl.errors import UserError
 
-Row = dict[str, Any]  # By the keys of data/prompts.py.
-_MAX_SHORT_ANSWER = 120  # characters; a longer answer is a derivation, which no comparison can judge
+JsonRow = dict[str, Any]  # a row with the keys of data/prompts.py
+_MAX_SHORT_ANSWER = 120  # characters; a longer answer is a derivation, which cannot be compared
 _BOXED = r"Let's think step by step and output {} within \boxed{{}}."
 INSTRUCTIONS: Mapping[str, str] = {  # Text after a problem, by verifier.
     "math": _BOXED.format("the final answer"),
@@ -25,26 +25,26 @@ INSTRUCTIONS: Mapping[str, str] = {  # Text after a problem, by verifier.
 
 
 class Unusable(Exception):
-    """A row that does not become a prompt, with the reason."""
+    """The reason why a row cannot become a prompt."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A published set. `hub` is its name on Hugging Face's hub, "" for a file of the user's own."""
+    """A published set. `hub` is its name on Hugging Face's hub, "" for a file of the user."""
 
     hub: str
     licence: str
     verifier: str
-    prompt: str = ""  # columns, as in data.columns; "a|b" is the first of them that a row has
+    prompt: str = ""  # a column, as in data.columns; "a|b" means the first that a row has
     answer: str = ""
     answer_regex: str = ""
     id: str = ""
-    frame: str = ""  # its first group is the problem in the words that every prompt of the set has
-    convert: Callable[[Mapping[str, Any], Row], Row] | None = None  # (published row, row) -> keys that change
-    evaluation: bool = False  # not to be trained on
+    frame: str = ""  # regular expression of a prompt with the set's own words; group 1 is the problem
+    convert: Callable[[Mapping[str, Any], JsonRow], JsonRow] | None = None  # (published row, row) -> keys that change
+    evaluation: bool = False  # must not be trained on
 
-    def row(self, raw: Any, where: str) -> Row:
-        """Return a published row by the keys of this project. Raises Unusable or UserError."""
+    def row(self, raw: Any, where: str) -> JsonRow:
+        """Convert a published row to the keys of this project. Raises Unusable or UserError."""
         if not isinstance(raw, dict):
             raise UserError(f"{where}: a row must be an object with a value for each column")
         columns = ColumnsConfig(
@@ -53,7 +53,7 @@ class DataSet:
             answer_regex=self.answer_regex,
             id=self.id,
         )
-        row: Row = {key: value for key, value in mapped(raw, columns, where).items() if value is not None}
+        row: JsonRow = {key: value for key, value in map_columns(raw, columns, where).items() if value is not None}
         if self.verifier:
             row["verifier"] = self.verifier
         try:
@@ -82,7 +82,7 @@ def _first(names: str, raw: Mapping[str, Any]) -> str:
     return next((name for name in others if raw.get(name) is not None), last)
 
 
-def _eurus(raw: Mapping[str, Any], row: Row) -> Row:
+def _eurus(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
     """Read the tests of a program, {"inputs", "outputs"}, or of a function, which has "fn_name" too."""
     if raw["ability"] != "code":
         raise Unusable("not a row of code")
@@ -95,7 +95,7 @@ def _eurus(raw: Mapping[str, Any], row: Row) -> Row:
     if not name:
         return {"answer": None, "metadata": {"tests": [{"input": _text(i), "output": _text(o)} for i, o in pairs]}}
 
-    # Calls are JSON with an argument a line, or lists with each expected value in a list of one, as in APPS.
+    # Calls are JSON with one argument per line or, as in APPS, lists in which an expected value is a list of one.
     in_lists = all(isinstance(i, list) and isinstance(o, list) and len(o) == 1 for i, o in pairs)
     calls = [
         {"args": given, "expected": expected[0]}
@@ -117,13 +117,13 @@ def _text(lines: str | list[str]) -> str:
     return lines if isinstance(lines, str) else "\n".join(lines)
 
 
-def _humaneval(raw: Mapping[str, Any], row: Row) -> Row:
+def _humaneval(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
     function = raw["entry_point"]
     tests = f"{raw['test'].strip()}\n\ncheck({function})"
     return {"prompt": row["prompt"].strip("\n"), "metadata": {"function": function, "asserts": [tests]}}
 
 
-def _mbpp(raw: Mapping[str, Any], row: Row) -> Row:
+def _mbpp(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
     """Show the tests, as the paper of the set does, and find the function that the first of them calls."""
     tests = [line.strip() for line in raw["test_list"]]
     names = re.findall(r"^def (\w+)", raw["code"], re.MULTILINE)
@@ -135,7 +135,7 @@ def _mbpp(raw: Mapping[str, Any], row: Row) -> Row:
     return {"prompt": shown, "metadata": {"function": function, "asserts": tests, "setup": setup}}
 
 
-def _gpqa(raw: Mapping[str, Any], row: Row) -> Row:
+def _gpqa(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
     """Order the choices by a hash of question and choice, so that the correct one has no preferred position."""
     question = row["prompt"].strip()
     choices = [raw[name].strip() for name in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))]
@@ -147,7 +147,7 @@ def _gpqa(raw: Mapping[str, Any], row: Row) -> Row:
     return {"prompt": f"{question}\n\n{shown}", "answer": answer, "metadata": {"choices": ordered}}
 
 
-def _ifeval(raw: Mapping[str, Any], row: Row) -> Row:
+def _ifeval(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
     return {"metadata": {key: raw[key] for key in ("instruction_id_list", "kwargs")}}
 
 

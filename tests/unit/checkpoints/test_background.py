@@ -51,7 +51,7 @@ def test_latest_names_the_old_checkpoint_until_the_new_one_is_complete(begin, tm
     """The files while the save is blocked are those that a SIGKILL would leave."""
     first = begin(1)
     first.write()
-    first.agree()
+    first.raise_if_failed()
     held = Held(monkeypatch, name)
     saving = BackgroundSaver()
     saving.start(begin(2), SOON)

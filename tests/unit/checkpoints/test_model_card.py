@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from megatron_brorl import __version__
-from megatron_brorl.checkpoints.model_card import CARD, Base, Training, model_card
+from megatron_brorl.checkpoints.model_card import CARD, InitialModel, TrainingFacts, model_card
 
-BASE = Base("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", {"license": "apache-2.0"})
+BASE = InitialModel("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", {"license": "apache-2.0"})
 BEFORE = {
     "pass_at_1": {"mean": 0.25, "low": 0.125, "high": 0.3751},
     "mean_reward": {"mean": 0.3, "low": 0.2, "high": 0.45},
@@ -20,7 +20,7 @@ BEFORE = {
     "samples": 8,
 }
 AFTER = {**BEFORE, "pass_at_1": {"mean": 0.5, "low": 0.4, "high": 0.6}, "pass_at_k": {"1": 0.5, "2": 0.6, "8": 0.81239}}
-TRAINING = Training(
+TRAINING = TrainingFacts(
     run="sums",
     how="reinforcement learning with verifiable rewards",
     tag="reinforcement-learning",
@@ -98,7 +98,7 @@ def test_a_run_without_evaluation():
 def test_licence_and_base_model_come_from_the_card_of_the_base_model(tmp_path: Path, own, front):
     if own:
         (tmp_path / CARD).write_text(f"---\n{own}\n---\n# Theirs\nTheir own words.\n")
-    base = Base.of(str(tmp_path), tmp_path)
+    base = InitialModel.of(str(tmp_path), tmp_path)
     assert base.name == tmp_path.name
     card = model_card(dataclasses.replace(TRAINING, base=base))
     found, body = parts(card)
@@ -109,4 +109,4 @@ def test_licence_and_base_model_come_from_the_card_of_the_base_model(tmp_path: P
 
 
 def test_the_model_of_a_run_is_named_after_the_run(tmp_path: Path):
-    assert Base.of("runs/sums/sft/model", tmp_path) == Base("sft", "", {})
+    assert InitialModel.of("runs/sums/sft/model", tmp_path) == InitialModel("sft", "", {})

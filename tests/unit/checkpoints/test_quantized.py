@@ -73,7 +73,7 @@ def test_shift_equals_plain_loops():
             kl.append(sum(i * math.log(i / j) for i, j in zip(p, q, strict=True)))
             gap.append(abs(math.log(p[t] / q[t])))
             same.append(p.index(max(p)) == q.index(max(q)))
-    found = quantized.shift(*logits, targets)
+    found = quantized.distribution_shift(*logits, targets)
     assert found.tokens == 8
     assert found.kl_mean == pytest.approx(sum(kl) / 8)
     assert found.kl_max == pytest.approx(max(kl))

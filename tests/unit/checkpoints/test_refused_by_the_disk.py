@@ -96,7 +96,7 @@ def test_a_write_error_names_the_directory(tmp_path):
     target = tmp_path / "model"
 
     def write():
-        with hugging_face.written_aside(target) as aside:
+        with hugging_face.atomic_directory(target) as aside:
             (aside / "x").write_text("x")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -16,7 +16,7 @@ import torch
 from random_model import qwen2_config
 
 from megatron_brorl.cli import main, preflight
-from megatron_brorl.cli.memory_plan import plan_of
+from megatron_brorl.cli.memory_plan import plan_for_doctor
 from megatron_brorl.cli.preflight import Finding
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import probe
@@ -123,7 +123,7 @@ def test_only_torch_is_needed_to_import_the_checks():
 
 
 def doctor_of(config: Path, *options: str) -> list[str]:
-    return plan_of(main._parse(["doctor", str(config), *options]))
+    return plan_for_doctor(main._parse(["doctor", str(config), *options]))
 
 
 def test_doctor_plans_the_memory_of_a_configuration(tmp_path):

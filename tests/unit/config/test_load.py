@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_brorl.config.foreign_keys import FOREIGN_KEYS, answer
+from megatron_brorl.config.foreign_keys import FOREIGN_KEYS, foreign_key_hint
 from megatron_brorl.config.load import load, load_table, suggestion
 from megatron_brorl.config.schema import Config, RolloutConfig, json_schema, keys
 from megatron_brorl.errors import UserError
@@ -116,9 +116,9 @@ def test_keys_of_other_trainers_are_mapped_to_existing_keys():
     assert not set(names) & {path.rpartition(".")[2] for path in keys()}
     sections = {path.partition(".")[0] for path in keys()}
     for name in names:
-        named = set(re.findall(r"\b[a-z]+\.[a-z_]+\b", answer(name)))
+        named = set(re.findall(r"\b[a-z]+\.[a-z_]+\b", foreign_key_hint(name)))
         assert {path for path in named if path.partition(".")[0] in sections} <= keys().keys(), name
-        assert named or "no such key" in answer(name), name
+        assert named or "no such key" in foreign_key_hint(name), name
 
 
 # 8 GPUs, 64 prompts of 16 responses per step, 4 optimizer steps per step, 200 steps, 6,400 rows.

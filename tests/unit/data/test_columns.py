@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_brorl.config.schema import ColumnsConfig
-from megatron_brorl.data.columns import guess
+from megatron_brorl.data.columns import guess_columns
 from megatron_brorl.data.prompts import RowFormat, read_rows
 from megatron_brorl.errors import UserError
 
@@ -90,8 +90,8 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
 def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns):
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    assert guess(path) == columns
+    assert guess_columns(path) == columns
     assert len(read_rows(path, RowFormat(columns=ColumnsConfig(**columns)))) == 1
     path.write_text('{"x": 1}\n')
     with pytest.raises(UserError, match="no column looks like a prompt, only x"):
-        guess(path)
+        guess_columns(path)

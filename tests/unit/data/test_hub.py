@@ -45,7 +45,7 @@ def test_a_missing_file_is_answered_with_the_command_that_downloads_it(cache):
     with pytest.raises(UserError) as caught:
         model_directory("Own/other")
     assert str(caught.value).startswith(f"Own/other (model.path): neither in {Path.cwd()} nor in the cache")
-    assert str(caught.value).endswith("where there is a network, run: hf download Own/other")
+    assert str(caught.value).endswith("with access to the network, run: hf download Own/other")
     with pytest.raises(UserError, match=r"run: hf download --repo-type dataset own/rows test\.parquet"):
         data_file("hf://datasets/own/rows/test.parquet")
     with pytest.raises(UserError, match="must be hf://datasets/OWNER/NAME/FILE"):

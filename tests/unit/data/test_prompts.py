@@ -56,7 +56,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "deep": (b"[" * 100_000, "not valid JSON"),
     "latin-1": ('{"prompt": "caf\xe9", "answer": "1"}'.encode("latin-1"), "not UTF-8 (byte 16 of the row)"),
     "half a surrogate": (b'{"prompt": "\\ud800", "answer": "1"}', "prompt has half of a surrogate pair"),
-    "no answer": (b'{"prompt": "x"}', 'verifier "exact" compares with the answer'),
+    "no answer": (b'{"prompt": "x"}', 'verifier "exact" needs a reference'),
     "misspelt": (b'{"prompt": "x", "anwser": "1"}', "unknown key 'anwser'; known: prompt, answer"),
     "unknown verifier": (b'{"prompt": "x", "verifier": "maths"}', "no verifier is called 'maths'; did you mean math?"),
     "taken id": (b'{"prompt": "x", "answer": "1", "id": "first"}', "id 'first' is taken by"),

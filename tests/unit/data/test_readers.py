@@ -191,7 +191,7 @@ def test_named_columns_may_hold_null(tmp_path: Path) -> None:
             read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", target="cot")))
         with pytest.raises(UserError, match=r"data\.columns\.answer = 'reward_model\.truth'"):
             read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", answer="reward_model.truth")))
-        with pytest.raises(UserError, match=rf'{file}:3: verifier "exact" compares with the answer'):
+        with pytest.raises(UserError, match=rf'{file}:3: verifier "exact" needs a reference'):
             read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", answer="reward_model.ground_truth")))
 
 

@@ -153,9 +153,9 @@ def test_an_export_adds_bos_like_training(tmp_path, family):
 
 
 INEXACT = {
-    "unigram": ({"model_type": "unigram", "vocab_size": 80}, {}, "reads '<unk>' otherwise"),
-    "symbols": ({"user_defined_symbols": ["<x>"]}, {}, "reads '<unk>' otherwise"),
-    "added": ({}, {"added_tokens.json": {"<|im_end|>": 400}}, "and with the files next to it"),
+    "unigram": ({"model_type": "unigram", "vocab_size": 80}, {}, "tokenizes '<unk>' differently"),
+    "symbols": ({"user_defined_symbols": ["<x>"]}, {}, "tokenizes '<unk>' differently"),
+    "added": ({}, {"added_tokens.json": {"<|im_end|>": 400}}, "with the files next to it"),
     "broken": ({}, {"special_tokens_map.json": []}, "transformers cannot convert it"),
 }
 

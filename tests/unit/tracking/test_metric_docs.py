@@ -50,7 +50,7 @@ def test_undocumented_and_invalid_metrics_are_found():
 
 def test_metrics_are_printed_by_name_group_and_part_of_a_name(capsys):
     assert output(capsys, "response_tokens").splitlines()[1:3] == [
-        "Rollouts: What the engines sampled and lost.",
+        "Rollouts: Sampled and lost rollouts.",
         "response_tokens   (tokens)",
     ]
     assert names(output(capsys, "pass_at_16")) == ["pass_at_{k}"]

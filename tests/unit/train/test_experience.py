@@ -64,7 +64,7 @@ def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_a_zero_critic_gives_the_critic_free_advantages(replicas, ops):
+def test_zero_critic_gives_critic_free_advantages(replicas, ops):
     """With gamma = lambda = 1 and V = 0, tokens have the advantage of their response (REINFORCE++, section 3.3)."""
     algo = AlgoConfig(advantage="gae")
     zeros = [torch.zeros(n) for n in LENGTHS]
@@ -121,7 +121,7 @@ def outcomes():
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
-def test_what_rollouts_earn(ops, kind):
+def test_rollout_advantages(ops, kind):
     """Mixed, all-right and partly-right groups with lost siblings."""
     algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"))
     got = rollout_advantages(outcomes(), [0, 1, 2], algo, ops)
@@ -141,7 +141,7 @@ def test_what_rollouts_earn(ops, kind):
         flat = [x for row in expected for x in row]
         mean = statistics.fmean(flat)
         std = statistics.pstdev(flat)
-        kl = replace(algo, kl_coef=0.1, kl_in="reward")  # token_advantages whitens then, not this
+        kl = replace(algo, kl_coef=0.1, kl_in="reward")  # token_advantages whitens in that case
         table = rollout_advantages(outcomes(), [0, 1, 2], kl, ops)
         assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
         expected = [[(x - mean) / std for x in row] for row in expected]
@@ -150,6 +150,6 @@ def test_what_rollouts_earn(ops, kind):
         assert row == pytest.approx([0.0 if r is None else next(found) for r in rewards], abs=1e-6, rel=1e-5)
 
 
-def test_a_critic_s_rollouts_earn_their_rewards():
+def test_rollouts_with_a_critic_have_their_rewards():
     got = rollout_advantages(outcomes(), [0, 1, 2], AlgoConfig(advantage="gae"), OPS[0])
     assert got.tolist() == [[r or 0.0 for r in row] for row in REWARDS]

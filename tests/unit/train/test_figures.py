@@ -1,4 +1,4 @@
-"""The figures of a cluster by hand, and those of a real step against what is known of it."""
+"""Metrics over ranks: computed by hand, and those of a real step against known values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROMPTS = {"prompt_tokens": 16.0, "prompt_found": 12.0}  # of a call of generate
 COLUMNS = {name: np.array(values) for name, values in RANKS.items()}
 
 
-def test_who_waits_for_whom():
+def test_waiting_times_of_ranks():
     got = throughput.waiting(COLUMNS)
     assert (got["ranks/train_slowest"], got["ranks/train_mean"], got["ranks/train_fastest"]) == (40.0, 30.0, 20.0)
     assert got["ranks/train_idle"] == 0.25
@@ -51,7 +51,7 @@ def test_who_waits_for_whom():
     assert not any("score" in name for name in got)  # there was none
 
 
-def test_throughput_of_a_device():
+def test_throughput_per_device():
     got = throughput.throughput(COLUMNS, 4000.0, peak=1e12)
     assert got["throughput/tokens_per_s"] == 8000 / 80 / 4
     assert got["throughput/generate_tokens_per_s"] == 8000 / 10 / 4
@@ -64,7 +64,7 @@ def test_throughput_of_a_device():
     assert unknown == {name: value for name, value in got.items() if "mfu" not in name}
 
 
-def test_own_seconds_leave_the_wait_for_others_out():
+def test_seconds_of_a_rank_exclude_waiting():
     spans = [
         Span("generate", 0.0, 3.0, {"tokens": 50.0, "kv_peak": 0.5, "kv_mean": 0.25, "kv_turns": 10.0, **PROMPTS}),
         Span("generate", 3.0, 4.0, {"tokens": 30.0, "kv_peak": 0.25, "kv_mean": 0.125, "kv_turns": 40.0, **PROMPTS}),
@@ -81,7 +81,7 @@ def test_own_seconds_leave_the_wait_for_others_out():
 
 
 class Writer:
-    """Keeps what a run would write."""
+    """Store the rows that a run writes."""
 
     def __init__(self):
         self.rows = []
@@ -90,7 +90,7 @@ class Writer:
         self.rows.append((step, metrics, seconds))
 
 
-def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path, monkeypatch):
+def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_brorl.train.trainer.peak_flops", lambda: 1e9)
     changes = {
         "run": {"dir": str(tmp_path), "trace_every": 2},
@@ -104,7 +104,7 @@ def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path,
     with progress(3, "train", False) as p:
         trainer.run(writer, p, lambda: False)
 
-    # One rank waits for nobody; what it sampled and trained is known.
+    # A single rank never waits, and the numbers of sampled and trained tokens are known.
     for _, metrics, seconds in writer.rows:
         assert metric_faults.of_row({**metrics, "time": seconds}) == []
         assert seconds["ranks/idle"] == 0.0
@@ -114,7 +114,7 @@ def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path,
         assert seconds["throughput/train_tokens_per_s"] * seconds["train"] == pytest.approx(metrics["trained_tokens"])
         assert seconds["throughput/update_mfu"] == pytest.approx(seconds["throughput/update_tflops"] / 1e-3)
         assert 0 < seconds["ranks/train_slowest"] <= seconds["train"]
-        assert "kv_cache/peak" not in seconds  # the fake engine does not tell
+        assert "kv_cache/peak" not in seconds  # the fake engine does not report it
         assert {"tok/s/device", "MFU"} <= console_line(0, metrics, seconds).keys()
 
     # A trace of steps 0 and 2 as metrics.jsonl counts them, inner spans within the outer ones.
@@ -138,8 +138,8 @@ def test_a_run_tells_them_and_traces_one_step_in_two(processes, model, tmp_path,
     assert min(begin for begin, _ in found.values()) >= 0
 
 
-def test_operations_by_hand(model):
-    """Weights of the model itself, pairs of a mask that is filled in token by token."""
+def test_flops_equal_a_count_by_hand(model):
+    """Count the weights of the model and the pairs of a mask built token by token."""
     from megatron_brorl.families.shape import read_shape
     from megatron_brorl.parallel.flops import forward_flops, peak_of
 

@@ -51,7 +51,7 @@ def test_closed_and_kept(outcomes):
     assert outcomes.state[5, 2] == CUT
 
 
-def test_figures_are_over_survivors_of_closed_groups(outcomes):
+def test_metrics_are_over_survivors_of_closed_groups(outcomes):
     got = group_metrics(select_groups(outcomes))
     alive = [(g, i, r) for g, rewards in enumerate(TABLE) if g != 5 for i, r in enumerate(rewards) if r is not None]
     assert len(alive) == 7 + 8 + 7 + 1 + 0 + 6
@@ -73,7 +73,7 @@ def test_figures_are_over_survivors_of_closed_groups(outcomes):
 
 @pytest.mark.parametrize("of", ["prompts", "siblings"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_mini_batches_do_not_depend_on_the_cut(of, count):
+def test_mini_batches_do_not_depend_on_the_distribution(of, count):
     """Every row is trained once, in the same optimizer step for any distribution over replicas."""
     kept = [0, 5, 6]
     rows = [r for r in all_rows() if r.group in kept and r.rollout.finish != "cut"]

@@ -1,4 +1,4 @@
-"""Which checkpoints are there after a run whose evaluations are planted: the newest, and the best so far."""
+"""The newest and the best checkpoint stay. Evaluations are replaced by given scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def evaluation(pass_at_1: float, **pass_at_k: float) -> Evaluation:
 
 
 def trainer_of(model, processes, tmp_path, planted, **train):
-    """A run that evaluates after every step but the last; planted: what each comes to, by step."""
+    """Return a run that evaluates after every step except the last; planted: the scores by step."""
     settings = {"steps": 9, "keep_best": "pass_at_1", "keep_checkpoints": 1, "checkpoint_every": 0, **train}
     changes = {**ROWS, "run": {"seed": 3, "dir": str(tmp_path)}, "train": settings, "evaluate": {"every": 1}}
     trainer = make_trainer(model[0], processes, configured(changes), fakes.Engine())
@@ -39,7 +39,11 @@ def trainer_of(model, processes, tmp_path, planted, **train):
 
 def there(tmp_path):
     root = tmp_path / "checkpoints"
-    return {p.name for p in root.iterdir() if p.is_dir()}, folders.pointed(root / "latest"), folders.read_best(root)
+    return (
+        {p.name for p in root.iterdir() if p.is_dir()},
+        folders.read_pointer(root / "latest"),
+        folders.read_best(root),
+    )
 
 
 def run_to(trainer, step):
@@ -51,7 +55,7 @@ def of(*scores):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_the_best_stays_beside_the_newest(processes, model, tmp_path, at_once):
+def test_best_and_newest_checkpoints_stay(processes, model, tmp_path, at_once):
     """Steps 1 and 3 are the best of their time; 4 only equals 3, 2 and 5 are below. Only where one is, or a stop asks,
     is anything saved."""
     planted = of(0.25, 0.125, 0.5, 0.5, 0.375)
@@ -61,21 +65,21 @@ def test_the_best_stays_beside_the_newest(processes, model, tmp_path, at_once):
     assert not run_to(trainer, 5)
     assert there(tmp_path) == ({"step_00000003", "step_00000005"}, 5, Best(3, "pass_at_1", 0.5))
     assert trainer.state.best == Best(3, "pass_at_1", 0.5)
-    # An evaluation belongs to the weights that it was made of.
+    # An evaluation belongs to the weights that it evaluated.
     assert checkpoint.read_run(tmp_path / "checkpoints" / "step_00000003")["step"] == 3
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_00000003\npass_at_1 0.5\n"
 
 
 @pytest.mark.parametrize(("figure", "expected"), [("pass_at_1", 2), ("pass_at_k", 1)])
-def test_by_the_figure_that_is_asked_for(processes, model, tmp_path, figure, expected):
-    """Of pass@k the largest k counts."""
+def test_keep_best_uses_the_chosen_metric(processes, model, tmp_path, figure, expected):
+    """pass_at_k means the largest k."""
     planted = {1: evaluation(0.1, k2=0.3, k16=0.9), 2: evaluation(0.2, k2=0.8, k16=0.7), 3: evaluation(0.1)}
     trainer = trainer_of(model, processes, tmp_path, planted, keep_best=figure)
     assert not run_to(trainer, 2)
     assert there(tmp_path)[2] == Best(expected, figure, {"pass_at_1": 0.2, "pass_at_k": 0.9}[figure])
 
 
-def test_a_run_that_goes_on_knows_what_is_to_be_beaten(processes, model, tmp_path):
+def test_resumed_run_knows_the_best_score(processes, model, tmp_path):
     first = trainer_of(model, processes, tmp_path, of(0.5, 0.25))
     assert not run_to(first, 2)
     second = trainer_of(model, processes, tmp_path, of(0, 0, 0.375, 0.5, 0.625))
@@ -90,24 +94,26 @@ def test_a_run_that_goes_on_knows_what_is_to_be_beaten(processes, model, tmp_pat
 
 
 @pytest.mark.parametrize("died", ["before latest", "before best", "before rotation"])
-def test_killed_between_the_files(processes, model, tmp_path, monkeypatch, died):
-    """The folder of step 3 is there, and one of the files behind it is not: the next process sees to that."""
+def test_kill_between_checkpoint_and_pointer_is_repaired(processes, model, tmp_path, monkeypatch, died):
+    """The folder of step 3 exists, but a pointer file is missing. The next process writes it."""
     trainer = trainer_of(model, processes, tmp_path, of(0.25, 0.125, 0.5, 0.375), checkpoint_every=1)
     assert not run_to(trainer, 2)
 
     class Killed(BaseException):
-        """Nothing of the run's own catches it."""
+        """An exception that the run does not catch."""
 
     def dies(*_):
         raise Killed
 
-    point = folders.point
+    point = folders.write_pointer
     with monkeypatch.context() as patch:
         if died == "before rotation":
             patch.setattr(folders, "rotate", dies)
         else:
             name = died.removeprefix("before ")
-            patch.setattr(folders, "point", lambda path, text: dies() if path.name == name else point(path, text))
+            patch.setattr(
+                folders, "write_pointer", lambda path, text: dies() if path.name == name else point(path, text)
+            )
         with pytest.raises(Killed):
             run_to(trainer, 3)
     assert {"step_00000001", "step_00000002", "step_00000003"} == there(tmp_path)[0]
@@ -121,8 +127,8 @@ def test_killed_between_the_files(processes, model, tmp_path, monkeypatch, died)
     assert there(tmp_path) == ({"step_00000003", "step_00000004"}, 4, Best(3, "pass_at_1", 0.5))
 
 
-def test_what_the_disk_did_not_take_is_not_the_best(processes, model, tmp_path, monkeypatch):
-    """Step 2's checkpoint is refused; step 3, which is above what is kept, takes the place that step 2 did not."""
+def test_refused_checkpoint_is_not_the_best(processes, model, tmp_path, monkeypatch):
+    """The disk refuses the checkpoint of step 2, so step 3 becomes the best one."""
     trainer = trainer_of(model, processes, tmp_path, of(0.25, 0.75, 0.5))
     make = checkpoint.plan
 
@@ -140,7 +146,7 @@ def test_what_the_disk_did_not_take_is_not_the_best(processes, model, tmp_path, 
     assert there(tmp_path) == ({"step_00000003"}, 3, Best(3, "pass_at_1", 0.5))
 
 
-def test_the_evaluation_at_the_end_counts(processes, model, tmp_path):
+def test_final_evaluation_can_be_the_best(processes, model, tmp_path):
     trainer = trainer_of(model, processes, tmp_path, of(0.5, 0.25), steps=3)
     assert trainer.run(None, _Silent(), lambda: False)
     assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
@@ -148,7 +154,7 @@ def test_the_evaluation_at_the_end_counts(processes, model, tmp_path):
     assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
     mark_last_as_best(trainer.config, trainer.state, evaluation_metrics(evaluation(0.75)))
     assert there(tmp_path) == ({"step_00000003"}, 3, Best(3, "pass_at_1", 0.75))
-    # With more steps the run goes on from what the pointer says, which run.json cannot know.
+    # With more steps, the resumed run takes the best score from the pointer file, because run.json was written before.
     again = trainer_of(model, processes, tmp_path, of(0, 0, 0, 0.625), steps=9)
     again.restore(checkpoint.find(tmp_path / "checkpoints"))
     assert not run_to(again, 4)
@@ -162,12 +168,12 @@ def made(root, step, **run):
     return folder
 
 
-def test_rotation_spares_what_the_pointer_names(tmp_path):
+def test_rotation_keeps_the_best_checkpoint(tmp_path):
     for step in range(1, 6):
         made(tmp_path, step)
     (tmp_path / "best").write_text("step_00000002\npass_at_1 0.5\n")
     folders.rotate(tmp_path, 5, 2)
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == [f"step_0000000{i}" for i in (2, 4, 5)]
-    (tmp_path / "best").write_text("step_0000002\n")  # a name that no checkpoint has
+    (tmp_path / "best").write_text("step_0000002\n")  # no checkpoint has this name
     folders.rotate(tmp_path, 5, 2)
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["step_00000004", "step_00000005"]

@@ -39,7 +39,7 @@ R = math.sqrt(2) / 2
             [8, 8, 5 + 3 * R, 5, 5 - 3 * R, 2, 2],
         ),
         (OptimConfig(lr=8.0, lr_schedule="cosine", lr_decay_steps=3, min_lr_ratio=1.0), [8, 8, 8, 8]),
-        # A run that is shorter than its warm-up only warms up.
+        # A run that is shorter than the warm-up only warms up.
         (OptimConfig(lr=8.0, warmup_steps=4, lr_schedule="cosine", lr_decay_steps=2), [2, 4]),
         (OptimConfig(lr=0.0, warmup_steps=2, lr_schedule="cosine", lr_decay_steps=4), [0, 0, 0, 0]),
     ],
@@ -66,8 +66,8 @@ def by_transformers(schedule, warmup, steps, ratio, count):
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 @pytest.mark.parametrize("steps", [8, 40])
 @pytest.mark.parametrize(("schedule", "ratio"), [("constant", 0.0), ("linear", 0.0), ("cosine", 0.0), ("cosine", 0.1)])
-def test_the_decay_is_that_of_transformers(schedule, ratio, steps, warmup):
-    """After the warm-up, which begins at 0 there and at lr / warmup_steps here."""
+def test_decay_equals_transformers(schedule, ratio, steps, warmup):
+    """Compare after the warm-up, which starts at 0 in transformers and at lr / warmup_steps here."""
     optim = OptimConfig(3e-4, warmup_steps=warmup, lr_schedule=schedule, lr_decay_steps=steps, min_lr_ratio=ratio)
     expected = by_transformers(schedule, warmup, steps, ratio, steps + 1)
     found = [learning_rate(optim, i) for i in range(steps + 1)]
@@ -92,7 +92,7 @@ def trainer_of(model, processes, changes, tmp_path=None):
 
 
 def last_rates(trainer, plan):
-    """The rates of the last optimizer step of each step; plan: whether a step has a signal."""
+    """Return the learning rate of the last optimizer step of each step; plan: whether a step has a signal."""
     found = []
     for signal in plan:
         trainer.rollouts.pool.all_right = not signal
@@ -101,8 +101,8 @@ def last_rates(trainer, plan):
     return found
 
 
-def test_a_run_decays_over_its_own_steps_and_goes_on_where_it_was(processes, model, tmp_path):
-    """Five steps of two updates; the third has none, so that the run ends at the eighth update of ten."""
+def test_decay_spans_the_run_and_continues_after_resume(processes, model, tmp_path):
+    """Five steps of two updates each. The third step has no update, so the run ends at update 8 of 10."""
     changes = {"optim": {"lr": 1e-3, "lr_schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2}}
     whole = trainer_of(model, processes, changes, tmp_path)
     found = last_rates(whole, (True, True, False))
@@ -118,7 +118,7 @@ def test_a_run_decays_over_its_own_steps_and_goes_on_where_it_was(processes, mod
     assert {group["lr"] for group in groups} == {found[-1][0]}
 
 
-def test_actor_and_critic_decay_over_what_each_of_them_does(processes, model):
+def test_actor_and_critic_decay_over_their_own_updates(processes, model):
     """critic.warmup_steps = 2 of 5 steps: 10 updates of the critic, 6 of the actor."""
     changes = {
         "algo": {"advantage": "gae", "mini_batches": 2},
@@ -132,7 +132,7 @@ def test_actor_and_critic_decay_over_what_each_of_them_does(processes, model):
     assert [lr for _, lr in found] == pytest.approx(critic, rel=1e-12)
 
 
-def test_supervised_training_follows_the_schedule_over_its_steps(processes, model, monkeypatch):
+def test_sft_follows_the_schedule(processes, model, monkeypatch):
     monkeypatch.setattr("megatron_brorl.train.sft.WARMUP_STEPS", 1)
     config = SftConfig(steps=5, examples_per_step=4, lr=1e-3)
     optim = sft_optim(config, OptimConfig(lr=7.0, lr_schedule="linear", min_lr_ratio=0.5, lr_decay_steps=99))

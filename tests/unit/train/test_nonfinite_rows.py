@@ -87,7 +87,7 @@ def assert_step_without(values, trainer, model, left_out):
 
 
 @pytest.mark.parametrize("ops", ["fused", "reference"])
-def test_rows_that_the_engine_gives_no_finite_log_prob(processes, model, capfd, ops):
+def test_rows_with_nonfinite_engine_log_probs_are_left_out(processes, model, capfd, ops):
     trainer = trainer_of(model, processes, {"ops": {"implementation": ops}}, ROWS)
     values, _ = trainer.train_step()
     assert "not finite: p/0/3, p/1/0, p/1/31, p/2/17\n" in capfd.readouterr().err
@@ -112,7 +112,7 @@ def test_an_update_with_nan_activations_is_skipped(processes, model, capfd, shar
 
 
 def value_loss(left_out):
-    """Values begin at 0: a token's return is its response's reward, and its loss half of that squared."""
+    """Return the value loss at values of 0, where a token's return is its response's reward."""
     rows = [
         (len(row), reward)
         for prompt, found, rewards in groups_of(3)
@@ -145,7 +145,7 @@ def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
 
 
 @pytest.mark.parametrize("what", ["rows", "gradients"])
-def test_a_run_ends_after_so_many_steps_in_a_row(processes, model, tmp_path, what):
+def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, what):
     """After two such steps, a good one and three more, the run ends; the sixth step is saved."""
     changes = {
         "run": {"seed": 3, "dir": str(tmp_path)},
@@ -191,7 +191,7 @@ def break_weight(trainer, value=NAN):
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_checkpoint_never_holds_what_is_not_finite(processes, model, tmp_path, value):
+def test_checkpoints_are_finite(processes, model, tmp_path, value):
     trainer = trainer_of(model, processes, {"run": {"seed": 3, "dir": str(tmp_path)}, **PPO})
     trainer.state.step = 1
     trainer.save()
@@ -221,7 +221,7 @@ def breaking(trainer):
 
 
 class Sums:
-    """Prompts with answers, and their tokens."""
+    """Return prompts with answers and their tokens."""
 
     eos_id = 2
 
@@ -236,7 +236,7 @@ class Sums:
     ("lr", "said"),
     [(1e30, "step 1: loss nan, gradient norm nan"), (0.0, "step 0: weights that are not finite: decoder.layers.2.mlp")],
 )
-def test_supervised_training_stops_where_it_is_not_finite(processes, model, lr, said):
+def test_sft_stops_if_not_finite(processes, model, lr, said):
     trainer = trainer_of(model, processes, {})
     if not lr:
         breaking(trainer)
@@ -246,7 +246,7 @@ def test_supervised_training_stops_where_it_is_not_finite(processes, model, lr, 
     assert "nothing is exported" in str(caught.value)
 
 
-def test_weights_that_an_update_breaks_reach_no_engine(processes, model):
+def test_nonfinite_weights_are_not_sent_to_engines(processes, model):
     trainer = trainer_of(model, processes, {})
     name = breaking(trainer)
     engine = trainer.rollouts.engine.engine

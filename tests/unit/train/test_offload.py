@@ -7,7 +7,7 @@ import torch
 from megatron_brorl.train.offload import Offload
 
 
-def test_bytes_and_views_come_back():
+def test_bytes_and_views_are_restored():
     base = torch.randn(1000)
     views = [base[10:20], base.view(10, 100)[3], torch.arange(5, dtype=torch.int64), torch.empty(0)]
     dropped = torch.ones(64)
@@ -25,7 +25,7 @@ def test_bytes_and_views_come_back():
     assert dropped.untyped_storage().nbytes() == 256
 
 
-def test_tensors_that_came_since_are_found():
+def test_new_tensors_are_offloaded():
     tensors = [torch.ones(3)]
     offload = Offload(lambda: tensors)
     offload.offload()

@@ -1,4 +1,4 @@
-"""What a run records of its rollouts, against the fake engine's draws and formulas in float64."""
+"""Recorded rollouts, against the fake engine's samples and float64 formulas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def response(stream, prompt, sibling) -> list[int]:
 
 
 def reward(row: list[int]) -> float:
-    """Cut off ones are wrong unseen."""
+    """Responses that were cut off are wrong without scoring."""
     return float(row[-1] == fakes.STOP and sum(row[:-1]) % 2 == 0)
 
 
@@ -55,8 +55,8 @@ def in_order_of_hash(prompts) -> list[str]:
     return sorted((p.id for p in prompts), key=lambda i: hashlib.blake2b(i.encode(), digest_size=8).digest())
 
 
-def test_a_step_is_recorded(processes, model, tmp_path):
-    """Every group in numbers; of two of them every rollout, with its advantage over all kept ones of the step."""
+def test_step_is_recorded(processes, model, tmp_path):
+    """All groups are listed. Two of them have all rollouts with their advantages over the kept rollouts of the step."""
     trainer = trainer_of(model, processes, tmp_path / "rollouts", {"record_groups": 2}, algo={"correct_boost": 0.25})
     figures, seconds = [trainer.train_step() for _ in range(2)][1]
     assert seconds["record"] > 0
@@ -78,7 +78,7 @@ def test_a_step_is_recorded(processes, model, tmp_path):
     assert {g["prompt_id"]: g["recorded"] for g in groups if g["recorded"]} == dict.fromkeys(chosen, N)
     assert {g["prompt_id"] for g in groups if g["prompt"] is not None} == set(chosen)
 
-    # Advantages: over the group's mean, whitened over what is trained on.
+    # Advantages are relative to the group's mean and whitened over the trained rollouts.
     centred = rewards[kept] - rewards[kept].mean(1, keepdims=True)
     advantages = dict(zip(kept, centred / centred.std() + 0.25 * rewards[kept], strict=True))
     found = read_rollouts(tmp_path / "rollouts", Moment("step", 1)).to_pylist()
@@ -97,7 +97,7 @@ def test_a_step_is_recorded(processes, model, tmp_path):
         else:
             assert r["advantage"] is None
 
-        # The verifier got the text without its last token, or nothing of what was cut off.
+        # The verifier got the text without its last token. It did not get responses that were cut off.
         stopped = row[-1] == fakes.STOP
         text = " ".join(map(str, row[:-1] if stopped else row))
         assert (r["text"], r["answer"], r["finish"]) == ((text, text, "stop") if stopped else (text, None, "length"))
@@ -109,7 +109,7 @@ def test_a_step_is_recorded(processes, model, tmp_path):
     assert figures["rollouts"] == N * PROMPTS
 
 
-def test_it_has_no_part_in_training(processes, model, tmp_path, monkeypatch):
+def test_recording_does_not_change_training(processes, model, tmp_path, monkeypatch):
     """Check that a recorder changes no metrics and no weights, and drops the last siblings at its token limit."""
     monkeypatch.setattr(recorder, "MAX_TOKENS", 60)
     recorded = trainer_of(model, processes, tmp_path / "rollouts", {"record_groups": 3})
@@ -128,8 +128,8 @@ def test_it_has_no_part_in_training(processes, model, tmp_path, monkeypatch):
         assert 0 < most < N
 
 
-def test_a_resumed_run_records_the_same_bytes(processes, model, tmp_path):
-    """Rollouts that were judged before the checkpoint, and wait in it, keep their verdicts and versions."""
+def test_resumed_run_records_the_same_bytes(processes, model, tmp_path):
+    """Rollouts that were scored before the checkpoint keep their scores and weight versions."""
     rollout = SAMPLED | {"partial_tokens": 5}
     whole = trainer_of(model, processes, tmp_path / "whole", rollout=rollout)
     whole.train_source = FileSource(fakes.prompts(7), SEED)
@@ -156,7 +156,7 @@ def test_a_resumed_run_records_the_same_bytes(processes, model, tmp_path):
     assert all(r["reason"] == f"judged {r['text']!r}" for r in waited if r["finish"] == "stop")
 
 
-def test_an_evaluation_is_recorded_and_shown(processes, model, tmp_path):
+def test_evaluation_is_recorded_and_printed(processes, model, tmp_path):
     trainer = trainer_of(model, processes, tmp_path / "rollouts", evaluate={"samples": 4})
     trainer.train_step()
     seen = Notes()
@@ -173,7 +173,7 @@ def test_an_evaluation_is_recorded_and_shown(processes, model, tmp_path):
     assert {(r["prompt_id"], r["sibling"]): r["token_ids"] for r in found} == rows
     assert {r["advantage"] for r in found} == {None}
 
-    # Three of them for the console, by prompts that are always the same.
+    # Three samples are printed, always of the same prompts.
     assert len(seen.notes) == 3
     for number, (note, prompt) in enumerate(zip(seen.notes, in_order_of_hash(prompts)[:3], strict=True), start=1):
         row = rows[prompt, 0]

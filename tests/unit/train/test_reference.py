@@ -24,12 +24,12 @@ def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch
     return ReferencePolicy(worker, ReferenceConfig(**settings)), actor, calls
 
 
-def test_every_so_many_steps():
+def test_reset_every_n_steps():
     reference, _, _ = make(reset_every=3)
     assert [step for step in range(1, 8) if reference.due(step)] == [3, 6]
 
 
-def test_on_a_stall_of_the_evaluation():
+def test_reset_after_evaluations_without_improvement():
     reference, _, _ = make(reset_patience=2)
     found = []
     for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
@@ -41,7 +41,7 @@ def test_on_a_stall_of_the_evaluation():
     assert found == [False, False, False, False, True, False, False, False, True]
 
 
-def test_a_reset_copies_the_actor_and_starts_the_optimizer_anew_where_asked():
+def test_reset_copies_the_actor_and_optionally_resets_the_optimizer():
     for asked in (False, True):
         reference, actor, calls = make(reset_every=1, reset_optimizer=asked)
         before = actor.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""A prompt that a step takes twice has two groups with random streams of their own, carried, resumed and measured."""
+"""A prompt that occurs twice in a step has two groups with separate random streams."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TOKENS = 12
 
 
 @pytest.mark.parametrize(("rows", "prompts"), [(10, 4), (7, 5), (3, 8), (1, 4)])
-def test_no_two_groups_of_a_run_draw_the_same(rows, prompts):
-    """20 seeds over several epochs, where steps span epochs or hold all rows and more."""
+def test_groups_of_a_run_have_distinct_random_streams(rows, prompts):
+    """Try 20 seeds over several epochs, with steps that span epochs or contain all rows and more."""
     repeats = 0
     for seed in range(20):
         source = FileSource(fakes.prompts(rows), seed)
@@ -39,7 +39,7 @@ def test_no_two_groups_of_a_run_draw_the_same(rows, prompts):
             assert [r.prompt for r in asked] == taken
             seen = set()
             for request in asked:
-                # A prompt that does not repeat has the stream that runs always gave it.
+                # The stream of a prompt that does not repeat has no occurrence in its key.
                 plain = stream_key(seed, step, request.prompt.id)
                 assert (request.key == plain) == (request.prompt.id not in seen)
                 seen.add(request.prompt.id)
@@ -57,7 +57,7 @@ def trainer_of(model, processes, tmp_path, rows, **rollout):
 
 
 def asked(trainer) -> list[list[tuple[str, int, int, int, list[int]]]]:
-    """What the engine was asked for in each call."""
+    """Return the requests of each call of the engine."""
     return [
         [(r.prompt.id, r.key, r.first, r.n, [b.index for b in r.begun]) for r in c]
         for c in trainer.rollouts.engine.engine.calls
@@ -66,8 +66,8 @@ def asked(trainer) -> list[list[tuple[str, int, int, int, list[int]]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rollout", [{}, {"partial_tokens": 5}, {"refills": 2}], ids=["whole", "partial", "refilled"])
-def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, tmp_path, rollout):
-    """Three rows in groups of four: every step repeats one. Resumed after two steps, it is the same bit for bit."""
+def test_repeated_prompts_resume_bit_exactly(processes, model, tmp_path, rollout):
+    """Three rows in steps of four prompts: each step repeats one. Resuming after two steps is bit-exact."""
     whole = trainer_of(model, processes, tmp_path, 3, **rollout)
     whole.sync_weights()
     figures = [whole.train_step()[0] for _ in range(5)]
@@ -89,7 +89,7 @@ def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, t
     assert second.state.partial.groups == first.state.partial.groups
     second.sync_weights()
     got += [second.train_step()[0] for _ in range(3)]
-    assert list(map(repr, got)) == list(map(repr, figures))  # nan equals nan, and nothing else is let pass
+    assert list(map(repr, got)) == list(map(repr, figures))  # nan equals nan here; everything else must be equal
     assert asked(first) + asked(second) == asked(whole)
     assert all(
         torch.equal(a, b) for (_, a), (_, b) in zip(whole.worker.hf_tensors(), second.worker.hf_tensors(), strict=True)
@@ -97,12 +97,12 @@ def test_steps_with_repeated_prompts_are_trained_and_resumed(processes, model, t
 
 
 def rate(key: int, samples: int) -> float:
-    """Share of right responses of a stream."""
+    """Return the share of right responses of a stream."""
     rows = fakes.draws(key, range(samples), TOKENS)
     return float(np.mean([fakes.STOP in r and sum(r[: r.index(fakes.STOP)]) % 2 == 0 for r in rows]))
 
 
-def test_evaluations_tell_groups_of_one_prompt_apart(processes, model, tmp_path):
+def test_evaluation_separates_groups_of_one_prompt(processes, model, tmp_path):
     trainer = trainer_of(model, processes, tmp_path, 3)
     trainer.sync_weights()
     a, b = fakes.prompts(2)
@@ -114,8 +114,8 @@ def test_evaluations_tell_groups_of_one_prompt_apart(processes, model, tmp_path)
     assert found[0].right != found[2].right
 
 
-def test_an_engine_that_repeats_itself_is_named(processes, model):
-    """The built-in engine with a sampler that takes all siblings for one."""
+def test_repeated_rollouts_name_the_engine(processes, model):
+    """Run the built-in engine with a sampler that gives all rollouts the same random numbers."""
 
     def same(logits, keys, index, *rest):
         return sample_tokens(logits, keys, torch.zeros_like(index), *rest)

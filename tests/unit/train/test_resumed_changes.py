@@ -1,4 +1,4 @@
-"""A resumed run with other settings of the optimizer: its next step is AdamW's with these, on the moments it had."""
+"""A resumed run with changed optimizer settings: its next step is AdamW with the new settings and the old moments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEFORE = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8, "clip_grad": 1.0}
     ids=str,
 )
 @pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
-def test_the_next_step_takes_them(processes, model, tmp_path, after, critic):
+def test_next_step_uses_the_new_settings(processes, model, tmp_path, after, critic):
     gae = {"advantage": "gae"} if critic else {}
     algo = {"algo": {"mini_batches": 1, **gae}, "critic": {"lr": 2e-3}}
     first = trainer_of(model, processes, {**algo, "optim": BEFORE}, tmp_path)
@@ -38,7 +38,7 @@ def test_the_next_step_takes_them(processes, model, tmp_path, after, critic):
     moments = {p: (s["exp_avg"].clone().double(), s["exp_avg_sq"].clone().double()) for p, s in adam.state.items()}
     metrics, _ = resumed.train_step()
 
-    # AdamW (Loshchilov & Hutter 2019), from the moments of the checkpoint and the gradient that they have moved by.
+    # AdamW (Loshchilov & Hutter 2019), from the moments of the checkpoint and the gradient that changed them.
     optim = resumed.config.optim
     lr = metrics["critic_lr" if critic else "lr"]
     updates = metrics["critic_updates" if critic else "updates"]
@@ -62,8 +62,8 @@ def test_the_next_step_takes_them(processes, model, tmp_path, after, critic):
     assert norm**0.5 == pytest.approx(min(limit, optim.clip_grad), rel=1e-2)
 
 
-def test_fewer_siblings_and_prompts(processes, model, tmp_path):
-    """The source goes on where it was, whatever the size of the steps before."""
+def test_fewer_rollouts_and_prompts(processes, model, tmp_path):
+    """The prompt source continues at its position, independent of earlier step sizes."""
     first = trainer_of(model, processes, {}, tmp_path)
     for _ in range(2):
         first.train_step()

@@ -1,4 +1,4 @@
-"""The engine's log-probabilities as the old policy: right for the whole softmax, refused where sampling cuts it."""
+"""The engine's log-probabilities as old policy: correct for the full softmax, refused with top-p or top-k."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUTS = [(0.8, 0), (1.0, 5), (0.9, 20)]  # (top_p, top_k)
 
 
 class Engine(TorchEngine):
-    """The built-in engine; it keeps its results."""
+    """The built-in engine, which stores its results."""
 
     def generate(self, requests, *rest):
         groups = super().generate(requests, *rest)
@@ -44,7 +44,7 @@ def step(model, processes, temperature, top_p=1.0, top_k=0, **algo):
 
 
 def by_transformers(model, sampled, temperature, top_p, top_k):
-    """Log-probabilities of all sampled tokens and the mass that the cut leaves at each, by transformers' model."""
+    """Return transformers' log-probabilities of all sampled tokens and the mass that the cut leaves at each."""
     whole = []
     masses = []
     for prompt, rollout in sampled:
@@ -69,7 +69,7 @@ def by_transformers(model, sampled, temperature, top_p, top_k):
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 @pytest.mark.parametrize("old", ["actor", "rollout"])
-def test_the_ratio_is_one_at_the_first_update(processes, model, temperature, old):
+def test_ratio_is_one_at_the_first_update(processes, model, temperature, old):
     metrics, sampled = step(model, processes, temperature, old_log_probs=old, mini_batches=1, is_cap=0.0)
     expected, mass = by_transformers(model[1], sampled, temperature, 1.0, 0)
     engine = torch.cat([rollout.log_probs for _, rollout in sampled])
@@ -82,7 +82,7 @@ def test_the_ratio_is_one_at_the_first_update(processes, model, temperature, old
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), CUTS)
-def test_a_cut_renormalises_what_the_engine_reports(processes, model, top_p, top_k):
+def test_cut_distribution_shifts_the_ratio(processes, model, top_p, top_k):
     """If engine and trainer agree, pi / pi_rollout is the probability mass that top-p and top-k leave."""
     metrics, sampled = step(model, processes, 0.7, top_p, top_k, mini_batches=2)
     whole, mass = by_transformers(model[1], sampled, 0.7, top_p, top_k)
@@ -101,7 +101,7 @@ def test_a_cut_renormalises_what_the_engine_reports(processes, model, top_p, top
     ("cut", "algo"),
     list(product(("top_p = 0.95", "top_k = 50"), ("old_log_probs = 'rollout'", "mismatch_mask = 'token'"))),
 )
-def test_a_cut_distribution_is_not_taken_for_the_policy(tmp_path, cut, algo):
+def test_cut_distribution_is_refused_as_old_policy(tmp_path, cut, algo):
     path = Path(tmp_path / "run.toml")
     path.write_text(f"[rollout]\n{cut}\n[algo]\n{algo}\n")
     with pytest.raises(UserError) as caught:

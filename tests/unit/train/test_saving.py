@@ -1,4 +1,4 @@
-"""When a run saves, waits for what it saves, and makes up for what the disk refused."""
+"""When a run saves, waits for a background save, and saves again after the disk refused a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def steps(tmp_path):
 
 @pytest.fixture
 def writes(monkeypatch):
-    """Every writing of a checkpoint: its step, whether in the run's own thread, and what `before` does first."""
+    """Record each write of a checkpoint: its step and whether it ran in the main thread; call `before` first."""
     seen, write = [], Save.write
 
     def watched(self, group=None):
@@ -57,7 +57,7 @@ def full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_the_last_one_is_waited_for_and_the_others_are_not(processes, model, tmp_path, writes):
+def test_only_the_last_save_is_waited_for(processes, model, tmp_path, writes):
     trainer = trainer_of(model, processes, tmp_path, steps=3)
     assert trainer.run(None, _Silent(), lambda: False)
     assert writes.seen == [(1, False), (2, False), (3, True)]
@@ -65,8 +65,8 @@ def test_the_last_one_is_waited_for_and_the_others_are_not(processes, model, tmp
     assert steps(tmp_path) == ["latest", "step_00000002", "step_00000003"]
 
 
-def test_a_stop_waits_for_what_is_under_way_and_saves(processes, model, tmp_path, writes):
-    """Asked after the second step, while the first one's checkpoint is held up."""
+def test_stop_waits_for_the_background_save_and_saves(processes, model, tmp_path, writes):
+    """Stop after the second step, while the first step's checkpoint is still being written."""
     asked = threading.Event()
     writes.before[1] = asked.wait
     trainer = trainer_of(model, processes, tmp_path, steps=9)
@@ -81,8 +81,8 @@ def test_a_stop_waits_for_what_is_under_way_and_saves(processes, model, tmp_path
     assert checkpoint.find(tmp_path / "checkpoints").name == "step_00000002"
 
 
-def test_what_the_disk_refused_meanwhile_is_made_up_for(processes, model, tmp_path, writes, monkeypatch):
-    """The run goes on, says so, and saves at its next step, where no checkpoint was due."""
+def test_refused_background_save_is_repeated(processes, model, tmp_path, writes, monkeypatch):
+    """The run continues, logs a warning, and saves after the next step although no checkpoint is due."""
     trainer, told = trainer_of(model, processes, tmp_path, steps=4, checkpoint_every=2), Told()
     make = checkpoint.plan
 
@@ -104,7 +104,7 @@ def test_what_the_disk_refused_meanwhile_is_made_up_for(processes, model, tmp_pa
     assert steps(tmp_path) == ["latest", "step_00000003", "step_00000004"]
 
 
-def test_an_error_waits_for_what_is_under_way(processes, model, tmp_path, writes):
+def test_error_waits_for_the_background_save(processes, model, tmp_path, writes):
     failed = threading.Event()
     writes.before[2] = failed.wait
     trainer = trainer_of(model, processes, tmp_path, steps=9)

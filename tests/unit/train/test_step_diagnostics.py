@@ -119,7 +119,7 @@ def by_hand(model):
     return whole | {"exact/shared_tokens": sum(weights) / tokens}
 
 
-def test_token_level_figures(step, model):
+def test_token_level_metrics(step, model):
     figures = by_hand(model[1])
     for name, expected in figures.items():
         assert step[f"theory_{name}"] == pytest.approx(expected, rel=2e-4, abs=1e-9), name

@@ -1,4 +1,4 @@
-"""Rollouts over several steps: the versions and log-probabilities of their tokens, and what the loss makes of them."""
+"""Rollouts over several steps: versions and log-probabilities of their tokens, and the loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def log_probs(model, prompt: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_stale_tokens_are_weighted_by_what_they_were_sampled_with(processes, model, monkeypatch, updates):
+def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch, updates):
     """Loss (one update) and old log-probs (two) of every step against transformers with the weights at its start."""
     rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": BUDGET, "max_carried_steps": 2}
     config = configured({"rollout": rollout, "algo": {"mini_batches": updates}})
@@ -70,8 +70,8 @@ def test_stale_tokens_are_weighted_by_what_they_were_sampled_with(processes, mod
     assert capped > 50
 
 
-def test_what_the_watchdog_cuts_goes_on(processes, model):
-    """A sibling that makes no progress in two steps is asked for again, and ends in the third."""
+def test_rollouts_cut_by_the_watchdog_continue(processes, model):
+    """A rollout that makes no progress for two steps is requested again, and ends in the third step."""
     rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "max_carried_steps": 3, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
@@ -89,7 +89,7 @@ def test_what_the_watchdog_cuts_goes_on(processes, model):
     assert not trainer.state.partial.groups
 
 
-def test_a_group_that_is_carried_too_long_closes_without_the_rest(processes, model):
+def test_old_group_closes_without_unfinished_rollouts(processes, model):
     rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "max_carried_steps": 1, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)

@@ -1,4 +1,4 @@
-"""What a whole step makes of rewards of every kind, from verifier to gradient, against the step written out."""
+"""Rewards of every kind in a whole step, from verifier to gradient, against a step written out by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BATCHES = {
 
 
 class Source:
-    """The prompts of a batch, each with its verifier."""
+    """Return the prompts of a batch, each with its verifier."""
 
     def __init__(self, rules: list[str]) -> None:
         self.batch = [replace(p, verifier=rule) for p, rule in zip(fakes.prompts(3), rules, strict=True)]
@@ -46,7 +46,7 @@ class Source:
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    """The trainer looks up where a verifier finds its answers."""
+    """Register the verifiers, because the trainer looks up how they extract answers."""
     for name in (*RULES, "nonsense"):
         monkeypatch.setitem(registry.ENTRIES, name, registry.ENTRIES["exact"])
 
@@ -68,7 +68,7 @@ def trainer_of(model, processes, pool, rules, changes):
 
 
 def groups_of(seed, rules):
-    """Prompts, responses and rewards of a batch, a NaN counting as 0; and how many were NaN."""
+    """Return prompts, responses and rewards of a batch, with NaN as 0, and the number of NaNs."""
     groups, holes = [], 0
     for prompt, rule in zip(fakes.prompts(3), rules, strict=True):
         rows = responses(seed, prompt, N, TOKENS)
@@ -80,9 +80,9 @@ def groups_of(seed, rules):
 
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic sampling", "every group"])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_step_equals_the_one_written_out(processes, pool, model, batch, dynamic):
+def test_step_equals_one_by_hand(processes, pool, model, batch, dynamic):
     rules = BATCHES[batch]
-    # Without decay, weights move by gradients alone.
+    # Without decay, only gradients change the weights.
     changes = {"algo": {"dynamic_sampling": dynamic}, "optim": {"weight_decay": 0.0, "lr": 1e-3}}
     trainer = trainer_of(model, processes, pool, rules, changes)
     before = {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
@@ -97,7 +97,7 @@ def test_a_step_equals_the_one_written_out(processes, pool, model, batch, dynami
     assert values["reward"] == pytest.approx(sum(rewards) / (3 * N))
     assert values["kept_share"] == pytest.approx(len(kept) / 3)
     assert values["reward_std"] == pytest.approx(statistics.pstdev(rewards), rel=1e-6)
-    # A response is right from reward.correct_at = 1 on.
+    # A response is right if its reward is at least reward.correct_at = 1.
     assert values["all_right_share"] == pytest.approx(sum(min(g[2]) >= 1 for g in groups) / 3)
     assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < 1 for g in groups) / 3)
     assert (why_no_signal(values) is None) == any(len(set(g[2])) > 1 for g in groups)
@@ -117,7 +117,7 @@ def test_a_step_equals_the_one_written_out(processes, pool, model, batch, dynami
     assert signal != all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_a_step_of_nothing_but_nan_ends_the_run_in_one_line(processes, pool, model):
+def test_step_with_only_nan_rewards_ends_the_run(processes, pool, model):
     trainer = trainer_of(model, processes, pool, ["nan"] * 3, {})
     with pytest.raises(UserError, match="step 0: the verifiers failed on 96 of 96 responses"):
         trainer.train_step()
@@ -125,13 +125,13 @@ def test_a_step_of_nothing_but_nan_ends_the_run_in_one_line(processes, pool, mod
 
 
 def with_reference(trainer, answer):
-    """The trainer's prompts, with this reference answer."""
+    """Give the trainer's prompts this reference answer."""
     source = trainer.train_source
     source.batch = [replace(p, answer=answer) for p in source.batch]
 
 
-def test_exceptions_on_answers_are_counted_zeros_and_told_once(processes, pool, model, capfd):
-    """However many there are."""
+def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool, model, capfd):
+    """The number of exceptions does not matter."""
     trainer = trainer_of(model, processes, pool, ["picky"] * 3, {})
     with_reference(trainer, "4")
     values, _ = trainer.train_step()
@@ -148,7 +148,7 @@ def test_exceptions_on_answers_are_counted_zeros_and_told_once(processes, pool, 
     assert said == [f"{what}: ZeroDivisionError: division by zero"]
 
 
-def test_a_verifier_that_raises_on_the_reference_too_ends_the_run(processes, pool, model, capfd):
+def test_verifier_that_raises_on_the_reference_ends_the_run(processes, pool, model, capfd):
     trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
     with_reference(trainer, "4")
     with pytest.raises(UserError, match=r"^step 0: the verifiers failed on 96 of 96 responses .*exception on the ref"):
@@ -162,8 +162,8 @@ def test_a_verifier_that_raises_on_the_reference_too_ends_the_run(processes, poo
 
 
 @pytest.mark.parametrize("correct_at", [0.5, 3.5])
-def test_what_counts_as_correct_follows_the_key(processes, pool, model, correct_at):
-    """In pass@1, in the groups' shares and in the boost of correct responses; rewards themselves stay as they are."""
+def test_reward_correct_at_decides_right_responses(processes, pool, model, correct_at):
+    """Check pass@1, the shares of groups and the boost of correct responses. Rewards do not change."""
     changes = {"reward": {"correct_at": correct_at, "cut_off_factor": 1.0}}
     trainer = trainer_of(model, processes, pool, ["wide", "right", "half"], changes)
     values, _ = trainer.train_step()

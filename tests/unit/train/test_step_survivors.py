@@ -1,4 +1,4 @@
-"""A step that loses rollouts trains on the others: loss and gradient against those by hand over the survivors."""
+"""A step that loses rollouts trains on the others: loss and gradient, computed by hand over the survivors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ KILLED, STALLED = ("p/0", 17), ("p/1", 300)
 
 
 def by_hand(model, seed: int, lost: set[tuple[str, int]], cap: float) -> tuple[float, float, int]:
-    """Loss, norm of its gradient and tokens of one step over the survivors."""
+    """Return loss, gradient norm and tokens of one step over the survivors."""
     groups = []
     for prompt in fakes.prompts(2):
         rows = responses(seed, prompt, N, TOKENS, lost)
-        # The stop token is not part of the answer; what does not stop scores 0.
+        # The stop token is not part of the answer. A response that does not stop scores 0.
         groups.append((prompt, rows, [float(row[-1] == fakes.STOP and sum(row[:-1]) % 2 == 0) for row in rows]))
     return update(model, groups, cap)
 
 
 @pytest.mark.parametrize("deaf", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stops", "hangs"])
-def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
+def test_one_of_512_rollouts_lost_and_one_stalled(processes, model, deaf, capfd):
     """The step ends within the watchdog's limit, and its loss is that over the survivors, divided by their tokens."""
     grace, release = 0.5, threading.Event()
     engine = fakes.Engine(lose={KILLED}, stall={STALLED}, deaf=release if deaf else None)
@@ -59,7 +59,7 @@ def test_one_of_512_killed_and_another_stalled(processes, model, deaf, capfd):
     assert engine.verbs == ["wake", "update_weights", "generate", *after]
 
 
-def test_too_many_lost_end_the_run_in_one_line(processes, model):
+def test_too_many_lost_rollouts_end_the_run(processes, model):
     lose = {("p/1", i) for i in range(5)}
     config = configured({"rollout": {"n": 32, "prompts": 2, "max_lost_share": 4 / 64}})
     trainer = make_trainer(model[0], processes, config, fakes.Engine(lose=lose))
@@ -71,8 +71,8 @@ def test_too_many_lost_end_the_run_in_one_line(processes, model):
 
 
 @pytest.mark.filterwarnings("ignore:`load_state_dict` is deprecated:FutureWarning")  # inside Megatron
-def test_a_stuck_engine_saves_and_says_how_to_go_on(processes, model, tmp_path):
-    """The step it hangs in is trained and saved; another process goes on, as if the rollout had only been lost."""
+def test_stuck_engine_ends_the_run_after_saving(processes, model, tmp_path):
+    """The step is trained and saved. A new process continues as if the rollout had been lost."""
     release = threading.Event()
     changes = {"rollout": {"timeout_s": 0.5}, "run": {"dir": str(tmp_path)}, "train": {"steps": 3}}
     config = configured(changes)
@@ -96,5 +96,5 @@ def test_a_stuck_engine_saves_and_says_how_to_go_on(processes, model, tmp_path):
     expected = [undisturbed.train_step()[0] for _ in range(3)]
     assert expected[1]["lost_share"] == 1 / 128
     for metrics in (got, expected[2]):
-        metrics.pop("late")  # how many took over a quarter of a second is the machine's
-    np.testing.assert_equal(got, expected[2])  # bit for bit; unknown figures are nan in both
+        metrics.pop("late")  # The number of slow answers depends on the machine.
+    np.testing.assert_equal(got, expected[2])  # bit for bit; unknown metrics are nan in both

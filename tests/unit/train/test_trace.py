@@ -21,16 +21,16 @@ def recorded(*ticks: float) -> Timeline:
 
 
 def test_two_ranks_in_one_file(monkeypatch, tmp_path):
-    """The second rank's clock stands elsewhere; it left the barrier at 500."""
+    """The second rank's clock has another origin; it left the barrier at 500."""
     ranks = [(recorded(10.5, 11.0, 13.0, 13.0, 13.25, 14.0), 10.0), (recorded(500, 501, 505, 505, 506, 508), 500.0)]
     path, lines = tmp_path / "traces" / "step_000007.json", []
     for rank in (1, 0):
         timeline, origin = ranks[rank]
         monkeypatch.setattr(collectives, "all_gather", lambda line: lines.insert(0, line) or lines)
         write_trace(path, timeline, rank, origin)
-        assert path.exists() == (rank == 0)  # the main rank alone writes
+        assert path.exists() == (rank == 0)  # only the main rank writes
 
-    # What the format's description asks of a complete event, and of metadata.
+    # Fields that the format requires of complete events and of metadata.
     events = json.loads(path.read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in spans] == [
@@ -47,7 +47,7 @@ def test_two_ranks_in_one_file(monkeypatch, tmp_path):
     assert names == [(0, "rank 0"), (1, "rank 1")]
 
 
-def test_a_full_disk_ends_nothing(processes, tmp_path, capfd):
+def test_full_disk_does_not_end_the_run(processes, tmp_path, capfd):
     (tmp_path / "traces").write_text("a file where the folder should be")
     write_trace(tmp_path / "traces" / "step_000001.json", recorded(*range(6)), 0, 0.0)
     assert "this trace is missing" in capfd.readouterr().err

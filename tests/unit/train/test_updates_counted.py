@@ -14,7 +14,7 @@ GAE = {"algo": {"advantage": "gae", "mini_batches": 2}}
 
 
 class Pool(fakes.Pool):
-    """Rewards even sums, or where `all_right` is set, every response."""
+    """Reward even sums, or every response if `all_right` is set."""
 
     all_right = False
 
@@ -121,8 +121,8 @@ def test_an_update_of_the_critic_that_is_not_applied_counts_nothing(processes, m
     assert (trainer.state.critic_updates, trainer.state.updates) == (2, 4)
 
 
-def test_the_actor_waits_for_a_critic_that_has_learned(processes, model, tmp_path):
-    """critic.warmup_steps = 2: steps without an update of the critic are none of them, before and after a resume."""
+def test_actor_waits_for_the_critic(processes, model, tmp_path):
+    """critic.warmup_steps = 2 does not count steps without an update of the critic, before and after a resume."""
     trainer = trainer_of(model, processes, {**GAE, "critic": {"lr": 1e-3, "warmup_steps": 2}}, tmp_path)
     updates = []
     for step, all_right in enumerate((True, False, True, False, False)):
@@ -137,7 +137,7 @@ def test_the_actor_waits_for_a_critic_that_has_learned(processes, model, tmp_pat
     assert updates == [(0, 0), (2, 0), (0, 0), (2, 0), (2, 2)]
 
 
-def test_evaluations_while_the_actor_waits_do_not_end_the_run(processes, model, tmp_path):
+def test_evaluations_during_critic_warmup_do_not_end_the_run(processes, model, tmp_path):
     changes = {
         **GAE,
         "critic": {"lr": 1e-3, "warmup_steps": 3},
@@ -153,7 +153,7 @@ def test_evaluations_while_the_actor_waits_do_not_end_the_run(processes, model, 
     assert trainer.state.step == 5
 
 
-def test_tokens_are_as_old_as_the_updates_since(processes, model):
+def test_staleness_counts_updates(processes, model):
     """Rollouts that continue over steps without an update come from the present weights."""
     trainer = trainer_of(model, processes, {"rollout": {"n": 8, "prompts": 3, "partial_tokens": 2}})
     trainer.rollouts.pool.all_right = True
@@ -166,7 +166,7 @@ def test_tokens_are_as_old_as_the_updates_since(processes, model):
     assert {version for own in spans for version, _ in own} == {0}
 
 
-def test_a_resumed_run_goes_on_counting(processes, model, tmp_path):
+def test_resumed_run_continues_counting(processes, model, tmp_path):
     trainer = trainer_of(model, processes, {}, tmp_path)
     for all_right in (True, False, True):
         trainer.rollouts.pool.all_right = all_right

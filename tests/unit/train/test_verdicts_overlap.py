@@ -1,4 +1,4 @@
-"""Verdicts are made while an engine with a clock of tokens still generates, and change nothing."""
+"""Rollouts are scored while the engine still generates, with the same results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Source:
 
 
 class _Deaf:
-    """Hears of nothing, and never asks to stop."""
+    """Callbacks that ignore rollouts and never cancel."""
 
     def finished(self, request, rollout):
         pass
@@ -90,7 +90,7 @@ def trainer_of(model, processes, pool, engine, log):
     return trainer
 
 
-def test_what_ended_early_is_judged_before_generation_ends(processes, pool, model, tmp_path):
+def test_early_rollouts_are_scored_before_generation_ends(processes, pool, model, tmp_path):
     log, other = tmp_path / "log", tmp_path / "other"
     engine = Clocked(pool=pool)
     trainer = trainer_of(model, processes, pool, engine, log)
@@ -98,14 +98,14 @@ def test_what_ended_early_is_judged_before_generation_ends(processes, pool, mode
     rows = {p.id: responses(trainer.config.run.seed, p, N, TOKENS) for p in fakes.prompts(2)}
     stopped = [(name, row[:-1]) for name, found in rows.items() for row in found if row[-1] == fakes.STOP]
     assert engine.scored > 10
-    # Cut-off responses are not looked at; each answer of a prompt is judged once.
+    # Cut-off responses are not scored; equal answers to a prompt are scored once.
     told = {f"{name}: {' '.join(map(str, row))}".strip() for name, row in stopped}
     assert sorted(line.strip() for line in log.read_text().splitlines()) == sorted(told)
     assert values["verdict_hit_share"] == (len(stopped) - len(told)) / len(stopped)
     assert values["verdict_timeouts"] == values["reward_worker_restarts"] == 0
     assert values["reward"] == pytest.approx(sum(sum(row) % 2 == 0 for _, row in stopped) / (2 * N))
     assert seconds["verdict_latency_max"] > 0
-    # The same step by an engine that delivers in another order, judged afterwards as by one worker.
+    # The same step with an engine that delivers in another order, scored afterwards by one worker.
     again = trainer_of(model, processes, fakes.Pool(), fakes.Engine(), other)
     expected, _ = again.train_step()
     np.testing.assert_equal(values | {"verdict_hit_share": 0.0}, expected)  # bit for bit; nan where it is unknown
@@ -113,8 +113,8 @@ def test_what_ended_early_is_judged_before_generation_ends(processes, pool, mode
         assert torch.equal(a, b), name
 
 
-def test_a_step_shares_verdicts_over_its_rounds(processes, pool, model, tmp_path):
-    """A second round asks for the same prompts again: what the first has judged costs nothing, until the next step."""
+def test_rounds_of_a_step_share_scores(processes, pool, model, tmp_path):
+    """A second round of the same prompts uses the scores of the first one. The next step does not."""
     log = tmp_path / "log"
     trainer = trainer_of(model, processes, pool, fakes.Engine(), log)
     changes = {"rollout": {"n": N, "prompts": 2, "refills": 1}, "algo": {"dynamic_sampling": True}}

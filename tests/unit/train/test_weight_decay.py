@@ -62,13 +62,13 @@ def assert_decayed(before, after):
 @pytest.mark.parametrize("distributed", [False, True], ids=["", "distributed optimizer"])
 @pytest.mark.parametrize(("family", "some"), [("qwen2", "linear_qkv.bias"), ("qwen3", "q_layernorm.weight")])
 @pytest.mark.parametrize("kind", [Worker, CriticWorker])
-def test_norm_weights_and_biases_stay_put_and_matrices_shrink(processes, tmp_path, kind, family, some, distributed):
+def test_only_matrices_decay(processes, tmp_path, kind, family, some, distributed):
     tiny.make_model(tmp_path, family, tied=False)
     spared = assert_decayed(*step(stage_of(kind, tmp_path, processes, OPTIM, distributed)))
     assert {"decoder.final_layernorm.weight", f"decoder.layers.3.self_attention.{some}"} <= spared
 
 
-def test_supervised_training_takes_the_rule_of_optim():
+def test_sft_follows_optim_weight_decay():
     optim = OptimConfig(lr=1.0, weight_decay=0.5, betas=(0.5, 0.6), eps=1e-3, clip_grad=7.0)
     found = sft_optim(SftConfig(lr=0.25), optim)
     differing = {f.name for f in dataclasses.fields(optim) if getattr(found, f.name) != getattr(optim, f.name)}
@@ -76,7 +76,7 @@ def test_supervised_training_takes_the_rule_of_optim():
     assert (found.lr, found.warmup_steps, found.lr_decay_steps, found.weight_decay) == (0.25, 10, 200, 0.01)
 
 
-def test_a_resumed_run_decays_by_its_own_configuration(processes, model, tmp_path):
+def test_resumed_run_uses_its_own_weight_decay(processes, model, tmp_path):
     """The optimizer's groups in the checkpoint have another weight decay."""
     older = stage_of(Worker, model[0], processes, replace(OPTIM, weight_decay=0.5))
     step(older)
