@@ -1,4 +1,4 @@
-"""The interface of a rollout engine."""
+"""The interface of a rollout engine, and the data that callers exchange with it."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from megatron_brorl.types import FinishReason, Prompt, Rollout, ScoredRollout, S
 # (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
 # ops.reference.sampling or ops.fused.decode.
 SampleTokens = Callable[[Tensor, Tensor, Tensor, Tensor, float, float, int], tuple[Tensor, Tensor]]
-Spans = tuple[tuple[int, int], ...]  # (version of the weights, tokens drawn with it), in order
+Spans = tuple[tuple[int, int], ...]  # (version of the weights, number of tokens sampled with it), in order
 _FINISH: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. temperature = 0 is greedy."""
+    """Sampling parameters. temperature = 0 is greedy decoding."""
 
     temperature: float
     top_p: float
     top_k: int  # 0 = off
-    max_tokens: int  # of a response
-    stop_ids: tuple[int, ...]  # a response ends with the first of these, which is part of it
-    stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these in its text
-    budget: int = 0  # tokens that one call adds to a response at most; what needs more comes back "cut". 0 = no limit
-    log_probs: bool = True  # False: they are not needed, and may be nan
+    max_tokens: int  # per response
+    stop_ids: tuple[int, ...]  # a response ends with the first of these tokens and includes it
+    stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these
+    budget: int = 0  # most tokens that one call adds to a response, which is "cut" if it needs more; 0 = no limit
+    log_probs: bool = True  # False: the engine may return nan
 
 
 @dataclass(frozen=True)
 class KvUsage:
-    """How much of an engine's cache held keys and values in a call of generate, as shares of all of it."""
+    """Usage of the KV cache in one call of generate. peak and mean are fractions of its size."""
 
     peak: float
     mean: float  # over decoding steps
     turns: int  # decoding steps
-    prompt_tokens: int  # of every row that came in
-    prompt_found: int  # of these, computed for another row and still there
+    prompt_tokens: int  # prompt tokens of all admitted rollouts
+    prompt_found: int  # prompt tokens whose keys and values were already cached
 
 
 @dataclass(frozen=True)
 class Request:
-    """n siblings of one prompt, numbered first .. first + n - 1 within the prompt's random stream."""
+    """n rollouts (siblings) of one prompt, with the indices first .. first + n - 1 in its random stream."""
 
     prompt: Prompt
-    key: int  # of ops.philox.stream_key: the random numbers are a function of (key, sibling, position)
+    key: int  # from ops.philox.stream_key; random numbers are a function of (key, sibling, position)
     n: int
     first: int = 0
-    begun: tuple[Rollout, ...] = ()  # siblings among them that were "cut" before, and go on from their tokens
+    begun: tuple[Rollout, ...] = ()  # siblings that were "cut" before and continue from their tokens
 
     def rollouts(self) -> Iterator[Rollout]:
-        """Yield every sibling as it starts: without tokens, or "cut" where it began before."""
+        """Yield the initial state of every sibling: without tokens, or the "cut" rollout that it continues."""
         nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
         begun = {r.index: r for r in self.begun}
         for sibling in range(self.first, self.first + self.n):
@@ -64,53 +64,56 @@ class Request:
 
 
 class GenerateCallbacks(Protocol):
-    """Follows one call of generate; called from the thread that generates, so both must be quick and thread-safe."""
+    """Callbacks of one call of generate. The generating thread calls them, so they must be quick and thread-safe."""
 
     def finished(self, request: int, rollout: Rollout) -> None:
-        """Take a rollout of requests[request] that has ended, which may be long before generate returns."""
+        """Receive a finished rollout of requests[request], possibly long before generate returns."""
 
     def cancelled(self) -> bool:
-        """Return whether generate must end soon, with unfinished rollouts "cut". Asked at least once per token."""
+        """Return whether generate must stop and return unfinished rollouts as "cut". Called at least once per token."""
 
 
 class Supply(Protocol):
-    """Requests that wait for any rank's engine in a call of generate.
+    """A queue of requests that all ranks' engines share during a call of generate.
 
-    Called from the thread that generates, between two tokens.
+    The generating thread calls it between two tokens.
     """
 
-    rows: int  # the most that may come of it
-    prompt_tokens: int  # of the longest prompt that may come
+    rows: int  # maximum number of rollouts that this engine can receive
+    prompt_tokens: int  # length of the longest prompt
 
     def next_requests(self, room: int) -> list[Request]:
-        """Return the requests that the caller samples next, at most `room` rows; an empty list if none are ready.
+        """Return requests with at most `room` rollouts in total for the caller to sample; [] if none are ready.
 
-        The caller calls it once before the first token and whenever it has room. The engines of other ranks sample the
-        remaining requests.
+        The engine calls it once before the first token and then whenever it has room. The engines of other ranks sample
+        the remaining requests.
         """
 
     def has_more(self) -> bool:
-        """For a caller that has no row: return True when it should `take` again, False where nothing will come."""
+        """Return whether an engine without rollouts should call next_requests again."""
 
 
 class RolloutEngine(Protocol):
-    """Holds one full copy of the policy for generation."""
+    """Samples rollouts from a full copy of the policy."""
 
-    version: int  # of the weights it holds; -1 before the first update
+    version: int  # version of the current weights; -1 before the first update
 
     @property
     def duplicate_advice(self) -> str:
-        """Name the engine, and what to do where it draws several rollouts by the same random numbers."""
+        """Return the engine's name and the remedy if it samples several rollouts with the same random numbers."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take full tensors [any shape] by Hugging Face name, or nothing at all.
+        """Replace all weights by these full tensors [any shape], named as in Hugging Face checkpoints.
 
-        Raises weight_receiver.UpdateRefused, and keeps the version it has, where one is missing, unknown, of the wrong
-        shape or not what its checksum says (ops.checksum.ChecksummedTensor), or where the stream breaks off.
+        Raises weight_receiver.UpdateRefused and keeps the previous weights if a tensor is missing, unknown, of the
+        wrong shape or different from its checksum (ops.checksum.ChecksummedTensor), or if the stream fails.
         """
 
     def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take part in an update [any shape], as other ranks need it, and leave this engine alone; from any thread."""
+        """Consume the tensors [any shape], because producing them is a collective, but keep the current weights.
+
+        May be called from any thread.
+        """
 
     def generate(
         self,
@@ -119,33 +122,39 @@ class RolloutEngine(Protocol):
         callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
-        """Sample every request, and what is taken of the supply; returns the rollouts of each, by index.
+        """Sample all requests and those that the supply returns. Return the rollouts of each request, by index.
 
-        Requests are numbered in the order in which they came: those given, then those taken. Raises where weights were
-        never given.
+        The given requests come first, then those of the supply in the order of their arrival. Raises RuntimeError if
+        the engine has no weights.
         """
 
     def kv_usage(self) -> KvUsage | None:
-        """Return the usage of the last call of generate, until sleep; None where the engine does not report it."""
+        """Return the cache usage of the last generate call since sleep, or None if the engine does not report it."""
 
     def restart(self, why: str) -> bool:
-        """Restart an engine process with the weights that it has; return False, on all ranks, without a process."""
+        """Restart the engine process with its current weights. Return False, on all ranks, if there is no process."""
 
     def sleep(self) -> None:
-        """Give memory back (weights and caches) until wake. Every rank that shares the engine calls it, and it returns
-        when the memory of all their GPUs is free."""
+        """Free the memory of weights and caches.
+
+        Collective of the ranks that share the engine. It returns when the memory on all their GPUs is free.
+        """
 
     def wake(self) -> None:
-        """Be ready for update_weights and generate again; weights must be sent anew. Every rank that shares the engine
-        calls it, and the engine takes no memory before all of them have."""
+        """Prepare for update_weights and generate. The weights must be sent again.
+
+        Collective of the ranks that share the engine. The engine allocates no memory before all of them have called it.
+        """
 
     def barrier(self) -> None:
-        """Wait for the other ranks that share this engine. It stands for sleep or wake on a rank whose engine cannot be
-        asked, because those of the other ranks wait for it."""
+        """Wait for the other ranks that share this engine.
+
+        A rank whose engine is stuck calls this instead of sleep or wake, because the other ranks wait for it.
+        """
 
 
 def extend_spans(spans: Spans, version: int, tokens: int) -> Spans:
-    """Return the spans of a rollout to which `version` of the weights has added `tokens`."""
+    """Return the spans of a rollout after `version` of the weights has added `tokens` tokens."""
     if not tokens:
         return spans
     if spans and spans[-1][0] == version:
@@ -156,7 +165,7 @@ def extend_spans(spans: Spans, version: int, tokens: int) -> Spans:
 def check_context(
     requests: Sequence[Request], sampling: Sampling, supply: Supply | None, context: int, whose: str
 ) -> None:
-    """Raise UserError where the longest prompt and response would exceed the context; whose: "model's"."""
+    """Raise UserError if the longest prompt and response exceed the context. whose: "model's" or "engine's"."""
     longest = max((len(r.prompt.token_ids) for r in requests), default=0)
     longest = max(longest, supply.prompt_tokens if supply else 0)
     if longest + sampling.max_tokens > context:
@@ -167,11 +176,11 @@ def check_context(
 
 
 def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
-    """Any number of rows in a few tensors; files cost per object.
+    """Pack scored rollouts into a few tensors, because every object in a checkpoint file costs time.
 
-    heads [B, 7] int64: group, sibling, tokens, finish, spans, right, answer. token_ids [sum of tokens] int64, log_probs
-    likewise float32, spans [sum of spans, 2] int64, rewards [B] float32. verdicts [bytes] uint8: as JSON, each distinct
-    one once; verdict [B] int64: which of them, -1: none.
+    heads [B, 7] int64: group, sibling, number of tokens, finish, number of spans, right, answer. token_ids [tokens]
+    int64 and log_probs [tokens] float32 of all rollouts. spans [spans, 2] int64. rewards [B] float32. verdicts [bytes]
+    uint8: JSON of the distinct score results. verdict [B] int64: index of each rollout's score result, -1 for none.
     """
     rollouts = [row.rollout for row in rows]
     heads = [
@@ -179,7 +188,7 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         for row, r in zip(rows, rollouts, strict=True)
     ]
     spans = [span for r in rollouts for span in r.spans]
-    # Equal answers share a verdict, object and all.
+    # Rollouts with equal answers share one ScoreResult object.
     distinct = {id(row.score): row.score for row in rows if row.score}
     place = {key: i for i, key in enumerate(distinct)}
     texts = [(v.reward, v.status, v.reason, dict(v.parts)) for v in distinct.values()]
@@ -202,7 +211,7 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     log_probs = tensors["log_probs"].split(lengths)
     spans = tensors["spans"].tolist()
     texts = json.loads(bytes(tensors["verdicts"].tolist()))
-    verdicts = [*(ScoreResult(*each) for each in texts), None]  # entry -1: none
+    verdicts = [*(ScoreResult(*each) for each in texts), None]  # index -1 selects None
     rows = []
     at = 0
     for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
@@ -216,5 +225,5 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
 
 
 def sort_rollouts(rows: Sequence[ScoredRollout]) -> list[ScoredRollout]:
-    """By group, then by sibling."""
+    """Return the rollouts sorted by group, then by sibling."""
     return sorted(rows, key=lambda row: (row.group, row.rollout.index))

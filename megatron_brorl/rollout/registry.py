@@ -1,4 +1,4 @@
-"""Rollout engines that run in a process of their own: what is known of each before it starts.
+"""Rollout engines that run in their own process, with the properties that the trainer needs before they start.
 
 An engine is an entry here and a package in rollout.remote: llm.py has its EngineBackend (remote.protocol), and
 extension.py loads weights in its workers (remote.weights_receive).
@@ -14,23 +14,23 @@ from packaging.version import InvalidVersion, Version
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What the trainer knows of an engine that it cannot import."""
+    """Properties of an engine, whose package the trainer cannot import."""
 
     name: str  # in messages
-    package: str  # that its environment must have
+    package: str  # Python package that its environment must have
     backend: str  # "module:class", imported only in the engine's process
-    dtypes: tuple[str, ...]  # values of rollout.dtype that it computes in on a GPU
-    takes_fp8_blocks: bool = False  # engine.quantization = "fp8": the trainer sends FP8 blocks; else full weights
-    min_version: str = "0"  # the oldest version whose interface the backend knows
-    needs: Mapping[str, str] = field(default_factory=dict)  # further packages -> what to do where one is missing
-    # Variables that it needs beside a trainer; {folder} is the engine's own
+    dtypes: tuple[str, ...]  # supported values of rollout.dtype on a GPU
+    takes_fp8_blocks: bool = False  # with engine.quantization = "fp8", the trainer sends FP8 blocks
+    min_version: str = "0"  # oldest version that the backend supports
+    needs: Mapping[str, str] = field(default_factory=dict)  # further required packages -> remedy if one is missing
+    # Environment variables of the process; {folder} is replaced by the engine's private folder.
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def too_old(self, version: str) -> str:
         """Return a message if this version of the package is older than min_version, else ""."""
         try:
             old = Version(version) < Version(self.min_version)
-        except InvalidVersion:  # a build from source may have a name instead
+        except InvalidVersion:  # builds from source may have a name as version
             old = False
         return f"{self.name} {version} is too old: install {self.min_version} or newer" if old else ""
 
@@ -42,13 +42,13 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         backend="megatron_brorl.rollout.remote.trtllm.llm:TrtllmBackend",
         dtypes=("bf16",),
         takes_fp8_blocks=True,
-        min_version="1.3.0rc29",  # of the Dockerfile; it takes a seed per request
-        needs={"ray": "Ray starts its workers and is not here: pip install ray"},
+        min_version="1.3.0rc29",  # the Dockerfile's version, which supports a seed per request
+        needs={"ray": "Ray starts its workers and is not installed: pip install ray"},
         environment={
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # so that Ray listens on 127.0.0.1 alone, on Linux too
-            "TLLM_RAY_FORCE_LOCAL_CLUSTER": "0",  # the Ray is the backend's, on ports of its own (trtllm.ray_node)
-            "TLLM_NUMA_AWARE_WORKER_AFFINITY": "0",  # clashes with Ray's choice of cores
-            "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # lower peak memory in a refit
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes Ray listen only on 127.0.0.1, also on Linux
+            "TLLM_RAY_FORCE_LOCAL_CLUSTER": "0",  # the backend starts Ray on its own ports (trtllm.ray_node)
+            "TLLM_NUMA_AWARE_WORKER_AFFINITY": "0",  # conflicts with Ray's choice of cores
+            "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # lower peak memory during weight sync
             "NCCL_CUMEM_ENABLE": "1",  # tensor parallelism over nodes hangs at 0
         },
     ),
@@ -57,14 +57,14 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         package="vllm",
         backend="megatron_brorl.rollout.remote.vllm.llm:VllmBackend",
         dtypes=("bf16", "fp32"),
-        min_version="0.32",  # initialize_layerwise_reload and finalize_layerwise_reload
+        min_version="0.32",  # has initialize_layerwise_reload and finalize_layerwise_reload
         environment={
-            "VLLM_HOST_IP": "127.0.0.1",  # or its workers meet on an address that others reach
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainer take turns on the same cores
+            "VLLM_HOST_IP": "127.0.0.1",  # otherwise its workers listen on a public address
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engine and trainer alternate on the same cores
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",  # the model is a folder
-            "TMPDIR": "{folder}",  # of sockets and of what is compiled: it goes with the engine
+            "HF_HUB_OFFLINE": "1",  # the model is a local folder
+            "TMPDIR": "{folder}",  # sockets and compiled code are removed with the engine
         },
     ),
 }

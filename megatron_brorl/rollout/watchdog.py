@@ -1,8 +1,8 @@
-"""A deadline for the rollout engine, which generates in its own thread.
+"""A time limit for the rollout engine, which generates in its own thread.
 
-The watchdog collects rollouts as they end. Halfway to the time limit it prints a message that names the missing ones.
-At the limit it asks the engine to stop. If the engine is still running after the grace period, the watchdog gives it
-up, and the rollouts that it has not delivered are lost.
+The watchdog collects rollouts as they finish. At half of the time limit it logs the missing ones. At the limit it asks
+the engine to stop. If the engine is still running after the grace period, the watchdog abandons it, and the rollouts
+that it has not delivered are lost.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import KvUsage, Request, RolloutEngine, Sampling, Supply
 from megatron_brorl.types import Rollout
 
-# (index of a request, rollout that has ended); called in the thread that generates, so it must be quick.
-Finished = Callable[[int, Rollout], None]
+# Called with the index of a request and a finished rollout in the generating thread, so it must be quick.
+OnFinished = Callable[[int, Rollout], None]
 
-GRACE_S = 30.0  # between "stop" and giving an engine up; one token of all rows takes far less
-_NAMED = 8  # prompts of late rollouts that a message names
+GRACE_S = 30.0  # seconds that an engine has to stop; one decoding step takes far less
+_NAMED = 8  # maximum number of prompts in a log message
 
 
 @dataclass(frozen=True)
 class GenerationResult:
     """The result of one call of generate."""
 
-    requests: list[Request]  # those given, then those that the engine took
-    rollouts: list[list[Rollout]]  # per request, by index; what was not delivered is missing
-    late: int  # number of rollouts that had not ended half-way to the limit
+    requests: list[Request]  # the given requests, then those from the supply
+    rollouts: list[list[Rollout]]  # per request, by index, without those that were not delivered
+    late: int  # number of rollouts that were unfinished at half of the time limit
 
 
 class Watchdog:
-    """The engine of this rank, behind a deadline. For use from one thread."""
+    """Runs this rank's engine with a time limit. Not thread-safe."""
 
     def __init__(self, engine: RolloutEngine, timeout_s: float, rank: int = 0, grace_s: float = GRACE_S) -> None:
         """timeout_s: seconds that one call of generate may take (config key rollout.timeout_s)."""
@@ -49,7 +49,7 @@ class Watchdog:
         self.grace_s = grace_s
         self.stuck = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
-        # A daemon thread, because the end of the process must not wait for it, as it does with concurrent.futures.
+        # A daemon thread, because the process must be able to exit while the engine hangs.
         self._thread = threading.Thread(
             target=_serve, args=(engine, self._calls, cpu_bridge.default_device()), name="rollouts", daemon=True
         )
@@ -58,21 +58,20 @@ class Watchdog:
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        finished: Finished | None = None,
+        finished: OnFinished | None = None,
         supply: Supply | None = None,
     ) -> GenerationResult:
-        """Return the rollouts of the requests and of those that the engine took from `supply`.
+        """Return the rollouts of the requests and of those that the engine got from `supply`.
 
         The call returns within timeout_s + grace_s seconds. The engine's thread calls `finished` once for each rollout
         of the result that is not "cut", as soon as it ends. If `finished` raises, the engine is asked to stop.
-        Exceptions of `finished` and of the engine are raised again here. Raises UserError if an earlier call never
-        ended.
+        Exceptions of `finished` and of the engine are raised here. Raises UserError if an earlier call never returned.
         """
-        # The thread is still in the call that was given up.
+        # The thread is still in the abandoned call.
         if self.stuck:
             raise UserError(
-                f"rank {self.rank}: the rollout engine is still busy with a call that was given up: start the same "
-                "command again to go on from the last checkpoint"
+                f"rank {self.rank}: the rollout engine still hangs in an abandoned call: run the same command again to "
+                "continue from the last checkpoint"
             )
 
         call = _Call(requests, sampling, finished, supply)
@@ -86,17 +85,17 @@ class Watchdog:
         if not call.done.wait(self.timeout_s / 2):
             late = self._name_missing(call, self.timeout_s / 2, "waiting")
             if not call.done.wait(self.timeout_s / 2):
-                self._name_missing(call, self.timeout_s, "telling the engine to stop")
+                self._name_missing(call, self.timeout_s, "asking the engine to stop")
                 call.cancel()
                 # The result includes all delivered rollouts, even if the engine does not stop.
                 if not call.done.wait(self.grace_s):
-                    self.stuck = True  # for good, because a thread cannot be ended from outside
-                    self._name_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is given up")
+                    self.stuck = True  # permanently, because Python cannot kill a thread
+                    self._name_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is abandoned")
 
         return call.result(late)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine; tensors [any shape]. A stuck engine takes no weights and is not asked again."""
+        """See RolloutEngine; tensors [any shape]. A stuck engine gets no weights."""
         if self.stuck:
             self.engine.skip_update(tensors)
         else:
@@ -115,7 +114,7 @@ class Watchdog:
         (self.engine.barrier if self.stuck else self.engine.sleep)()
 
     def wake(self) -> None:
-        """See RolloutEngine; a stuck engine is left as it is."""
+        """See RolloutEngine; a stuck engine is not called."""
         (self.engine.barrier if self.stuck else self.engine.wake)()
 
     def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
@@ -124,10 +123,10 @@ class Watchdog:
         if len(places) > _NAMED:
             places[_NAMED:] = [f"and {len(places) - _NAMED} more"]
         text = (
-            f"rank {self.rank}: {sum(missing)} of {sum(r.n for r in asked)} rollouts have not ended after "
+            f"rank {self.rank}: {sum(missing)} of {sum(r.n for r in asked)} rollouts are unfinished after "
             f"{seconds:g} s (rollout.timeout_s = {self.timeout_s:g}), {then}: {'; '.join(places)}"
         )
-        with contextlib.suppress(OSError):  # The pipe's reader is gone.
+        with contextlib.suppress(OSError):  # The reader of a piped stderr may be gone.
             print(text, file=sys.stderr, flush=True)
         return sum(missing)
 
@@ -136,39 +135,41 @@ class _Call:
     """One call of generate and its results so far. It is the engine's GenerateCallbacks and its Supply."""
 
     def __init__(
-        self, requests: Sequence[Request], sampling: Sampling, tell: Finished | None, supply: Supply | None
+        self, requests: Sequence[Request], sampling: Sampling, on_finished: OnFinished | None, supply: Supply | None
     ) -> None:
         self.requests = list(requests)
         self.sampling = sampling
-        self._tell = tell
+        self._on_finished = on_finished
         self._supply = supply
         self.rows, self.prompt_tokens = (supply.rows, supply.prompt_tokens) if supply else (0, 0)
         self.done = threading.Event()
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
-        self._found: list[dict[int, Rollout]] = [{} for _ in requests]  # by sibling
+        self._found: list[dict[int, Rollout]] = [{} for _ in requests]  # by sibling, per request
         self._error: BaseException | None = None
         self._taken = False
 
     def finished(self, request: int, rollout: Rollout) -> None:
         asked = self.requests[request]
         if not asked.first <= rollout.index < asked.first + asked.n:
-            raise ValueError(f"the engine delivered sibling {rollout.index} of {asked.prompt.id}, which was not asked")
-        # A rollout that comes after the result was taken is lost.
+            raise ValueError(
+                f"the engine returned sibling {rollout.index} of {asked.prompt.id}, which was not requested"
+            )
+        # Rollouts that arrive after the result was returned are lost.
         with self._lock:
             if self._taken or rollout.index in self._found[request]:
                 return
             self._found[request][rollout.index] = rollout
-            if self._tell and rollout.finish != "cut" and self._error is None:
+            if self._on_finished and rollout.finish != "cut" and self._error is None:
                 try:
-                    self._tell(request, rollout)
+                    self._on_finished(request, rollout)
                 except BaseException as e:
                     self._error = e
                     self.cancel()
 
     def next_requests(self, room: int) -> list[Request]:
-        # A cancelled engine takes no more requests, so that other ranks can sample them. The supply may be slow, so the
-        # lock is not held while it is asked.
+        # A cancelled engine gets no more requests, so that other ranks can sample them. The supply may be slow, so the
+        # call does not hold the lock.
         assert self._supply is not None
         new = [] if self._cancelled.is_set() else self._supply.next_requests(room)
         with self._lock:
@@ -189,7 +190,7 @@ class _Call:
         self._cancelled.set()
 
     def run(self, engine: RolloutEngine) -> None:
-        """Generate, in the engine's thread."""
+        """Run generate in the engine's thread."""
         try:
             supply = self if self._supply else None
             for i, rollouts in enumerate(engine.generate(list(self.requests), self.sampling, self, supply)):
@@ -200,7 +201,7 @@ class _Call:
         self.done.set()
 
     def missing(self) -> tuple[list[Request], list[int]]:
-        """Return the requests so far, and how many siblings of each have not ended."""
+        """Return the requests so far and the number of unfinished siblings of each."""
         with self._lock:
             return list(self.requests), [r.n - len(f) for r, f in zip(self.requests, self._found, strict=True)]
 
@@ -213,8 +214,8 @@ class _Call:
             return GenerationResult(list(self.requests), rollouts, late)
 
 
-def _serve(engine: RolloutEngine, calls: SimpleQueue[_Call], where: torch.device) -> None:
-    if where.type == "cuda":
-        torch.cuda.set_device(where)  # every thread begins at device 0
+def _serve(engine: RolloutEngine, calls: SimpleQueue[_Call], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # new threads start with device 0
     while True:
         calls.get().run(engine)

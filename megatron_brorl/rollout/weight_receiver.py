@@ -1,4 +1,4 @@
-"""The receiving end of a weight update, which checks the whole update before any of it is used."""
+"""Receive a weight update and check all of it before any tensor is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_brorl.ops.checksum import ChecksummedTensor, checksum
 
 
 class UpdateRefused(ValueError):
-    """A weight update was incomplete or damaged. The engine still holds the version before it."""
+    """A weight update was incomplete or damaged. The engine keeps the previous version."""
 
 
 def receive(
@@ -20,10 +20,9 @@ def receive(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Copy a whole update to `device` in `dtype`: exactly the tensors of `names` (name -> its shape [...]), each once.
+    """Copy an update to `device` in `dtype`. It must hold each tensor of `names` (name -> shape) exactly once.
 
-    Pairs that are ChecksummedTensor are compared with their checksums after they were copied. Raises UpdateRefused as
-    receive_each.
+    Copies of ChecksummedTensor pairs are compared with their checksums. Raises UpdateRefused as receive_each.
     """
     staged: dict[str, Tensor] = {}
     sums: list[Tensor] = []  # expected and found, in the order of `staged`
@@ -37,12 +36,12 @@ def receive(
 
     receive_each(tensors, names, store, staged.clear)
 
-    # All checksums are compared at once, because each comparison waits for the device.
+    # Compare all checksums at once, because each comparison synchronises with the device.
     if sums:
         expected, found = torch.stack(sums).view(-1, 2).unbind(1)
         wrong = [name for name, same in zip(staged, (expected == found).tolist(), strict=True) if not same]
         if wrong:
-            what = f"{len(wrong)} tensors are not what was sent (checksum), for example {wrong[0]}"
+            what = f"{len(wrong)} tensors do not match their checksums, for example {wrong[0]}"
             raise UpdateRefused(f"weight update: {what}")
     return staged
 
@@ -53,14 +52,14 @@ def receive_each(
     store: Callable[[str, Tensor, Tensor | None], None],
     clear: Callable[[], None] = lambda: None,
 ) -> None:
-    """Give every tensor of a whole update [any shape] to `store`, with its checksum where it is ChecksummedTensor.
+    """Pass every tensor of an update [any shape] to `store`, with its checksum or None.
 
-    The update must hold exactly the tensors of `names`, each once, and either all of them sealed or none. clear: called
-    at the first fault, after which nothing is taken. Raises UpdateRefused naming that fault, after the stream was read
-    to its end, because other ranks take part in it.
+    The update must hold each tensor of `names` exactly once, and either all or none of them with a checksum. clear:
+    called at the first fault, after which nothing is stored. Raises UpdateRefused with the first fault, after reading
+    the stream to its end, because the stream is a collective.
     """
     taken: set[str] = set()
-    sealed: bool | None = None  # whether this update is sealed, as its first pair is
+    sealed: bool | None = None  # whether the first pair has a checksum
     fault = ""
     seen = 0
 
@@ -71,7 +70,7 @@ def receive_each(
                 continue
             name, tensor = pair
 
-            # An update that is sealed in part has lost a checksum on the way.
+            # A stream with checksums on only some of its tensors has lost one.
             own = pair.checksum if isinstance(pair, ChecksummedTensor) else None
             sealed = own is not None if sealed is None else sealed
             fault = _fault(name, tensor, names, taken, sealed == (own is not None))
@@ -80,11 +79,11 @@ def receive_each(
                 continue
             taken.add(name)
             store(name, tensor, own)
-    except Exception as e:  # whatever making or taking the tensors raises
+    except Exception as e:  # raised by the producer of the stream or by store
         what = f"{type(e).__name__}: {e}"
-        raise UpdateRefused(f"weight update: broke off after {seen} of {len(names)} tensors: {what}") from e
+        raise UpdateRefused(f"weight update: failed after {seen} of {len(names)} tensors: {what}") from e
 
-    # A stream may end early without an exception.
+    # The stream may end early without an exception.
     missing = names.keys() - taken
     if not fault and missing:
         fault = f"{len(missing)} tensors missing, for example {min(missing)}"

@@ -1,9 +1,9 @@
-"""Work stealing between ranks: a rank whose engine has room samples rollouts that other ranks have not begun.
+"""Work stealing: a rank whose engine has room samples rollouts that other ranks have not started.
 
-Each rank starts with its own part of a step's slots (rollout.sampler) and takes slots from the front of that part
-whenever its engine has room. When its part is used up, it takes slots from the parts of other ranks. The ranks' store
-holds one counter per part with the number of slots taken, so each slot is taken once. If an engine hangs, other ranks
-take the rest of its part. The choice of the engine does not change a rollout, because its random numbers are keyed.
+Each rank first claims slots (rollout.sampler) from the front of its own part of a step, whenever its engine has room.
+Then it claims slots from the parts of other ranks. The torch.distributed store holds the number of claimed slots of
+each part, so each slot is claimed once. If an engine hangs, other ranks sample the rest of its part. With keyed random
+numbers, rollouts do not depend on the rank that samples them.
 """
 
 from __future__ import annotations
@@ -17,33 +17,30 @@ import torch.distributed as dist
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.sampler import Slot
 
-_CALLS = count()  # of all instances in this process, which share the ranks' store
+_CALLS = count()  # shared by all instances of this process, because they share one store
 
 
 class SharedSlots:
-    """The slots of one call that no engine has begun; every rank has the same parts."""
+    """The unclaimed slots of one call. All ranks have the same parts."""
 
     def __init__(self, counters: dist.Store, name: str, parts: Sequence[Sequence[Slot]], rank: int) -> None:
-        """parts: the slots dealt to each rank. name: a name of the call that no other call has had."""
+        """parts: the slots of each rank. name: a name that no other call uses."""
         self._counters = counters
         self._name = name
         self._parts = parts
-        # Each rank searches the parts from its own on, so that ranks do not all take from the same one.
+        # Each rank starts at its own part, so that ranks do not all claim from the same part.
         self._order = [*range(rank, len(parts)), *range(rank)]
         self._rank = rank
 
     def claim(self, room: int) -> list[Slot]:
-        """Return at most `room` slots for the caller to sample, or an empty list if none are available now.
-
-        They are the next ones of this rank's own part, or of another part when that one is used up.
-        """
+        """Claim at most `room` slots, from this rank's own part first. Return [] if no slots are left."""
         while self._order:
             rank = self._order[0]
             begin = self._counters.add(self._key(rank), room) - room
             found = list(self._parts[rank][begin : begin + room])
             if found:
                 return found
-            self._order.pop(0)  # Slots never come back to a part.
+            self._order.pop(0)  # Slots are never returned to a part.
         return []
 
     @property
@@ -52,7 +49,7 @@ class SharedSlots:
         return bool(self._order)
 
     def forget(self) -> None:
-        """Delete this rank's counter when all ranks have left the call."""
+        """Delete this rank's counter. All ranks must have finished the call."""
         self._order = []
         self._counters.delete_key(self._key(self._rank))
 
@@ -62,7 +59,7 @@ class SharedSlots:
 
 @dataclass
 class WorkStealing:
-    """The shared slots of one call after another."""
+    """Creates the shared slots of successive calls."""
 
     counters: dist.Store
     last: SharedSlots | None = None
@@ -70,8 +67,8 @@ class WorkStealing:
     def begin(self, parts: Sequence[Sequence[Slot]], rank: int) -> SharedSlots | None:
         """Return the shared slots of a new call, or None if there is only one rank.
 
-        All ranks must make the same sequence of calls, because the number of a call is part of its keys in the store.
-        parts: the slots dealt to each rank, the same on all ranks.
+        All ranks must make the same sequence of calls, because the call number is part of the keys in the store. parts:
+        the slots of each rank, identical on all ranks.
         """
         if self.last:
             self.last.forget()
@@ -81,10 +78,10 @@ class WorkStealing:
 
 @dataclass
 class SlotSupply:
-    """A rollout.engine.Supply of shared slots."""
+    """A rollout.engine.Supply that claims shared slots."""
 
     slots: SharedSlots
-    make_requests: Callable[[Sequence[Slot]], list[Request]]  # called in the order in which slots are taken
+    make_requests: Callable[[Sequence[Slot]], list[Request]]  # called in the order of claims
     rows: int
     prompt_tokens: int
 

@@ -21,12 +21,10 @@ from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
-from megatron_brorl.train.groups import gather_outcomes
 from megatron_brorl.train.models import TrainingModels
-from megatron_brorl.train.redistribute import send_to_replicas
 from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
+from megatron_brorl.types import OpenGroup, Prompt
 
 TRIES = 2
 PROMPTS = 2  # of a probe, per rank
@@ -183,27 +181,15 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
     sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
     result = engine.generate(asked, sampling)
 
-    # Any replica of the actor can score any engine's responses, so distribute them evenly.
-    own = [
-        ScoredRollout(g, r, 0.0, right=False)
-        for g, rollouts in zip(group_of, result.rollouts, strict=True)
-        for r in rollouts
-    ]
-    outcomes = gather_outcomes(own, len(groups), SIBLINGS)
-    replica = (torch.arange(len(groups)) % grid.data)[:, None].expand_as(outcomes.state)
-    # No rank can send a lost response.
-    replica = replica.where(outcomes.holder >= 0, -1)
-    received, _ = send_to_replicas(own, outcomes, replica, grid)
-    inputs = [torch.tensor(prompts[row.group].token_ids) for row in received]
-    actual = worker.log_probs(inputs, [row.rollout.token_ids for row in received], 1.0)
-
-    # Every rank gets the gaps of all tokens; -1 marks positions without a token.
-    table = torch.full((len(groups), SIBLINGS, TOKENS), -1.0)
-    for row, scored in zip(received, actual, strict=True):
-        gaps = (scored - row.rollout.log_probs).abs().nan_to_num(nan=float("inf"))
-        table[row.group, row.rollout.index, : len(gaps)] = gaps
-    table = table.to(cpu_bridge.default_device())
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    table = table.cpu()
-    engines = outcomes.holder[:, :, None].expand_as(table)
-    return gap_statistics(table[table >= 0], engines[table >= 0])
+    # The probe is small, so every replica of the actor scores all responses.
+    own = [(g, r) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]
+    ranks = collectives.all_gather(own)
+    rows = [row for rank in ranks for row in rank]
+    inputs = [torch.tensor(prompts[g].token_ids) for g, _ in rows]
+    actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0)
+    gaps = torch.cat([(scored - r.log_probs).abs() for scored, (_, r) in zip(actual, rows, strict=True)])
+    # Replicas may round differently, and all ranks must take the same decision.
+    gaps = gaps.nan_to_num(nan=float("inf")).to(cpu_bridge.default_device())
+    dist.all_reduce(gaps, dist.ReduceOp.MAX)
+    tokens = torch.tensor([sum(len(r.token_ids) for _, r in rank) for rank in ranks])
+    return gap_statistics(gaps.cpu(), torch.arange(len(ranks)).repeat_interleave(tokens))

@@ -1,4 +1,4 @@
-"""Engines on the contract double."""
+"""Fixtures that start engines on the fake tensorrt_llm."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def double(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def forked(request, monkeypatch):
-    """Engines are forks, but where a test says that it is about how a process starts (`fresh`)."""
+    """Fork engine processes, which is faster, unless a test uses the fixture `fresh`."""
     if "fresh" not in request.fixturenames:
         monkeypatch.setattr(process, "subprocess", forks.engines())
 
 
 @pytest.fixture
 def fresh():
-    """Engines are processes of their own."""
+    """Start engine processes with their own interpreter."""
 
 
 @pytest.fixture
 def start(model, tmp_path):
-    """Starts engines, and ends them after the test."""
+    """Return a function that starts engines, which are closed after the test."""
     started = []
 
     def make(**kwargs):

@@ -1,4 +1,4 @@
-"""Engine processes on a contract double, for one test process."""
+"""Start engine processes with the fake tensorrt_llm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLING = Sampling(1.0, 1.0, 0, 12, (2,))
 
 
 class Model:
-    """A tiny model's directory, and its weights as the trainer streams them."""
+    """A tiny model in a directory, and its weights as the trainer sends them."""
 
     def __init__(self, directory: Path, seed: int = 0) -> None:
         self.directory = directory
@@ -36,7 +36,7 @@ class Model:
         return with_checksums([(n, p.detach() * scale) for n, p in self.module.named_parameters()])
 
     def log_probs(self, rollout: Rollout, prompt: tuple[int, ...] = PROMPT.token_ids) -> torch.Tensor:
-        """Of the model itself, temperature 1, by transformers."""
+        """Return the log-probabilities [G] of a rollout at temperature 1, by transformers."""
         ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
         with torch.no_grad():
             log_probs = self.module(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -50,7 +50,7 @@ def make_engine(
     options: dict[str, Any] | None = None,
     leader: RemoteEngine | None = None,
 ) -> RemoteEngine:
-    """An engine of its own, or another rank's share of the leader's."""
+    """Start an engine, or connect another rank to the leader's engine."""
     c = EngineConfig(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
     o = EngineOptions(
         **{
@@ -71,7 +71,7 @@ def make_engine(
 
 
 def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> list[Rollout]:
-    """Siblings first .. first + n - 1 of PROMPT."""
+    """Sample the siblings first .. first + n - 1 of PROMPT."""
     sampling = kwargs.pop("sampling", SAMPLING)
     return engine.generate([Request(PROMPT, key, n, first)], sampling, **kwargs)[0]
 

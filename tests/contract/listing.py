@@ -1,7 +1,7 @@
-"""What a named release of an engine has, recorded from its own files, and the calls of our leaves checked against it.
+"""Recorded signatures of an engine's release, and a check of our calls against them.
 
-A listing holds facts about the release, with their source and the date. It is never made from our code: a mistake in
-our reading of an interface would then agree with itself.
+A listing is recorded from the release's own files, with source and date, and never from our code, which would confirm
+its own mistakes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ LISTINGS = Path(__file__).parent / "listings"
 
 
 class Listing:
-    """signatures: parameters by the name of a function, or of a class for its constructor. Those after "*" are given by
-    keyword alone. modules: names by module. members: names by enumeration, with their values where these matter."""
+    """The recorded interface of one release.
+
+    signatures: parameters by function, or by class for its constructor; those after "*" are keyword-only. modules:
+    names by module. members: members by enumeration, with their values if needed.
+    """
 
     def __init__(self, name: str) -> None:
         held = json.loads((LISTINGS / f"{name}.json").read_text(encoding="utf-8"))
@@ -27,7 +30,7 @@ class Listing:
         self.defaults: Mapping[str, float] = held.get("defaults", {})
 
     def parameters(self, name: str) -> list[str]:
-        """Those of a function or constructor, with the ones that it hands on to another ("**Other")."""
+        """Return the parameters of a function or constructor, including those of a function in "**Other"."""
         found: list[str] = []
         for parameter in self.signatures[name]:
             further = self.parameters(parameter[2:]) if parameter[:2] == "**" else [parameter]
@@ -35,7 +38,7 @@ class Listing:
         return found
 
     def refusal(self, name: str, positional: int, keywords: Sequence[str]) -> str:
-        """Why a call of this would end in an error; "" where it would not."""
+        """Return why a call would fail, or ""."""
         if name not in self.signatures:
             return f"{name} is not in {self.release}"
         given = self.parameters(name)
@@ -48,7 +51,7 @@ class Listing:
 
 
 def problems(source: str, package: str, listing: Listing, holders: Mapping[str, str]) -> tuple[list[str], set[str]]:
-    """What in this source text would fail with the release, and the names of the calls that were looked at.
+    """Return the problems of this source text with the release, and the names of the checked calls.
 
     holders: class of the release by the expression that holds one of its objects, such as self._llm.
     """
@@ -81,7 +84,7 @@ def _imports(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
 
 
 def _called(function: ast.expr, imported: set[str], holders: Mapping[str, str]) -> str:
-    """The listing's name for what a call calls; "" where it is not the engine's."""
+    """Return the listing's name of a called function, or "" if it is not the engine's."""
     if isinstance(function, ast.Name):
         return function.id if function.id in imported else ""
     if isinstance(function, ast.Attribute):
@@ -94,7 +97,7 @@ def _called(function: ast.expr, imported: set[str], holders: Mapping[str, str]) 
 
 
 def keys_of(source: str, function: str) -> set[str]:
-    """The keys of all dictionaries that a function writes out."""
+    """Return the string keys of all dictionary displays and subscripts in a function."""
     tree = ast.parse(source)
     (found,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
     dicts = [n for n in ast.walk(found) if isinstance(n, ast.Dict)]

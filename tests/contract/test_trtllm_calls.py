@@ -1,5 +1,4 @@
-"""Every call into tensorrt_llm, read from the source and checked against what is recorded of its releases, as is the
-double, which has the same signatures."""
+"""Check all calls into tensorrt_llm, and the fake tensorrt_llm, against the recorded signatures of its releases."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ def _forget() -> None:
 
 @pytest.fixture
 def importable(monkeypatch) -> Iterator[None]:
-    """The double is importable as tensorrt_llm."""
+    """Make the fake package importable as tensorrt_llm."""
     monkeypatch.syspath_prepend(str(DOUBLE))
     _forget()
     yield
     _forget()
 
 
-def test_every_call_of_the_process_fits():
+def test_calls_of_the_backend_match_the_release():
     source = (LEAF / "llm.py").read_text(encoding="utf-8")
     wrong, seen = problems(source, "tensorrt_llm", LISTING, HOLDERS["llm.py"])
     assert wrong == []
@@ -44,7 +43,7 @@ def test_every_call_of_the_process_fits():
     }
 
 
-def test_every_call_of_the_workers_fits():
+def test_calls_of_the_worker_extension_match_the_release():
     source = (LEAF / "extension.py").read_text(encoding="utf-8")
     wrong, seen = problems(source, "tensorrt_llm", LISTING, HOLDERS["extension.py"])
     assert wrong == []
@@ -52,7 +51,7 @@ def test_every_call_of_the_workers_fits():
 
 
 @pytest.mark.usefixtures("importable")
-def test_the_double_has_what_is_recorded():
+def test_fake_package_matches_the_release():
     for module, names in LISTING.modules.items():
         found = importlib.import_module(module)
         assert [n for n in names if not hasattr(found, n)] == []
@@ -61,7 +60,7 @@ def test_the_double_has_what_is_recorded():
         enumeration = getattr(importlib.import_module(modules[0]), name)
         assert [x.name for x in enumeration] == list(members)
 
-    # Its functions; its classes take the recorded arguments by construction.
+    # Check the functions. The classes accept exactly the recorded arguments by construction.
     from tensorrt_llm import AsyncLLM
     from tensorrt_llm._torch.utils import get_device_uuid
     from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension

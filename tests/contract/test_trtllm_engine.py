@@ -1,4 +1,4 @@
-"""RemoteEngine on the contract double: client, process, messages, refit, sleep, seeds and failures, for real."""
+"""Tests of RemoteEngine with real processes and the fake tensorrt_llm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wait_for(condition, seconds=60):
 
 
 def has_members(group):
-    """Whether a process of this group is left."""
+    """Return whether the process group has a process left."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -36,7 +36,7 @@ def has_members(group):
     return True
 
 
-def test_an_engine_generates_sleeps_and_takes_weights(model, start):
+def test_generate_sleep_and_weight_sync(model, start):
     engine = start()
     assert engine.capabilities.engine == "TensorRT-LLM 1.3.0rc29"
     with pytest.raises(RuntimeError, match="no weights"):
@@ -61,12 +61,12 @@ def test_an_engine_generates_sleeps_and_takes_weights(model, start):
     assert {version for r in other for version, _ in r.spans} == {4}
     assert not same(other, first)
     engine.sleep()
-    engine.update_weights(model.stream(), 5)  # an update wakes it
+    engine.update_weights(model.stream(), 5)  # an update wakes the engine
     assert same(draw(engine), first)
 
 
 def test_budget_and_continuation(model, start):
-    """Four tokens at a time, under three versions of the weights: what there is stays, and every span is told."""
+    """A response continues over three calls of four tokens, each with other weights."""
     engine = start()
     siblings = {}
     for version in range(3):
@@ -90,7 +90,7 @@ def test_budget_and_continuation(model, start):
 
 
 def test_log_probs_are_of_the_sampling_distribution(model, start):
-    """After the temperature and all cuts, and none where nobody asks."""
+    """They include temperature, top-k and top-p, and are NaN if they are not requested."""
     engine = start()
     engine.update_weights(model.stream(), 0)
     cut = replace(SAMPLING, temperature=0.6, top_p=0.95)
@@ -109,8 +109,8 @@ def test_log_probs_are_of_the_sampling_distribution(model, start):
 
 
 @pytest.mark.parametrize("when", ["asleep", "falling asleep"])
-def test_killed_in_its_sleep(when, model, start, monkeypatch, tmp_path, capfd):
-    """It comes back when it is waked, not before: its memory is in use."""
+def test_engine_killed_in_its_sleep_restarts_at_wake(when, model, start, monkeypatch, tmp_path, capfd):
+    """It must not restart earlier, because the trainer uses its memory."""
     flag = tmp_path / "died"
     if when == "falling asleep":
         monkeypatch.setenv("BRORL_DOUBLE_DIE", f"sleep:1:{flag}")
@@ -127,19 +127,19 @@ def test_killed_in_its_sleep(when, model, start, monkeypatch, tmp_path, capfd):
     assert engine.supervisor.pid != pid
     engine.update_weights(model.stream(), 1)
     assert same(draw(engine), expected)
-    assert "starting it again without weights" in capfd.readouterr().err
+    assert "restarting it without weights" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("point", ["row:9", "load:1", "finish:1"])
-def test_killed_in_generate_and_in_a_refit(point, model, start, monkeypatch, tmp_path, capfd):
-    """SIGKILL after nine rows, before loading weights, and between loading and finishing: the undisturbed results."""
+def test_results_after_a_kill_equal_undisturbed_ones(point, model, start, monkeypatch, tmp_path, capfd):
+    """Kill the engine after nine rollouts, before loading weights, and between loading and finishing."""
     undisturbed = start()
     undisturbed.update_weights(model.stream(), 0)
     undisturbed.update_weights(model.stream(0.9), 1)
     expected = draw(undisturbed, 40)
     flag = tmp_path / "died"
     monkeypatch.setenv("BRORL_DOUBLE_DIE", f"{point}:{flag}")
-    flag.touch()  # not in the first update
+    flag.touch()  # disables the kill during the first update
     engine = start()
     engine.update_weights(model.stream(), 0)
     flag.unlink()
@@ -151,7 +151,7 @@ def test_killed_in_generate_and_in_a_refit(point, model, start, monkeypatch, tmp
     assert len(list(engine.folder.glob("weights_*"))) == 1
 
 
-def test_a_process_that_keeps_dying_ends_the_run(model, start, tmp_path):
+def test_too_many_restarts_end_the_run(model, start, tmp_path):
     engine = start(config={"max_restarts": 2})
     engine.update_weights(model.stream(), 0)
     supervisor = engine.supervisor
@@ -159,11 +159,11 @@ def test_a_process_that_keeps_dying_ends_the_run(model, start, tmp_path):
         pid = supervisor.pid
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda pid=pid: supervisor.pid != pid or supervisor.failure)
-    with pytest.raises(UserError, match=r"given up after engine\.max_restarts = 2"):
+    with pytest.raises(UserError, match=r"gave up after engine\.max_restarts = 2"):
         draw(engine)
 
 
-def test_a_hanging_process_is_started_again(model, start, capfd):
+def test_hanging_process_is_restarted(model, start, capfd):
     engine = start(config={"heartbeat_timeout_s": 5.0})
     engine.update_weights(model.stream(), 0)
     expected = draw(engine)
@@ -192,7 +192,7 @@ def test_two_ranks_share_an_engine(model, start):
         assert same(draw(leader, 20), [*results[0], *results[10]])
 
 
-def test_512_siblings_over_two_replicas_never_agree_by_seed(model, start):
+def test_siblings_on_two_engines_are_independent(model, start):
     engines = [start() for _ in range(2)]
     requests, rollouts = [], []
     for i, engine in enumerate(engines):
@@ -213,22 +213,22 @@ def test_512_siblings_over_two_replicas_never_agree_by_seed(model, start):
         ({"start_timeout_s": 0.3}, r"did not answer within engine\.start_timeout_s = 0\.3 s; see"),
     ],
 )
-def test_what_cannot_start_says_why(config, message, start, fresh):
+def test_failed_start_is_a_one_line_error(config, message, start, fresh):
     with pytest.raises(UserError, match=message) as caught:
         start(config=config)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("tokens", "planned", "rows"), [("6400", 0, 32), ("6400", 1000, 4), ("6400000", 0, 600)])
-def test_rows_are_those_whose_keys_and_values_fit(tokens, planned, rows, model, start, monkeypatch):
-    """In blocks of 32 tokens, each of 200 reserved; no more than the trainer plans for, nor than the configured."""
+def test_batch_size_is_limited_by_the_cache(tokens, planned, rows, model, start, monkeypatch):
+    """The cache has blocks of 32 tokens, and the scheduler reserves 200 tokens per rollout."""
     monkeypatch.setenv("BRORL_DOUBLE_KV_TOKENS", tokens)
     c = start(config={"cuda_graphs": True}, options={"max_kv_tokens": planned}).capabilities
     assert c.kv_tokens == (planned or int(tokens)) // 32 * 32
     assert c.rows == rows
 
 
-def test_a_version_that_is_too_old_is_refused_in_one_line(start, monkeypatch):
+def test_old_version_is_a_one_line_error(start, monkeypatch):
     monkeypatch.setenv("BRORL_DOUBLE_VERSION", "1.3.0rc21")
     told = r"TensorRT-LLM 1\.3\.0rc21 is too old: install 1\.3\.0rc29 or newer$"
     with pytest.raises(UserError, match=told) as caught:
@@ -236,20 +236,20 @@ def test_a_version_that_is_too_old_is_refused_in_one_line(start, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_without_tensorrt_llm(start, monkeypatch, fresh):
+def test_missing_package_is_reported(start, monkeypatch, fresh):
     monkeypatch.delenv("PYTHONPATH")
     with pytest.raises(UserError, match="No module named 'tensorrt_llm'"):
         start()
 
 
 @pytest.mark.parametrize("crashed", [False, True])
-def test_nothing_is_left_behind(crashed, model, start, fresh):
+def test_close_leaves_no_processes_and_files(crashed, model, start, fresh):
     engine = start()
     engine.update_weights(model.stream(), 0)
     pid = engine.supervisor.pid
     os.killpg(pid, 0)
     if crashed:
-        os.kill(pid, signal.SIGKILL)  # alone: its Ray goes on
+        os.kill(pid, signal.SIGKILL)  # its Ray keeps running
         wait_for(lambda: engine.supervisor.pid != pid)
     engine.close()
     assert not engine.folder.exists()

@@ -1,4 +1,4 @@
-"""Weights to an engine on the contract double: complete and right, or not at all."""
+"""Tests of weight sync to engines on the fake tensorrt_llm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_brorl.ops.fp8_blocks import dequantize, quantize
 from megatron_brorl.rollout.remote.weights_send import NodeRanks
 from megatron_brorl.rollout.weight_receiver import UpdateRefused
 
-pytestmark = pytest.mark.slow  # as test_trtllm_engine.py
+pytestmark = pytest.mark.slow  # see test_trtllm_engine.py
 
 
 def broken(model, what):
@@ -31,7 +31,7 @@ def broken(model, what):
 
 
 @pytest.mark.parametrize("what", ["missing", "damaged"])
-def test_a_faulty_update_costs_the_engine_nothing(what, model, start):
+def test_faulty_update_leaves_the_engine_unchanged(what, model, start):
     engine = start()
     engine.update_weights(model.stream(), 0)
     before, pid = draw(engine), engine.supervisor.pid
@@ -42,8 +42,8 @@ def test_a_faulty_update_costs_the_engine_nothing(what, model, start):
     assert engine.supervisor.pid == pid
 
 
-def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, capfd):
-    """What lies in the file is changed before the engine reads it: it is refused there, and never generated with."""
+def test_worker_detects_damage_in_shared_memory(model, start, capfd):
+    """The file changes after the trainer's check. The engine never generates with the damaged weights."""
     engine = start(config={"max_restarts": 1})
     engine.update_weights(model.stream(), 0)
     stage = engine._stage
@@ -56,13 +56,13 @@ def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, capfd):
         return weights
 
     engine._stage = spoiled
-    with pytest.raises(UpdateRefused, match=r"is not what was sent \(checksum\)"):
+    with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
         engine.update_weights(model.stream(0.5), 1)
-    with pytest.raises(UserError, match="given up"):
+    with pytest.raises(UserError, match="gave up"):
         draw(engine)
 
 
-def test_fp8_refit_gives_the_quantised_model(model, start):
+def test_fp8_weights_equal_the_quantised_model(model, start):
     engine = start(config={"quantization": "fp8", "cuda_graphs": True})
     engine.update_weights(model.stream(), 0)
     rollouts = draw(engine)
@@ -80,7 +80,7 @@ def test_fp8_refit_gives_the_quantised_model(model, start):
 
 
 def test_engines_of_a_node_share_one_file(model, start):
-    """Two ranks, an engine each, write one copy together; an engine that dies is started with it."""
+    """Two ranks with one engine each write one file together, from which a killed engine is restarted."""
     barrier, given = threading.Barrier(2), [None, None]
 
     def exchange(i, own):

@@ -1,4 +1,4 @@
-"""Every call into vLLM, read from the source and checked against what is recorded of the release for GPUs."""
+"""Check all calls into vLLM against the recorded signatures of its release for GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def source(name: str) -> str:
     return (LEAF / name).read_text(encoding="utf-8")
 
 
-def test_every_call_of_the_process_fits():
+def test_calls_of_the_backend_match_the_release():
     wrong, seen = problems(source("llm.py"), "vllm", LISTING, {"self._llm": "AsyncLLM"})
     assert wrong == []
     methods = ("from_engine_args", "generate", "abort", "collective_rpc", "is_paused", "reset_prefix_cache")
@@ -38,7 +38,7 @@ def test_every_call_of_the_process_fits():
     assert LISTING.refusal("AsyncEngineArgs", 0, sorted(given)) == ""
 
 
-def test_every_call_of_the_workers_fits():
+def test_calls_of_the_worker_extension_match_the_release():
     holders = {"method": "UnquantizedEmbeddingMethod"}
     wrong, seen = problems(source("extension.py"), "vllm", LISTING, holders)
     assert wrong == []
@@ -83,9 +83,9 @@ def given(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("free", [1, 4, 20, 60, 79])
-def test_it_starts_beside_a_trainer(free, given):
-    """vLLM 0.33 raises at start where less is free than gpu_memory_utilization of the whole memory, and asks no less
-    where the bytes for keys and values are given (request_memory in v1/worker/utils.py)."""
+def test_engine_starts_next_to_a_trainer(free, given):
+    """vLLM 0.33 needs the fraction gpu_memory_utilization of the GPU's memory to be free at start, even if the size of
+    the KV cache is given (request_memory in v1/worker/utils.py)."""
     assert given["kv_cache_memory_bytes"] > 0
     assert (given["max_num_batched_tokens"], given["kv_cache_dtype"]) == (4096, "fp8")
     share = given.get("gpu_memory_utilization", LISTING.defaults["gpu_memory_utilization"])

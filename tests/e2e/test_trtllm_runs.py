@@ -73,7 +73,7 @@ def test_an_engine_killed_on_the_way_changes_nothing(point, two_engines, config,
     done = train(config, warm, tmp_path / "run", BRORL_DOUBLE_DIE=f"{point}:{flag}")
     assert flag.exists()
     assert "ended (SIGKILL)" in done.stderr
-    assert "starting it again" in done.stderr
+    assert "restarting it" in done.stderr
     assert_same_runs(tmp_path / "run", two_engines)
     assert all(line["lost_share"] == 0 for line in rows(tmp_path / "run"))
 

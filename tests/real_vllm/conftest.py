@@ -1,4 +1,4 @@
-"""vLLM itself, on this machine's CPU: `make test-vllm` makes the environment that it runs in."""
+"""Fixtures for the real vLLM on this machine's CPU, in the environment that `make test-vllm` creates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vllm_engines import PYTHON, Model, make_engine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An engine takes half a minute to start: tests that can share one come one after another."""
+    """Skip these tests if vLLM is not installed."""
     here = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
     for item in here:
         if not PYTHON.exists():
-            item.add_marker(pytest.mark.skip(reason=f"there is no vLLM ({PYTHON}): make test-vllm installs it"))
+            item.add_marker(pytest.mark.skip(reason=f"vLLM is not installed ({PYTHON}): run make test-vllm"))
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(model, tmp_path_factory):
-    """An engine with the model's weights, for tests that leave it as it was."""
+    """An engine with the model's weights, for tests that do not change it. Starting one takes half a minute."""
     engine = make_engine(model, tmp_path_factory.mktemp("shared") / "log", PYTHON)
     engine.update_weights(model.stream(), 0)
     yield engine
@@ -32,7 +32,7 @@ def shared(model, tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts engines, and ends them after the test."""
+    """Return a function that starts engines, which are closed after the test."""
     started = []
 
     def make(model, **kwargs):

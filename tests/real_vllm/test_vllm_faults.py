@@ -1,4 +1,4 @@
-"""The real vLLM killed, frozen and out of memory: what was asked comes all the same, by whole weights."""
+"""Tests that kill and freeze the real vLLM. The results must not change."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from megatron_brorl.errors import UserError
 
 
 def processes_of(engine) -> list[psutil.Process]:
-    """The engine's own process, then those that it started."""
+    """Return the engine's process and all its descendants."""
     own = psutil.Process(engine.supervisor.pid)
     return [own, *own.children(recursive=True)]
 
 
 def worker_of(engine) -> psutil.Process:
-    """The process that holds the weights: the last of the line of children that are vLLM's."""
+    """Return the process that holds the weights, the last of vLLM's processes."""
     return [p for p in processes_of(engine) if "VLLM" in "".join(p.cmdline())][-1]
 
 
 def shared_memory_of(processes) -> set[Path]:
-    """What they have mapped of it outside the engine's folder."""
+    """Return the files in /dev/shm, outside the engine's folder, that these processes have mapped."""
     maps = [m.path for p in processes for m in p.memory_maps()]
     return {Path(path) for path in maps if Path(path).parent == Path("/dev/shm")}
 
 
 @contextmanager
 def nothing_left_of(engine):
-    """What the engine has at the beginning is gone after the end: processes, and memory that they shared."""
+    """Check that the engine's current processes and their shared memory are gone at the end."""
     processes = processes_of(engine)
     memory = shared_memory_of(processes)
     assert len(processes) > 2
@@ -48,7 +48,7 @@ def nothing_left_of(engine):
 
 
 def during(engine, seconds, act):
-    """Call act in the midst of a generation of 512 siblings, and return them."""
+    """Sample 512 siblings, call act after `seconds` and return the siblings."""
     timer = threading.Timer(seconds, act)
     timer.start()
     found = draw(engine, 512)
@@ -58,7 +58,7 @@ def during(engine, seconds, act):
 
 @pytest.fixture(scope="module")
 def hurt(tmp_path_factory):
-    """A model that changes and an engine that every fault leaves with a new process."""
+    """Yield a model and an engine for tests that change the weights and restart the engine."""
     model = Model(tmp_path_factory.mktemp("changing"), "qwen2", tied=True)
     config = {"heartbeat_timeout_s": 5.0}
     engine = make_engine(model, tmp_path_factory.mktemp("hurt") / "log", PYTHON, config=config)
@@ -73,8 +73,8 @@ def victim_in(engine, which) -> psutil.Process:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("which", ["server", "worker"])
-def test_hurt_while_it_generates(which, number, hurt, capfd):
-    """The same 512 siblings come, of a new process. The worker is killed as the kernel does where memory runs out."""
+def test_fault_in_generate(which, number, hurt, capfd):
+    """A new process samples the same 512 siblings. Killing the worker imitates the kernel's OOM killer."""
     _, engine = hurt
     expected, first = tokens(draw(engine, 512)), engine.supervisor.pid
     victim = victim_in(engine, which)
@@ -83,7 +83,7 @@ def test_hurt_while_it_generates(which, number, hurt, capfd):
         assert engine.supervisor.pid != first
     assert tokens(found) == expected
     said = capfd.readouterr().err
-    assert f"starting it again with the weights of version {engine.version}" in said
+    assert f"restarting it with the weights of version {engine.version}" in said
     assert "silent for" in said if number == signal.SIGSTOP else "ended (" in said
 
 
@@ -91,8 +91,8 @@ def test_hurt_while_it_generates(which, number, hurt, capfd):
 @pytest.mark.parametrize(
     ("which", "point"), [("server", "load"), ("server", "finish"), ("worker", "load"), ("worker", "finish")]
 )
-def test_hurt_in_a_refit(which, point, number, hurt, monkeypatch):
-    """After `begin`, with weights in use: the new process has all of the new ones and none of those before."""
+def test_fault_in_weight_sync(which, point, number, hurt, monkeypatch):
+    """The new process has all of the new weights."""
     model, engine = hurt
     ask, first, version = engine.supervisor._ask, engine.supervisor.pid, engine.version + 1
     victim = victim_in(engine, which)
@@ -114,9 +114,8 @@ def test_hurt_in_a_refit(which, point, number, hurt, monkeypatch):
     assert [path.name for path in engine.folder.glob("weights_*")] == [engine.supervisor.weights.path.name]
 
 
-def test_a_frozen_worker_is_given_up(model, start):
-    """The server lives while its worker stands still: the caller's patience ends, nothing is lost, and the next call
-    is answered by a new engine, whether this call's end or the watch on vLLM's core has noticed."""
+def test_engine_with_a_frozen_worker_is_restarted(model, start):
+    """The call is cancelled, and its rollouts are cut. A new process answers the next call."""
 
     class Patience:
         end = time.monotonic() + 1e9
@@ -139,8 +138,7 @@ def test_a_frozen_worker_is_given_up(model, start):
 
 
 @pytest.mark.parametrize("end", ["closed", "deserted"])
-def test_nothing_is_left_behind_and_nothing_listens(end, model, start):
-    """Whether the engine is closed or the process that started it is gone."""
+def test_engine_leaves_nothing_behind_and_listens_only_on_loopback(end, model, start):
     others = set(os.listdir(tempfile.gettempdir()))
     engine = start(model)
     engine.update_weights(model.stream(), 0)
@@ -150,7 +148,7 @@ def test_nothing_is_left_behind_and_nothing_listens(end, model, start):
     assert listening <= {"127.0.0.1"}
     with nothing_left_of(engine):
         if end == "deserted":
-            engine.supervisor._closing.set()  # or it would start another
+            engine.supervisor._closing.set()  # so that it does not restart the engine
             engine.supervisor._process._process.stdin.close()
             psutil.wait_procs(found[:1], timeout=20)
         else:
@@ -159,7 +157,7 @@ def test_nothing_is_left_behind_and_nothing_listens(end, model, start):
     assert not [name for name in set(os.listdir(tempfile.gettempdir())) - others if "vllm" in name]
 
 
-def test_what_cannot_start_says_why(model, start):
+def test_failed_start_is_reported(model, start):
     for config, options, message in (
         ({"quantization": "fp8"}, {}, "engine.quantization = 'fp8' needs a GPU"),
         ({}, {"kv_bytes": 1 << 10}, "raise rollout.kv_cache_mib or lower rollout.max_tokens"),

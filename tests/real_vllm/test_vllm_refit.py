@@ -1,4 +1,4 @@
-"""New weights in the real vLLM: every refit computes what the actor computes, and what is planted is found."""
+"""Tests of weight sync with the real vLLM."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ STALE = """
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_twenty_refits_each_are_the_actor(family, tied, start, tmp_path):
-    """A tied LM head is packed anew as well (vLLM alone would leave it as it was)."""
+def test_log_probs_match_the_actor_after_every_update(family, tied, start, tmp_path):
+    """This includes tied LM heads, which vLLM does not repack itself."""
     model = Model(tmp_path, family, tied)
     engine = start(model, options={"max_rows": 16})
     for version in range(20):
@@ -48,7 +48,7 @@ def _dropped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
 
 
 def _swapped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
-    """Two tensors of one shape under each other's name, each with the checksum that it had."""
+    """Swap two tensors of the same shape together with their checksums."""
     a, b = [i for i, (name, _) in enumerate(pairs) if name.endswith("input_layernorm.weight")][:2]
     (name, tensor), (other, another) = pairs[a], pairs[b]
     pairs[a], pairs[b] = (
@@ -67,7 +67,7 @@ def _flipped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
 
 
 @pytest.mark.parametrize("fault", [_dropped, _swapped, _flipped], ids=lambda f: f.__name__[1:])
-def test_a_faulty_stream_costs_the_engine_nothing(fault, model, shared):
+def test_faulty_update_leaves_the_engine_unchanged(fault, model, shared):
     before, pid = tokens(draw(shared)), shared.supervisor.pid
     with pytest.raises(UpdateRefused):
         shared.update_weights(fault(list(model.stream())), 1)
@@ -76,8 +76,7 @@ def test_a_faulty_stream_costs_the_engine_nothing(fault, model, shared):
     assert shared.supervisor.pid == pid
 
 
-def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, monkeypatch):
-    """A bit of the file is another one before the engine reads it: the engine is started again, and refused there."""
+def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
     engine = start(model, config={"max_restarts": 1})
     stage = engine._stage
 
@@ -89,14 +88,13 @@ def test_damage_in_shared_memory_is_seen_by_the_worker(model, start, monkeypatch
         return weights
 
     engine._stage = spoiled
-    with pytest.raises(UpdateRefused, match=r"is not what was sent \(checksum\)"):
+    with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
         engine.update_weights(model.stream(), 0)
     assert engine.version == -1
 
 
-def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch, processes, capfd):
-    """The engine's own code with a head that computes by other weights than its parameter, as one whose packed copy
-    stays behind: all checksums agree, the probe does not."""
+def test_check_after_weight_sync_detects_a_stale_head(model, start, tmp_path, monkeypatch, processes, capfd):
+    """The head computes with other weights than its parameter, like a stale packed copy. All checksums match."""
     planted = tmp_path / "megatron_brorl"
     shutil.copytree(Path(megatron_brorl.__file__).parent, planted, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     extension = planted / "rollout" / "remote" / "vllm" / "extension.py"
@@ -105,7 +103,7 @@ def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch,
     extension.write_text(text.replace("            _pack_heads(model)\n", STALE))
     worker = make_worker(str(model.directory), {})
 
-    # What is right passes, and costs no restart.
+    # A correct engine passes without a restart.
     right = start(model)
     sync_weights(worker, right, 0)
     gap, again = verify_weights(worker, Watchdog(right, 60.0), 0, CONFIG)
@@ -113,13 +111,13 @@ def test_a_stale_head_is_found_by_the_probe(model, start, tmp_path, monkeypatch,
     assert gap.max < 1e-4
     right.close()
 
-    # What is not is started anew once, with the same weights, and is as wrong.
+    # A wrong engine is restarted once with the same weights and fails again.
     monkeypatch.setattr(process.megatron_brorl, "__file__", str(planted / "__init__.py"))
-    monkeypatch.chdir(tmp_path)  # python -m looks there first
+    monkeypatch.chdir(tmp_path)  # python -m searches the working directory first
     wrong = start(model)
     sync_weights(worker, wrong, 0)
     pid = wrong.supervisor.pid
     with pytest.raises(UserError, match=r"train.verify_reshard: after version 0 an engine's log-probs differ .* by"):
         verify_weights(worker, Watchdog(wrong, 60.0), 0, CONFIG)
     assert wrong.supervisor.pid != pid
-    assert "starting it again with the weights of version 0" in capfd.readouterr().err
+    assert "restarting it with the weights of version 0" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""What the real vLLM draws: the distribution, the seeds, the ends of a response."""
+"""Tests of the samples of the real vLLM: distribution, seeds and ends of responses."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def test_log_probs_are_those_of_transformers(model, shared):
     assert {r.finish for r in rollouts} == {"stop", "length"}
 
 
-def test_512_siblings_are_drawn_by_key_and_index_alone(shared):
-    """No two agree but where they end at once, and each is the same when it is asked for in another order, or almost
-    alone."""
+def test_samples_depend_only_on_key_and_index(shared):
+    """Siblings differ unless they are short, and do not depend on order and number of the requests."""
     whole = tokens(draw(shared, 512))
     long = [tuple(x) for x in whole if len(x) > 4]
     assert len(set(long)) == len(long) > 400
@@ -40,7 +39,7 @@ def test_512_siblings_are_drawn_by_key_and_index_alone(shared):
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(0.7, 1.0, 0), (1.0, 0.8, 0), (1.3, 0.9, 12)])
-def test_log_probs_are_of_the_distribution_that_was_cut(model, shared, temperature, top_p, top_k):
+def test_log_probs_are_of_the_sampling_distribution(model, shared, temperature, top_p, top_k):
     rollouts = draw(shared, 24, sampling=replace(SAMPLING, temperature=temperature, top_p=top_p, top_k=top_k))
     for rollout in rollouts:
         logits = model.logits(rollout)
@@ -49,7 +48,7 @@ def test_log_probs_are_of_the_distribution_that_was_cut(model, shared, temperatu
 
 
 def test_budget_and_continuation(model, shared):
-    """Responses that are sampled in two calls are cut at the budget and go on from their tokens."""
+    """Responses are cut at the budget and continue in a second call."""
     begun = draw(shared, 8, sampling=replace(SAMPLING, budget=5))
     assert all(r.finish == "cut" and len(r.token_ids) == 5 for r in begun if 2 not in r.token_ids.tolist())
     going = tuple(r for r in begun if r.finish == "cut")
@@ -61,9 +60,9 @@ def test_budget_and_continuation(model, shared):
         assert len(after.token_ids) > 5
 
 
-def test_cancelled_rollouts_keep_what_was_drawn(model, shared):
+def test_cancelled_rollouts_keep_their_tokens(model, shared):
     class Impatient:
-        """Gives up once a rollout has ended."""
+        """Cancel once a rollout has finished."""
 
         ended = threading.Event()
 
@@ -84,14 +83,14 @@ def test_cancelled_rollouts_keep_what_was_drawn(model, shared):
 
 
 def test_stop_strings_end_a_response_with_the_token_that_completes_them(start, tmp_path):
-    """A tokenizer of a character a token, which the engine has where there are stop strings."""
+    """The tokenizer has one character per token."""
     model = Model(tmp_path, "llama", tied=True)
     vocab = {chr(0x4E00 + i): i for i in range(model.shape.vocab)}
     library = Tokenizer(models.WordLevel(vocab, unk_token=chr(0x4E00)))
     library.pre_tokenizer, library.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=library).save_pretrained(tmp_path)
 
-    # Two tokens in a row, and one alone.
+    # Stop strings of two tokens and of one token.
     ends = ([9, 30], [11], [40], [55], [70])
     strings = tuple("".join(chr(0x4E00 + i) for i in end) for end in ends)
     decode = lambda ids: "".join(chr(0x4E00 + int(i)) for i in ids)  # noqa: E731

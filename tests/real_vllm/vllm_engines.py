@@ -1,4 +1,4 @@
-"""Engine processes with the real vLLM, for one test process."""
+"""Start engine processes with the real vLLM."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PYTHON = Path(os.environ.get("BRORL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin"
 PROMPT = Prompt("a", "", (5, 6, 7), None, "exact")
 SAMPLING = Sampling(1.0, 1.0, 0, 24, (2,))
 GREEDY = Sampling(0.0, 1.0, 0, 24, ())
-# vLLM's attention on CPUs knows head dimensions from 32 on.
+# vLLM's attention on CPUs needs head dimensions of at least 32.
 SIZES = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}
 
 
 class Model:
-    """A tiny model's directory, and its weights as the trainer streams them."""
+    """A tiny model in a directory, and its weights as the trainer sends them."""
 
     def __init__(self, directory: Path, family: str, tied: bool) -> None:
         self.directory = directory
@@ -42,21 +42,21 @@ class Model:
         return with_checksums([(n, p.detach()) for n, p in self.module.named_parameters()])
 
     def change(self, seed: int, std: float = 0.05) -> None:
-        """Move every parameter, as an optimizer would but much further."""
+        """Add noise to every parameter, much more than an optimizer step changes."""
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in self.module.parameters():
                 p.add_(torch.randn(p.shape, generator=draw), alpha=std)
 
     def logits(self, rollout: Rollout, prompt: tuple[int, ...] = PROMPT.token_ids) -> torch.Tensor:
-        """[tokens of the response, V], by transformers."""
+        """Return the logits [G, V] of a response by transformers."""
         ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
         with torch.no_grad():
             logits: torch.Tensor = self.module(ids).logits[0, len(prompt) - 1 : -1]
         return logits
 
     def gap(self, rollouts: list[Rollout]) -> float:
-        """The largest difference of a log-probability to that of transformers, temperature 1."""
+        """Return the largest difference of log-probabilities to those of transformers at temperature 1."""
         own = [self.logits(r).log_softmax(-1).gather(-1, r.token_ids[:, None])[:, 0] for r in rollouts]
         return max(float((a - r.log_probs).abs().max()) for a, r in zip(own, rollouts, strict=True))
 
@@ -90,7 +90,7 @@ def make_engine(
 
 
 def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwargs: Any) -> list[Rollout]:
-    """Siblings first .. first + n - 1 of PROMPT."""
+    """Sample the siblings first .. first + n - 1 of PROMPT."""
     sampling = kwargs.pop("sampling", SAMPLING)
     return engine.generate([Request(PROMPT, key, n, first)], sampling, **kwargs)[0]
 

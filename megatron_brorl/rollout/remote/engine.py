@@ -1,9 +1,8 @@
 """A rollout engine in another process. The ranks that share it send requests over a socket.
 
-The first of these ranks leads: it starts the process, sends it the weights and restarts it when it dies. After a
-restart, the ranks request unfinished rollouts again with the same seeds. The weights in use are also kept in shared
-memory, so that a restart does not need the trainer's other ranks. An engine with weights of different versions is never
-asked to generate.
+The first of these ranks is the leader. It starts the process, sends it the weights and restarts it after a crash. After
+a restart, the ranks request unfinished rollouts again with the same seeds. The current weights stay in shared memory,
+so that a restart does not need the other ranks. An engine never generates with weights of mixed versions.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.types import Rollout
 
 _POLL_S = 0.05
-_STOP_S = 10.0  # seconds to wait for an engine to end its cancelled calls
+_STOP_S = 10.0  # seconds that an engine has to end cancelled calls
 
 
 class RemoteEngine:
-    """One rank's share of an engine; see rollout.engine for the verbs."""
+    """One rank's connection to an engine process; see rollout.engine.RolloutEngine."""
 
     def __init__(
         self,
@@ -62,14 +61,14 @@ class RemoteEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         barrier: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start the process on the leading rank, and wait until it answers.
+        """Start the process on the leader and wait until it answers.
 
-        names: every Hugging Face tensor of the model with its shape. folder: from process.make_folder, the same for all
-        ranks that share the engine. devices: the engine's CUDA devices; None on every rank except the leading one. log:
-        file for the process's output. node: the ranks that write updates together; None if only the leader writes them.
-        decode: tokens -> text, for stop strings. barrier: a barrier of the ranks that share the engine.
+        names: shape of every Hugging Face tensor of the model. folder: from process.make_folder, the same on all ranks
+        that share the engine. devices: the engine's CUDA devices on the leader, None on other ranks. log: file for the
+        process's output. node: the ranks that write updates together; None if only the leader writes them. decode:
+        tokens -> text, for stop strings. barrier: a barrier of the ranks that share the engine.
 
-        Raises UserError if the process does not start, or does not support the configuration.
+        Raises UserError if the process does not start or does not support the configuration.
         """
         self.settings = settings
         self.options = options
@@ -80,13 +79,13 @@ class RemoteEngine:
         self.version = -1
         self.leads = devices is not None
         self.supervisor: Supervisor | None = None
-        self.node = node or (NodeRanks.alone(folder) if self.leads else None)
+        self.node = node or (NodeRanks.single(folder) if self.leads else None)
         self._barrier = barrier
         self._calls = self._updates = 0
-        self._open: set[int] = set()  # calls of this generation that are not over
+        self._open: set[int] = set()  # calls of the current generate that have not ended
         self._link = Connection(address(folder))
 
-        # A failure from here on must leave no process and no folder behind.
+        # If this fails, close() removes the process and the folder.
         try:
             if devices is not None:
                 self.supervisor = Supervisor(settings, options, folder, devices, log)
@@ -98,14 +97,14 @@ class RemoteEngine:
     @property
     def duplicate_advice(self) -> str:
         """See RolloutEngine."""
-        return f'{self.capabilities.engine}; start anew with rollout.engine = "torch"'
+        return f'{self.capabilities.engine}; start a new run with rollout.engine = "torch"'
 
     @property
     def rows(self) -> int:
-        """The number of rollouts that this rank requests at a time from a supply that other ranks share.
+        """Return the number of rollouts that this rank has in flight with a shared supply.
 
-        It is the rank's share of the rows that the engine computes at a time. Each row is assumed to fill half of the
-        context, so that no rollout waits inside the engine.
+        It is the rank's share of the rollouts that the engine computes together, if each fills half of the context.
+        Rollouts beyond that would wait inside the engine, while another rank's engine may have room.
         """
         capabilities = self.capabilities
         rows = min(capabilities.rows, 2 * capabilities.kv_tokens // self.options.context)
@@ -117,36 +116,36 @@ class RemoteEngine:
             self._link.poll(_POLL_S)
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the engine of another rank did not come up within engine.start_timeout_s = "
-                    f"{self.settings.start_timeout_s:g} s; its rank says why"
+                    f"the engine of another rank did not start within engine.start_timeout_s = "
+                    f"{self.settings.start_timeout_s:g} s; see the error of that rank"
                 )
         return self._link.capabilities
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; tensors [any shape].
 
-        The ranks of the node write the stream into shared memory and check it as a whole. Then the engine loads it. The
+        The ranks of the node write the stream to shared memory and check all of it. Then the engine loads it. The
         previous weights stay in shared memory until then.
         """
-        # Other ranks have no engine to tell. train.refit asks all ranks whether the leader's took the weights.
+        # Only the leader sends weights. train.weight_sync then asks all ranks whether an engine refused them.
         if self.supervisor is None:
             self.skip_update(tensors)
-            self.version = version  # generate waits until the engine reports this one
+            self.version = version  # generate waits until the engine reports this version
             return
 
         weights = self._stage(tensors, version)
-        assert weights  # of a leader
+        assert weights  # not None on a leader
         try:
             self.supervisor.update(weights)
         except EngineError as e:
-            weights.delete()  # or every refused update would keep a model's size of memory
+            weights.delete()  # otherwise each refused update would leak the model's size in memory
             raise UpdateRefused(f"weight update: {e}") from None
         self.version = version
 
     def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See RolloutEngine; tensors [any shape]."""
         if self.node is None:
-            for _ in tensors:  # a collective
+            for _ in tensors:  # producing each tensor is a collective
                 pass
             return
         weights = self._stage(tensors, self.version)
@@ -154,12 +153,12 @@ class RemoteEngine:
             weights.delete()
 
     def _as_sent(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensor in the engine's dtype, or as FP8 blocks with scales if the engine loads those."""
+        """Yield the tensor in the engine's dtype, or FP8 blocks with scales if the engine loads them."""
         in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
         return (to_fp8_blocks if in_blocks else unchanged)(name, tensor.to(self.dtype))
 
     def _stage(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights | None:
-        """Return a complete, checked update in shared memory on a leading rank; a collective of the node."""
+        """Write and check an update in shared memory; None on ranks that do not lead. Collective of the node."""
         assert self.node
         self._updates += 1
         update = WeightUpdate(self._updates, version, self.names, self.dtype, self._as_sent)
@@ -175,29 +174,29 @@ class RemoteEngine:
     ) -> list[list[Rollout]]:
         """See RolloutEngine.
 
-        Every rollout is a request of its own with a seed of its own; siblings share their prompt in the engine's prefix
-        cache. Rollouts that are cancelled lose what this call added to them, unless the engine returns it.
+        Every rollout is a separate request with its own seed. Siblings share their prompt in the engine's prefix cache.
+        Cancelled rollouts lose the tokens of this call, unless the engine returns them.
         """
         if self.version < 0:
             raise RuntimeError("the engine has no weights: call update_weights first")
         check_context(requests, sampling, supply, self.options.context, "engine's")
 
-        # An earlier call is over, however it ended.
+        # Ignore answers to earlier calls, which may have ended by an exception.
         self._open.clear()
         pending = PendingRollouts(sampling, callbacks, supply, self.rows, self.options.vocab, self.decode)
         pending.add(requests)
         pending.admit()
 
-        # Loop until every rollout has an answer or the caller cancels. The engine process may be restarted meanwhile.
+        # Loop until every rollout has an answer or the caller cancels. Meanwhile the engine process may restart.
         asked = 0
-        rows = pending.rows  # asked: the process that has the rows
-        self._link.say_hello()  # It answers with its state, which may be newer than what this rank knows.
+        rows = pending.rows  # asked: pid of the process that received the requests
+        self._link.say_hello()  # It answers with its current state.
         while rows and not (callbacks and callbacks.cancelled()):
-            # No engine will come up any more. Ranks without a supervisor do not know, and end when they are cancelled.
+            # The supervisor has given up. Ranks without a supervisor wait until the watchdog cancels them.
             if self.supervisor and self.supervisor.failure:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
 
-            # A new process knows no requests: ask for all missing rollouts once it has this version of the weights.
+            # A new process has no requests. Send all missing ones once it has this version of the weights.
             if self._link.pid != asked and self._link.version == self.version:
                 self._open.clear()
                 asked = self._ask(rows, sampling)
@@ -205,8 +204,8 @@ class RemoteEngine:
             before = len(rows)
             for message in self._link.poll(_POLL_S):
                 if message.fields.get("call") not in self._open:
-                    continue  # of a call that was given up
-                if message.kind == "stale":  # It has other weights by now: ask again when it has the right ones.
+                    continue  # answer to an abandoned call
+                if message.kind == "stale":  # The engine has other weights now: ask again when it has the right ones.
                     asked = 0
                     self._open.clear()
                 elif message.kind == "error":
@@ -214,11 +213,11 @@ class RemoteEngine:
                 else:
                     self._handle(message, pending)
 
-            # Rows whose answers did not come although the engine sent them are asked again.
+            # If all calls have ended but answers are missing, request them again.
             if asked and rows and not self._open:
                 asked = 0
 
-            # Rows that ended make room for others.
+            # Finished rollouts make room for new ones.
             new = pending.admit() if len(rows) < before else {}
             if new and asked == self._link.pid:
                 self._ask(new, sampling)
@@ -226,15 +225,15 @@ class RemoteEngine:
         if rows:
             self._stop(pending)
         elif self.supervisor:
-            self.supervisor.restarts = 0  # only those in a row count
+            self.supervisor.restarts = 0  # only consecutive restarts count
 
         if pending.faults:
-            told = f"{len(pending.faults)} answers were invalid, and their rollouts are lost: {pending.faults[0]}"
-            print(f"warning: {self.options.key}: {told}", file=sys.stderr, flush=True)
+            warning = f"{len(pending.faults)} rollouts with invalid answers are lost, for example: {pending.faults[0]}"
+            print(f"warning: {self.options.key}: {warning}", file=sys.stderr, flush=True)
         return pending.result()
 
     def _ask(self, rows: Mapping[int, PendingRollout], sampling: Sampling) -> int:
-        """Ask for these rows by a call of their own; returns the process that was asked."""
+        """Request these rollouts in a new call. Return the pid of the process that receives it."""
         pid = self._link.pid
         self._calls += 1
         self._open.add(self._calls)
@@ -248,7 +247,7 @@ class RemoteEngine:
             self._open.discard(message.fields["call"])
 
     def _stop(self, pending: PendingRollouts) -> None:
-        """Make the engine give up what it was asked for; one that does not is started again."""
+        """Cancel all open calls. Restart an engine that does not end them in time."""
         for call in self._open:
             self._link.send(Message("cancel", {"call": call}))
         deadline = time.monotonic() + _STOP_S
@@ -257,14 +256,14 @@ class RemoteEngine:
                 if message.fields.get("call") in self._open:
                     self._handle(message, pending)
         if self._open and self.supervisor:
-            self.supervisor.restart(f"engine process {self.supervisor.pid} did not stop when told to")
+            self.supervisor.restart(f"engine process {self.supervisor.pid} did not cancel its requests")
 
     def kv_usage(self) -> KvUsage | None:
         """See RolloutEngine: the process does not report it."""
         return None
 
     def restart(self, why: str) -> bool:
-        """See RolloutEngine. Raises UserError where no engine comes up any more."""
+        """See RolloutEngine. Raises UserError if the engine does not start again."""
         try:
             if self.supervisor:
                 self.supervisor.restart(why)
@@ -277,12 +276,12 @@ class RemoteEngine:
         self.version = -1
         if self.supervisor:
             self.supervisor.sleep()
-        # The engine's workers are on the GPUs of all its ranks, which may load their models when it has let go.
+        # The engine uses the GPUs of all its ranks. They must not load their models before it has freed its memory.
         self.barrier()
 
     def wake(self) -> None:
-        """See RolloutEngine. Raises UserError where no engine comes up any more."""
-        # The other way round: every rank has offloaded its models before the workers take memory.
+        """See RolloutEngine. Raises UserError if the engine does not start again."""
+        # Every rank must have offloaded its models before the engine allocates memory.
         self.barrier()
         try:
             if self.supervisor:
@@ -295,7 +294,7 @@ class RemoteEngine:
         self._barrier()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and remove its folder."""
         self._link.close()
         if self.supervisor:
             self.supervisor.close()
@@ -312,12 +311,12 @@ def connect_engine(
     kv_tokens: int = 0,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RemoteEngine:
-    """Return this rank's share of an engine of the kind rollout.engine; a collective.
+    """Start or join an engine of type rollout.engine and return this rank's connection. Collective of all ranks.
 
-    engine.tensor neighbouring ranks of a node share one. names: every Hugging Face tensor with its shape. context:
-    prompt + response tokens at most. kv_tokens: room for keys and values by the memory plan; 0 = not known. decode:
-    tokens -> text, for stop strings. Raises UserError where the ranks of a node cannot be grouped so, or the engine
-    does not come up.
+    engine.tensor consecutive ranks of a node share one engine. names: shape of every Hugging Face tensor. context:
+    maximum number of prompt + response tokens. kv_tokens: tokens whose keys and values fit by the memory plan; 0 =
+    unknown. decode: tokens -> text, for stop strings. Raises UserError if engine.tensor does not divide the ranks of
+    the node, or if the engine does not start.
     """
     engine = config.rollout.engine
     settings = config.engine
@@ -325,7 +324,7 @@ def connect_engine(
     model = Path(config.model.path).resolve()
     _check_stop_strings(config.rollout.stop_strings, kind.name, model)
 
-    # torchrun sets these variables. Without them, this rank is the only one on its node.
+    # torchrun sets these variables. Without torchrun, this rank is the only one on its node.
     rank = dist.get_rank()
     tensor = settings.tensor
     local, per_node = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
@@ -334,16 +333,16 @@ def connect_engine(
             f"engine.tensor = {tensor} does not divide the {per_node} ranks of a node (LOCAL_WORLD_SIZE): an engine "
             "spans the GPUs of its ranks"
         )
-    # An engine's GPU kernels know few dtypes; tests on a CPU use others.
+    # The dtypes are limited only on a GPU; tests on a CPU use others.
     if cpu_bridge.on_gpu() and config.rollout.dtype not in kind.dtypes:
         raise UserError(
             f'rollout.dtype = "{config.rollout.dtype}": {kind.name} engines compute in {", ".join(kind.dtypes)}; set '
             f'rollout.dtype = "{kind.dtypes[0]}"'
         )
 
-    # The leading rank makes its engine's folder, and all ranks hear of all folders. The checks above fail on all ranks.
+    # Leaders create folders, and all ranks exchange the paths. The checks above fail on all ranks.
     leads = local % tensor == 0
-    folders: list[str] = [""] * dist.get_world_size()  # by rank; "" of those that do not lead
+    folders: list[str] = [""] * dist.get_world_size()  # by rank; "" for ranks that do not lead
     dist.all_gather_object(folders, str(make_folder(settings.shared_memory)) if leads else "")
     exchange = _exchange(rank - local, per_node, config.parallel.timeout_s)
     engine_exchange = _exchange(rank - local % tensor, tensor, config.parallel.timeout_s)
@@ -367,7 +366,7 @@ def connect_engine(
         options,
         names,
         Path(folders[rank - local % tensor]),
-        range(local, local + tensor) if leads else None,  # the GPUs of the ranks that share it, numbered in the node
+        range(local, local + tensor) if leads else None,  # the GPUs of the ranks that share it
         Path(config.run.dir) / "engines" / f"rank_{rank}.log",
         NodeRanks(local, per_node, Path(folders[rank - local]), exchange),
         decode,
@@ -376,7 +375,7 @@ def connect_engine(
 
 
 def _check_stop_strings(strings: Sequence[str], engine: str, model: Path) -> None:
-    """Raise UserError where the engine would end responses at other places than the built-in one."""
+    """Raise UserError if the engine would find stop strings at other positions than the built-in engine."""
     path = model / "tokenizer.json"
     if strings and not path.is_file():
         raise UserError(
@@ -384,8 +383,8 @@ def _check_stop_strings(strings: Sequence[str], engine: str, model: Path) -> Non
             'at tokens only, or set rollout.engine = "torch"'
         )
 
-    # The engine decodes a response after its prompt. Many decoders drop the space at the start of a text, so that only
-    # the engine would see a string with that space at the start of a response.
+    # Many decoders drop a space at the start of a text. The engine decodes the response after the prompt, so that only
+    # the engine would find a stop string whose leading space starts the response.
     spaced = [s for s in strings if s.startswith(" ")]
     if spaced and (read_object(path).get("decoder") or {}).get("type") != "ByteLevel":
         raise UserError(
@@ -395,8 +394,8 @@ def _check_stop_strings(strings: Sequence[str], engine: str, model: Path) -> Non
 
 
 def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[Any]]:
-    """Return a collective of the ranks first .. first + size - 1, over gloo: what each gives, in order."""
-    # Nodes may have different numbers of ranks, and every rank takes part in making every group.
+    """Return an all-gather of objects over gloo among the ranks first .. first + size - 1."""
+    # Nodes may have different numbers of ranks, and new_group is a collective of all ranks.
     spans: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
     dist.all_gather_object(spans, (first, size))
     group = None

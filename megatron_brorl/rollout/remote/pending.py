@@ -1,4 +1,4 @@
-"""Rollouts that an engine process was asked for and has not answered yet."""
+"""Rollouts that a rank has requested from an engine process."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from megatron_brorl.types import FinishReason, Rollout
 
 @dataclass(frozen=True)
 class PendingRollout:
-    """One rollout."""
+    """One requested rollout."""
 
-    request: int  # place of its request
-    ids: tuple[int, ...]  # of the prompt and what was sampled before
-    begun: Rollout  # what was sampled before
-    tokens: int  # to be added at most
+    request: int  # index of its request
+    ids: tuple[int, ...]  # tokens of the prompt and of `begun`
+    begun: Rollout  # the rollout before this call
+    tokens: int  # maximum number of new tokens
     seed: int
 
     def completed(self, answer: Message, sampling: Sampling, version: int) -> Rollout:
         """Return the rollout extended by the tokens of the engine's answer.
 
-        answer: tensors ids [tokens added] int64 and log_probs [tokens added] float32. version: the version of the
-        weights that generated these tokens.
+        answer: tensors ids [new tokens] int64 and log_probs [new tokens] float32. version: version of the weights that
+        generated them.
         """
         before = self.begun
         ids = answer.tensors["ids"]
         if not len(ids):
             return before
 
-        # A rollout that reached only the token budget of this call is unfinished and continues in the next step.
+        # A rollout that reached the token budget of this call, but not max_tokens, continues in the next step.
         finish: FinishReason = answer.fields["finish"]
         if finish == "length" and len(before.token_ids) + len(ids) < sampling.max_tokens:
             finish = "cut"
@@ -52,18 +52,18 @@ class PendingRollout:
         )
 
     def fault(self, answer: Message, sampling: Sampling, vocab: int) -> str:
-        """Return why an answer cannot be part of a rollout, or "". vocab: of the model, with its padding."""
+        """Return why an answer is invalid, or "". vocab: vocabulary size of the model, including padding."""
         ids = answer.tensors["ids"]
         log_probs = answer.tensors["log_probs"]
         finish = answer.fields["finish"]
         if len(ids) > self.tokens:
-            return f"{len(ids)} tokens where {self.tokens} were asked for"
+            return f"{len(ids)} tokens where {self.tokens} were requested"
         outside = ids[(ids < 0) | (ids >= vocab)]
         if len(outside):
-            return f"token {int(outside[0])} of a vocabulary of {vocab}"
+            return f"token {int(outside[0])} outside the vocabulary of {vocab}"
         if sampling.log_probs and (len(log_probs) != len(ids) or bool(log_probs.isnan().any())):
-            return f"{len(log_probs)} log-probabilities for {len(ids)} tokens, or one that is not a number"
-        return "" if finish in get_args(FinishReason) else f"the end {shown(finish)}"
+            return f"{len(log_probs)} log-probabilities for {len(ids)} tokens, or NaN among them"
+        return "" if finish in get_args(FinishReason) else f"unknown finish reason {shown(finish)}"
 
 
 class PendingRollouts:
@@ -78,20 +78,20 @@ class PendingRollouts:
         vocab: int,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """most: rollouts the engine has at a time. vocab: of the model, with padding. decode: see StopCriteria."""
+        """most: maximum number of rollouts in flight. vocab: vocabulary size with padding. decode: see StopCriteria."""
         self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
         self._sampling = sampling
         self._callbacks = callbacks
         self._supply = supply
         self._most = most
         self._vocab = vocab
-        self.faults: list[str] = []  # of invalid answers, each of which costs its rollout
-        self.rows: dict[int, PendingRollout] = {}  # by the number in the engine's answers
-        self._found: list[list[Rollout]] = []  # of each request
+        self.faults: list[str] = []  # reasons of invalid answers, whose rollouts are lost
+        self.rows: dict[int, PendingRollout] = {}  # by the number in messages
+        self._found: list[list[Rollout]] = []  # by request
         self._numbered = 0
 
     def add(self, requests: Sequence[Request]) -> dict[int, PendingRollout]:
-        """Add requests, numbered on from those before; returns their rollouts."""
+        """Add requests and return their rollouts by number. Numbers continue those of earlier requests."""
         new = (
             self._pending(number, request, begun)
             for number, request in enumerate(requests, start=len(self._found))
@@ -111,15 +111,15 @@ class PendingRollouts:
         return PendingRollout(number, ids, begun, tokens, sibling_seed(request.key, begun.index, done))
 
     def admit(self) -> dict[int, PendingRollout]:
-        """Take rollouts of the supply, as many as the engine has room for."""
+        """Add as many rollouts from the supply as the engine has room for, and return them by number."""
         room = self._most - len(self.rows)
         return self.add(self._supply.next_requests(room)) if self._supply and room > 0 else {}
 
     def answered(self, answer: Message, version: int) -> None:
-        """Record the answer for a rollout; version: of the weights.
+        """Record the answer for a rollout. version: version of the weights.
 
-        Responses end by the built-in engine's rule for stop strings. An engine may find a string later, because it
-        holds back the text of unfinished characters and does not see the text that a continued rollout had before.
+        Responses are cut at stop strings by the built-in engine's rule. An engine may find a stop string later, because
+        it delays incomplete characters and does not see the earlier text of a continued rollout.
         """
         row = self.rows.pop(answer.fields["number"])
         fault = row.fault(answer, self._sampling, self._vocab)
@@ -135,36 +135,36 @@ class PendingRollouts:
                     spans=extend_spans(row.begun.spans, version, end - len(row.begun.token_ids)),
                 )
             elif rollout.finish == "stop":
-                fault = "it ended at a stop string that the text of its tokens does not contain"
+                fault = "it ended at a stop string, but its text contains none"
                 rollout = row.begun
         if fault:
             self.faults.append(fault)
         self._deliver(row, rollout)
 
     def result(self) -> list[list[Rollout]]:
-        """Return the rollouts of each request, by index; those without an answer are as they were before this call."""
+        """Return the rollouts of each request, by index. Those without an answer are in their state before the call."""
         for row in self.rows.values():
             self._deliver(row, row.begun)
         return [sorted(rollouts, key=lambda x: x.index) for rollouts in self._found]
 
     def _deliver(self, row: PendingRollout, rollout: Rollout) -> None:
         self._found[row.request].append(rollout)
-        # A "cut" rollout is not reported as finished, because it continues in a later call.
+        # A "cut" rollout is not finished, because it continues in a later call.
         if self._callbacks and rollout.finish != "cut":
             self._callbacks.finished(row.request, rollout)
 
 
 def sibling_seed(key: int, sibling: int, done: int) -> int:
-    """Return the seed for the tokens of a sibling after its first `done`; key: of the request.
+    """Return the 63-bit seed with which a sibling continues after `done` tokens. key: Request.key.
 
-    The siblings of a prompt differ in the lower half, because PyTorch's CPU generator reads only that half.
+    The seeds of a prompt's siblings differ in their lower 32 bits, because PyTorch's CPU generator uses only those.
     """
     return stream_key("engine", key, done) ^ sibling
 
 
 def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fields: Mapping[str, Any]) -> Message:
-    """Return the message that asks for all of `rows` (number -> rollout). fields: of the call."""
-    # Flat tensors, because a message costs time per field.
+    """Return the message that requests `rows` (number -> rollout). fields: call number and version of the weights."""
+    # Flat tensors, because every field of a message costs time.
     tensors = {
         "numbers": torch.tensor(list(rows)),
         "lengths": torch.tensor([len(row.ids) for row in rows.values()]),

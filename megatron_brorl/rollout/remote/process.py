@@ -1,4 +1,4 @@
-"""An engine process: its private folder, its socket, how it starts, how it is kept alive and how it ends."""
+"""An engine process on the trainer's side: its private folder, socket, start, supervision and end."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from megatron_brorl.signals import LAUNCHER
 
 PREFIX = "brorl-engine-"
 _POLL_S = 0.2
-_SILENT_S = 1.5  # without a heartbeat, after which the engine is greeted again: a new one needs it
-# Workers of an engine would take themselves for ranks of the trainer's launcher.
+_SILENT_S = 1.5  # seconds without a heartbeat after which to say hello again, because a new process needs it
+# Without these variables, an engine's workers do not believe that they are ranks of the trainer's launcher.
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
-# Names that Python's multiprocessing gives to shared memory.
+# Names of shared memory by Python's multiprocessing.
 _SHARED = re.compile(r"/dev/shm/psm_\w+")
 
 
 class EngineError(RuntimeError):
-    """The engine process is gone, silent, or reports a failure."""
+    """The engine process has ended, is silent, or reports a failure."""
 
 
 def make_folder(parent: str) -> Path:
-    """Make a private folder in memory for one engine, and remove those of trainers that are gone.
+    """Create a private folder in memory for one engine, and remove the folders of dead trainers.
 
-    Raises UserError where `parent` (engine.shared_memory) cannot be written.
+    Raises UserError if `parent` (engine.shared_memory) is not writable.
     """
-    where = Path(parent)
+    root = Path(parent)
     with contextlib.suppress(OSError):
-        for old in where.glob(f"{PREFIX}*"):
+        for old in root.glob(f"{PREFIX}*"):
             if not Path("/proc", old.name.removeprefix(PREFIX).partition("-")[0]).exists():
                 shutil.rmtree(old, ignore_errors=True)
 
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
-        # This folder on the engine's import path holds only this package, so that the engine uses its own torch.
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
+        # The engine's import path gets a folder with only this package, so that the engine uses its own torch.
         (folder / "code").mkdir()
         (folder / "code" / "megatron_brorl").symlink_to(Path(megatron_brorl.__file__).parent.resolve())
     except OSError as e:
@@ -64,12 +64,12 @@ def make_folder(parent: str) -> Path:
 
 
 def address(folder: Path) -> str:
-    """Return the address of the socket of the engine with this folder."""
+    """Return the socket address of the engine with this folder."""
     return f"ipc://{folder}/socket"
 
 
 def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the trainer's environment without its launcher's variables, and with the engine's own."""
+    """Return the process's environment: the trainer's without its launcher's variables, plus `own`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     seen = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
@@ -92,12 +92,12 @@ def unlink_shared_memory(group: int) -> None:
 
 
 class Connection:
-    """One end of the socket to an engine process, which may die and come back at any time; for one thread at a time."""
+    """The trainer's end of the socket to an engine process, which may restart at any time. Not thread-safe."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.pid = 0  # identifies the process that was heard last; 0 = none yet
-        self.version = -1  # of its weights
+        self.pid = 0  # of the process that sent the last heartbeat; 0 = none yet
+        self.version = -1  # version of its weights
         self.capabilities: Capabilities | None = None
         self.heard = time.monotonic()
         self._greeted = 0.0
@@ -111,7 +111,7 @@ class Connection:
         return socket
 
     def reconnect(self) -> None:
-        """Connect to a new process, and drop the state of the old one and the messages still queued for it."""
+        """Connect to a new process. Drop the state of the old one and the messages queued for it."""
         self._socket.close()
         self._socket = self._connect()
         self.pid = 0
@@ -120,18 +120,18 @@ class Connection:
         self.heard = time.monotonic()
 
     def send(self, message: Message) -> None:
-        """Queue a message; only an answer shows that it arrived."""
+        """Queue a message. Only an answer confirms that it arrived."""
         self._socket.send_multipart(encode(message))
 
     def say_hello(self) -> None:
-        """Say hello to the process, which answers with its capabilities and state."""
+        """Ask the process for its capabilities and state, and for heartbeats."""
         self._greeted = time.monotonic()
         self.send(Message("hello"))
 
     def poll(self, seconds: float) -> list[Message]:
-        """Return the messages that have arrived, after waiting at most `seconds` for the first one.
+        """Return all messages that have arrived, waiting at most `seconds` for the first one.
 
-        Heartbeats and hellos are not returned; they update the state of this link. Raises ProtocolError.
+        Heartbeats and hellos only update the state of this connection. Raises ProtocolError.
         """
         now = time.monotonic()
         if now - max(self.heard, self._greeted) > _SILENT_S or not self._greeted:
@@ -157,16 +157,19 @@ class Connection:
 
 
 class EngineProcess:
-    """A running engine process, which ends with this one."""
+    """A running engine process, which ends when this process ends."""
 
     def __init__(self, python: str, folder: Path, options: EngineOptions, devices: Sequence[int], log: Path) -> None:
-        """python: interpreter of the engine's environment. devices: the engine's CUDA devices. log: file that its
-        output is appended to. Raises UserError where the interpreter does not start."""
+        """Start the process.
+
+        python: interpreter of the engine's environment. devices: the engine's CUDA devices. log: file to which its
+        output is appended. Raises UserError if the interpreter does not start.
+        """
         kind = ENGINES[options.engine]
         self.log = log
         self._killed = False
 
-        # A killed process leaves its socket behind.
+        # A killed process leaves its socket file behind.
         (folder / "socket").unlink(missing_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [python, "-m", "megatron_brorl.rollout.remote.server", address(folder)]
@@ -174,11 +177,11 @@ class EngineProcess:
             try:
                 self._process = subprocess.Popen(
                     [*command, json.dumps(dataclasses.asdict(options))],
-                    stdin=subprocess.PIPE,  # Never written to. It closes when this process ends, and the engine ends.
+                    stdin=subprocess.PIPE,  # Never written. It closes when this process ends, which ends the engine.
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment(folder, devices, kind.environment),
-                    start_new_session=True,  # so that `kill` ends the engine's children too
+                    start_new_session=True,  # so that kill() also ends the engine's children
                 )
             except OSError as e:
                 raise UserError(
@@ -188,11 +191,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Process id."""
         return self._process.pid
 
     def ended(self) -> str:
-        """Return how the process ended, with the last line of its log; "" while it runs."""
+        """Return how the process ended and the last line of its log, or "" if it is running."""
         code = self._process.poll()
         if code is None:
             return ""
@@ -201,9 +204,9 @@ class EngineProcess:
         return f"engine process {self.pid} ended ({how}); {self.log}: {lines[-1] if lines else 'empty'}"
 
     def kill(self) -> None:
-        """End it and its children, which may outlive it."""
+        """Kill the process and its children, which may outlive it."""
         if not self._killed:
-            self._killed = True  # Once: its number may belong to another process later.
+            self._killed = True  # Kill only once, because the pid may be reused.
             unlink_shared_memory(self._process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -213,25 +216,25 @@ class EngineProcess:
 
 
 class Supervisor:
-    """Keeps an engine process alive with the weights in use, for the first of the ranks that share the engine."""
+    """Keeps an engine process running with the current weights. Only the leader of the engine has a supervisor."""
 
     def __init__(
         self, settings: EngineConfig, options: EngineOptions, folder: Path, devices: Sequence[int], log: Path
     ) -> None:
-        """Start the process and wait until it answers. Raises UserError where it does not come up."""
+        """Start the process and wait until it answers. Raises UserError if it does not start."""
         self.settings = settings
         self.options = options
         self.folder = folder
         self.devices = devices
         self.log = log
-        self.weights: HostWeights | None = None  # the weights in use
+        self.weights: HostWeights | None = None  # the current weights
         self.restarts = 0
-        self.failure = ""  # why the engine was given up; "" before that
+        self.failure = ""  # why the supervisor has given up; "" if it has not
         self.lock = threading.RLock()
         self._closing = threading.Event()
         self._asleep = False
 
-        # The watch begins when the process is up: then those that wait for it hear of its end in time.
+        # Start the supervising thread when the process is ready, so that a failed start is an error and not a restart.
         self._link = Connection(address(folder))
         self._process = self._start()
         try:
@@ -244,14 +247,14 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
-        """Number of the engine process."""
+        """Process id of the engine process."""
         return self._process.pid
 
     def update(self, weights: HostWeights) -> None:
         """Send these weights to the engine and delete the file of the previous ones.
 
-        A process that dies or refuses them is started again, and everything is sent once more. Raises EngineError if
-        that fails too; the previous weights then stay in use.
+        If the process dies or refuses them, restart it and send everything again. Raises EngineError if that fails too;
+        the previous weights then stay current.
         """
         with self.lock:
             try:
@@ -265,27 +268,27 @@ class Supervisor:
                 old.delete()
 
     def restart(self, why: str) -> None:
-        """End the process and start it again with the weights in use. Raises EngineError."""
+        """Restart the process with the current weights. Raises EngineError."""
         with self.lock:
             self._restart(why, self.weights)
 
     def sleep(self) -> None:
-        """Give the engine's memory back, and forget the weights in use."""
+        """Free the engine's memory and delete the current weights."""
         with self.lock:
             if self._asleep:
                 return
             try:
                 self._ask(Message("sleep"))
             except EngineError as e:
-                _say(f"{e}; it is ended, and another one started when it is needed")
-                self._process.kill()  # This gives its memory back too.
+                _log(f"{e}; killed, and started again when it is needed")
+                self._process.kill()  # This also frees its memory.
             self._asleep = True
             if self.weights:
                 self.weights.delete()
                 self.weights = None
 
     def wake(self) -> None:
-        """Take the memory again. Raises EngineError where no engine comes up any more."""
+        """Allocate the engine's memory again. Raises EngineError if the engine does not start again."""
         with self.lock:
             try:
                 self._wake()
@@ -293,7 +296,7 @@ class Supervisor:
                 self._restart(str(e), None)
 
     def close(self) -> None:
-        """End the process, and the watch over it."""
+        """Kill the process and stop supervising it."""
         self._closing.set()
         with self.lock:
             self._process.kill()
@@ -303,7 +306,7 @@ class Supervisor:
         return EngineProcess(self.settings.python or sys.executable, self.folder, self.options, self.devices, self.log)
 
     def _wait(self) -> None:
-        """Wait until the process answers."""
+        """Wait until the process answers. Raises EngineError if it ends or takes too long."""
         self._link.reconnect()
         deadline = time.monotonic() + self.settings.start_timeout_s
         while not self._link.pid or self._link.capabilities is None:
@@ -325,7 +328,7 @@ class Supervisor:
                 try:
                     self._link.poll(0)
                     why = self._problem()
-                    # The memory of a sleeping engine is in use by others: `wake` starts it again.
+                    # The trainer uses the memory of a sleeping engine, so a dead one is restarted in wake().
                     if why and not self._asleep:
                         self._restart(why, self.weights)
                 except EngineError as e:
@@ -344,10 +347,10 @@ class Supervisor:
         while True:
             self.restarts += 1
             if self.restarts > self.settings.max_restarts:
-                self.failure = f"{why}; given up after engine.max_restarts = {self.settings.max_restarts}"
+                self.failure = f"{why}; gave up after engine.max_restarts = {self.settings.max_restarts}"
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
-            _say(f"{why}; starting it again {holding}")
+            _log(f"{why}; restarting it {holding}")
             self._process.kill()
             self._process = self._start()
             try:
@@ -373,7 +376,7 @@ class Supervisor:
     def _ask(self, message: Message) -> None:
         """Send a message and wait for the answer "done". Raises EngineError.
 
-        A process keeps sending heartbeats while its worker hangs, so the wait for the answer has its own time limit.
+        The wait has its own time limit, because a process keeps sending heartbeats while its worker hangs.
         """
         if self.failure:
             raise EngineError(self.failure)
@@ -389,11 +392,11 @@ class Supervisor:
             why = self._problem()
             if not why and time.monotonic() > deadline:
                 key = "engine.heartbeat_timeout_s"
-                why = f"engine process {self.pid} has not done '{message.kind}' after {limit:g} s ({key})"
+                why = f"engine process {self.pid} did not finish '{message.kind}' within {limit:g} s ({key})"
             if why:
                 raise EngineError(why)
 
 
-def _say(what: str) -> None:
-    with contextlib.suppress(OSError):  # The pipe's reader is gone.
+def _log(what: str) -> None:
+    with contextlib.suppress(OSError):  # The reader of a piped stderr may be gone.
         print(f"brorl: {what}", file=sys.stderr, flush=True)

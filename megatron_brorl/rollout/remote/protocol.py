@@ -1,7 +1,7 @@
-"""Messages between trainer ranks and an engine process, and the interface of an engine's leaf in that process.
+"""Messages between trainer ranks and an engine process, and the interface of an engine backend in that process.
 
-A message is a versioned JSON header and raw tensors, never a pickle, because both ends may run different versions of
-torch and Python. Its frames are the header and then the bytes of each tensor that the header lists.
+A message consists of a versioned JSON header and the bytes of the tensors that the header lists. It contains no pickle,
+because the two processes may have different versions of torch and Python.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from megatron_brorl.rollout.engine import Sampling
 
-PROTOCOL = 6  # raised with every change of a message
+PROTOCOL = 6  # incremented with every change of a message
 _DTYPES = {"int64": torch.int64, "float32": torch.float32}
-_PROBE_TOKENS = 16  # enough that two independent draws do not agree by chance
+_PROBE_TOKENS = 16  # two independent samples of this length do not agree by chance
 
 # {"path": file in host memory, "records": list of weights_receive.TensorRecord}
 WorkerBucket = dict[str, object]
 
 
 class ProtocolError(RuntimeError):
-    """The other end runs another version, or sent something else than a message."""
+    """The peer runs another version, or sent invalid data."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message. Fields are JSON values; tensors are int64 or float32 of one dimension."""
+    """One message. Fields are JSON values. Tensors are one-dimensional, int64 or float32."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -45,8 +45,8 @@ def encode(message: Message) -> list[bytes]:
 
 
 def decode(frames: Sequence[bytes]) -> Message:
-    """Return the message of `frames`. Raises ProtocolError."""
-    # A message of another version may have any form, so nothing but the version is read before it fits.
+    """Parse a message. Raises ProtocolError."""
+    # Check the version before reading anything else, because other versions may have any format.
     try:
         header = json.loads(frames[0])
         protocol = header["protocol"]
@@ -60,13 +60,13 @@ def decode(frames: Sequence[bytes]) -> Message:
 
     table = header["tensors"]
     if len(table) != len(frames) - 1:
-        raise ProtocolError(f"{header['kind']}: {len(frames) - 1} tensors came, the header lists {len(table)}")
+        raise ProtocolError(f"{header['kind']}: {len(frames) - 1} tensors arrived, the header lists {len(table)}")
     tensors = {}
     for (name, dtype, length), data in zip(table, frames[1:], strict=True):
-        # Without this check frombuffer would make fewer numbers from a shorter frame.
+        # frombuffer would silently return fewer numbers from a shorter frame.
         if len(data) != length * _DTYPES[dtype].itemsize:
             raise ProtocolError(f"{header['kind']}: {name} has {len(data)} bytes, not {length} of {dtype}")
-        # The bytes are copied because a frame's memory is the socket's; an empty frame has none.
+        # Copy the bytes, because the socket owns the frame's memory. frombuffer refuses empty buffers.
         empty = torch.empty(0, dtype=_DTYPES[dtype])
         tensors[name] = torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype]) if length else empty
     return Message(header["kind"], header["fields"], tensors)
@@ -74,50 +74,50 @@ def decode(frames: Sequence[bytes]) -> Message:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Arguments of an engine process."""
+    """Options of an engine process, passed to it as JSON."""
 
     engine: str  # key of rollout.registry.ENGINES
-    model: str  # Hugging Face directory; engines read its config.json, and its tokenizer for stop strings
+    model: str  # Hugging Face directory with config.json, and with a tokenizer for stop strings
     vocab: int
-    context: int  # prompt + response tokens at most
-    dtype: str  # "bfloat16", or "float32" in tests on a CPU
-    max_rows: int  # in flight at a time, at most
+    context: int  # maximum number of prompt + response tokens
+    dtype: str  # "bfloat16" or "float32"
+    max_rows: int  # maximum number of rollouts in flight
     stop_ids: tuple[int, ...]
-    section: Mapping[str, Any]  # all keys of section [engine]
-    stop_strings: tuple[str, ...] = ()  # with any, the engine needs the tokenizer
-    threads: int = 0  # of an engine on CPUs; 0 = the engine's default
-    kv_bytes: int = 0  # for keys and values of an engine on CPUs
-    max_kv_tokens: int = 0  # for keys and values by the trainer's memory plan; 0 = as many as fit
+    section: Mapping[str, Any]  # the config section [engine]
+    stop_strings: tuple[str, ...] = ()  # if not empty, the engine needs the tokenizer
+    threads: int = 0  # CPU threads, without a GPU; 0 = the engine's default
+    kv_bytes: int = 0  # memory for keys and values, without a GPU
+    max_kv_tokens: int = 0  # tokens whose keys and values fit by the memory plan; 0 = unlimited
 
     @property
     def key(self) -> str:
-        """The choice of the engine in messages."""
+        """The config setting that selects the engine, for error messages."""
         return f'rollout.engine = "{self.engine}"'
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Properties of an engine that its leaf determines at startup."""
+    """Properties of a running engine."""
 
     engine: str  # name and version, for messages
-    kv_tokens: int  # tokens whose keys and values its memory holds, measured
-    rows: int  # rollouts that it computes at a time
+    kv_tokens: int  # tokens whose keys and values fit in its memory, measured
+    rows: int  # maximum number of rollouts that it computes together
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The outcome of one rollout."""
+    """The result of one rollout request."""
 
-    token_ids: list[int]  # the tokens that were added; for a "cut" rollout the leaf may leave them out
+    token_ids: list[int]  # new tokens; the backend may omit them if the rollout is "cut"
     finish: Literal["stop", "length", "cut"]  # cut: aborted
-    log_probs: list[float]  # of each token under the distribution that it was drawn from; empty: not asked for
+    log_probs: list[float]  # of each token under the sampling distribution; empty if not requested
 
     @classmethod
     def of(cls, token_ids: Sequence[int], reason: str | None, reported: Sequence[Mapping[int, float]]) -> Completion:
-        """Return the completion of an engine's output.
+        """Convert an engine's output.
 
-        reason: the engine's word for the end, of which "stop" and "length" are kept. reported: log-probabilities by
-        token id at each position, or nothing. Raises ValueError where a sampled token's is missing.
+        reason: the engine's finish reason; all but "stop" and "length" become "cut". reported: log-probabilities by
+        token id at each position, or empty. Raises ValueError if the one of a sampled token is missing.
         """
         if reported and len(reported) != len(token_ids):
             raise ValueError(f"{len(reported)} log-probs for {len(token_ids)} tokens")
@@ -131,71 +131,68 @@ class Completion:
 
 
 class EngineBackend(Protocol):
-    """One engine in this process. All methods belong to one event loop.
+    """The engine of this process. All methods run in one event loop.
 
-    rollout.registry names its class, which is called with the options and raises ValueError if this version of the
-    engine does not support them.
+    rollout.registry names the class of each engine. Its constructor takes the options, and raises ValueError if this
+    version of the engine does not support them.
     """
 
     options: EngineOptions
 
     async def start(self) -> Capabilities:
-        """Start the workers with random weights. Raises ValueError as `check_sampling`."""
+        """Start the workers with random weights. Raises ValueError as check_sampling."""
 
     def params(self, sampling: Sampling, tokens: int, seed: int) -> Any:
-        """Return the engine's own sampling settings of one rollout of at most `tokens` tokens."""
+        """Return the engine's sampling parameters for one rollout of at most `tokens` tokens."""
 
     def submit(self, ids: Sequence[int], params: Any) -> Any:
-        """Queue one rollout; returns a handle."""
+        """Submit one rollout and return its handle."""
 
     async def completion(self, handle: Any) -> Completion:
-        """Wait for a rollout."""
+        """Wait for a rollout and return its result."""
 
     def abort(self, handle: Any) -> None:
-        """Give a rollout up; its completion is then "cut"."""
+        """Cancel a rollout. Its completion is then "cut"."""
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the extension in every worker, and return what each returns."""
+        """Call a method of the worker extension in every worker and return all results."""
 
     async def begin(self) -> None:
-        """Begin a new version of the weights."""
+        """Prepare the workers for a new version of the weights."""
         await self.call_workers("brorl_begin")
 
     async def load(self, bucket: WorkerBucket) -> None:
-        """Let all workers load a bucket. Raises if a tensor fails its checksum; the weights are mixed then."""
+        """Load a bucket in all workers. Raises if a tensor fails its checksum; the weights are then inconsistent."""
         await self.call_workers("brorl_load", bucket)
 
     async def finish(self, names: Sequence[str]) -> None:
-        """Generate with the new weights from now on, and forget the caches of others.
-
-        Raises where other tensors than `names` were loaded.
-        """
+        """Finish loading and drop the caches of the old weights. Raises unless exactly `names` were loaded."""
         await self.call_workers("brorl_finish", list(names))
 
     async def sleep(self) -> None:
-        """Give the memory of weights and caches back."""
+        """Free the memory of weights and caches."""
 
     async def wake(self) -> None:
-        """Take the memory of everything but caches again; weights follow."""
+        """Allocate the memory of everything except the KV cache. The trainer then sends the weights."""
 
     async def wake_caches(self) -> None:
-        """Take the memory of keys and values again, when all ranks of the node have given back theirs."""
+        """Allocate the memory of the KV cache. All ranks of the node must have freed theirs."""
 
 
 async def check_sampling(backend: EngineBackend, engine: str) -> None:
-    """Raise ValueError unless a request's seed determines the sampled tokens and the engine returns log-probs.
+    """Raise ValueError unless a request's seed determines its tokens and the engine returns log-probabilities.
 
     engine: name and version of the engine, for the message.
     """
     first, again, other = [await _draw(backend, seed) for seed in (1, 1, 2)]
     if first.token_ids != again.token_ids or first.token_ids == other.token_ids:
-        raise ValueError(f"{engine} takes no seed per request: siblings on different engines would repeat one another")
+        raise ValueError(f"{engine} ignores the seed of a request: siblings on different engines would be identical")
     if len(first.log_probs) != len(first.token_ids):
-        raise ValueError(f"{engine} reports no log-probs of sampled tokens")
+        raise ValueError(f"{engine} returns no log-probabilities of sampled tokens")
 
 
 async def _draw(backend: EngineBackend, seed: int) -> Completion:
-    """Return one rollout of a few tokens at temperature 1."""
+    """Sample one short rollout at temperature 1."""
     options = backend.options
     ids = [i % options.vocab for i in range(min(8, options.context // 2))]
     tokens = min(_PROBE_TOKENS, options.context - len(ids))

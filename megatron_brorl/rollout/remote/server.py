@@ -1,8 +1,8 @@
-"""The engine process, in the engine's environment: it answers its trainer ranks over a local socket.
+"""The engine process. It runs in the engine's environment and answers trainer ranks over a local socket.
 
 python -m megatron_brorl.rollout.remote.server ADDRESS OPTIONS (JSON of EngineOptions)
 
-It ends when its standard input does, which is when the rank that started it is gone, however that came about.
+It ends when its standard input is closed, which happens whenever the rank that started it ends.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ HEARTBEAT_S = 0.5
 
 
 class Server:
-    """One engine and the ranks that share it. Weights are changed by one rank alone, while nobody generates."""
+    """Serves one engine to the ranks that share it. Only the leader changes weights, while no rank generates."""
 
     def __init__(self, backend: EngineBackend, capabilities: Capabilities, address: str) -> None:
         self.backend = backend
         self.capabilities = capabilities
-        self.version = -1  # of complete weights; -1 while they are random, gone or half loaded
-        self.caches_asleep = False  # since `sleep`: the trainer's ranks may still hold memory that caches need
+        self.version = -1  # version of the weights; -1 while they are random, freed or incomplete
+        self.caches_asleep = False  # after sleep(), until all ranks have freed the memory that the caches need
         self.waking = asyncio.Lock()
         self.pid = os.getpid()
         self.clients: set[bytes] = set()
-        self.calls: dict[tuple[bytes, int], list[Any]] = {}  # handles of rollouts in flight, to be aborted
+        self.calls: dict[tuple[bytes, int], list[Any]] = {}  # handles of rollouts in flight, for abort
         self.tasks: set[asyncio.Task[None]] = set()
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        # Without this a router drops messages beyond the first 1,000 that a busy rank has not read.
+        # By default a ROUTER socket drops messages if 1,000 are waiting for a busy rank.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address)
 
     async def serve(self) -> None:
-        """Answer messages for ever."""
+        """Answer messages until the task is cancelled."""
         self._spawn(self._heartbeat())
-        # Each is answered with "done" or "error" (_change).
+        # Handlers of messages that _change answers with "done" or "error".
         changes = {"begin": self._begin, "load": self._load, "finish": self._finish, "sleep": self._sleep}
 
         while True:
-            # A rank of another version gets an error, and the others are served.
+            # Answer a rank of another version with an error and keep serving the others.
             client, *frames = await self.socket.recv_multipart()
             try:
                 message = decode(frames)
@@ -76,18 +76,18 @@ class Server:
                 await self._send(client, Message("error", {"what": str(e)}))
                 continue
 
-            # Generation runs beside what follows; changes of weights and memory are finished before the next message.
+            # Generation runs in a task. Changes of weights and memory finish before the next message is read.
             if message.kind == "hello":
                 self.clients.add(client)  # for heartbeats
                 await self._send(client, Message("hello", dataclasses.asdict(self.capabilities)))
                 await self._send(client, self._state())
-            elif message.kind == "generate":  # "rollout" for each, then "ended"
+            elif message.kind == "generate":  # answered with "rollout" messages, then "ended"
                 self._spawn(self._generate(client, message))
             elif message.kind == "cancel":
                 for handle in self.calls.get((client, message.fields["call"]), []):
                     self.backend.abort(handle)
             elif message.kind == "wake":
-                await self._change(client, message, self.backend.wake())  # memory alone: weights follow
+                await self._change(client, message, self.backend.wake())  # weights follow in later messages
             else:
                 await self._change(client, message, changes[message.kind](message))
 
@@ -109,7 +109,7 @@ class Server:
         await self.socket.send_multipart([client, *encode(message)])
 
     async def _change(self, client: bytes, message: Message, work: Coroutine[Any, Any, None]) -> None:
-        """Change the engine's state. After a failure its weights may be mixed, so they count as none."""
+        """Change the engine's state and answer. After a failure the weights may be mixed, so their version is -1."""
         try:
             await work
         except Exception as e:
@@ -137,22 +137,22 @@ class Server:
         self.caches_asleep = True
 
     async def _wake_caches(self) -> None:
-        """Wake the caches before the first generation after a sleep, when all ranks have made room."""
+        """Wake the caches before the first generation after a sleep. All ranks have freed their memory by then."""
         async with self.waking:
             if self.caches_asleep:
                 await self.backend.wake_caches()
                 self.caches_asleep = False
 
     async def _generate(self, client: bytes, message: Message) -> None:
-        """Answer with a "rollout" for each that ends, then "ended"; with "stale" where other weights were asked."""
-        # The rank asks again when it has heard of the new weights.
+        """Answer with a "rollout" per finished rollout, then "ended"; or with "stale" if the weights are different."""
+        # The rank asks again when it knows the new version.
         fields = message.fields
         call = message.fields["call"]
         if fields["version"] != self.version:
             await self._send(client, Message("stale", {"call": call}))
             return
 
-        # Rollouts are answered one by one, in the order in which they end.
+        # Answer rollouts one by one, in the order in which they finish.
         try:
             await self._wake_caches()
             sampling = Sampling(**fields["sampling"])
@@ -160,7 +160,7 @@ class Server:
             self.calls[client, call] = [handle for _, handle in rows]
             await asyncio.gather(*(self._answer(client, call, number, handle, sampling) for number, handle in rows))
         except Exception as e:
-            # The rank raises, and has no use for the others.
+            # The rank raises an error, so the other rollouts are not needed.
             for handle in self.calls.get((client, call), []):
                 self.backend.abort(handle)
             await self._send(client, Message("error", {"what": f"generate: {type(e).__name__}: {e}", "call": call}))
@@ -170,7 +170,7 @@ class Server:
         await self._send(client, Message("ended", {"call": call}))
 
     def _submit(self, message: Message, sampling: Sampling) -> list[tuple[int, Any]]:
-        """Submit every rollout of the message as a request of its own; returns their numbers and handles."""
+        """Submit every rollout as a separate request. Return their numbers and handles."""
         tensors = message.tensors
         rows = []
         texts = tensors["ids"].split(tensors["lengths"].tolist())
@@ -183,23 +183,23 @@ class Server:
         return rows
 
     async def _answer(self, client: bytes, call: int, number: int, handle: Any, sampling: Sampling) -> None:
-        """Wait for one rollout and send it."""
+        """Wait for one rollout and send it to the rank."""
         done = await self.backend.completion(handle)
         ids = done.token_ids
         log_probs = done.log_probs
         if sampling.temperature == 0:
-            log_probs = [0.0] * len(ids)  # The distribution is a point mass.
+            log_probs = [0.0] * len(ids)  # greedy sampling has probability 1
 
         by_token = done.finish == "stop" and not sampling.stop_strings
         if by_token and (not ids or ids[-1] not in self.backend.options.stop_ids):
-            raise ValueError(f"a rollout ended by a stop token that it does not hold: ..., {ids[-3:]}")
+            raise ValueError(f"a rollout finished by a stop token, but ends with {ids[-3:]}")
         tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.tensor(log_probs)}
         await self._send(client, Message("rollout", {"call": call, "number": number, "finish": done.finish}, tensors))
 
 
 async def _main(address: str, options: EngineOptions) -> None:
-    # The version is checked first, because the backend cannot be imported with an older engine. The trainer reads the
-    # reason from the last line of the log.
+    # Check the version first, because importing the backend fails with an older engine. The trainer shows the last line
+    # of the log.
     kind = ENGINES[options.engine]
     old = kind.too_old(importlib.import_module(kind.package).__version__)
     if old:
@@ -209,14 +209,14 @@ async def _main(address: str, options: EngineOptions) -> None:
 
 
 def _end_with_parent(directory: Path) -> None:
-    """Wait for the end of standard input, remove the folder and end, whatever the engine is busy with."""
+    """Wait until standard input is closed, then remove the folder and kill the process group."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
     shutil.rmtree(directory, ignore_errors=True)
     if os.getpgrp() == os.getpid():
         unlink_shared_memory(os.getpid())
-        os.killpg(0, signal.SIGKILL)  # and with it what the engine has started
+        os.killpg(0, signal.SIGKILL)  # includes the processes that the engine has started
     os._exit(0)
 
 

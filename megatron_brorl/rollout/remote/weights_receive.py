@@ -1,4 +1,4 @@
-"""Weights as a worker of an engine takes them: bucket by bucket to its device, each tensor checked there."""
+"""Read weights in an engine's worker: copy them to its device, bucket by bucket, and check each tensor there."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class BucketReader:
     def read(self, bucket: WorkerBucket) -> dict[str, Tensor]:
         """Return the tensors of a bucket by Hugging Face name, [any shape], on the worker's device.
 
-        Raises ValueError if a tensor fails its checksum or comes twice. The update is then incomplete, and the engine
-        must be restarted.
+        Raises ValueError if a tensor fails its checksum or is sent twice. The engine must then be restarted.
         """
         given: Any = bucket["records"]
         records = [TensorRecord(*record) for record in given]
@@ -50,25 +49,25 @@ class BucketReader:
         tensors = {record.name: tensor_at(memory, record).to(self.device) for record in records}
         for record in records:
             if record.name in self.seen:
-                raise ValueError(f"{record.name} came twice")
+                raise ValueError(f"{record.name} was sent twice")
             if int(checksum(record.name, tensors[record.name])) != record.checksum:
-                raise ValueError(f"{record.name} is not what was sent (checksum)")
+                raise ValueError(f"{record.name} does not match its checksum")
         self.seen |= tensors.keys()
         return tensors
 
     def check_complete(self, names: Sequence[str]) -> None:
-        """Raise ValueError unless exactly `names` were read, because engines keep old tensors without a word."""
+        """Raise ValueError unless exactly `names` were read, because engines silently keep tensors that are missing."""
         wrong = self.seen.symmetric_difference(names)
         if wrong:
             raise ValueError(f"{len(wrong)} tensors missing or unknown, for example {min(wrong)}")
 
 
 def map_file(path: str | Path) -> Tensor:
-    """Return the bytes of a file [size], shared with every process that maps it."""
+    """Map a file and return its bytes [size], shared with all processes that map it."""
     return torch.from_file(str(path), shared=True, size=os.path.getsize(path), dtype=torch.uint8)
 
 
 def tensor_at(memory: Tensor, record: TensorRecord) -> Tensor:
-    """Return the tensor [record.shape] in the bytes of a file [size]."""
+    """Return the tensor [record.shape] in a mapped file [size]."""
     own = memory[record.offset : record.offset + record.nbytes]
     return own.view(getattr(torch, record.dtype)).view(record.shape)

@@ -1,9 +1,9 @@
-"""Sending weights from the trainer to engines: one file in shared memory per node.
+"""Send weights from the trainer to engines through one file in shared memory per node.
 
-The ranks of a node write an update together. Every rank is sent every tensor, because making them is a collective; one
-rank copies each tensor to the host, and one of its threads writes and checks it there. Then every engine of the node
-gets a hard link to the file, which it deletes when it has other weights. The file outlives engine processes, so that a
-new one gets the same weights without asking the trainer's ranks.
+The ranks of a node write an update together. Every rank receives every tensor, because producing tensors is a
+collective, but only one rank of the node writes it to the file, in a thread that also computes its checksum. Then every
+engine of the node gets a hard link to the file and deletes it when it has newer weights. The file outlives engine
+processes, so that a restarted one loads the same weights without a collective of the trainer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megatron_brorl.ops.fp8_blocks import quantize
 from megatron_brorl.rollout.remote.weights_receive import TensorRecord, map_file, tensor_at
 from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive_each
 
-BUCKET_BYTES = 256 << 20  # of tensors that a worker loads at a time
-THREADS = 4  # of a rank
-SCALE = "_scale_inv"  # ends the name of the scales of the weight before it
-_WAITING = 2 * THREADS  # tensors whose copies wait for a thread, at most
-_ALIGN = 64  # bytes between the starts of two tensors
+BUCKET_BYTES = 256 << 20  # size of the tensors that a worker loads together
+THREADS = 4  # per rank
+SCALE = "_scale_inv"  # suffix of the name of a weight's scales
+_WAITING = 2 * THREADS  # maximum number of copies that wait for a thread
+_ALIGN = 64  # alignment of tensors in bytes
 _LINEARS = tuple(f"{x}_proj.weight" for x in ("q", "k", "v", "o", "gate", "up", "down"))
 
-# Maps (Hugging Face name, tensor [any shape]) to the named tensors that are sent to the engine in its place.
+# Converts (Hugging Face name, tensor [any shape]) to the named tensors that the engine receives.
 Encode = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
-Checksums = dict[str, int]  # of the tensors in the file, by name
+Checksums = dict[str, int]  # by name of the tensor in the file
 
 
 def unchanged(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -42,10 +42,10 @@ def unchanged(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def to_fp8_blocks(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a linear layer's weight [N, K] in FP8 with a scale per 128 x 128 block, and any other tensor as it is.
+    """Yield a linear layer's weight [N, K] in FP8 with a scale per 128 x 128 block. Yield other tensors unchanged.
 
-    weight = fp8 * scale_inv up to rounding, as block-scaled Hugging Face checkpoints (quant_method "fp8") hold it:
-    DeepSeek-V3 (arXiv 2412.19437, 3.3).
+    weight = fp8 * scale_inv up to rounding, as in block-scaled Hugging Face checkpoints (quant_method "fp8") and in
+    DeepSeek-V3 (arXiv 2412.19437, section 3.3).
     """
     if name.endswith(_LINEARS):
         weight, scale_inv = quantize(tensor)
@@ -57,16 +57,16 @@ def to_fp8_blocks(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class HostWeights:
-    """One version of the weights in a file in memory."""
+    """One version of the weights in a file in shared memory."""
 
     path: Path
     version: int
     records: tuple[TensorRecord, ...]
 
     def buckets(self, limit: int = BUCKET_BYTES) -> Iterator[list[TensorRecord]]:
-        """Yield buckets of consecutive records, each of at most `limit` bytes.
+        """Yield buckets of consecutive records with at most `limit` bytes each.
 
-        A bucket exceeds the limit if its first record does, or to keep the scales of a weight in the weight's bucket.
+        A bucket is larger if its first record is, or to keep a weight and its scales together.
         """
         bucket: list[TensorRecord] = []
         size = 0
@@ -81,49 +81,48 @@ class HostWeights:
             yield bucket
 
     def delete(self) -> None:
-        """Remove this engine's name of the file; its memory is free when no engine of the node has one any more."""
+        """Remove this engine's hard link. Deleting the last link frees the memory."""
         self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The ranks of a machine that write an update together."""
+    """The ranks of a node, which write updates together."""
 
-    rank: int  # of this one among them
+    rank: int  # index of this rank in the node
     size: int
-    folder: Path  # in memory; the one of the first of them, which makes the file
-    exchange: Callable[[Any], list[Any]]  # a collective: returns what each of them gives, in order
+    folder: Path  # folder in memory of the first rank, which creates the file
+    exchange: Callable[[Any], list[Any]]  # all-gather of objects among the ranks
 
     @staticmethod
-    def alone(folder: Path) -> NodeRanks:
-        """Return the node of a rank that writes by itself."""
+    def single(folder: Path) -> NodeRanks:
+        """Return a node that consists of this rank only."""
         return NodeRanks(0, 1, folder, lambda own: [own])
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One update that is written."""
+    """Description of one update."""
 
     number: int  # the same on all ranks of the node
     version: int  # of the weights
-    names: Mapping[str, tuple[int, ...]]  # every tensor of the model with its shape
-    dtype: torch.dtype  # of tensors before `encode`
+    names: Mapping[str, tuple[int, ...]]  # shape of every tensor of the model
+    dtype: torch.dtype  # dtype of the tensors passed to `encode`
     encode: Encode
 
 
 def write_update(
     tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate, node: NodeRanks, link: Path | None
 ) -> HostWeights | None:
-    """Write a complete, checked update (tensors [any shape]); a collective of the node.
+    """Write and check an update (tensors [any shape]). Collective of the node.
 
-    link: path of the hard link for the engine that this rank leads. On ranks that lead none it is None, and they return
-    None. Raises UpdateRefused on all ranks of the node if one of them finds a fault, and UserError if shared memory has
-    no room for the file.
+    link: path of the hard link for the engine that this rank leads. Other ranks pass and return None.
+    Raises UpdateRefused on all ranks of the node if one finds a fault, UserError if the file does not fit in memory.
     """
     records, size = file_layout(update.names, update.dtype, update.encode)
     path = node.folder / f"staged_{update.number}"
 
-    # The first rank makes the file. The stream is read to its end in any case.
+    # The first rank creates the file. If that fails, every rank still reads the stream to its end.
     fault = ""
     if node.rank == 0:
         try:
@@ -136,7 +135,7 @@ def write_update(
             pass
         raise UserError(fault)
 
-    # Each rank writes its share, and checks its own stream as a whole. One rank's fault refuses the update for all.
+    # Each rank writes its share and checks its whole stream. A fault on one rank refuses the update on all of them.
     own = {name for name, rank in assign_writers(update.names, node.size).items() if rank == node.rank}
     sums: Checksums = {}
     try:
@@ -151,7 +150,7 @@ def write_update(
         except OSError as e:
             fault = f"weight update: {link}: {e.strerror}"
 
-    # The first name goes when all engines have theirs.
+    # Remove the first link when all engines have their own.
     faults += [f for f in node.exchange(fault) if f and f not in faults]
     if node.rank == 0:
         path.unlink()
@@ -159,7 +158,7 @@ def write_update(
         if link:
             link.unlink(missing_ok=True)
         raise UpdateRefused(fault or faults[0])
-    # Every rank's part of the checksums makes the table that all engines read by.
+    # Combine the checksums of all ranks.
     total = {name: value for _, part in found for name, value in part.items()}
     whole = tuple(record._replace(checksum=total[record.name]) for record in records)
     return HostWeights(link, update.version, whole) if link else None
@@ -168,10 +167,9 @@ def write_update(
 def file_layout(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, encode: Encode
 ) -> tuple[list[TensorRecord], int]:
-    """Return the records of all tensors in an update file, with checksums 0, and the size of the file in bytes.
+    """Return the records of all tensors in an update file, without checksums, and its size in bytes.
 
-    shapes: name -> shape of each tensor before `encode`. The ranks of a node compute the same layout without
-    communication.
+    shapes: shape of each tensor before `encode`. All ranks of a node compute the same layout.
     """
     records = []
     offset = 0
@@ -179,13 +177,13 @@ def file_layout(
         for sent, x in encode(name, torch.empty(shape, dtype=dtype, device="meta")):
             record = TensorRecord(sent, str(x.dtype).removeprefix("torch."), tuple(x.shape), offset, 0)
             records.append(record)
-            # Unaligned, the next tensor could not be viewed in its own dtype.
+            # Tensor.view(dtype) needs an aligned offset.
             offset = -(-(offset + record.nbytes) // _ALIGN) * _ALIGN
     return records, offset
 
 
 def assign_writers(names: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Return the rank of a node that writes each tensor: the one that has least to write so far."""
+    """Assign each tensor to the rank with the fewest elements so far, and return the ranks by name."""
     load = [0] * ranks
     owner = {}
     for name, shape in names.items():
@@ -195,9 +193,9 @@ def assign_writers(names: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str
 
 
 def allocate(path: Path, size: int) -> None:
-    """Make a file of `size` bytes. Raises UserError where its folder has no room for it."""
+    """Allocate a file of `size` bytes. Raises UserError if its folder has no room for it."""
     try:
-        # Without memory behind it, touching a page of the mapped file would end the process by a signal.
+        # Reserve the memory now, because writing to a mapped page without memory raises SIGBUS.
         with open(path, "xb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
     except OSError as e:
@@ -211,7 +209,7 @@ def allocate(path: Path, size: int) -> None:
 def _write(
     tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate, own: set[str], records: list[TensorRecord], path: Path
 ) -> Checksums:
-    """Read the stream to its end and write the tensors in `own`. Raises UpdateRefused."""
+    """Read the stream to its end, write the tensors in `own` and return their checksums. Raises UpdateRefused."""
     memory = map_file(path)
     records_by_name = {record.name: record for record in records}
     sums: Checksums = {}
@@ -236,9 +234,9 @@ def _write(
         def write_own(name: str, tensor: Tensor, expected: Tensor | None) -> None:
             if name not in own:
                 return
-            # A copy, because the stream's tensors are views of buffers that are used again.
+            # Copy the tensor, because the stream reuses its buffers.
             waiting.append(pool.submit(write, name, tensor.detach().clone(), expected))
-            # Without a limit the whole model would wait on the device.
+            # Without this limit, copies of the whole model could accumulate on the device.
             if len(waiting) > _WAITING:
                 waiting.pop(0).result()
 
@@ -246,6 +244,6 @@ def _write(
         for future in waiting:
             future.result()
     if faults:
-        what = f"{len(faults)} tensors are not what was sent (checksum), for example {min(faults)}"
+        what = f"{len(faults)} tensors do not match their checksums, for example {min(faults)}"
         raise UpdateRefused(f"weight update: {what}")
     return sums

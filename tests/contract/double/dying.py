@@ -1,5 +1,5 @@
-"""How a test makes a double die: BRORL_DOUBLE_DIE=POINT:NUMBER:FILE ends the process by SIGKILL the NUMBERth time that
-it comes to POINT, once; it makes FILE. BRORL_DOUBLE_HANG, likewise: the caller's thread stands still there for ever."""
+"""Fault injection. BRORL_DOUBLE_DIE=POINT:NUMBER:FILE kills the process when it reaches POINT for the NUMBERth time,
+unless FILE exists, which it creates. BRORL_DOUBLE_HANG blocks the calling thread instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _seen: dict[str, int] = {}
 
 
 def come_to(point: str) -> None:
-    """Die or stand still here if this is the time and the place."""
+    """Kill the process or block here if a fault is injected at this point."""
     if _now(point, "BRORL_DOUBLE_DIE"):
         os.kill(os.getpid(), signal.SIGKILL)
     if _now(point, "BRORL_DOUBLE_HANG"):

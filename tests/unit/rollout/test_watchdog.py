@@ -1,4 +1,4 @@
-"""An engine behind a deadline: what is late is named, what is lost is missing, and nothing waits for ever."""
+"""Tests of the time limit of the rollout engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def indices(result):
     return [[r.index for r in rollouts] for rollouts in result.rollouts]
 
 
-def test_an_engine_in_time_is_left_alone(capfd):
+def test_engine_within_the_limit_logs_nothing(capfd):
     engine = fakes.Engine(version=4)
     result = Watchdog(engine, 60.0).generate(REQUESTS, SAMPLING)
     assert indices(result) == [list(range(40)), list(range(32, 40))]
@@ -42,8 +42,7 @@ def test_lost_rollouts_are_missing():
     assert indices(result) == [list(range(1, 40)), list(range(32, 39))]
 
 
-def test_late_rollouts_are_named_and_come_back_unfinished(capfd):
-    """The engine hears of the limit; what had begun comes back "cut", with its tokens."""
+def test_late_rollouts_are_logged_and_cut(capfd):
     engine = fakes.Engine(stall={("p/0", 3), *(("p/1", i) for i in range(34, 40))}, lose={("p/0", 7)})
     result = Watchdog(engine, 0.4, rank=5).generate(REQUESTS, SAMPLING)
     assert result.late == 8
@@ -59,17 +58,17 @@ def test_late_rollouts_are_named_and_come_back_unfinished(capfd):
         assert line.endswith("2 of prompt p/0; 6 of prompt p/1")
 
 
-def test_a_stuck_engine_is_given_up(capfd):
-    """Its finished rollouts count; it is not asked again, nor given weights, though their stream is read."""
+def test_stuck_engine_is_abandoned(capfd):
+    """Its finished rollouts count. Later it gets no requests and no weights, but the weight stream is read."""
     release = threading.Event()
     engine = fakes.Engine(stall={("p/0", 3)}, deaf=release, version=1)
     dog = Watchdog(engine, 0.2, grace_s=0.2)
     begun = time.monotonic()
     result = dog.generate(REQUESTS, SAMPLING)
-    assert time.monotonic() - begun < 30  # not for ever
+    assert time.monotonic() - begun < 30  # far below the time that the engine hangs
     assert indices(result) == [[i for i in range(40) if i != 3], list(range(32, 40))]
     assert dog.stuck
-    assert "the engine did not stop and is given up: 1 of prompt p/0" in capfd.readouterr().err
+    assert "the engine did not stop and is abandoned: 1 of prompt p/0" in capfd.readouterr().err
     sent = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
     dog.update_weights(sent, 2)
     assert list(sent) == []
@@ -91,35 +90,35 @@ def test_exceptions_of_the_engine_are_raised_here():
             return [[stranger] for _ in requests]
 
     dog = Watchdog(Broken(), 60.0)
-    for _ in range(2):  # and the thread lives on
+    for _ in range(2):  # the thread survives an exception
         with pytest.raises(ZeroDivisionError, match="in the engine"):
             dog.generate(REQUESTS, SAMPLING)
     with pytest.raises(ValueError, match="sibling 40 of p/0, which was not asked"):
         Watchdog(Confused(), 60.0).generate(REQUESTS, SAMPLING)
 
 
-def test_each_rollout_is_told_of_once_and_as_it_ends():
-    """The fake engine delivers twice, as it goes and at its end; what is "cut" has not ended."""
+def test_finished_is_called_once_per_rollout_as_it_finishes():
+    """The fake engine delivers every rollout twice. "cut" rollouts are not finished."""
     engine = fakes.Engine(stall={("p/0", 3)}, lose={("p/1", 39)})
-    told, threads = [], set()
+    reported, threads = [], set()
 
     def finished(request, rollout):
-        told.append((request, rollout.index, rollout))
+        reported.append((request, rollout.index, rollout))
         threads.add(threading.current_thread())
 
     result = Watchdog(engine, 0.4).generate(REQUESTS, SAMPLING, finished)
-    assert [place[:2] for place in told] == [
+    assert [place[:2] for place in reported] == [
         *((0, i) for i in range(40) if i != 3),
         *((1, i) for i in range(32, 39)),
     ]
     found = {(i, r.index): r for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"}
-    assert all(found.pop((request, index)) is rollout for request, index, rollout in told)
+    assert all(found.pop((request, index)) is rollout for request, index, rollout in reported)
     assert not found
-    assert threading.current_thread() not in threads  # the caller's, who waits
+    assert threading.current_thread() not in threads  # the caller's thread waits
 
 
-def test_what_comes_after_an_engine_was_given_up_is_not_told():
-    late, release, delivered, told = ("p/0", 3), threading.Event(), threading.Event(), []
+def test_rollouts_of_an_abandoned_engine_are_ignored():
+    late, release, delivered, reported = ("p/0", 3), threading.Event(), threading.Event(), []
 
     class Late(fakes.Engine):
         def generate(self, requests, sampling, callbacks=None, supply=None):
@@ -129,27 +128,27 @@ def test_what_comes_after_an_engine_was_given_up_is_not_told():
             return groups
 
     dog = Watchdog(Late(stall={late}, deaf=release), 0.2, grace_s=0.2)
-    result = dog.generate(REQUESTS, SAMPLING, lambda request, rollout: told.append((request, rollout.index)))
+    result = dog.generate(REQUESTS, SAMPLING, lambda request, rollout: reported.append((request, rollout.index)))
     assert dog.stuck
     release.set()
     assert delivered.wait(60)
-    assert (0, 3) not in told
-    assert len(told) == sum(map(len, result.rollouts)) == 47
+    assert (0, 3) not in reported
+    assert len(reported) == sum(map(len, result.rollouts)) == 47
 
 
-def test_who_is_told_may_end_the_call():
-    """The engine ends in order, without what it would still wait for, and lives on."""
-    engine, told = fakes.Engine(stall={("p/0", 3)}), []
+def test_exception_in_finished_cancels_the_call():
+    """The engine stops normally and can be used again."""
+    engine, reported = fakes.Engine(stall={("p/0", 3)}), []
 
     def finished(request, rollout):
-        told.append(rollout.index)
-        if len(told) == 5:
+        reported.append(rollout.index)
+        if len(reported) == 5:
             raise UserError("no scoring process can be started")
 
     dog = Watchdog(engine, 600.0)
     with pytest.raises(UserError, match="no scoring process can be started"):
         dog.generate(REQUESTS, SAMPLING, finished)
-    assert told == [0, 1, 2, 4, 5]  # and nothing after that
+    assert reported == [0, 1, 2, 4, 5]  # no call after the exception
     assert not dog.stuck
     engine.stall = set()
     assert indices(dog.generate(REQUESTS, SAMPLING)) == [list(range(40)), list(range(32, 40))]

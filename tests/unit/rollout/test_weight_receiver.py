@@ -1,4 +1,4 @@
-"""What happens to a weight update on its way is seen, named, and costs the engine nothing."""
+"""Tests that faults in a weight update are detected and leave the engine unchanged."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def model(tmp_path_factory):
 
 
 def dropped(pairs):
-    """A bucket of three tensors is lost."""
+    """Drop a bucket of three tensors."""
     return [*pairs[:4], *pairs[7:]]
 
 
 def swapped(pairs, with_checksums):
-    """k and v of one layer have one shape; each arrives with the other's bytes."""
+    """Swap the bytes of k and v of one layer, which have the same shape."""
     k, v = (
         next(i for i, p in enumerate(pairs) if p[0] == f"model.layers.1.self_attn.{x}.weight")
         for x in ("k_proj", "v_proj")
@@ -45,7 +45,7 @@ def swapped(pairs, with_checksums):
 
 
 def flipped(pairs):
-    """One bit of one tensor, after its checksum was taken."""
+    """Flip one bit of one tensor after its checksum was computed."""
     name, tensor = pairs[5]
     data = tensor.detach().clone()
     data.view(torch.uint8).view(-1)[17] ^= 4
@@ -70,17 +70,17 @@ def killed(pairs):
     raise RuntimeError("Connection closed by peer")
 
 
-SWAPPED = r"2 tensors are not what was sent \(checksum\), for example model.layers.1.self_attn.k_proj.weight"
+SWAPPED = r"2 tensors do not match their checksums, for example model.layers.1.self_attn.k_proj.weight"
 FAULTS = [
     (dropped, "3 tensors missing, for example model.layers.0.self_attn"),
     (partial(swapped, with_checksums=False), SWAPPED),
     (partial(swapped, with_checksums=True), SWAPPED),
-    (flipped, r"1 tensors are not what was sent \(checksum\)"),
+    (flipped, r"1 tensors do not match their checksums"),
     (renamed, "model.other is unknown"),
     (cut, r"model.embed_tokens.weight has shape \[102, 48\]"),
     (unsealed, "comes without a checksum"),
     (lambda pairs: [*pairs, pairs[2]], "is sent twice"),
-    (killed, r"broke off after 6 of 50 tensors: RuntimeError: Connection closed by peer"),
+    (killed, r"failed after 6 of 50 tensors: RuntimeError: Connection closed by peer"),
 ]
 
 
@@ -88,7 +88,7 @@ def names(model):
     return {name: tuple(p.shape) for name, p in model[1].items()}
 
 
-def test_an_update_arrives_as_it_is(model):
+def test_received_weights_are_identical(model):
     for dtype in (torch.float32, torch.bfloat16):
         got = receive(with_checksums(model[1].items()), names(model), CPU, dtype)
         assert got.keys() == model[1].keys()
@@ -99,13 +99,13 @@ def test_an_update_arrives_as_it_is(model):
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_faults_are_named(model, fault, message, dtype):
+def test_faults_are_reported(model, fault, message, dtype):
     with pytest.raises(UpdateRefused, match=message):
         receive(fault(list(with_checksums(model[1].items()))), names(model), CPU, dtype)
 
 
 @pytest.mark.parametrize("fault", [flipped, killed])
-def test_the_old_version_stays_and_the_next_update_works(model, fault):
+def test_refused_update_keeps_the_old_weights_and_the_next_one_works(model, fault):
     shape = read_shape(model[0])
     engine = TorchEngine(shape, hf_shapes(shape), CPU, torch.float32, 64, sample_tokens)
     request = [Request(Prompt("p", "", (5, 6, 7), None, "exact"), 1, 8)]
@@ -127,8 +127,8 @@ def test_the_old_version_stays_and_the_next_update_works(model, fault):
     assert rollouts != before[1]
 
 
-def test_a_refused_stream_is_read_to_its_end(model):
-    """Other ranks take part in it, and would wait for this one."""
+def test_refused_stream_is_read_to_its_end(model):
+    """The stream is a collective, so other ranks would hang otherwise."""
     pairs = list(with_checksums(model[1].items()))
     stream = iter([ChecksummedTensor("model.other", pairs[0][1], pairs[0].checksum), *pairs])
     with pytest.raises(UpdateRefused, match=r"model\.other is unknown"):

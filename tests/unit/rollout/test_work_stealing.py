@@ -1,4 +1,4 @@
-"""Each slot is taken once, by any rank in any order, and gets the tokens that any other rank would draw."""
+"""Tests that every slot is claimed once, and that its tokens do not depend on the rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shares(parts, store=None):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_slot_is_taken_once_whoever_asks_when(ranks, seed):
+def test_every_slot_is_claimed_once(ranks, seed):
     rng, new = random.Random(seed), list(product(range(5), range(16)))
     parts = deal(new, [rng.randrange(20) for _ in range(ranks)])
     waiting, taken = shares(parts), [[] for _ in range(ranks)]
@@ -43,8 +43,7 @@ def test_every_slot_is_taken_once_whoever_asks_when(ranks, seed):
             assert any(claim == part[i : i + len(claim)] for part in parts for i in range(len(part) + 1))
 
 
-def test_what_is_taken_of_others():
-    """Own ones first, then the next rank's, from the front; nothing when all is taken."""
+def test_claims_start_with_the_own_part():
     a, b, c = shares([[(0, i) for i in range(12)], [(1, i) for i in range(20)], [(2, i) for i in range(3)]])
     assert a.claim(10) == [(0, i) for i in range(10)]
     assert b.claim(4) == [(1, i) for i in range(4)]
@@ -69,7 +68,7 @@ def test_a_call_deletes_the_counters_of_the_call_before():
 
 
 def supplied(waiting, groups, seed=3):
-    """A supply, and where the groups of what it gives are noted."""
+    """Return a supply and the list that collects the groups of its requests."""
     numbers = []
 
     def asked(slots):
@@ -80,8 +79,7 @@ def supplied(waiting, groups, seed=3):
     return SlotSupply(waiting, asked, 80, 9), numbers
 
 
-def test_an_engine_that_is_given_up_leaves_the_rest_to_the_others(capfd):
-    """It hangs in what it began; the others' engines sample all it has not, with the tokens of anyone's."""
+def test_other_ranks_sample_the_rest_of_an_abandoned_engine(capfd):
     parts = deal(list(product(range(5), range(16))), [0, 0])
     waiting, release = shares(parts), threading.Event()
     stuck = fakes.Engine(stall={("p/0", 0)}, deaf=release, takes=2, room=4)
@@ -97,14 +95,14 @@ def test_an_engine_that_is_given_up_leaves_the_rest_to_the_others(capfd):
     release.set()
     assert "1 of prompt p/0" in capfd.readouterr().err
     found = dict(results)
-    assert len(found) == len(results) == 5 * 16 - 1  # only what hangs is lost
+    assert len(found) == len(results) == 5 * 16 - 1  # only the hanging rollout is lost
     for (group, sibling), rollout in found.items():
         (request,), _ = requests([(group, sibling)], GROUPS, {}, 3)
         (drawn,) = fakes.draws(request.key, [sibling], 12)
         assert rollout.token_ids.tolist() == drawn[: len(rollout.token_ids)]
 
 
-def test_an_engine_that_is_told_to_stop_begins_nothing_more():
+def test_cancelled_engine_gets_no_more_requests():
     waiting = shares(deal(list(product(range(5), range(16))), [0, 0]))
     supply, _ = supplied(waiting[0], GROUPS)
 
@@ -116,4 +114,4 @@ def test_an_engine_that_is_told_to_stop_begins_nothing_more():
             return []
 
     assert Watchdog(Slow(), 0.1).generate([], SAMPLING, supply=supply).requests == []
-    assert len(waiting[1].claim(100)) == len(waiting[1].claim(100)) == 40  # its own, and the first rank's
+    assert len(waiting[1].claim(100)) == len(waiting[1].claim(100)) == 40  # its own part, then the first rank's

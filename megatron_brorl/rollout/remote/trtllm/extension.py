@@ -1,7 +1,7 @@
-"""What runs inside every worker of a TensorRT-LLM engine: loads weights bucket by bucket, and checks what it loads.
+"""Worker extension of TensorRT-LLM: loads weights bucket by bucket and checks them.
 
-Mixed into TensorRT-LLM's worker by ray_worker_extension_cls, so no name here may be one of the worker's; hence the
-prefix. Not yet run on a GPU; tests run it in the contract double.
+TensorRT-LLM adds it as a base class of its worker (ray_worker_extension_cls), so no name may clash with the worker's;
+hence the prefix. Not yet run on a GPU; tests run it on a fake tensorrt_llm (tests/contract/double).
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ from megatron_brorl.rollout.remote.weights_receive import BucketReader
 
 
 class TrtllmWorkerExtension(WorkerExtension):
-    """Methods that AsyncLLM.collective_rpc calls by name."""
+    """Methods that TrtllmBackend calls in every worker by AsyncLLM.collective_rpc."""
 
     def brorl_begin(self) -> None:
-        """A new version of the weights begins."""
+        """Start loading a new version of the weights."""
         self._brorl_reader = BucketReader(self.device_id)
 
     def brorl_load(self, bucket: WorkerBucket) -> None:
-        """Load a bucket that is what was sent. Raises ValueError as BucketReader.read."""
+        """Load a bucket. Raises ValueError as BucketReader.read."""
         tensors = self._brorl_reader.read(bucket)
 
-        # Tensors that are here already, in the form in which TensorRT-LLM takes handles: (function, arguments), of
-        # which it replaces the seventh by the device.
+        # TensorRT-LLM expects CUDA IPC handles (function, arguments), and replaces the seventh argument by the device.
+        # These handles return the tensors that this worker already has.
         handles = [(name, (_held, (tensor, *[None] * 6))) for name, tensor in tensors.items()]
         self.update_weights({get_device_uuid(self.device_id): handles})
 
     def brorl_finish(self, names: Sequence[str]) -> None:
-        """Finalise, where exactly `names` were loaded. Raises ValueError as BucketReader.check_complete."""
+        """Finish loading. Raises ValueError unless exactly `names` were loaded."""
         self._brorl_reader.check_complete(names)
         self.update_weights(None)
 
     def brorl_reset_prefix_cache(self) -> None:
-        """Forget keys and values of prompts."""
+        """Drop the prefix cache."""
         self.engine.reset_prefix_cache()
 
     def brorl_kv_tokens(self) -> int:
-        """Tokens whose keys and values this worker's memory holds, by the first manager (llm.py asks for it)."""
+        """Return the number of tokens whose keys and values fit in this worker's memory.
+
+        It needs the first KV cache manager, which llm.py selects.
+        """
         manager = self.engine.resource_manager.get_resource_manager(ResourceManagerType.KV_CACHE_MANAGER)
         stats = manager.get_kv_cache_stats()
         return int(stats.max_num_blocks * stats.tokens_per_block)

@@ -1,6 +1,7 @@
-"""TensorRT-LLM's AsyncLLM as the engine process uses it, from 1.3.0rc29 on.
+"""Engine backend for TensorRT-LLM 1.3.0rc29 or newer.
 
-With extension.py the only file that imports tensorrt_llm. Not yet run on a GPU; tests run it on the contract double.
+Only this file and extension.py import tensorrt_llm. Not yet run on a GPU; tests run it on a fake tensorrt_llm
+(tests/contract/double).
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ from megatron_brorl.rollout.remote.trtllm.settings import (
 )
 
 EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.TrtllmWorkerExtension"
-# Quantised with the scales of each 128 x 128 block, from whatever full weights come (weights_send.to_fp8_blocks).
+# Weights in FP8 with a scale per 128 x 128 block (weights_send.to_fp8_blocks).
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 class TrtllmBackend(EngineBackend):
-    """TensorRT-LLM's leaf."""
+    """See EngineBackend."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Raises ValueError where this version of TensorRT-LLM cannot do what is asked."""
+        """Start Ray and TensorRT-LLM. Raises ValueError if not even one response fits."""
         self.options = options
         self.config = EngineConfig(**options.section)
         self.tags = sleep_tags(str(tag.value) for tag in ExecutorMemoryType)
 
-        # Tables of log-probs and CUDA graphs are of this size: no larger than what can run together.
+        # Log-probability buffers and CUDA graphs have this batch size, so it must not exceed the number that fits.
         config = self.config
         self.rows = options.max_rows
         if options.max_kv_tokens:
@@ -65,41 +66,41 @@ class TrtllmBackend(EngineBackend):
         options = self.options
         config = self.config
 
-        # What training needs is set here; the rest is left to the engine. sampler_type is left out: it was removed in
-        # August 2026, and TorchSampler is the default before.
+        # Set only the arguments that training needs. sampler_type was removed in August 2026, and TorchSampler was the
+        # default before.
         return AsyncLLM(
             model=options.model,
-            skip_tokenizer_init=True,  # ids in, ids out
+            skip_tokenizer_init=True,  # prompts and responses are token ids
             tensor_parallel_size=config.tensor,
             dtype=options.dtype,
-            load_format="dummy",  # weights come from the trainer
+            load_format="dummy",  # the trainer sends the weights
             model_kwargs={"quantization_config": _FP8} if config.quantization == "fp8" else None,
             max_batch_size=self.rows,
-            # Neither a prompt nor a rollout that goes on may be cut short of the context.
+            # Prompts, continued rollouts included, may be as long as the context.
             max_input_len=options.context,
             max_seq_len=options.context,
             max_num_tokens=max(config.max_num_tokens, options.context),
-            # Siblings find the blocks of their prompt by its prefix. The smaller of both bounds holds: what the trainer
-            # will still take before its first update is not taken by caches now, nor after a restart.
+            # Siblings share the cache blocks of their prompt. The smaller of both limits applies; max_tokens leaves the
+            # memory that the trainer allocates later.
             kv_cache_config=KvCacheConfig(
                 enable_block_reuse=True,
                 free_gpu_memory_fraction=config.memory_fraction,
                 max_tokens=options.max_kv_tokens or None,
                 dtype=config.kv_dtype,
-                # The second manager, which "auto" may choose, tells bytes and no number of blocks (brorl_kv_tokens).
+                # The second manager, which "auto" may select, does not report the number of blocks (brorl_kv_tokens).
                 use_kv_cache_manager_v2=False,
             ),
-            # The other policy, MAX_UTILIZATION, evicts and recomputes requests, which cost 40% of the throughput where
-            # many more were asked for than fit (TensorRT-LLM issue 16827).
+            # MAX_UTILIZATION evicts and recomputes requests. With many more requests than fit, that cost 40% of the
+            # throughput (TensorRT-LLM issue 16827).
             scheduler_config=SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy.GUARANTEED_NO_EVICT),
-            # A graph is of one batch size: without padding all but the sizes of the list would run without one.
+            # A graph has one batch size. Without padding, other batch sizes would run without a graph.
             cuda_graph_config=(
                 CudaGraphConfig(batch_sizes=graph_sizes(self.rows), enable_padding=True) if config.cuda_graphs else None
             ),
             sleep_config=SleepConfig(
                 restore_modes={ExecutorMemoryType(tag): mode for tag, mode in restore_modes(self.tags).items()}
             ),
-            ray_worker_extension_cls=EXTENSION,  # the brorl_ calls, in every worker
+            ray_worker_extension_cls=EXTENSION,  # adds the brorl_ methods to every worker
         )
 
     async def start(self) -> Capabilities:
@@ -115,9 +116,9 @@ class TrtllmBackend(EngineBackend):
         )
 
     def params(self, sampling: Sampling, tokens: int, seed: int) -> SamplingParams:
-        """See EngineBackend; stop strings are refused with the configuration.
+        """See EngineBackend. config.rules refuses stop strings with this engine.
 
-        All settings are explicit: left out, they would mean greedy.
+        All parameters are explicit, because TensorRT-LLM samples greedily without temperature, top_p and top_k.
         """
         stop = list(self.options.stop_ids)
         return SamplingParams(
@@ -125,13 +126,13 @@ class TrtllmBackend(EngineBackend):
             pad_id=stop[0],
             max_tokens=tokens,
             stop_token_ids=stop,
-            include_stop_str_in_output=True,  # so that the stop token stays, with its log-prob
+            include_stop_str_in_output=True,  # keep the stop token and its log-probability
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=seed,
-            logprobs=0 if sampling.log_probs else None,  # of the sampled token only
-            logprobs_mode=LogprobMode.PROCESSED,  # of the distribution that tokens are drawn from
+            logprobs=0 if sampling.log_probs else None,  # only of the sampled token
+            logprobs_mode=LogprobMode.PROCESSED,  # of the sampling distribution
             detokenize=False,
             add_special_tokens=False,
         )
@@ -143,7 +144,7 @@ class TrtllmBackend(EngineBackend):
     async def completion(self, handle: Any) -> Completion:
         """See EngineBackend."""
         output = (await handle).outputs[0]
-        # An aborted request may report other tokens than the sampled ones, so its tokens are dropped.
+        # Drop the tokens of an aborted request, because they may differ from the sampled ones.
         if output.finish_reason not in ("stop", "length"):
             return Completion([], "cut", [])
         reported = [{k: getattr(v, "logprob", v) for k, v in entry.items()} for entry in output.logprobs or []]
@@ -160,7 +161,7 @@ class TrtllmBackend(EngineBackend):
 
     async def sleep(self) -> None:
         """See EngineBackend."""
-        # Released blocks would still be found by their prefix.
+        # Otherwise the prefix cache would still refer to the released blocks.
         await self.call_workers("brorl_reset_prefix_cache")
         await self._llm.release(self.tags)
 

@@ -1,8 +1,8 @@
-"""The Ray of one engine, on ports that no other engine of the node uses.
+"""Starts Ray for one engine, on ports that no other engine of the node uses.
 
-Several Rays that choose their own ports on one node race for them, because each looks for free ones and binds them
-later. Here each has a block of its own. A block belongs to the process that holds its last port; the system frees that
-port when the process ends.
+Ray instances that choose their own ports on one node race for them, because Ray looks for free ports and binds them
+later. Here every instance has its own block of ports. A process reserves a block by binding its last port, which the
+kernel frees when the process ends.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import subprocess
 import sys
 import time
 
-FIRST_PORT = 20000  # below 32768, from where Linux gives ports to any program that asks for one
-PORTS = 100  # of a block
-BLOCKS = 100  # that are tried
+FIRST_PORT = 20000  # below 32768, where Linux's range of ephemeral ports starts
+PORTS = 100  # per block
+BLOCKS = 100  # blocks to try
 _HOST = "127.0.0.1"
 _START_S = 120.0
-# Ray's options, in the order of their ports in the block; the workers have what is left of it.
+# Ray's options in the order of their ports in the block. Workers use the remaining ports.
 _SERVICES = (
-    "--port",  # of the store that everything else finds one another by
+    "--port",  # the global control store
     "--node-manager-port",
     "--object-manager-port",
     "--metrics-export-port",
@@ -30,23 +30,25 @@ _SERVICES = (
     "--dashboard-agent-grpc-port",
     "--dashboard-agent-listen-port",
 )
-_CLIENT = "--ray-client-server-port"  # refused where Ray has no client, and 10001 for all where it has one
+_CLIENT = (
+    "--ray-client-server-port"  # refused if Ray has no client (needs grpc); its default is 10001 for every instance
+)
 
 
 def start(gpus: int) -> socket.socket:
     """Start a Ray in this process's session and name it in RAY_ADDRESS, where TensorRT-LLM looks for one.
 
-    gpus: devices, those of CUDA_VISIBLE_DEVICES. Raises OSError where a
-    port is taken or Ray ends, TimeoutError where it does not come up.
+    gpus: number of devices in CUDA_VISIBLE_DEVICES. Return the socket that reserves the ports. Raises OSError if no
+    ports are free or Ray ends, and TimeoutError if it does not start.
     """
     first, held = find_block()
     process = subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", "start", *arguments(first, gpus)])
 
-    # TensorRT-LLM looks once.
+    # Wait until Ray listens, because TensorRT-LLM tries to connect only once.
     deadline = time.monotonic() + _START_S
     while not _answers(first):
         if process.poll() is not None:
-            raise OSError(f"ray start ended with exit code {process.returncode}; its own words stand above")
+            raise OSError(f"ray start ended with exit code {process.returncode}; its output is above")
         if time.monotonic() > deadline:
             raise TimeoutError(f"Ray did not listen on port {first} within {_START_S:g} s")
         time.sleep(0.1)
@@ -55,15 +57,15 @@ def start(gpus: int) -> socket.socket:
 
 
 def find_block(base: int = FIRST_PORT) -> tuple[int, socket.socket]:
-    """The first port of the first block from `base` on whose services can listen, and what holds the block.
+    """Return the first port of the first free block from `base` on, and the socket that reserves the block.
 
-    Raises OSError where there is none.
+    Raises OSError if no block is free.
     """
     for first in range(base, min(base + PORTS * BLOCKS, 65536 - PORTS), PORTS):
         held = _bound(first + PORTS - 1)
         if held is None:
             continue
-        # Its services' ports, and that of a client where there is one; workers look for theirs by themselves.
+        # Check the ports of the services and of the client. Workers search for free ports themselves.
         services = [_bound(first + i) for i in range(len(_SERVICES) + 1)]
         for s in services:
             if s is not None:
@@ -75,24 +77,24 @@ def find_block(base: int = FIRST_PORT) -> tuple[int, socket.socket]:
 
 
 def arguments(first: int, gpus: int) -> list[str]:
-    """Of `ray start` for a Ray that uses the ports first .. first + PORTS - 2."""
+    """Return the arguments of `ray start` with the ports first .. first + PORTS - 2."""
     names = (*_SERVICES, *([_CLIENT] if importlib.util.find_spec("grpc") else []))
     return [
         "--head",
-        "--block",  # it ends with the process that is started here
+        "--block",  # keep running in the foreground as a child of this process
         f"--node-ip-address={_HOST}",
         *(f"{name}={first + i}" for i, name in enumerate(names)),
         f"--min-worker-port={first + len(_SERVICES) + 1}",
         f"--max-worker-port={first + PORTS - 2}",
         f"--num-gpus={gpus}",
-        f"--num-cpus={2 * gpus + 2}",  # one each for a worker; more would only start more idle processes
+        f"--num-cpus={2 * gpus + 2}",  # one per worker; Ray starts an idle process per CPU
         "--include-dashboard=false",
         "--disable-usage-stats",
     ]
 
 
 def _bound(port: int) -> socket.socket | None:
-    """A socket that has the port; None where another has it."""
+    """Return a socket that is bound to the port, or None if the port is in use."""
     s = socket.socket()
     try:
         s.bind((_HOST, port))

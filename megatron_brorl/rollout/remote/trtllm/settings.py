@@ -1,41 +1,40 @@
-"""Settings of TensorRT-LLM that can be computed without it."""
+"""Settings of TensorRT-LLM that are computed without importing it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-KV_CACHE = "kv_cache"  # memory tag of keys and values
-_SENT_AGAIN = ("model_weights", "draft_model_weights")  # a sleep may lose these, because weights follow it
+KV_CACHE = "kv_cache"  # memory tag of the KV cache
+_SENT_AGAIN = ("model_weights", "draft_model_weights")  # tags of weights, which the trainer sends again after a sleep
 
 
 def sleep_tags(known: Iterable[str]) -> list[str]:
-    """Return the tags of all memory that a sleep gives back; internal tags begin with _."""
+    """Return the tags of all memory that a sleep frees: all tags except internal ones, which start with _."""
     return [tag for tag in known if not tag.startswith("_")]
 
 
 def restore_modes(tags: Iterable[str]) -> dict[str, str]:
-    """Return whether each tag's memory is lost in a sleep ("NONE") or kept in host memory ("CPU").
+    """Return whether a sleep drops each tag's memory ("NONE") or keeps it in host memory ("CPU").
 
-    Weights are sent again after a sleep and caches are empty. Everything else, such as the tables of rotary embeddings
-    under "model" or the sampler's state, is needed as it was.
+    Weights are sent again after a sleep, and the KV cache is empty. All other memory is restored, for example rotary
+    embeddings (tag "model") and the sampler's state.
     """
     return {tag: "NONE" if tag in (KV_CACHE, *_SENT_AGAIN) else "CPU" for tag in tags}
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Return the batch sizes of CUDA graphs, up to `rows`. Others are padded, by a quarter at most above 32.
+    """Return the batch sizes of CUDA graphs, up to `rows`. Padding to the next one adds at most 25% above 32 rows.
 
-    TensorRT-LLM's own list doubles above 128: 260 rows would be computed as 512.
+    TensorRT-LLM's default sizes double above 128, so that 260 rows would be padded to 512.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, rows, 64)]
     return [size for size in sizes if size < rows] + [rows]
 
 
 def rows_at_a_time(kv_tokens: int, context: int, most: int) -> int:
-    """Return how many requests run together where keys and values of `kv_tokens` tokens fit.
+    """Return how many requests run together if keys and values of `kv_tokens` tokens fit.
 
-    The scheduler reserves the longest response, prompt + response tokens = context, for each request. Raises ValueError
-    where not even one fits.
+    The scheduler reserves `context` tokens for each request. Raises ValueError if not even one request fits.
     """
     fitting = kv_tokens // context
     if not fitting:

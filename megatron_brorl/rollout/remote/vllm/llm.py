@@ -1,6 +1,6 @@
-"""vLLM's AsyncLLM as the engine process uses it, from 0.32 on, on CPUs and on GPUs.
+"""Engine backend for vLLM 0.32 or newer, on CPUs and GPUs. Not yet run on a GPU.
 
-With extension.py the only file that imports vllm. Not yet run on a GPU.
+Only this file and extension.py import vllm.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from megatron_brorl.rollout.remote.protocol import (
 )
 
 EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.VllmWorkerExtension"
-_SPARE_TOKENS = 2 * 512  # of pages that requests fill in part
-# Of the GPU's whole memory. vLLM does not start unless this share is free (0.92 by default), even where the bytes for
-# keys and values are given. A trainer on the same GPU may hold more than the rest. Nothing else depends on it then.
+_SPARE_TOKENS = 2 * 512  # for cache pages that are partly filled
+# Fraction of the GPU's memory that must be free, or vLLM does not start (default 0.92). vLLM checks it even if
+# the size of the KV cache is given, and it has no other effect then. A trainer on the same GPU may leave less memory.
 _FREE_SHARE = 0.01
-_WATCH_S = 1.0  # between two questions whether vLLM's own processes are alive
+_WATCH_S = 1.0  # seconds between checks that vLLM's own processes are alive
 
 
 class VllmBackend(EngineBackend):
-    """vLLM's leaf."""
+    """See EngineBackend."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Raises ValueError where vLLM cannot do what is asked here."""
+        """Raise ValueError if vLLM does not support the options on this machine."""
         self.options = options
         self.config = EngineConfig(**options.section)
         self.on_gpu = torch.cuda.is_available()
@@ -53,11 +53,13 @@ class VllmBackend(EngineBackend):
         if self.config.quantization == "fp8" and not self.on_gpu:
             raise ValueError("engine.quantization = 'fp8' needs a GPU: set 'none'")
         if options.threads and not self.on_gpu:
-            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # the engine's own process inherits it
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # inherited by vLLM's own process
 
     def _kv_bytes(self) -> int:
-        """Of keys and values on each of the engine's devices: what all rows take at their longest, or what there is
-        room for. Raises ValueError where not even one response fits."""
+        """Return the size of the KV cache per device in bytes: for all rollouts at full length, or as much as fits.
+
+        Raises ValueError if not even one response fits.
+        """
         options = self.options
         shape = read_shape(Path(self.options.model))
         size = 1 if self.config.kv_dtype == "fp8" else getattr(torch, options.dtype).itemsize
@@ -75,11 +77,11 @@ class VllmBackend(EngineBackend):
         return found
 
     def arguments(self) -> dict[str, Any]:
-        """Of vLLM's AsyncEngineArgs. Raises ValueError where no response would fit."""
+        """Return the arguments of vLLM's AsyncEngineArgs. Raises ValueError if no response would fit."""
         options = self.options
         config = self.config
 
-        # What differs between devices. vLLM's seeds crash under chunked prefill on CPUs, and eager code starts sooner.
+        # On CPUs, vLLM crashes with seeds and chunked prefill, and eager mode starts faster.
         if self.on_gpu:
             own: dict[str, Any] = {
                 "enable_sleep_mode": True,
@@ -89,28 +91,28 @@ class VllmBackend(EngineBackend):
         else:
             own = {"enable_chunked_prefill": False, "enforce_eager": True}
         if config.quantization == "fp8":
-            own["quantization"] = "fp8"  # of each weight, by vLLM, as it comes
+            own["quantization"] = "fp8"  # vLLM quantises each weight when it is loaded
 
-        # What training needs is set here; the rest is left to the engine.
+        # Set only the arguments that training needs.
         return {
             "model": options.model,
-            # Ids in, ids out; stop strings alone need text.
+            # Prompts and responses are token ids. Only stop strings need text.
             "skip_tokenizer_init": not options.stop_strings,
             "trust_remote_code": False,
             "tensor_parallel_size": config.tensor,
             "dtype": options.dtype,
-            "load_format": "dummy",  # weights come from the trainer
+            "load_format": "dummy",  # the trainer sends the weights
             "max_model_len": options.context,
             "max_num_seqs": options.max_rows,
-            # Neither a prompt nor a rollout that goes on may be cut into pieces.
+            # No prompt, continued rollouts included, may be split into chunks.
             "max_num_batched_tokens": max(config.max_num_tokens, options.context, options.max_rows),
-            # Siblings find the blocks of their prompt by its prefix.
+            # Siblings share the cache blocks of their prompt.
             "enable_prefix_caching": True,
             "kv_cache_memory_bytes": self._kv_bytes(),
             "kv_cache_dtype": config.kv_dtype,
-            "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
+            "logprobs_mode": "processed_logprobs",  # log-probabilities of the sampling distribution
             "worker_extension_cls": EXTENSION,
-            "generation_config": "vllm",  # none of the model's own settings
+            "generation_config": "vllm",  # ignore the model's generation_config.json
             "disable_log_stats": True,
             **own,
         }
@@ -131,7 +133,7 @@ class VllmBackend(EngineBackend):
     def params(self, sampling: Sampling, tokens: int, seed: int) -> SamplingParams:
         """See EngineBackend."""
         return SamplingParams(
-            n=1,  # a request per sibling: vLLM would count seeds up from one to the next
+            n=1,  # one request per sibling, because with n > 1 vLLM uses consecutive seeds
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -139,17 +141,17 @@ class VllmBackend(EngineBackend):
             max_tokens=tokens,
             stop_token_ids=list(self.options.stop_ids),
             stop=list(sampling.stop_strings),
-            ignore_eos=True,  # the ids above are all
-            logprobs=0 if sampling.log_probs else None,  # of the sampled token alone
+            ignore_eos=True,  # stop_token_ids includes the EOS tokens
+            logprobs=0 if sampling.log_probs else None,  # only of the sampled token
             flat_logprobs=True,
             detokenize=bool(sampling.stop_strings),
-            skip_special_tokens=False,  # a stop string may be the text of one
+            skip_special_tokens=False,  # a stop string may be the text of a special token
             spaces_between_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def submit(self, ids: Sequence[int], params: Any) -> tuple[str, asyncio.Task[Completion]]:
-        """See EngineBackend: vLLM knows a request by a name."""
+        """See EngineBackend. The handle is the request's name in vLLM and a task."""
         name = str(next(self._names))
         return name, asyncio.create_task(self._complete(name, list(ids), params))
 
@@ -161,7 +163,7 @@ class VllmBackend(EngineBackend):
         except EngineDeadError as e:
             _end(f"vLLM's engine core is gone: {e}")
 
-        # A request that was aborted before it began has no output.
+        # A request that is aborted before it starts has no output.
         if found is None:
             return Completion([], "cut", [])
         drawn = found.outputs[0]
@@ -172,10 +174,10 @@ class VllmBackend(EngineBackend):
         return Completion.of(drawn.token_ids, drawn.finish_reason, reported)
 
     async def _watch(self) -> None:
-        """Ask vLLM's engine core for a sign of life, again and again.
+        """Check periodically that vLLM's engine core answers.
 
-        It answers between two steps or calls, each of which waits for all workers: where one of them stands still, this
-        process would send its heartbeats for ever, and a call of a refit has no other limit.
+        The core answers between two steps, and each step waits for all workers. Without this check, this process would
+        keep sending heartbeats while a worker hangs.
         """
         limit = self.config.heartbeat_timeout_s
         while True:
@@ -206,13 +208,13 @@ class VllmBackend(EngineBackend):
         """See EngineBackend."""
         await super().finish(names)
         if not await self._llm.reset_prefix_cache():
-            raise ValueError("vLLM keeps keys and values of the weights before: a request is still in flight")
+            raise ValueError("vLLM kept the prefix cache of the old weights, because a request is in flight")
 
     async def sleep(self) -> None:
-        """See EngineBackend. On a CPU vLLM keeps what it has."""
+        """See EngineBackend. vLLM has no sleep mode on CPUs."""
         await self._llm.reset_prefix_cache()
         if self.on_gpu:
-            await self._llm.sleep(2)  # weights follow, and are not kept
+            await self._llm.sleep(2)  # level 2 drops the weights, which are sent again
 
     async def wake(self) -> None:
         """See EngineBackend."""
@@ -226,6 +228,6 @@ class VllmBackend(EngineBackend):
 
 
 def _end(why: str) -> NoReturn:
-    """End this process, whose engine answers nothing any more; the trainer reads why and starts another."""
+    """Log the reason and exit, because the engine no longer works. The trainer starts a new process."""
     print(why, file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,11 +1,10 @@
-"""A contract double of TensorRT-LLM: its signatures and strictness, with a CPU engine behind them. For tests alone.
+"""A fake TensorRT-LLM for tests, with the signatures and checks of the real one and a CPU engine.
 
 Names and arguments are those of tests/contract/listings/tensorrt_llm_1_3.json, which is recorded from public sources.
-BRORL_DOUBLE_VERSION: the release that it says it is. BRORL_DOUBLE_KV_TOKENS: tokens that there is room for.
-BRORL_DOUBLE_DIE=POINT:NUMBER:FILE ends the process by SIGKILL
-the NUMBERth time that it comes to POINT (load, finish, row, sleep), once; it makes FILE.
+BRORL_DOUBLE_VERSION: its version. BRORL_DOUBLE_KV_TOKENS: size of the KV cache in tokens. BRORL_DOUBLE_DIE: see
+dying.py; the points are load, finish, row and sleep.
 
-What is not modelled: speed, memory, CUDA graphs, real tensor parallelism (every worker has the whole model).
+It does not model speed, memory, CUDA graphs and tensor parallelism (every worker has the whole model).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tensorrt_llm._double import VERSION
 from tensorrt_llm._torch.async_llm import AsyncLLM
 from tensorrt_llm.sampling_params import SamplingParams
 
-torch.set_num_threads(1)  # an engine is started without the OMP_NUM_THREADS of its trainer; tests share few cores
+torch.set_num_threads(1)  # engines do not inherit OMP_NUM_THREADS, and tests share few cores
 
 __version__ = VERSION
 __all__ = ["AsyncLLM", "SamplingParams"]

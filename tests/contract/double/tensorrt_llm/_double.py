@@ -1,4 +1,4 @@
-"""What a test chooses about the double, and what is recorded of the releases that it stands for."""
+"""Options of the fake package, and the recorded interface of the release."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["KV_TOKENS", "LISTING", "VERSION", "Recorded", "come_to"]
 
 
 class Recorded:
-    """Takes the arguments that are recorded of the class, and no other, as pydantic's extra = "forbid" does."""
+    """Base of classes that accept only the recorded arguments, like pydantic with extra = "forbid"."""
 
-    usual: ClassVar[dict[str, Any]] = {}  # values of arguments that are left out, where it is not None
+    usual: ClassVar[dict[str, Any]] = {}  # defaults that are not None
     refusal: ClassVar[type[Exception]] = ValueError
 
     def __init__(self, **given: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def control_action_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a worker's method while no request is in flight."""
+    """Run a worker's method only while no request is in flight."""
 
     @functools.wraps(func)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:

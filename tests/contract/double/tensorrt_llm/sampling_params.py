@@ -1,4 +1,4 @@
-"""SamplingParams, a dataclass of keywords, and what it refuses."""
+"""SamplingParams and its checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts that an engine process is asked for: numbers, rooms and what becomes of those that never come."""
+"""Tests of the rollouts that a rank requests from an engine process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron_brorl.rollout.remote.protocol import Message
 from megatron_brorl.types import Rollout
 
 
-def test_rollouts_are_taken_as_others_are_answered():
-    """As many at a time as the engine has room for, numbered on; those that never come are as they were."""
+def test_rollouts_are_admitted_as_others_finish():
+    """Rollouts without an answer keep their previous state."""
     a, b = fakes.prompts(2)
     later = [Request(b, 7, 3), Request(b, 7, 3, first=3)]
 
@@ -31,13 +31,13 @@ def test_rollouts_are_taken_as_others_are_answered():
             self.rooms.append(room)
             return [later.pop(0)] if later else []
 
-    told = []
-    callbacks = SimpleNamespace(finished=lambda request, rollout: told.append((request, rollout.index)))
+    reported = []
+    callbacks = SimpleNamespace(finished=lambda request, rollout: reported.append((request, rollout.index)))
     sampling = Sampling(1.0, 1.0, 0, 12, (2,))
     pending = PendingRollouts(sampling, callbacks, Queue(), 5, vocab=50)
     assert list(pending.add([Request(a, 5, 4)])) == [0, 1, 2, 3]
     assert list(pending.admit()) == [4, 5, 6]
-    assert pending.admit() == {}  # it has more than there is room for already
+    assert pending.admit() == {}  # there is no room
     for number in (1, 5, 0):
         tensors = {"ids": torch.tensor([number, 2]), "log_probs": torch.zeros(2)}
         pending.answered(Message("rollout", {"number": number, "finish": "stop"}, tensors), 4)
@@ -45,11 +45,11 @@ def test_rollouts_are_taken_as_others_are_answered():
     assert list(new) == [7, 8, 9]
     assert [row.seed for row in new.values()] == [sibling_seed(7, i, 0) for i in (3, 4, 5)]
     assert Queue.rooms == [1, 1]
-    assert told == [(0, 1), (1, 1), (0, 0)]
+    assert reported == [(0, 1), (1, 1), (0, 0)]
     result = pending.result()
     assert [[r.index for r in rollouts] for rollouts in result] == [[0, 1, 2, 3], [0, 1, 2], [3, 4, 5]]
     assert [(r.token_ids.tolist(), r.finish) for r in result[1]] == [([], "cut"), ([5, 2], "stop"), ([], "cut")]
-    assert told == [(0, 1), (1, 1), (0, 0)]
+    assert reported == [(0, 1), (1, 1), (0, 0)]
 
 
 def test_seeds_of_siblings_differ_in_the_half_that_cpu_generators_read():
@@ -58,7 +58,7 @@ def test_seeds_of_siblings_differ_in_the_half_that_cpu_generators_read():
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert len({sibling_seed(7, i, 5) for i in range(4096)} & set(seeds)) == 0
 
-    # Close seeds must not give close draws: neighbours are uncorrelated within five standard errors.
+    # Samples of neighbouring seeds are uncorrelated, within five standard errors.
     drawn = torch.stack([torch.rand(4, generator=torch.Generator().manual_seed(s)) for s in seeds])
     correlation = torch.corrcoef(torch.cat((drawn[:-1], drawn[1:]), 1).T)[:4, 4:]
     assert correlation.abs().max() < 5 / 4096**0.5
@@ -67,16 +67,15 @@ def test_seeds_of_siblings_differ_in_the_half_that_cpu_generators_read():
 @pytest.mark.parametrize(
     ("ids", "log_probs", "finish", "fault"),
     [
-        ([5, 50], [-1.0, -1.0], "stop", "token 50 of a vocabulary of 50"),
-        ([5, -1], [-1.0, -1.0], "stop", "token -1 of a vocabulary of 50"),
+        ([5, 50], [-1.0, -1.0], "stop", "token 50 outside the vocabulary of 50"),
+        ([5, -1], [-1.0, -1.0], "stop", "token -1 outside the vocabulary of 50"),
         ([5, 2], [-1.0], "stop", "1 log-probabilities for 2 tokens"),
-        ([5, 2], [-1.0, float("nan")], "stop", "or one that is not a number"),
-        ([5] * 13, [-1.0] * 13, "length", "13 tokens where 12 were asked for"),
-        ([5, 2], [-1.0, -1.0], "tired", "the end 'tired'"),
+        ([5, 2], [-1.0, float("nan")], "stop", "or NaN among them"),
+        ([5] * 13, [-1.0] * 13, "length", "13 tokens where 12 were requested"),
+        ([5, 2], [-1.0, -1.0], "tired", "unknown finish reason 'tired'"),
     ],
 )
-def test_an_answer_that_is_none_costs_its_rollout(ids, log_probs, finish, fault):
-    """It counts as one that never came; the others are as they came."""
+def test_invalid_answer_loses_only_its_rollout(ids, log_probs, finish, fault):
     pending = PendingRollouts(Sampling(1.0, 1.0, 0, 12, (2,)), None, None, 5, vocab=50)
     pending.add([Request(fakes.prompts(1)[0], 4, 2)])
     for number, (i, p, f) in enumerate([(ids, log_probs, finish), ([7, 2], [-1.0, -2.0], "stop")]):
@@ -87,9 +86,9 @@ def test_an_answer_that_is_none_costs_its_rollout(ids, log_probs, finish, fault)
     assert [(r.token_ids.tolist(), r.finish) for r in pending.result()[0]] == [([], "cut"), ([7, 2], "stop")]
 
 
-def test_stop_strings_end_a_rollout_where_the_built_in_engine_ends_it():
-    """An engine may end it later, or overlook a string that began before; a wrong end costs the rollout."""
-    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  0 is a
+def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
+    """An engine may find a stop string too late, or overlook one that starts in earlier tokens."""
+    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is a
     sampling = Sampling(1.0, 1.0, 0, 12, (25,), ("bcd", "xx"))
     begun = Rollout(3, torch.tensor([0, 1]), torch.tensor([-0.5, -1.5]), "cut", ((3, 2),))
     pending = PendingRollouts(sampling, None, None, 8, 50, text)
@@ -98,7 +97,7 @@ def test_stop_strings_end_a_rollout_where_the_built_in_engine_ends_it():
         [
             ([1, 2, 3, 9, 9], "stop"),  # two tokens too many
             ([1, 2, 9, 25], "stop"),  # a stop token
-            ([1, 2, 9], "stop"),  # none of them
+            ([1, 2, 9], "stop"),  # neither a stop string nor a stop token
             ([2, 3, 7] + [8] * 7, "length"),  # continues a rollout that ended with "b"
         ]
     ):
@@ -111,7 +110,7 @@ def test_stop_strings_end_a_rollout_where_the_built_in_engine_ends_it():
         ([], [], "cut", ()),
         ([0, 1, 2, 3], [-0.5, -1.5, -1.0, -2.0], "stop", ((3, 2), (4, 2))),
     ]
-    assert pending.faults == ["it ended at a stop string that the text of its tokens does not contain"]
+    assert pending.faults == ["it ended at a stop string, but its text contains none"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_stop_strings_end_a_rollout_where_the_built_in_engine_ends_it():
         ([], "missing", None),
     ],
 )
-def test_stop_strings_that_an_engine_reads_otherwise_are_refused(tmp_path, strings, decoder, fault):
+def test_stop_strings_that_the_engine_would_miss_are_refused(tmp_path, strings, decoder, fault):
     if decoder != "missing":
         (tmp_path / "tokenizer.json").write_text(json.dumps({"decoder": decoder}))
     if fault is None:

@@ -1,4 +1,4 @@
-"""Processes of engines: environment, versions, folders and shared memory."""
+"""Tests of engine processes: environment, versions, folders and shared memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_shared_memory_of_a_killed_group_is_unlinked():
         own.unlink()
 
 
-def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
+def test_environment_has_no_launcher_variables(monkeypatch, tmp_path):
     for name in ("SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR", "KEPT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PYTHONPATH", "/other")
@@ -52,7 +52,7 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
     env = process.environment(tmp_path, [2, 3], {"ITS_OWN": "2"})
     assert not {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR"} & env.keys()
     assert (env["KEPT"], env["ITS_OWN"]) == ("1", "2")
-    assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # else Ray is on all interfaces
+    assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # or Ray is public
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/other"
     assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -66,15 +66,15 @@ def test_the_engine_is_not_taken_for_a_rank(monkeypatch, tmp_path):
         ("trtllm", ["1.2.1", "1.3.0rc28", "1.3.0rc9"], ["1.3.0rc29", "1.3.0rc29.post1", "1.3.0", "1.4.0rc1"]),
     ],
 )
-def test_versions_that_are_too_old(engine, old, new):
+def test_old_versions_are_refused(engine, old, new):
     kind = ENGINES[engine]
     for version in old:
         assert kind.too_old(version) == f"{kind.name} {version} is too old: install {kind.min_version} or newer"
     assert [kind.too_old(version) for version in new] == [""] * len(new)
 
 
-def test_folders_of_trainers_that_are_gone_are_removed(tmp_path):
-    gone = tmp_path / f"{process.PREFIX}{2**22 + 1}-x"  # above the largest process number
+def test_folders_of_dead_trainers_are_removed(tmp_path):
+    gone = tmp_path / f"{process.PREFIX}{2**22 + 1}-x"  # larger than any pid
     gone.mkdir()
     (gone / "weights_1").touch()
     mine = process.make_folder(str(tmp_path))

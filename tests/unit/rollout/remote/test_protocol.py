@@ -1,4 +1,4 @@
-"""Tests of the messages between trainer and engine process, and of the check of an engine's draws."""
+"""Tests of the messages between trainer and engine process, and of check_sampling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from megatron_brorl.rollout.remote.protocol import Completion, Message, ProtocolError, check_sampling, decode, encode
 
 
-def test_messages_arrive_as_they_were():
+def test_messages_survive_encoding():
     sent = Message(
         "generate",
         {"call": 3, "temperature": 0.1, "names": ["a", "ü"]},
@@ -33,18 +33,18 @@ def test_messages_arrive_as_they_were():
         (lambda f: [f[0].replace(b'"protocol": 6', b'"protocol": 7'), f[1]], "different protocols (7 and 6)"),
         (lambda f: [b"\x00\x01"], "not a message"),
         (lambda f: [json.dumps([1]).encode()], "not a message"),
-        (lambda f: f[:1], "0 tensors came, the header lists 1"),
+        (lambda f: f[:1], "0 tensors arrived, the header lists 1"),
         (lambda f: [f[0], f[1][:-1]], "ids has 15 bytes, not 2 of int64"),
     ],
 )
-def test_what_is_no_message_of_this_version_is_refused(spoil, message):
+def test_invalid_messages_are_refused(spoil, message):
     with pytest.raises(ProtocolError) as caught:
         decode(spoil(encode(Message("rollout", {}, {"ids": torch.tensor([1, 2])}))))
     assert message in str(caught.value)
 
 
 class Backend:
-    """Draws by the seed of each request, by one generator for all, or the same every time; reports log-probs or not."""
+    """Samples with the seed of each request, with one shared generator, or always the same tokens."""
 
     def __init__(self, kind, vocab=50, context=40, reports=True):
         self.kind, self.options = kind, SimpleNamespace(vocab=vocab, context=context, stop_ids=(2,))
@@ -67,16 +67,16 @@ class Backend:
 
 @pytest.mark.parametrize("kind", ["shared", "deaf"])
 def test_an_engine_without_seeds_per_request_is_refused(kind):
-    with pytest.raises(ValueError, match="Other 1 takes no seed per request: siblings on different engines would"):
+    with pytest.raises(ValueError, match="Other 1 ignores the seed of a request: siblings on different engines would"):
         asyncio.run(check_sampling(Backend(kind), "Other 1"))
 
 
 def test_an_engine_without_log_probs_is_refused():
-    with pytest.raises(ValueError, match="Other 1 reports no log-probs of sampled tokens"):
+    with pytest.raises(ValueError, match="Other 1 returns no log-probabilities of sampled tokens"):
         asyncio.run(check_sampling(Backend("request", reports=False), "Other 1"))
 
 
-def test_the_draws_of_the_check_stay_within_context_and_vocabulary():
+def test_sampling_check_fits_in_context_and_vocabulary():
     backend = Backend("request", vocab=3, context=10)
     asyncio.run(check_sampling(backend, "Other 1"))
     assert backend.asked == [([0, 1, 2, 0, 1], 5)] * 3
@@ -85,7 +85,7 @@ def test_the_draws_of_the_check_stay_within_context_and_vocabulary():
 @pytest.mark.parametrize(
     ("reason", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "cut"), (None, "cut")]
 )
-def test_a_completion_takes_the_log_probs_of_sampled_tokens(reason, finish):
+def test_completion_has_the_log_probs_of_sampled_tokens(reason, finish):
     assert Completion.of((4, 5), reason, [{4: -1.0, 9: -0.5}, {5: -2.0}]) == Completion([4, 5], finish, [-1.0, -2.0])
     with pytest.raises(ValueError, match="no log-prob of the sampled token 5"):
         Completion.of((4, 5), reason, [{4: -1.0}, {6: -2.0}])

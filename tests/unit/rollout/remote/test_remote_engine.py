@@ -1,4 +1,4 @@
-"""What any engine in another process needs is written for none of them: an engine is its backend and a few entries."""
+"""Tests of RemoteEngine and Server with a minimal backend."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ OPTIONS = EngineOptions("other", "", 50, 40, "float32", 8, (2,), {})
 
 
 class Backend(EngineBackend):
-    """Answers every request with its seed's last digit, the token before, and the end; weights are counted."""
+    """Answers with three tokens: 10 + the last digit of the seed, the last prompt token, and the stop token."""
 
-    keeps_cut = False  # whether a rollout that was given up has tokens
-    slow = False  # a rollout comes when it is given up
+    keeps_cut = False  # whether cancelled rollouts return their tokens
+    slow = False  # rollouts end only when they are cancelled
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -81,7 +81,7 @@ class Backend(EngineBackend):
 
 @pytest.fixture
 def backend(tmp_path, request):
-    """A server of the backend in a thread of this process; a parameter: Backend.keeps_cut of a slow one."""
+    """Yield a backend whose server runs in a thread. With a parameter it is slow; the parameter is its keeps_cut."""
     backend, ready = Backend(OPTIONS), threading.Event()
     backend.slow = hasattr(request, "param")
     backend.keeps_cut = getattr(request, "param", False)
@@ -114,11 +114,10 @@ def ask(link: Connection, message: Message) -> None:
     raise AssertionError(message.kind)
 
 
-def test_an_engine_is_its_backend(backend, tmp_path):
-    """All of generate, with weights, through a backend that no engine but this test has."""
+def test_generate_sleep_and_weight_sync(backend, tmp_path):
     settings = EngineConfig(start_timeout_s=30.0)
     engine = RemoteEngine(settings, OPTIONS, {}, tmp_path, None, tmp_path / "log")
-    assert engine.duplicate_advice == 'Other 1.0; start anew with rollout.engine = "torch"'
+    assert engine.duplicate_advice == 'Other 1.0; start a new run with rollout.engine = "torch"'
     leader = Connection(address(tmp_path))
     ask(leader, Message("begin"))
     ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
@@ -137,7 +136,7 @@ def test_an_engine_is_its_backend(backend, tmp_path):
     ask(leader, Message("wake"))
     assert backend.heard[3:] == ["sleep", "wake"]
 
-    # Caches take their memory when generating begins: while weights are sent, the trainer's are in the way.
+    # The caches wake at the first generation, because the trainer uses the memory during weight sync.
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
     for _ in range(2):
         engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
@@ -146,16 +145,15 @@ def test_an_engine_is_its_backend(backend, tmp_path):
     engine.close()
 
 
-@pytest.mark.parametrize("backend", [True, False], indirect=True, ids=["kept", "drawn again"])
-def test_what_a_cancelled_rollout_had(backend, tmp_path):
-    """An engine that says what it drew is believed; what another had drawn counts as nothing."""
+@pytest.mark.parametrize("backend", [True, False], indirect=True, ids=["kept", "dropped"])
+def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, tmp_path):
 
     class Impatient:
         def finished(self, request, rollout):
-            raise AssertionError("none has ended")
+            raise AssertionError("no rollout has finished")
 
         def cancelled(self):
-            return bool(engine._open)  # once it was asked
+            return bool(engine._open)  # as soon as the requests are sent
 
     engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     leader = Connection(address(tmp_path))
@@ -171,11 +169,8 @@ def test_what_a_cancelled_rollout_had(backend, tmp_path):
     engine.close()
 
 
-def test_what_is_taken_is_asked_by_calls_of_its_own(backend, tmp_path):
-    """Four rows at a time of twenty, over the socket: every one comes once, none while there is no room.
-
-    The engine computes eight at a time, and has keys and values for four of 40 tokens that are half done.
-    """
+def test_supply_is_requested_as_there_is_room(backend, tmp_path):
+    """The engine computes eight rollouts together, but its cache holds only four of 40 tokens that are half done."""
     engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     assert engine.rows == 8
     engine._link.capabilities = engine.capabilities = dataclasses.replace(engine.capabilities, kv_tokens=80)
@@ -204,7 +199,7 @@ def test_what_is_taken_is_asked_by_calls_of_its_own(backend, tmp_path):
     engine.close()
 
 
-def test_every_engine_has_an_entry_and_a_backend():
+def test_every_engine_has_a_backend():
     assert {"torch", *ENGINES} == set(get_args(get_type_hints(RolloutConfig)["engine"]))
     for engine, kind in ENGINES.items():
         module, _, name = kind.backend.partition(":")

@@ -1,4 +1,4 @@
-"""The engine process's end of the socket, with an engine that does nothing."""
+"""Test of the server's socket."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CAPABILITIES = Capabilities("none", 1000, 10)
 ANSWERS = 5000
 
 
-def test_a_rank_that_is_busy_loses_no_answer(tmp_path):
-    """A router drops what is beyond its limit for a peer; thousands of short rollouts may wait for a busy rank."""
+def test_busy_rank_loses_no_answers(tmp_path):
+    """By default a ROUTER socket drops messages beyond 1,000 per peer."""
     address = f"ipc://{tmp_path}/socket"
 
     async def answer_all() -> None:
         server = Server(SimpleNamespace(), CAPABILITIES, address)
-        # A rank whose own queue is short, and which does not read.
+        # A rank with a short receive queue, which does not read yet.
         rank = zmq.Context.instance().socket(zmq.DEALER)
         rank.setsockopt(zmq.RCVHWM, 1)
         rank.setsockopt(zmq.RCVBUF, 4096)
@@ -33,7 +33,6 @@ def test_a_rank_that_is_busy_loses_no_answer(tmp_path):
         for number in range(ANSWERS):
             await server._send(client, Message("rollout", {"call": 1, "number": number}, {"ids": ids}))
 
-        # Then it reads.
         found = []
         while rank.poll(2000):
             found.append(decode(rank.recv_multipart()).fields["number"])

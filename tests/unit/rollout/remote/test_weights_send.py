@@ -1,4 +1,4 @@
-"""An update on its way into shared memory: written once on a node, by all of its ranks, or not at all."""
+"""Tests of writing a weight update to shared memory by the ranks of a node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(weights):
 
 
 def together(tmp_path, streams, dtype=torch.float32, encode=unchanged):
-    """What `write_update` returns or raises on each rank of a node; every second one leads an engine."""
+    """Return the result or exception of write_update on each rank, of which every second one leads an engine."""
     ranks = len(streams)
     barrier, given = threading.Barrier(ranks), [None] * ranks
     copies: list[set[str]] = [set() for _ in range(ranks)]
@@ -71,13 +71,13 @@ def together(tmp_path, streams, dtype=torch.float32, encode=unchanged):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8"])
-def test_one_file_on_a_node(ranks, kind, tmp_path):
+def test_engines_of_a_node_share_one_file(ranks, kind, tmp_path):
     dtype = torch.float32 if kind == "fp32" else BF16
     encode = to_fp8_blocks if kind == "fp8" else unchanged
     sent = model()
     found, copies = together(tmp_path, [with_checksums(sent.items()) for _ in range(ranks)], dtype, encode)
 
-    # Every tensor is copied once, by one of the ranks; all engines have the same bytes of memory.
+    # Exactly one rank copies each tensor, and all engines have the same file.
     assert sorted(name for part in copies for name in part) == sorted(SHAPES)
     leaders = found[::2]
     assert all(x is None for x in found[1::2])
@@ -85,7 +85,7 @@ def test_one_file_on_a_node(ranks, kind, tmp_path):
     assert os.stat(leaders[0].path).st_size == file_layout(SHAPES, dtype, encode)[1]
     assert len(list(tmp_path.iterdir())) == len(leaders)
 
-    # What is read is what was sent, and has the checksum that the record names.
+    # The tensors in the file equal those that were sent, and match the checksums in the records.
     expected = {part: x for name, tensor in sent.items() for part, x in encode(name, tensor.to(dtype))}
     for weights in leaders:
         assert weights.version == 7
@@ -96,14 +96,14 @@ def test_one_file_on_a_node(ranks, kind, tmp_path):
             assert record.checksum == int(checksum(record.name, expected[record.name]))
             assert record.offset % 64 == 0
 
-    # One engine's weights stay when another deletes its own.
+    # Deleting the weights of one engine does not affect the others.
     for weights in leaders:
         assert read(weights).keys() == expected.keys()
         weights.delete()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fp8_is_that_of_the_engine_dtype():
+def test_layout_of_fp8_blocks():
     records, size = file_layout({"a.q_proj.weight": (130, 70), "norm": (7,)}, BF16, to_fp8_blocks)
     assert [(r.name, r.dtype, r.shape, r.offset) for r in records] == [
         ("a.q_proj.weight", "float8_e4m3fn", (130, 70), 0),
@@ -118,7 +118,7 @@ def damaged(pairs, name):
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "breaks off"])
-def test_a_fault_of_one_rank_is_one_of_all(fault, tmp_path):
+def test_fault_on_one_rank_refuses_the_update_on_all(fault, tmp_path):
     owner = assign_writers(SHAPES, 3)
     name = next(n for n, rank in owner.items() if rank == 1)
     pairs = list(with_checksums(model().items()))
@@ -135,7 +135,7 @@ def test_a_fault_of_one_rank_is_one_of_all(fault, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_without_room_is_told_on_all_ranks(tmp_path, monkeypatch):
+def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -144,7 +144,7 @@ def test_a_folder_without_room_is_told_on_all_ranks(tmp_path, monkeypatch):
     found, _ = together(tmp_path, streams)
     assert all("engine.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in found)
     assert all(isinstance(x, UserError) for x in found)
-    assert all(list(stream) == [] for stream in streams)  # other nodes take part in making the rest
+    assert all(list(stream) == [] for stream in streams)  # the stream is a collective with other nodes
     assert list(tmp_path.iterdir()) == []
 
 

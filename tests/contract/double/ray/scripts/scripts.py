@@ -1,7 +1,4 @@
-"""`ray start`, as far as an engine's leaf uses it: options are checked, ports are bound, and it blocks until it ends.
-
-Its options are those of Ray 2.53.
-"""
+"""A fake `ray start` with the options of Ray 2.53: it checks its options, binds its ports and blocks."""
 
 from __future__ import annotations
 

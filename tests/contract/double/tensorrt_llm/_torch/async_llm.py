@@ -1,4 +1,4 @@
-"""AsyncLLM, with its workers in this process."""
+"""AsyncLLM with its workers in this process."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class RayGPUWorker:
     def _verify(self, tags: list[str]) -> set[str]:
         if self.llm_args.sleep_config is None:
             raise ValueError("sleep is not enabled")
-        return {str(ExecutorMemoryType(tag).value) for tag in tags}  # raises ValueError where one is unknown
+        return {str(ExecutorMemoryType(tag).value) for tag in tags}  # raises ValueError for an unknown tag
 
 
 def _inject(extension: str | None) -> Any:
-    """RayGPUWorker with the extension mixed in; a name that both have is refused."""
+    """Return RayGPUWorker with the extension as a base class. Raises ValueError for a name that both have."""
     if not extension:
         return RayGPUWorker
     module, _, name = extension.rpartition(".")
@@ -70,7 +70,7 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """Awaitable; outputs[0] is there when it is finished."""
+    """The awaitable result of a request; outputs[0] is filled when it is finished."""
 
     def __init__(self, ids: list[int], params: Any) -> None:
         self.outputs = [CompletionOutput()]
@@ -106,7 +106,7 @@ class RequestOutput:
 
 
 class AsyncLLM:
-    """Signatures of tensorrt_llm._torch.async_llm.AsyncLLM and of the LLM methods that it inherits."""
+    """The methods of tensorrt_llm._torch.async_llm.AsyncLLM that our backend uses."""
 
     def __init__(
         self,
@@ -127,13 +127,13 @@ class AsyncLLM:
         kwargs.setdefault("ray_worker_extension_cls", "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension")
         self.args = TorchLlmArgs(*args, **kwargs)
         self._workers: list[Any] = []
-        self._compared = False  # whether all workers have the same weights
+        self._compared = False  # whether the workers' weights were compared
 
     def __await__(self) -> Generator[Any, Any, AsyncLLM]:
         return self.setup_async().__await__()
 
     async def setup_async(self) -> AsyncLLM:
-        host, port = os.environ["RAY_ADDRESS"].split(":")  # an existing Ray, as ray.init(address="auto") finds it
+        host, port = os.environ["RAY_ADDRESS"].split(":")  # like ray.init(address="auto") with a running Ray
         socket.create_connection((host, int(port))).close()
         worker = _inject(self.args.ray_worker_extension_cls)
         self._workers = [worker(i, self.args) for i in range(self.args.tensor_parallel_size)]

@@ -1,4 +1,4 @@
-"""Arguments of LLM, and what they refuse."""
+"""Arguments of LLM and their checks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RayPlacementConfig(Recorded):
 class SleepConfig(Recorded):
     def check(self) -> None:
         for tag, mode in (self.restore_modes or {}).items():
-            ExecutorMemoryType(tag)  # raises ValueError where it is unknown
+            ExecutorMemoryType(tag)  # raises ValueError for an unknown tag
             if mode not in ("NONE", "MEMSET", "CPU", "PINNED"):
                 raise ValueError(f"restore mode {mode}")
 

@@ -1,4 +1,4 @@
-"""The worker extension of an engine's workers; its steps are TensorRT-LLM's, and so is what it lets pass."""
+"""TensorRT-LLM's default worker extension, as permissive as the real one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WorkerExtension:
 
     @control_action_decorator
     def update_weights(self, ipc_handles: dict[str, Any] | None = None) -> None:
-        """Load a bucket, or finalise where there is none. Not atomic; what is missing or unknown passes in silence."""
+        """Load a bucket, or finish loading if it is None. Not atomic; ignores missing and unknown names."""
         if ipc_handles is None:
             self.engine.model_engine.model.post_load_weights()
             self.engine.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""The engine inside a worker: a model, its loader, a sampler, and a thread that generates what is queued on a CPU."""
+"""The engine of a worker: model, weight loader, sampler, and a thread that generates on a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Logprob:
 
 @dataclass
 class Row:
-    """A request: its sampled tokens come to `done`, from the engine's thread."""
+    """A request. The engine's thread calls `done` with the sampled tokens."""
 
     ids: list[int]
     params: Any
@@ -46,7 +46,7 @@ class Row:
 
 
 class Model:
-    """Hugging Face tensors, random until they are loaded."""
+    """Hugging Face tensors, which are random before the first update."""
 
     def __init__(self, directory: str, quantized: bool) -> None:
         self.shape = read_shape(directory)
@@ -91,10 +91,10 @@ class ModelEngine:
 
 
 class Sampler:
-    """TorchSampler, which draws by the seed of each request."""
+    """TorchSampler, which samples with the seed of each request."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, Row] = {}  # by the key that the CPU engine knows them by
+        self.rows: dict[int, Row] = {}  # by their key in the CPU engine
 
     def __call__(
         self,
@@ -125,7 +125,7 @@ class Sampler:
 
 
 class PyExecutor:
-    """What a worker calls self.engine."""
+    """The engine of a worker (self.engine)."""
 
     def __init__(self, args: Any) -> None:
         quantized = bool((args.model_kwargs or {}).get("quantization_config"))
@@ -133,11 +133,11 @@ class PyExecutor:
         self.model_engine = ModelEngine(model)
         self.sampler = Sampler()
         self.asleep: set[str] = set()
-        self.lost: set[str] = set()  # memory whose contents a sleep did not keep
+        self.lost: set[str] = set()  # tags whose memory a sleep did not restore
         self.args = args
         self.kv_cache_manager = KVCacheManager(args.kv_cache_config)
         self.resource_manager = ResourceManager({ResourceManagerType.KV_CACHE_MANAGER: self.kv_cache_manager})
-        self.prefixes = self.dangling = False  # blocks to be found by their prefix; blocks whose memory was released
+        self.prefixes = self.dangling = False  # cached prefixes exist; they refer to released memory
         self._busy = threading.Lock()
         self._queue: SimpleQueue[Row] = SimpleQueue()
         self._keys = 0
@@ -210,7 +210,7 @@ class PyExecutor:
 
 
 class _Watch:
-    """Delivers rows as they end; the CPU engine stops when every row that is left was aborted."""
+    """Delivers finished rows, and stops the CPU engine when all remaining rows are aborted."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows

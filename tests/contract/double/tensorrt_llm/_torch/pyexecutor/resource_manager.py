@@ -1,4 +1,4 @@
-"""What is known of the memory of keys and values."""
+"""Size of the KV cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class KvCacheStats:
 
 
 class KVCacheManager:
-    """As much as fits (BRORL_DOUBLE_KV_TOKENS), or max_tokens where that is less. The second manager, which "auto"
-    stands for here, tells bytes alone."""
+    """A cache of BRORL_DOUBLE_KV_TOKENS tokens, or max_tokens if that is less. The second manager ("auto" or True)
+    reports only bytes."""
 
     def __init__(self, config: Any) -> None:
         self.second = config.use_kv_cache_manager_v2 is not False
