@@ -28,7 +28,7 @@ from megatron_brorl.rewards.answer_text import plain_number, unit
         ("3 quarters", 3),
     ],
 )
-def test_values_are_exact(text, value):
+def test_plain_numbers_are_parsed_exactly(text, value):
     assert plain_number(text).value == value
 
 
@@ -61,7 +61,7 @@ def test_a_percent_sign_on_one_side_is_accepted():
         ("dollars each", None),
     ],
 )
-def test_units(text, powers):
+def test_units_are_parsed(text, powers):
     assert unit(text) == powers
 
 

@@ -1,4 +1,4 @@
-"""A score is any finite real number, with or without a reason and parts."""
+"""Scores are finite real numbers, with or without a reason and parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_brorl.rewards.verifier import NoScore, Score, score_of
         (np.float64(-0.25), Score(-0.25)),
         (np.float32(0.5), Score(0.5)),
         (np.int64(3), Score(3.0)),
-        (np.bool_(True), Score(1.0)),  # of a comparison of arrays; not a numbers.Real
+        (np.bool_(True), Score(1.0)),  # the result of comparing arrays, which is not a numbers.Real
         (np.array([0.5]), Score(0.5)),
         (torch.tensor(-2.0), Score(-2.0)),
         (torch.tensor(True), Score(1.0)),
@@ -69,13 +69,13 @@ def test_numbers_scores_and_dicts_are_scores(returned: Any, score: Score) -> Non
         (Score("x" * 100), f"returned '{'x' * 59} for a reward, not a finite number (1e+30 at most)"),  # type: ignore[arg-type]
     ],
 )
-def test_any_other_value_is_refused_with_a_reason(returned: Any, why: str) -> None:
+def test_other_values_are_refused_with_a_reason(returned: Any, why: str) -> None:
     with pytest.raises(NoScore) as error:
         score_of(returned)
     assert str(error.value) == why
 
 
-def test_the_reason_does_not_call_code_of_the_returned_object() -> None:
+def test_reason_does_not_run_code_of_the_returned_object() -> None:
     class Liar(float):
         def __repr__(self) -> str:
             raise AssertionError

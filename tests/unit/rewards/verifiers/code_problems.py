@@ -1,6 +1,6 @@
-"""Code problems for the tests of the verifiers, in three forms: scripts, functions and assert statements.
+"""Code problems for the tests of verifier `code`, in three forms: scripts, functions and assert statements.
 
-Each problem has a right program, a wrong one and one that passes only some of the tests.
+Each problem has a correct program, a wrong one and one that passes only some of the tests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _script(right: str, wrong: str, part: str, share: float, *tests: tuple[str, 
 
 
 def _function(name: str, right: str, wrong: str, part: str, share: float, *tests: tuple[list[Any], Any]) -> Problem:
-    """Programs are bodies of one expression."""
+    """Make a problem from programs that are the bodies of a lambda."""
     rows = [{"args": args, "expected": expected} for args, expected in tests]
     forms = (f"import math, re, collections\n{name} = lambda {body}" for body in (right, wrong, part))
     return Problem({"function": name, "tests": rows}, *forms, share)

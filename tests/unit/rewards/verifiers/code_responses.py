@@ -1,4 +1,4 @@
-"""Responses for the tests of the code verifiers, each with the program that a reader would take from it.
+"""Responses for the tests of verifier `code`, each with the program that a human reader would take from it.
 
 The responses have several code blocks, or one in an unusual place. SCRIPTS answer tasks with standard input and output.
 FUNCTIONS answer tasks that call a function or a method, such as `add` or `Solution.add`. None means that the response
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def fence(content: str, language: str = "python", mark: str = "```") -> str:
-    """A closed block."""
+    """Return a closed block."""
     return f"{mark}{language}\n{content}\n{mark}\n"
 
 

@@ -1,4 +1,4 @@
-r"""A table of right and wrong answers, written by hand: kind, whether it is right, reference, answer, reason.
+r"""Right and wrong answers written by hand: kind, whether it is right, reference, answer, reason.
 
 "1" is right, "0" is wrong, and "fn" is right but refused. In the kinds `hashes` and `choice` the answer is a whole
 response, in which a line ends at \u23ce.
@@ -24,7 +24,7 @@ def reward(kind: str, reference: str, answer: str) -> float:
 
 
 @pytest.mark.parametrize("kind", sorted({pair[0] for pair in PAIRS}))
-def test_right_answers_are_paid_and_wrong_ones_are_not(kind):
+def test_only_right_answers_are_rewarded(kind):
     pairs = [pair for pair in PAIRS if pair[0] == kind]
     paid = {(reference, answer) for _, _, reference, answer, _ in pairs if reward(kind, reference, answer) == 1}
     assert paid == {(reference, answer) for _, right, reference, answer, _ in pairs if right == "1"}
@@ -33,6 +33,6 @@ def test_right_answers_are_paid_and_wrong_ones_are_not(kind):
 @pytest.mark.parametrize(
     ("reference", "answer"), [(r"\{\pi, 1\}", r"\{1, 3.14159\}"), (r"\pi", "3.14159"), (r"\{\pi\}", "3.14159")]
 )
-def test_a_decimal_may_stand_for_an_irrational_number_but_not_the_other_way_round(reference, answer):
+def test_decimal_answer_matches_irrational_reference_but_not_vice_versa(reference, answer):
     assert reward("", reference, answer) == 1
     assert reward("", answer, reference) == 0

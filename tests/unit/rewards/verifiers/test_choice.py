@@ -23,13 +23,13 @@ def reward(response, to):
 
 
 @pytest.mark.parametrize("dress", DRESSES)
-def test_a_letter_in_any_dress_is_that_letter_and_no_other(dress):
+def test_letters_are_read_in_any_notation(dress):
     for given, right in itertools.product("ABCDJ", repeat=2):
         assert reward(dress.format(given), row(right)) == (given == right)
         assert reward(dress.format(given), row(f"({right.lower()})")) == (given == right)
 
 
-def test_small_letters_count_in_dress_or_alone():
+def test_small_letters_count_in_brackets_or_on_their_own():
     assert reward("The answer is (b).", row("B")) == reward("b", row("B")) == 1
     assert reward("a dog", row("A")) == 0
 
@@ -39,12 +39,12 @@ def test_small_letters_count_in_dress_or_alone():
     ["B or C", "A, B, C, D", "(A)(B)(C)(D)", r"\boxed{A} \boxed{B}", "The answer is B, not C", "A/B", "A B", "BA",
      "I like B", "Banana", "", "K", "The answer is A dog", "B" * 5000, "The answer is A. The answer is B."],
 )  # fmt: skip
-def test_several_letters_and_none_are_no_answer(response):
+def test_several_letters_or_none_are_not_an_answer(response):
     for right in "ABCD":
         assert reward(response, row(right)) == 0
 
 
-def test_the_text_of_an_option():
+def test_text_of_an_option_counts_as_its_letter():
     to = row("B", choices=CHOICES)
     assert reward("The answer is Paris.", to) == reward(r"\boxed{B. Paris}", to) == reward("paris", to) == 1
     assert reward("London", to) == reward("The answer is Rome.", to) == 0
@@ -64,7 +64,7 @@ def test_the_text_of_an_option():
         ("A", {"choices": ["x"]}, "2 to 10"),
     ],
 )
-def test_rows_are_checked(reference, metadata, what):
+def test_invalid_rows_are_refused(reference, metadata, what):
     with pytest.raises(UserError, match=f"a:1: .*{what}"):
         check_row(row(reference, **metadata), "a:1")
     check_row(row("(b)", choices=CHOICES), "a:1")

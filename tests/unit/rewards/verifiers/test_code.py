@@ -1,4 +1,4 @@
-"""Programs and their tests: right ones are paid in full, others by the share they pass, and tricks nothing."""
+"""Verifier `code`: the reward is the share of passed tests, and attacks earn nothing."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def score(answer: str, metadata: dict[str, Any], sandbox: Sandbox = LONG) -> Sco
 
 @NEEDS
 @pytest.mark.parametrize("problem", [*code_problems.SCRIPTS, *code_problems.FUNCTIONS, *code_problems.ASSERTS])
-def test_right_wrong_and_partly_right_programs(problem: Problem) -> None:
+def test_reward_is_the_share_of_passed_tests(problem: Problem) -> None:
     assert score(problem.right, problem.metadata) == (1.0, "", {"tests": 1.0})
     assert score(problem.part, problem.metadata).reward == problem.share
-    assert score(problem.wrong, problem.metadata, SHORT).reward == 0.0  # One of the wrong programs does not end.
+    assert score(problem.wrong, problem.metadata, SHORT).reward == 0.0  # One of the wrong programs never ends.
 
 
 @NEEDS
-def test_programs_are_judged_in_worker_processes() -> None:
-    """From responses to verdicts, by the names of rows: sandboxes start beside a limit of memory and a deadline."""
+def test_programs_are_scored_in_worker_processes() -> None:
+    """Score responses through the pool, where a worker has a memory limit and a deadline."""
     kinds = (code_problems.SCRIPTS[0], code_problems.FUNCTIONS[0], code_problems.ASSERTS[0])
     requests, expected = [], []
     for i, problem in enumerate(kinds):
@@ -58,7 +58,7 @@ def test_programs_are_judged_in_worker_processes() -> None:
     assert all(v.reason for v in verdicts if v.reward < 1)
 
 
-# What reinforcement learning has found elsewhere, in forms that make sense for a function.
+# Reward hacks that are known from reinforcement learning, adapted to a function.
 HACKS = {
     "hard exit at import": "import os; os._exit(0)",
     "hard exit in the function": "import os\ndef add(a, b): os._exit(0)",
@@ -90,7 +90,7 @@ HACKS = {
 
 @NEEDS
 @pytest.mark.parametrize("name", HACKS)
-def test_no_hack_is_paid(name: str) -> None:
+def test_reward_hacks_earn_nothing(name: str) -> None:
     for metadata in (ADD, ADD_ASSERTS):
         found = score(HACKS[name], metadata, SHORT)
         assert found.reward == 0.0
@@ -99,15 +99,15 @@ def test_no_hack_is_paid(name: str) -> None:
 
 
 @NEEDS
-def test_the_end_of_a_loop_cannot_be_faked_by_an_exception() -> None:
-    """all(map(f, xs)) would be true if f's StopIteration reached it."""
+def test_stop_iteration_does_not_end_a_loop_of_the_test() -> None:
+    """If the StopIteration of f reached map, all(map(f, xs)) would be true."""
     metadata = {"function": "f", "asserts": "assert all(map(f, [1, 2, 3]))"}
     assert score("def f(x): raise StopIteration", metadata).reward == 0.0
     assert score("def f(x): return True", metadata).reward == 1.0
 
 
 @NEEDS
-def test_exceptions_that_a_test_asks_for_arrive() -> None:
+def test_expected_exceptions_reach_the_test() -> None:
     test = "try:\n    f(0)\nexcept ZeroDivisionError:\n    raised = True\nassert raised"
     metadata = {"function": "f", "asserts": [test]}
     assert score("def f(x): return 1 / x", metadata).reward == 1.0
@@ -115,7 +115,7 @@ def test_exceptions_that_a_test_asks_for_arrive() -> None:
 
 
 @NEEDS
-def test_a_check_function_and_setup_as_in_humaneval_and_mbpp() -> None:
+def test_check_function_and_setup_as_in_humaneval_and_mbpp() -> None:
     check = "def check(candidate):\n    assert math.isclose(candidate(4), 2)\n    assert candidate(9) == 3"
     metadata = {"function": "root", "asserts": check, "setup": "import math"}
     assert score("def root(x): return x ** 0.5", metadata).reward == 1.0
@@ -135,7 +135,7 @@ def test_methods_keyword_arguments_and_tolerance() -> None:
 
 
 @NEEDS
-def test_one_endless_test_costs_only_itself_and_the_whole_has_a_deadline() -> None:
+def test_endless_test_fails_alone_and_a_program_has_a_deadline() -> None:
     program = "n = int(input().split()[0])\nwhile n == 1: pass\nprint(2 * n + 4711)"
     found = score(program, ADD_SCRIPT, SHORT)
     assert found.reward == pytest.approx(2 / 3)
@@ -177,7 +177,7 @@ def test_rows_without_usable_tests_are_refused(metadata: dict[str, Any], message
         ("x 1.0", "x 1", 1e-9, True),
     ],
 )
-def test_texts_are_compared_by_their_words(got: str, expected: str, tolerance: float, same: bool) -> None:
+def test_outputs_are_compared_word_by_word(got: str, expected: str, tolerance: float, same: bool) -> None:
     assert code.same_text(got, expected, tolerance) is same
 
 
@@ -200,7 +200,7 @@ def test_values_are_compared_by_type_and_value(got: object, expected: object, sa
     assert code.same_value(got, expected) is same
 
 
-def test_without_isolation_it_refuses_to_start_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(isolation.UNSANDBOXED, raising=False)
     monkeypatch.setattr(probe, "problem", lambda: "bubblewrap is missing; install it (apt-get install bubblewrap)")
     with pytest.raises(UserError, match=r"^x: bubblewrap is missing; install it .*; or set reward\.unsandboxed = true"):
@@ -213,7 +213,7 @@ def test_without_isolation_it_refuses_to_start_unless_told(monkeypatch: pytest.M
     assert verify("def add(a, b): return a", row(ADD)).reward == 0.0
 
 
-def test_a_bubblewrap_that_cannot_make_a_sandbox_is_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_probe_reports_a_bubblewrap_without_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)

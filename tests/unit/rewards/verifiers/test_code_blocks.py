@@ -1,4 +1,4 @@
-"""Which block of a response is the program: those of code_responses.py, written by hand."""
+"""The selection of the program among the blocks of a response, with the responses of code_responses.py."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megatron_brorl.rewards.verifiers import code, code_blocks
 
 
 def chosen(response: str, function: str | None = None, has_input: bool = True) -> str | None:
-    """The program that would run."""
+    """Return the program that would run."""
     found = extract(response, code.find, 1 << 16).answer
     return None if found is None else code_blocks.program(found, function, has_input)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_program_of_a_task_with_standard_input(name: str) -> None:
+def test_program_of_a_task_with_standard_input(name: str) -> None:
     response, expected = SCRIPTS[name]
     found = chosen(response)
     assert (found and found.strip()) == (expected and expected.strip())
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_program_of_a_task_with_a_function(name: str) -> None:
+def test_program_of_a_task_with_a_function(name: str) -> None:
     response, function, expected = FUNCTIONS[name]
     found = chosen(response, function)
     assert (found and found.strip()) == (expected and expected.strip())
@@ -46,20 +46,20 @@ def test_the_program_of_a_task_with_a_function(name: str) -> None:
         "def f():\n    global n\n    n = 2 * int(input())\n    print(n)\nf()\nprint(__name__, end='')",
     ],
 )
-def test_a_program_is_known_by_reading_and_printing_however_it_does(program: str) -> None:
-    """It is taken after one that reads, and before a block that runs but reads nothing."""
+def test_program_is_recognised_by_any_way_to_read_and_print(program: str) -> None:
+    """The program wins against an earlier one that reads, and against a later block that runs without input."""
     response = fence(FIRST) + fence(program) + "For example:\n" + fence("def f(input):\n    print(2 * input)\n\nf(5)")
     assert chosen(response) == program + "\n"
 
 
-def test_without_any_input_the_last_program_that_prints_counts() -> None:
+def test_last_program_that_prints_counts_without_input() -> None:
     response = fence(MAIN) + fence("print(42)") + fence("42", "")
     assert chosen(response, has_input=False) == "print(42)\n"
     assert chosen(response, has_input=True) == MAIN + "\n"
 
 
-def test_an_answer_that_is_no_block_is_a_program() -> None:
-    """A row's own reference, or the part of a response that reward.extract names."""
+def test_text_without_blocks_is_a_program() -> None:
+    """A text without fences is a reference, or the part of a response that reward.extract selects."""
     assert code_blocks.program(MAIN, None, True) == MAIN
     assert code_blocks.program(QUOTES, None, True) == QUOTES
     assert code_blocks.program(f"So:\n{fence(QUOTES)}", None, True) == QUOTES + "\n"
@@ -79,6 +79,6 @@ def test_an_answer_that_is_no_block_is_a_program() -> None:
         "```py\n\0\n```\n```\n\ud800\n```\n",
     ],
 )
-def test_a_hostile_response_raises_nothing(hostile: str) -> None:
+def test_hostile_responses_raise_nothing(hostile: str) -> None:
     for function in (None, "add", "Solution.add"):
         chosen(hostile, function)

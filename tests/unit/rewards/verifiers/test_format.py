@@ -43,7 +43,7 @@ def test_tags_of_the_row() -> None:
             check_row(row(format_tags=bad), "f:1")
 
 
-def test_one_form_one_skeleton() -> None:
+def test_responses_of_one_form_have_one_skeleton() -> None:
     assert skeleton("<think>a</think> <answer>4</answer>") == "<think>.</think><answer>.</answer>"
     assert skeleton("<think>b c</think><answer>5</answer>\n") == "<think>.</think><answer>.</answer>"
     assert skeleton("<" * 1000 + "a" * 1000) == "."
@@ -52,7 +52,7 @@ def test_one_form_one_skeleton() -> None:
 FULL = "<think>a</think><answer>4</answer>"
 REST = "a</think>\n<answer>4</answer>"
 ENDS = [
-    # What the prompt ends with, tags of the row, then right and wrong responses.
+    # End of the prompt, tags of the row, right responses, wrong responses.
     ("<|assistant|>\n<think>\n", None, [REST], [FULL, "</think><answer>4</answer>", "<answer>4</answer>", "a"]),
     ("<|assistant|><think>", None, [REST, " b < c " + REST], [FULL, f"{REST}!", REST + REST, "<think>" + FULL]),
     ("<think>\n\n</think>\n\n", None, ["<answer>4</answer>"], [FULL, REST, "4", "<answer></think></answer>"]),
@@ -60,7 +60,7 @@ ENDS = [
     ("<reasoning>\n", ["reasoning", "solution"], ["r</reasoning><solution>4</solution>"], [REST, FULL]),
     ("<think>\n", ["answer"], ["a</think><answer>4</answer>", "<answer>4</answer>"], [FULL, "a", "a</think>4"]),
     ("<think>\nOkay,", None, [REST, "</think><answer>4</answer>"], ["a", "<answer>4</answer>"]),
-    # The prompt mentions tags, and opens none.
+    # The prompt mentions tags without opening one.
     ("as <think>...</think><answer>...</answer>", None, [FULL], [REST, "4</answer>"]),
     ("in <think></think> and <answer></answer> tags.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST]),
     ("Begin with <think>.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST, "</think><answer>4</answer>"]),
@@ -70,9 +70,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("end", "tags", "right", "wrong"), ENDS, ids=[end for end, *_ in ENDS])
-def test_the_form_counts_from_the_end_of_the_prompt(
-    end: str, tags: list[str] | None, right: list[str], wrong: list[str]
-) -> None:
+def test_prompt_may_end_inside_the_form(end: str, tags: list[str] | None, right: list[str], wrong: list[str]) -> None:
     for before in ("", "What is 2 + 2? ", "Write <think>a</think><answer>b</answer>. <|im_start|>"):
         asked = VerifierRow(id="r", prompt=before + end, answer=None, metadata={"format_tags": tags} if tags else {})
         if end == "" and before:

@@ -1,4 +1,4 @@
-"""Which reasoning-gym tasks are allowed, and that their scorers neither execute nor overpay an answer."""
+"""Verifier `reasoning_gym`: allowed tasks, and checks that their scorers neither execute nor overpay answers."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def reward(answer: str, metadata: dict[str, Any]) -> float:
 
 
 def score(name: str, answer: str, entry: dict[str, Any]) -> float | None:
-    """None if the scorer raises, which the pool counts as 0."""
+    """Return the reward, or None if the scorer raises, which the pool counts as 0."""
     try:
         return reward(answer, {"source_dataset": name, "entry": entry})
     except Exception:
         return None
 
 
-def test_refused_tasks_exist_and_the_others_are_those_that_were_checked() -> None:
+def test_tasks_are_either_refused_or_among_the_checked_ones() -> None:
     assert gym.REFUSED.keys() < set(DATASETS)
     assert len(gym.allowed()) == 80
 
 
 @pytest.mark.parametrize("name", gym.allowed())
-def test_no_allowed_scorer_executes_an_answer_or_pays_for_a_wrong_one(
+def test_allowed_scorers_neither_execute_nor_overpay_answers(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     marker = tmp_path / "marker"
     attack = f"__import__('os').system('touch {marker}')"
-    entry = item(name, 10**9)  # far out: the stream has no end
+    entry = item(name, 10**9)  # The stream of items is endless.
     oracle = entry["answer"]
     if oracle is not None:
         assert score(name, oracle, entry) == 1.0
@@ -71,7 +71,7 @@ def test_no_allowed_scorer_executes_an_answer_or_pays_for_a_wrong_one(
 
 
 def _is_a_solution(board: str, puzzle: list[list[str]]) -> bool:
-    """Whether eight queens stand on it that do not attack one another, those of the puzzle among them."""
+    """Return whether a board has eight queens that do not attack each other, including those of the puzzle."""
     rows = [line.split(" ") for line in board.splitlines()]
     if [len(r) for r in rows] != [8] * 8:
         return False
@@ -90,14 +90,14 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def test_the_attack_would_have_been_seen(tmp_path: Path) -> None:
+def test_attack_succeeds_against_an_unprotected_scorer(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     dataset_class, config_class = DATASETS["string_insertion"]
     dataset_class(config_class(seed=1)).score_answer(f"__import__('os').system('touch {marker}')", {"answer": "x"})
     assert marker.exists()
 
 
-def test_refused_and_unknown_tasks_are_named_with_a_reason() -> None:
+def test_refused_and_unknown_tasks_raise_with_a_reason() -> None:
     with pytest.raises(UserError, match=r"^data\.tasks\[3\]: .*'puzzle24' is refused: its scorer does not ask for"):
         gym.check_task("puzzle24", "data.tasks[3]")
     with pytest.raises(UserError, match=r"^data\.tasks\[0\]: .*'chain_sums'; did you mean .*chain_sum"):
@@ -118,13 +118,13 @@ def test_refused_and_unknown_tasks_are_named_with_a_reason() -> None:
         ({"source_dataset": "chain_sum", "entry": ITEM, "config": []}, "metadata.config must be an object"),
     ],
 )
-def test_rows_cannot_smuggle_in_a_task(metadata: dict[str, Any], message: str) -> None:
+def test_rows_cannot_name_a_refused_task(metadata: dict[str, Any], message: str) -> None:
     gym.check_row(row({"source_dataset": "chain_sum", "entry": ITEM}), "f.jsonl:1")
     with pytest.raises(UserError, match=rf"^f\.jsonl:1: .*{message}"):
         gym.check_row(row(metadata), "f.jsonl:1")
 
 
-def test_a_scorer_is_made_with_the_config_of_its_task() -> None:
+def test_scorer_uses_the_config_of_its_task() -> None:
     entry = {"answer": "0.5", "metadata": {}}
     fine = {"source_dataset": "decimal_arithmetic", "entry": entry}
     coarse = {**fine, "config": {"min_num_decimal_places": 1, "max_num_decimal_places": 1}}
@@ -141,21 +141,21 @@ def test_a_scorer_is_made_with_the_config_of_its_task() -> None:
         ({"size": 10}, "size is set by this program"),
     ],
 )
-def test_a_bad_task_config_is_an_error_in_one_line(config: dict[str, Any], message: str) -> None:
+def test_invalid_task_config_is_an_error_in_one_line(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as e:
         gym.create("chain_sum", 1, config, "data.tasks[0]")
     assert "\n" not in str(e.value)
     assert str(e.value).startswith("data.tasks[0]: ")
 
 
-def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_of_the_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym.metadata, "version", lambda name: "0.2.0")
     with pytest.raises(UserError, match=r"0\.2\.0 is installed.*pip install reasoning-gym==0\.1\.25"):
         gym.allowed.__wrapped__()
 
 
 @pytest.mark.parametrize("name", sorted(gym.EXECUTING))
-def test_an_executed_answer_is_harmless(name: str) -> None:
+def test_executed_answers_match_a_harmless_pattern(name: str) -> None:
     for index in range(50):
         entry = item(name, index)
         assert gym.harmless(name, entry["answer"])
@@ -165,7 +165,7 @@ def test_an_executed_answer_is_harmless(name: str) -> None:
         assert not gym.harmless(name, text)
 
 
-def test_a_row_cannot_bring_code_that_its_scorer_executes() -> None:
+def test_rows_cannot_contain_code_that_the_scorer_executes() -> None:
     for index in range(50):
         entry = item("bitwise_arithmetic", index)
         data = row({"source_dataset": "bitwise_arithmetic", "entry": entry})

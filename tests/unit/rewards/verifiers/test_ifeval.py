@@ -44,7 +44,7 @@ def row(**metadata: Any) -> VerifierRow:
         ("a, b", 0.0, ["punctuation:no_comma", "length_constraints:number_words"]),
     ],
 )
-def test_the_share_of_instructions(answer: str, reward: float, failed: list[str]) -> None:
+def test_reward_is_the_share_of_followed_instructions(answer: str, reward: float, failed: list[str]) -> None:
     result = verify(answer, row(**TWO))
     assert result.reward == reward
     assert result.parts == {name: float(name not in failed) for name in TWO["instruction_id_list"]}
@@ -52,8 +52,8 @@ def test_the_share_of_instructions(answer: str, reward: float, failed: list[str]
     assert verify(answer, row(**TWO, all=True)).reward == float(not failed)
 
 
-def test_loose_takes_lines_and_asterisks_away_for_each_instruction() -> None:
-    answer = "Sure, here it is:\na b c"  # the comma goes with the first line
+def test_loose_mode_ignores_lines_and_asterisks_per_instruction() -> None:
+    answer = "Sure, here it is:\na b c"  # loose scoring removes the comma with the first line
     assert verify(answer, row(**TWO)).reward == 0.5
     assert verify(answer, row(**TWO, mode="loose")).reward == 1.0
     quoted = row(instruction_id_list=["startend:quotation"], kwargs=[{}])
@@ -62,13 +62,13 @@ def test_loose_takes_lines_and_asterisks_away_for_each_instruction() -> None:
     assert verify('*"a"*', quoted).reward == 1.0
 
 
-def test_min_words_is_a_floor() -> None:
+def test_responses_below_min_words_score_zero() -> None:
     assert verify("a b c", row(**TWO, min_words=3)).reward == 1.0
     result = verify("a b c", row(**TWO, min_words=4))
     assert result == (0.0, "fewer than 4 words (min_words)", {})
 
 
-def test_two_of_a_kind_have_a_part_each() -> None:
+def test_repeated_instructions_have_separate_parts() -> None:
     twice = {"instruction_id_list": ["keywords:existence"] * 3, "kwargs": [{"keywords": [k]} for k in ("a", "b", "a")]}
     result = verify("a", row(**twice))
     assert result.parts == {"keywords:existence": 1.0, "keywords:existence#2": 0.0, "keywords:existence#3": 1.0}
@@ -85,12 +85,12 @@ def test_two_of_a_kind_have_a_part_each() -> None:
         ("", None),
     ],
 )
-def test_the_answer_stands_after_the_thought(text: str, answer: str | None) -> None:
+def test_answer_is_the_text_after_the_thought(text: str, answer: str | None) -> None:
     assert find(text) == answer
 
 
-def test_the_language_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user of the library in the process may leave any seed behind."""
+def test_detected_language_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other code in the process may have set any seed of the library."""
     text = "Hello"
     alone = set()
     ours = set()
@@ -100,10 +100,10 @@ def test_the_language_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) ->
         ifeval.detected_language.cache_clear()
         ours.add(ifeval.detected_language(text))
     assert len(ours) == 1
-    assert len(alone) > 1  # otherwise the text would show nothing
+    assert len(alone) > 1  # otherwise the text would not depend on the seed
 
 
-def test_the_languages_are_those_of_the_library() -> None:
+def test_languages_are_those_of_the_library() -> None:
     detector_factory.init_factory()
     assert set(detector_factory._factory.get_lang_list()) == ifeval.LANGUAGES
 
@@ -162,7 +162,9 @@ def test_every_published_instruction_has_cases() -> None:
 
 
 @pytest.mark.parametrize(("kind", "arguments", "right", "wrong"), CASES)
-def test_checks(kind: str, arguments: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+def test_checks_on_hand_written_responses(
+    kind: str, arguments: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
     metadata = {"instruction_id_list": [kind], "kwargs": [arguments]}
     check_row({"id": "a", "prompt": "p", "answer": None, "metadata": metadata}, "f:1")
     assert [text for text in right if not follows(kind, arguments, text)] == []
@@ -208,7 +210,7 @@ def test_loose_readings() -> None:
         ("यह एक वाक्य है। यह दूसरा है।", 2),
     ],
 )
-def test_sentences(text: str, count: int) -> None:
+def test_count_sentences(text: str, count: int) -> None:
     assert count_sentences(text) == count
 
 
@@ -222,6 +224,6 @@ def test_sentences(text: str, count: int) -> None:
         ("I... AM ÜBER über", 4, 3),
     ],
 )
-def test_words(text: str, words: int, capitals: int) -> None:
+def test_count_words(text: str, words: int, capitals: int) -> None:
     assert count_words(text) == words
     assert count_capital_words(text) == capitals

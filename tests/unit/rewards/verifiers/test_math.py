@@ -20,7 +20,7 @@ def row(reference: str | None) -> dict:
 
 
 @pytest.mark.parametrize(("kind", "right", "reference", "answer"), CASES)
-def test_cases_written_by_hand(kind, right, reference, answer):
+def test_hand_written_cases(kind, right, reference, answer):
     check_row(row(reference), "a:1")
     score = verify(answer, row(reference))
     assert score.reward == float(right), score.reason
@@ -50,8 +50,8 @@ def test_cases_written_by_hand(kind, right, reference, answer):
         (r"\sum_{k=1}^{3} 2k", "not computed"),
     ],
 )
-def test_answers_that_would_be_slow_never_reach_algebra(answer, why, monkeypatch):
-    monkeypatch.setattr(math_verifier, "_same_value", lambda *_: pytest.fail("it reached sympy"))
+def test_slow_answers_are_rejected_before_sympy(answer, why, monkeypatch):
+    monkeypatch.setattr(math_verifier, "_same_value", lambda *_: pytest.fail("sympy was called"))
     score = verify(answer, row("12"))
     assert score.reward == 0
     assert why in score.reason
@@ -59,26 +59,26 @@ def test_answers_that_would_be_slow_never_reach_algebra(answer, why, monkeypatch
 
 
 @pytest.mark.parametrize("answer", ["e^{-(x-1)^2/2}", "2^{n^2}", "x^{4000}", "1000!/999!", "(x^2+1)^{10}", "(2^3)^{4}"])
-def test_powers_and_factorials_of_answers_are_computed(answer):
+def test_moderate_powers_and_factorials_are_computed(answer):
     assert verify(answer, row("12")).reason == f"{answer} is not 12"
     assert verify(answer.replace("x-1", "-1+x"), row(answer)).reward == 1
 
 
-def test_a_reference_that_is_too_much_for_same_value_is_compared_as_text():
+def test_slow_references_are_compared_as_text():
     assert verify("2^{2^{100}}", row("$2^{2^{100}}$")).reward == 1
     assert "only compared as text" in verify("2^x", row("2^{2^{100}}")).reason
 
 
-def test_places_of_answers():
+def test_find_returns_the_final_answer():
     assert find(SOLUTION) == "36"
     assert find(r"First \boxed{35}? </think> It is \boxed{36}.") == "36"
     assert find(r"\boxed{36}, that is, \boxed{36.0} or \boxed{\frac{72}{2}}") == r"\frac{72}{2}"
     assert find(r"\boxed{35} or \boxed{36}") is None
-    assert find("So there are 36 pens in 3 boxes.") is None  # no number counts only because it is the last
+    assert find("So there are 36 pens in 3 boxes.") is None  # the last number of a response is not an answer
     assert find(" 36 pens ") == "36 pens"
 
 
-def test_references_of_data_sets():
+def test_references_in_the_forms_of_data_sets():
     for reference in ("36", SOLUTION, r"It follows that $x = \boxed{36}$.", "The answer is 36."):
         check_row(row(reference), "a:1")
         assert verify("36", row(reference)).reward == 1
@@ -89,7 +89,7 @@ def test_references_of_data_sets():
 
 
 @pytest.mark.parametrize("reference", [None, "", "  ", r"\boxed{1} or \boxed{2}"])
-def test_rows_without_one_answer_are_refused(reference):
+def test_rows_without_a_unique_reference_are_refused(reference):
     with pytest.raises(UserError, match=r"a:1: .*answer"):
         check_row(row(reference), "a:1")
 

@@ -48,7 +48,7 @@ def test_short_answers(right, response, reference, metadata):
     assert (0.0 if answer is None else verify(answer, to).reward) == right
 
 
-def test_reasons():
+def test_reason_names_the_difference():
     assert verify("5", row("5 m/s")).reason == "5 does not have the unit of 5 m/s"
     assert verify("ice", row("water", answers=["H2O"])).reason == "ice is not water"
 
@@ -65,6 +65,6 @@ def test_reasons():
         ("1", {"tolerance": True}, "relative error"),
     ],
 )
-def test_rows_are_checked(reference, metadata, what):
+def test_invalid_rows_are_refused(reference, metadata, what):
     with pytest.raises(UserError, match=f"a:1: .*{what}"):
         check_row(row(reference, **metadata), "a:1")
