@@ -1,4 +1,4 @@
-"""Loss, gradient norm and tokens of one step on the fake engine's rollouts, by a plain loop over a transformers model."""
+"""Loss, gradient norm and token count of one step on the fake engine's rollouts, from a plain loop over transformers."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Engine:
 
     lose: set[tuple[str, int]] = field(default_factory=set)  # rollouts that are never delivered
     stall: set[tuple[str, int]] = field(default_factory=set)  # rollouts that keep the call busy
-    nonfinite: dict[tuple[str, int], float] = field(default_factory=dict)  # log-prob of the last token of these rollouts
+    nonfinite: dict[tuple[str, int], float] = field(default_factory=dict)  # last log-probs of these rollouts
     deaf: threading.Event | None = None  # A stalled call ends at this event. None: it ends when it is cancelled.
     room: int = 4  # rows that the engine requests from a supply at a time
     takes: int = 10**6  # most requests to a supply in a call

@@ -49,8 +49,8 @@ examples_per_step = 64
 lr = 3e-3
 """
 
-# Words to reverse, and greatest common divisors. Only test_examples.py uses tasks of Reasoning Gym, because each scoring
-# process needs more than a second to import it.
+# Words to reverse, and greatest common divisors. Only test_examples.py uses tasks of Reasoning Gym, because importing it
+# takes each scoring process more than a second.
 WORDS = [a + b + c + d for a in "bdgkmt" for b in "aeiou" for c in "lnrs" for d in ("", "y")]
 ROWS = [
     *({"prompt": word, "answer": word[::-1]} for word in WORDS),

@@ -95,7 +95,7 @@ class Torture:
 
     root: Path
     words: list[str] = field(default_factory=list)  # arguments of `brorl train`
-    operations: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)  # counts of file operations by stage and rank
+    operations: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)  # by stage and rank
     expected: Outcome | None = None
 
     def prepare(self) -> None:
