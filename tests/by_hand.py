@@ -1,4 +1,4 @@
-"""Loss, gradient norm and token count of one step on the fake engine's rollouts, from a plain loop over transformers."""
+"""Loss, gradient norm and token count of one step on the fake engine's rollouts, from a loop over transformers."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ examples_per_step = 64
 lr = 3e-3
 """
 
-# Words to reverse, and greatest common divisors. Only test_examples.py uses tasks of Reasoning Gym, because importing it
+# Words to reverse, and greatest common divisors. Only test_examples.py uses tasks of Reasoning Gym, since importing it
 # takes each scoring process more than a second.
 WORDS = [a + b + c + d for a in "bdgkmt" for b in "aeiou" for c in "lnrs" for d in ("", "y")]
 ROWS = [
