@@ -1,6 +1,6 @@
 """Advantages of rollouts against their group, and the moments that whiten them over the global batch.
 
-A new estimator is one function of a group's rewards and one entry in ADVANTAGES.
+A new estimator is a function of a group's rewards, an entry in ADVANTAGES and its name in config/schema.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The actor of one pipeline stage: Megatron-Core's GPTModel for the dense families of families/."""
+"""The actor of one pipeline stage: Megatron-Core's GPTModel for the dense model families in families/."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RECOMPUTE_ATTENTION = {"recompute_granularity": "selective", "recompute_modules"
 class Actor(GPTModel):
     """One pipeline stage of the actor; the last stage returns hidden states. Positions come with the batch.
 
-    `Head` applies the LM head to the predicting positions only, so that prompt tokens cost no logits.
+    `Head` applies the LM head only to positions that predict response tokens, so no logits are computed for prompts.
     """
 
     def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: Backend) -> None:
@@ -49,7 +49,7 @@ class Actor(GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=_layers(shape, config, grid, ops.fused_layers and shape.llama_layers),
-            vocab_size=padded_vocab(shape.vocab, grid.tensor),  # every rank gets equally many rows
+            vocab_size=padded_vocab(shape.vocab, grid.tensor),  # every rank gets the same number of vocabulary entries
             max_sequence_length=shape.context,
             pre_process=grid.first_stage,
             post_process=grid.last_stage,
@@ -59,7 +59,7 @@ class Actor(GPTModel):
         )
 
         self.shape = shape
-        self.fused_norms = te_layers(shape)  # whether norms have Transformer Engine's names
+        self.fused_norms = uses_te_layers(shape)  # Transformer Engine's linear layers contain the norms.
         self.fused_layers = ops.fused_layers and shape.llama_layers
         self.grid = grid
         self.ops = ops
@@ -69,7 +69,7 @@ class Actor(GPTModel):
         if shape.local_layers:
             self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(cpu_bridge.default_device())
 
-        # A fused product computes the norm before it as well. The weight stays the norm's own parameter, so that
+        # A fused linear layer also computes the norm before it. The weight stays the norm's own parameter, so that
         # names and checkpoints are the same with and without fusion.
         for layer in self.decoder.layers if self.fused_layers else ():
             layer.self_attention.linear_qkv.fuse_norm(layer.input_layernorm)
@@ -90,7 +90,8 @@ class Actor(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if self.post_process and self.config.sequence_parallel:
-            # Every tensor rank then computes the same head input, so the gradient is split, not reduced.
+            # The loss returns the full gradient on every tensor-parallel rank, so the backward pass splits it. It does not
+            # reduce-scatter it.
             return gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
@@ -101,20 +102,20 @@ class Actor(GPTModel):
 
         wrapper: the DistributedDataParallel around this module, if any.
         """
-        # All layers of a kind share one rotation, so it is computed once.
-        where = cpu_bridge.default_device()
-        positions = batch.position_ids.to(where)
+        # All layers of a kind (global, local) share one rotation, so it is computed once.
+        device = cpu_bridge.default_device()
+        positions = batch.position_ids.to(device)
         angles = positions.to(self._frequencies().dtype).unsqueeze(-1) * self._frequencies()
 
-        # Local layers (Gemma 3) rotate by frequencies of their own.
+        # Sliding-window (local) layers of Gemma 3 have their own rotary frequencies.
         local = None
         if self.shape.local_layers:
-            of_local = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
-            local = (of_local.cos(), of_local.sin())
+            local_angles = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
+            local = (local_angles.cos(), local_angles.sin())
 
         # Only the first stage reads the ids. Megatron's pipeline passes hidden states to the others.
         return (wrapper or self)(
-            input_ids=batch.input_ids.to(where).unsqueeze(0),
+            input_ids=batch.input_ids.to(device).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             attention_mask=None,  # the groups define it
             packed_seq_params=Segments(
@@ -134,7 +135,7 @@ class Actor(GPTModel):
         return self.output_layer.weight
 
     def head(self, hidden: Tensor, batch: Packed, temperature: float) -> Head:
-        """Return the LM head at the batch's predicting positions, from hidden [T, 1, H] (last stage only)."""
+        """Return the LM head at the positions that predict response tokens, from hidden [T, 1, H] (last stage only)."""
         return Head(
             rows=hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)),
             weight=self.head_weight(),
@@ -148,7 +149,7 @@ class Actor(GPTModel):
 
 @dataclass(frozen=True)
 class Head:
-    """The LM head at the predicting positions. It never holds all logits [R, V] at once."""
+    """The LM head at the positions that predict response tokens. It never holds all logits [R, V] at once."""
 
     rows: Tensor  # [R, H] hidden states that predict a response token
     weight: Tensor  # [V/tp, H], this rank's shard of the LM head, padding included
@@ -171,7 +172,7 @@ class Head:
         return torch.cat(parts, dim=-1)[:, : self.vocab]
 
     def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss:
-        """Return the policy loss of the targets (algo.policy_loss); allows one backward pass."""
+        """Return the policy loss of the targets (algo.policy_loss). It supports only one backward pass."""
         return self.ops.linear_ppo_loss(
             self.rows, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
         )
@@ -185,7 +186,10 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 def check_layout(
     shape: ModelShape, tensor: int, pipeline: int, keys: tuple[str, str] = ("parallel.tensor", "parallel.pipeline")
 ) -> None:
-    """Raise UserError if the model cannot be split over tensor x pipeline ranks. keys: their names in messages."""
+    """Raise UserError if the model cannot be split over tensor x pipeline ranks.
+
+    keys: configuration keys to name in the error.
+    """
     for key, value in [
         ("num_attention_heads", shape.heads),
         ("num_key_value_heads", shape.kv_heads),
@@ -207,8 +211,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's configuration of the model.
 
-    dtype: of weights and activations. recompute: all activations. fields: further fields (models.fp8, selective
-    recomputation).
+    dtype: dtype of weights and activations. recompute: recompute all activations. fields: further fields of
+    TransformerConfig (models.fp8, selective recomputation).
     """
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     _, rope_factor = rope.inverse_frequencies(shape)
@@ -235,7 +239,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=shape.init_std,
-        # YaRN multiplies cos and sin of query and key by a factor. Here its square multiplies their product.
+        # YaRN scales queries and keys by a factor. Scaling the attention logits by its square is equivalent.
         softmax_scale=rope_factor**2 * (shape.attention_scale or shape.head_dim**-0.5),
         # Arithmetic.
         params_dtype=dtype,
@@ -255,7 +259,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=gpu and shape.activation is None,
-        # Lets _layers choose the module between the two products of an MLP.
+        # Megatron then builds mlp.activation_func as a module, which _layers replaces.
         use_te_activation_func=ops.fused_layers and shape.llama_layers,
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
@@ -283,45 +287,45 @@ def build_actor(
     mark_sharded(actor, entries(shape, grid.pipeline, actor.fused_norms))
     if actor.post_process and not actor.pre_process and shape.tied:
         weight = actor.output_layer.weight
-        if not hasattr(weight, "tensor_model_parallel"):  # Megatron-Core 0.19 sets it for a tied head itself
+        if not hasattr(weight, "tensor_model_parallel"):  # Megatron-Core 0.19 already sets this for a tied head.
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
     return actor.to(device=cpu_bridge.default_device(), dtype=dtype)
 
 
 def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
-    """Mark the parameters that are split over tensor ranks.
+    """Mark the parameters that are split over tensor-parallel ranks.
 
-    Megatron marks them only when it initialises them. The gradient norm skips unmarked parameters on tensor ranks
-    other than 0.
+    Megatron marks them only when it initialises them. The gradient norm skips unmarked parameters on
+    tensor-parallel ranks other than 0.
     """
     parameters = dict(global_parameters(model))
     for entry in table:
         parameter = parameters.get(entry.megatron)
         if parameter is not None and entry.layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
             dim = int(entry.layout == "columns")
-            stride = 1 + int(entry.layout == "gate_up")  # a shard has a part of gate and one of up
+            stride = 1 + int(entry.layout == "gate_up")  # A shard has a part of the gate and a part of up.
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
 
 
 def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: bool) -> TransformerBlockSubmodules:
-    """Return the layers of this stage: Transformer Engine's, or Megatron's with attention and norms of ours.
+    """Return the layers of this stage: Transformer Engine's, or Megatron's with our own attention and norms.
 
-    fused: whether csrc computes them. Raises UserError for FP8 without layers of Transformer Engine.
+    fused: whether csrc computes them. Raises UserError for FP8 without Transformer Engine layers.
     """
     count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
-    if te_layers(shape):
+    if uses_te_layers(shape):
         from megatron_brorl.models.layers import te  # its import fails without CUDA
 
         return te.layers(shape.qk_norm, count)
 
-    # No other layer computes in FP8, and nothing falls back silently.
+    # Only Transformer Engine layers support FP8. Raise instead of training in higher precision.
     if config.fp8:
-        raise UserError(f'fp8.recipe = "{config.fp8_recipe}": {shape.family} has no layers of Transformer Engine here')
+        raise UserError(f'fp8.recipe = "{config.fp8_recipe}": {shape.family} has no Transformer Engine layers here')
 
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     attention = layer.self_attention.submodules
-    # Megatron-Core 0.19 describes the MLP by a partial, 0.16 by a ModuleSpec.
+    # Megatron-Core 0.19 describes the MLP with a functools.partial, 0.16 with a ModuleSpec.
     mlp = layer.mlp.keywords["submodules"] if isinstance(layer.mlp, partial) else layer.mlp.submodules
     norm = RmsNorm
     attention.core_attention = PackedAttention
@@ -345,6 +349,6 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
 
 
-def te_layers(shape: ModelShape) -> bool:
-    """Return whether the layers are Transformer Engine's: on a GPU that has it, for layers like Llama's."""
+def uses_te_layers(shape: ModelShape) -> bool:
+    """Return whether the layers come from Transformer Engine, which needs a GPU and Llama-like layers."""
     return cpu_bridge.has_transformer_engine() and shape.llama_layers

@@ -17,15 +17,24 @@ from megatron_brorl.rewards.verifier import Entry, Judge, Score, Verifier, Verif
 from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, short_answer
 
 ENTRIES: dict[str, Entry] = {
-    "choice": Entry(lambda: choice.verify, choice.find, choice.check_row, accepts_reference=True),
-    "code": Entry(code.load, code.find, code.check_row, max_chars=1 << 16, executes=True),
-    "exact": Entry(lambda: exact.verify, extract.full, exact.check_row, max_chars=1 << 16, accepts_reference=True),
-    "format": Entry(lambda: format.verify, format.skeleton, format.check_row),
-    "ifeval": Entry(ifeval.load, ifeval.find, ifeval.check_row, max_chars=1 << 16),
-    "math": Entry(math.load, math.find, math.check_row, accepts_reference=True),
-    "reasoning_gym": Entry(gym.load, extract.answer_tag, gym.check_row, accepts_reference=True),
+    "choice": Entry(load=lambda: choice.verify, find=choice.find, check_row=choice.check_row, accepts_reference=True),
+    "code": Entry(load=code.load, find=code.find, check_row=code.check_row, max_chars=1 << 16, executes=True),
+    "exact": Entry(
+        load=lambda: exact.verify,
+        find=extract.full,
+        check_row=exact.check_row,
+        max_chars=1 << 16,
+        accepts_reference=True,
+    ),
+    "format": Entry(load=lambda: format.verify, find=format.skeleton, check_row=format.check_row),
+    "ifeval": Entry(load=ifeval.load, find=ifeval.find, check_row=ifeval.check_row, max_chars=1 << 16),
+    "math": Entry(load=math.load, find=math.find, check_row=math.check_row, accepts_reference=True),
+    "reasoning_gym": Entry(load=gym.load, find=extract.answer_tag, check_row=gym.check_row, accepts_reference=True),
     "short_answer": Entry(
-        lambda: short_answer.verify, short_answer.find, short_answer.check_row, accepts_reference=True
+        load=lambda: short_answer.verify,
+        find=short_answer.find,
+        check_row=short_answer.check_row,
+        accepts_reference=True,
     ),
 }
 

@@ -1,8 +1,8 @@
 """A pool of worker processes that score answers.
 
-Verifiers run on text that the policy wrote. If a verifier hangs, crashes, raises or returns an invalid value, only its
-answer loses the reward. The failure is counted and the step continues. Scores do not depend on the number of workers or
-on the order of requests.
+Verifiers run on text that the policy wrote. If a verifier hangs, crashes, raises or returns an invalid value, only
+the answer that it was scoring gets reward 0. The failure is counted and the step continues. Scores do not depend on
+the number of workers or on the order of requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_brorl.rewards.worker_process import WorkerLostError, WorkerProcess
 from megatron_brorl.types import Prompt, ScoreResult
 
 _MAX_CHUNK = 256  # answers per message
-_START_ATTEMPTS = 3  # in a row, for each worker
+_START_ATTEMPTS = 3  # consecutive attempts to start each worker
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PoolStats:
     """Counts since the last `RewardPool.forget`."""
 
     answers: int = 0  # requests with an answer
-    hits: int = 0  # requests that got the score of an equal one
+    hits: int = 0  # requests answered from the cache
     restarts: int = 0  # workers that were lost or killed
     latency_max_s: float = 0.0  # the longest time from a request to its score
 
@@ -55,10 +55,10 @@ class _Job:
 
 
 class RewardPool:
-    """Worker processes that score requests as they arrive. A context manager; any thread may use it.
+    """Worker processes that score requests as they arrive. A context manager. Any thread may submit requests.
 
     Each worker belongs to a thread, which takes jobs from the common queue. On Linux a worker dies with the thread that
-    started it, so the thread that talks to a worker also starts it.
+    started it (PR_SET_PDEATHSIG), so the thread that talks to a worker also starts it.
     """
 
     def __init__(
@@ -69,8 +69,11 @@ class RewardPool:
         impure: frozenset[str] = frozenset(),
         function: RewardFunction | None = None,
     ) -> None:
-        """make: "module:function" from the name of a verifier to its Judge. impure: verifiers that may score equal
-        answers differently. function: scores requests of verifier IN_PROCESS, in the thread that submits them."""
+        """make: import path "module:function" of a function that returns the Judge for a verifier's name.
+
+        impure: verifiers that may score equal answers differently. function: scores requests of verifier IN_PROCESS,
+        in the thread that submits them.
+        """
         self.stats = PoolStats()
         self._count = workers
         self._timeout_s = timeout_s
@@ -90,7 +93,7 @@ class RewardPool:
         self.close()
 
     def submit(self, request: ScoreRequest) -> Future[ScoreResult]:
-        """Return the future score. A pure verifier scores equal answers to a prompt once, until `forget`.
+        """Return the future score. Scores of pure verifiers are cached until `forget`.
 
         The future raises UserError if a worker cannot be started. Raises RuntimeError if the pool is closed.
         """
@@ -103,8 +106,8 @@ class RewardPool:
         if self._judge and prompt.verifier == IN_PROCESS:
             return _done(_score_result(self._judge(answer, row)))
 
-        # Metadata is not hashable, so the key contains its id. The cache also refers to the metadata, because the id
-        # is valid only while the object exists.
+        # Metadata is not hashable, so the key contains its id. The cache keeps a reference to the metadata, because the
+        # id is valid only while the object exists.
         key = (prompt.verifier, prompt.id, prompt.text, prompt.answer, id(prompt.metadata), answer)
         pure = prompt.verifier not in self._impure
         job = _Job(prompt.verifier, answer, row)
@@ -139,14 +142,14 @@ class RewardPool:
             self.stats = PoolStats()
 
     def cancel(self) -> None:
-        """Cancel all missing scores, and replace the workers, which may be busy with them."""
+        """Cancel all pending scores, and replace the workers, which may be busy with them."""
         if not self._stopped:
             self._stop(None)
             self._start()
 
     def close(self) -> None:
-        """Kill the workers. Missing scores raise RuntimeError, and so does every later request."""
-        self._stop(RuntimeError("the reward pool was closed before its score"))
+        """Kill the workers. Pending scores raise RuntimeError, and so does every later request."""
+        self._stop(RuntimeError("the reward pool was closed before this answer was scored"))
 
     def _check_open(self) -> None:
         if self._stopped:
@@ -155,14 +158,14 @@ class RewardPool:
     def _start(self) -> None:
         self._stopped = False
         self._failed: UserError | None = None  # why a worker cannot be started
-        # Daemon threads do not keep a process alive that ends without closing the pool.
+        # Daemon threads let the process exit even if the pool was not closed.
         serve = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(self._count)]
         self._threads = serve
         for thread in serve:
             thread.start()
 
     def _stop(self, error: Exception | None) -> None:
-        """Kill the workers, and fail the jobs without a score; None cancels them."""
+        """Kill the workers. Set `error` on pending jobs, or cancel them if it is None."""
         with self._changed:
             self._stopped = True
             for process in self._processes:
@@ -179,7 +182,7 @@ class RewardPool:
                 score.cancel()
 
     def _serve(self) -> None:
-        """Run one worker after another; the body of a thread."""
+        """Run a worker, and start another one when it dies. The body of a thread."""
         failures = 0
         reason = ""
         while failures < _START_ATTEMPTS and not self._stopped:
@@ -231,7 +234,7 @@ class RewardPool:
         """Score the job that a lost worker was running, unless the job gets a second attempt."""
         if self._stopped:
             return
-        self.stats.restarts += 1  # Counted before the last score of a step is delivered.
+        self.stats.restarts += 1  # Count first, because the step reads the statistics once it has all scores.
         if lost.timed_out and lost.started:
             self._deliver(jobs.popleft(), ScoreResult(0.0, "timeout", f"no score in {self._timeout_s:g} s"))
         elif lost.started and jobs[0].crashed:

@@ -1,7 +1,7 @@
-"""The first half of a training step: prompts -> N rollouts each -> rewards -> groups with a signal.
+"""The first half of a training step: prompts -> N rollouts each -> rewards -> groups whose rewards differ.
 
-Rollouts may be lost, and may take several steps. A group is trained on with its surviving rollouts once none of them
-continues.
+A rollout may be lost or may continue over several steps. A group is trained on with its
+surviving rollouts once none of them continues.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megatron_brorl.train.redistribute import assign_replicas, send_to_replicas
 from megatron_brorl.train.sample_and_score import RolloutRunner, Sampled, check_lost, check_scored
 from megatron_brorl.types import OpenGroup, ScoredRollout
 
-SAFETY = 3.0  # standard deviations by which a round exceeds the expected need; missed once in 740 rounds
+SAFETY = 3.0  # margin in standard deviations: 1 of 740 rounds keeps too few groups
 MAX_OVERSAMPLE = 4  # largest round, in units of rollout.prompts
-DECAY = 0.5  # weight of a step's kept share in the next step; all earlier steps together weigh as much as one
+DECAY = 0.5  # weight of a step's counts one step later
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SourcePosition:
         return replace(self, rounds=self.rounds + 1, prompts=self.prompts + prompts)
 
     def with_kept(self, start: SourcePosition, kept: int) -> SourcePosition:
-        """Return the position with the kept share updated. start: at the begin of the step. kept: groups since then."""
+        """Return the position with the kept share updated. start: at the start of the step. kept: groups since then."""
         prompts = DECAY * start.recent_prompts + (self.prompts - start.prompts)
         return replace(self, recent_prompts=prompts, recent_kept=DECAY * start.recent_kept + kept)
 
@@ -55,13 +55,13 @@ class SourcePosition:
 def round_size(missing: int, position: SourcePosition, config: RolloutConfig) -> int:
     """Return the number of prompts to sample for `missing` more kept groups.
 
-    It is rollout.prompts without refills, and while no kept share is known. Otherwise, of m prompts, each kept with
+    Without refills, or before any kept share is known, it is rollout.prompts. Otherwise, of m prompts, each kept with
     probability p, m p are kept on average, with a standard deviation of sqrt(m p (1 - p) (1 + m / a)), because p is
-    estimated from only a prompts. The result is the smallest m that satisfies
+    estimated from a = recent_prompts prompts. The result is the smallest m that satisfies
 
         m p - SAFETY sqrt(m p (1 - p) (1 + m / a)) >= missing
 
-    within 1 and MAX_OVERSAMPLE x rollout.prompts. Surplus groups are trained on in the next step.
+    between 1 and MAX_OVERSAMPLE x rollout.prompts. Surplus groups are trained on in the next step.
     """
     if not config.refills or not position.recent_prompts:
         return config.prompts
@@ -77,7 +77,7 @@ def round_size(missing: int, position: SourcePosition, config: RolloutConfig) ->
     if square <= 0:
         return largest  # No number of prompts is safe at such a low kept share.
     m = (linear + math.sqrt(max(linear**2 - 4 * square * missing**2, 0.0))) / (2 * square)
-    return min(math.ceil(m - 1e-9), largest)  # 1e-9: rounding must not add a prompt if p is 1.
+    return min(math.ceil(m - 1e-9), largest)  # 1e-9: floating-point rounding must not add a prompt if p is 1.
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Collected:
     groups: list[OpenGroup]
     rollouts: list[ScoredRollout]  # those that this replica trains on, from all ranks
     outcomes: Outcomes  # of all groups, with the choice of groups to train on
-    partial: PartialRollouts  # continue in the next step
+    partial: PartialRollouts  # groups that the next step continues, or trains on
     position: SourcePosition
     metrics: dict[str, float]  # the same on every rank
     seconds: dict[str, float]  # of this rank, by phase
@@ -106,22 +106,23 @@ class Collector:
     costs: CostModel  # of training on a rollout
 
     def collect(self, partial: PartialRollouts, step: int, position: SourcePosition, version: int) -> Collected:
-        """Sample, score and select groups, in further rounds while too few are kept (rollout.refills). Collective.
+        """Sample, score and select groups. Repeat while too few are kept, up to rollout.refills times. Collective.
 
-        partial: groups that continue from the step before. version: of the actor's weights. Raises UserError if too
-        many rollouts are lost or have no reward.
+        partial: groups that continue from the previous step. version: version of the actor's weights.
+        Raises UserError if too many rollouts are lost or have no reward.
         """
         config = self.config
         target = config.rollout.prompts
-        # All rounds of a step share the scores of equal answers.
+        # Clear the cache of scores once per step, so that all rounds of the step share it.
         self.rollouts.pool.forget()
-        # Partial groups come first, because their rollouts are numbered by position in `partial`.
+        # Partial groups come first, because ScoredRollout.group of their rollouts is an index into partial.groups.
         groups = list(partial.groups)
         scored = partial.finished_rollouts()
         start = position
         counts: defaultdict[str, float] = defaultdict(float)
         seconds: defaultdict[str, float] = defaultdict(float)
-        # With refills, all continued groups are kept ones. Without, partial groups come on top of rollout.prompts.
+        # With refills, partial groups are surplus groups of the previous step and count towards the target. Without
+        # refills, round_size ignores `missing`.
         missing = target - len(groups)
         # All ranks have the same tables, so they leave this loop together.
         for _ in range(1 + config.rollout.refills):

@@ -43,7 +43,7 @@ class ReferencePolicy:
         finally:
             self._swap()
 
-    def reset_where_due(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
+    def reset_if_due(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
         """Reset after `step` steps if that is due; set the metric reference_reset to 1 or 0."""
         why = self.due(step)
         metrics["reference_reset"] = float(bool(why))

@@ -1,7 +1,7 @@
 """The training loop of BroRL.
 
-One step: prompts -> N rollouts each -> rewards -> groups with a signal -> advantages -> clipped updates -> new weights
-for the engine. A step in which no group has a signal updates nothing.
+One step: prompts -> N rollouts each -> rewards -> groups whose rewards differ -> advantages -> clipped updates -> new
+weights for the engine. A step in which no group has different rewards updates nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
 
 
 class Ending(Enum):
-    """Why a run ends after a step. If several reasons hold, the first one listed counts."""
+    """Why a run ends after a step. If several reasons hold, the first one listed takes precedence."""
 
     ENGINE_STUCK = "a rollout engine hangs"
     NONFINITE = "train.max_nonfinite_steps is reached"
@@ -71,20 +71,20 @@ class Trainer:
     held_out: list[Prompt]
     stop_ids: tuple[int, ...]
     fingerprint: dict[str, Any]  # settings that a resumed run must share, see cli.run_folder
-    started: float  # Unix time at which this process's part of the job began
+    started: float  # Unix time when this process started; a job may span several processes
     state: RunState = field(default_factory=RunState)
     critic: CriticWorker | None = None  # if algo.advantage = "gae"
     reference: ReferencePolicy | None = None  # if algo.kl_coef > 0
     recorder: Recorder | None = None
-    callbacks: Callbacks = field(default_factory=Callbacks)  # of the main rank; empty on others
+    callbacks: Callbacks = field(default_factory=Callbacks)  # Only the main rank has callbacks.
     saving: BackgroundSaver = field(default_factory=BackgroundSaver)
 
     def __post_init__(self) -> None:
         # Measure with the monotonic clock from here on.
-        self._seconds_before = max(0.0, time.time() - self.started)
+        self._startup_seconds = max(0.0, time.time() - self.started)
         self._clock_start = time.monotonic()
-        self._save_failed = False  # and is tried again after the next step
-        self._nonfinite_steps = 0  # in a row
+        self._save_failed = False  # If True, the save is retried after the next step.
+        self._nonfinite_steps = 0  # consecutive ones
         self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
     def models(self) -> TrainingModels:
@@ -92,13 +92,13 @@ class Trainer:
         return TrainingModels(self.worker, self.critic, self.reference)
 
     def seconds(self) -> float:
-        """Return the wall-clock seconds of the job so far, with those of earlier processes up to their checkpoints."""
-        return self.state.spent + self._seconds_before + time.monotonic() - self._clock_start
+        """Return the wall-clock seconds of the job. Earlier processes count up to the checkpoint that was resumed."""
+        return self.state.spent + self._startup_seconds + time.monotonic() - self._clock_start
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         """Train until the run is complete (Ending.COMPLETE), with evaluations and checkpoints between steps.
 
-        Returns False if stop() or a callback ended the run early. stop is asked after every step. Raises UserError,
+        Returns False if stop() or a callback ended the run early. stop is called after every step. Raises UserError,
         after saving, if a rollout engine hangs or train.max_nonfinite_steps is reached.
         """
         try:
@@ -112,7 +112,7 @@ class Trainer:
         if state.before is None and self.held_out:
             state.before = self.evaluate(progress).as_dict()
             progress.note(f"held-out before: {evaluation_line(state.before)}")
-            self.rollouts.check_stuck("nothing is lost: no step was done")
+            self.rollouts.check_stuck("no step has completed, so nothing is lost")
 
         peak = peak_flops()
         while not state.is_complete(self.config.train):
@@ -120,14 +120,14 @@ class Trainer:
             trace = StepTrace(self.config.run, step, self.grid)
             metrics, seconds = self.train_step()
             seconds |= cluster_metrics(trace.timeline, seconds, metrics["trained_tokens"], peak)
-            seconds |= self._take_checkpoint_seconds()  # of checkpoints since the last step
+            seconds |= self._pop_checkpoint_seconds()  # of checkpoints since the last step
             # The slowest rank's seconds count, so that all ranks reach train.max_seconds together.
             state.trained_s += seconds["ranks/step_slowest"]
 
             if self._evaluation_is_due():
                 metrics |= self._evaluate_step(progress, seconds)
             if self.reference:
-                self.reference.reset_where_due(state.step, metrics, progress)
+                self.reference.reset_if_due(state.step, metrics, progress)
 
             if writer:
                 writer.write(step, metrics, seconds)
@@ -150,7 +150,7 @@ class Trainer:
         state = self.state
         begun = time.monotonic()
 
-        # Prompts -> rollouts -> rewards -> groups with a signal.
+        # Prompts -> rollouts -> rewards -> groups whose rewards differ.
         sampling = training_sampling(config, self.stop_ids)
         collector = Collector(config, self.grid, self.rollouts, self.train_source, sampling, cost_model(self.worker))
         with span("collect"):
@@ -190,14 +190,14 @@ class Trainer:
         seconds["step"] = time.monotonic() - begun
 
         metrics |= collected.metrics | mass_balance
-        metrics["token_gain"] = token_gain(self.worker, experience)
+        metrics["token_gain"] = token_gain(self.worker, experience)  # tokens saved by shared prompts
         if config.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         return metrics, seconds
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the engines; see weight_sync.sync_engines."""
-        # An engine in another process may have to start again.
+        # Allow time for an engine restart before the other ranks count as hanging.
         timeout_s = 0.0 if self.config.rollout.engine == "torch" else self.config.engine.start_timeout_s
         with span("refit", timeout_s):
             return sync_engines(self.models(), self.rollouts, self.state.updates, self.config)
@@ -225,7 +225,7 @@ class Trainer:
         return evaluation
 
     def _evaluation_is_due(self) -> bool:
-        """Return whether to evaluate after this step. The evaluation of a complete run follows at its end."""
+        """Return whether to evaluate after this step. A complete run is evaluated separately at its end."""
         every = self.config.evaluate.every
         return (
             bool(every and self.held_out)
@@ -240,23 +240,23 @@ class Trainer:
             evaluation = self.evaluate(progress)
         progress.note(f"held-out {after(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)
-        # While the actor waits for the critic, its weights do not change and no evaluation can be better.
+        # The actor does not change during the warm-up of the critic, so these evaluations do not count.
         if not self.state.critic_warms_up(self.config.critic):
             run_state.record_evaluation(self.state, self.models(), metrics["pass_at_1"])
         return metrics
 
     def _ending(self, stop: Callable[[], bool]) -> Ending | None:
         """Return why the run ends after this step, or None if it continues. All ranks return the same."""
-        holds = {
+        applies = {
             Ending.STOPPED: stop(),
             Ending.ENGINE_STUCK: self.rollouts.stuck(),
             Ending.NONFINITE: self._nonfinite_steps >= self.config.train.max_nonfinite_steps,
             Ending.COMPLETE: self.state.is_complete(self.config.train),
         }
-        return next((ending for ending in Ending if holds[ending]), None)
+        return next((ending for ending in Ending if applies[ending]), None)
 
     def _raise_errors(self, ending: Ending) -> None:
-        """Raise UserError if the run ends by an error; its state is saved."""
+        """Raise UserError if the run ends with an error. The state has been saved."""
         saved = f"the state {after(self.state.step)} is saved"
         if ending is Ending.ENGINE_STUCK:
             self.rollouts.check_stuck(saved)
@@ -269,9 +269,9 @@ class Trainer:
         config = self.config.train
         every = config.checkpoint_every
         is_due = bool(ending or (every and self.state.step % every == 0))
-        # keep_best compares with the best checkpoint on the disk, so the one under way must be complete.
+        # keep_best compares with the best checkpoint on the disk, so wait for one that is still being written.
         wait = is_due or bool(config.keep_best and "pass_at_1" in metrics)
-        self._save_failed |= not self.background_save_succeeded(progress, wait)
+        self._save_failed |= not self.finish_background_save(progress, wait)
         best = run_state.new_best(self.config, self.state, metrics)
         if not (is_due or self._save_failed or best):
             return
@@ -287,15 +287,15 @@ class Trainer:
             progress.note(f"warning: {e}; training continues, and the next step tries again")
 
     def save(self, wait: bool = True, new_best: Best | None = None) -> None:
-        """Write a checkpoint. Raises NotWritten on all ranks if the disk refuses it.
+        """Write a checkpoint. Raises NotWritten on all ranks if it cannot be written.
 
         wait: return when it is written. Otherwise, with train.checkpoint_async, it is written in the background;
-        background_save_succeeded() returns the result. new_best: its score if it is the best one so far.
+        finish_background_save() returns the result. new_best: set if this is the best checkpoint so far.
         """
         begun = time.monotonic()
         in_background = self.config.train.checkpoint_async and not wait
         with span("checkpoint"):
-            self._finish_background_save()
+            self._settle()
             save = run_state.begin_save(
                 self.state,
                 self.models(),
@@ -314,15 +314,15 @@ class Trainer:
                 self.state.best = new_best or self.state.best
         self._checkpoint_seconds["checkpoint"] += time.monotonic() - begun
 
-    def background_save_succeeded(self, progress: Progress, wait: bool) -> bool:
-        """Return False if the checkpoint that was written in the background failed, after logging a warning.
+    def finish_background_save(self, progress: Progress, wait: bool) -> bool:
+        """Log a warning and return False if the last background checkpoint failed.
 
         wait: wait for one that is still being written; otherwise it counts as a success.
         """
         begun = time.monotonic()
         try:
             if wait or not self.saving.busy():
-                self._finish_background_save()
+                self._settle()
         except NotWritten as e:
             progress.note(f"warning: {e}; training continues and saves its current state")
             return False
@@ -330,13 +330,13 @@ class Trainer:
             self._checkpoint_seconds["checkpoint_wait"] += time.monotonic() - begun
         return True
 
-    def _finish_background_save(self) -> None:
+    def _settle(self) -> None:
         done = self.saving.settle()
         if done and done.best:
             self.state.best = done.best
 
-    def _take_checkpoint_seconds(self) -> dict[str, float]:
-        """Return the seconds that checkpoints delayed training since the last call."""
+    def _pop_checkpoint_seconds(self) -> dict[str, float]:
+        """Return and reset the seconds by which checkpoints have delayed training."""
         found = self._checkpoint_seconds
         self._checkpoint_seconds = dict.fromkeys(found, 0.0)
         return found
@@ -345,7 +345,7 @@ class Trainer:
         """Continue from a checkpoint, whose fingerprint the caller has checked."""
         self.state = run_state.restore(directory, self.state, self.models(), self.train_source, self.config, self.grid)
         if self.grid.rank == 0:
-            # First protect the best checkpoint, which may be one of the old ones that are removed.
+            # folders.repair removes old checkpoints except the one that the `best` file names. Write that file first.
             run_state.repair_best(directory.parent, self.state.best)
             folders.repair(directory.parent, self.state.step, self.config.train.keep_checkpoints)
 

@@ -52,7 +52,7 @@ def both_ways(
         changed.set()
         # The messages of the saver and of a step overlap.
         figures.append(trainer.train_step()[0])
-        assert trainer.background_save_succeeded(_Silent(), wait=True)
+        assert trainer.finish_background_save(_Silent(), wait=True)
     finally:
         Save.write = write  # type: ignore[method-assign]
     return figures, there, busy

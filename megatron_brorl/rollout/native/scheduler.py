@@ -29,7 +29,7 @@ class WaitingRollout:
 
     request: int
     so_far: Rollout  # empty at first
-    limit: int  # tokens at which this call cuts it: by sampling.budget, or sampling.max_tokens
+    limit: int  # number of tokens at which this call stops: the budget or max_tokens, if that is smaller
 
 
 class Scheduler:
@@ -57,15 +57,16 @@ class Scheduler:
         slots = min(max_rows, len(self.waiting) + (supply.rows if supply else 0))
         self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
-        self.held: list[WaitingRollout | None] = [None] * slots  # the rollout that each slot was assigned to
-        columns = torch.zeros(6, slots, dtype=torch.int64)
+        self.held: list[WaitingRollout | None] = [None] * slots  # the rollout that each slot started with
+        columns = torch.zeros(6, slots, dtype=torch.int64)  # The names below are views of one value per slot, [slots].
         self.request, self.prompt, self.sibling, self.key, self.produced, self.limit = columns
         self.tokens = torch.empty(slots, sampling.max_tokens, dtype=torch.int64)
         self.log_probs = torch.empty(slots, sampling.max_tokens)
         own_pages = pages_for(sampling.max_tokens)
         self.tables = torch.zeros(slots, own_pages, dtype=torch.int32)  # pages of each row's own tokens
 
-        # State per prompt. A prompt is in memory once for all its requests, from its first row to its last.
+        # State per prompt. The KV cache holds one copy of a prompt for all its requests, from the start of its first
+        # row to the end of its last one.
         self.prefixes = PrefixCache(pool)
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         longest = max(longest, supply.prompt_tokens if supply else 0)
@@ -79,7 +80,7 @@ class Scheduler:
         self._number_prompts(requests)
 
     def free_rows(self) -> int:
-        """Return how many rows could start now, given the free slots and half of the longest response's pages each."""
+        """Return how many rows could start now, if each needs half of the pages of a response of max_tokens."""
         if self.waiting:
             return 0
         return min(len(self.free_slots), self.pool.free // (pages_for(self.sampling.max_tokens) // 2 + 1))
@@ -111,7 +112,7 @@ class Scheduler:
         slots: list[int] = []
         chunks: list[PrefillChunk] = []
         owners: list[tuple[str, int]] = []  # of each chunk: ("prompt", its number) or ("row", its slot)
-        # Rows start in order, or a long prompt might never start.
+        # Start rows in order, so that short prompts do not starve a long one.
         while self.waiting and self.free_slots and self._fits(self.waiting[0], len(slots)):
             waiting = self.waiting.popleft()
             number = self.prompt_of[waiting.request]
@@ -127,8 +128,9 @@ class Scheduler:
 
             slot = self._assign_slot(waiting)
             produced = waiting.so_far.token_ids.tolist()
-            # A row that was cut or evicted has tokens of its own. Compute them together with the unshared part of its
-            # prompt, but store only the keys and values of its own tokens.
+            # A row that was cut or evicted has tokens of its own. A chunk can attend only to full blocks before it, so
+            # the last, incomplete block of the prompt is computed again with these tokens. Only the keys and values of
+            # the row's own tokens are stored.
             if produced:
                 shared = (len(prompt) - 1) // BLOCK * BLOCK
                 computed = min(computed, shared)
@@ -208,7 +210,7 @@ class Scheduler:
         return active + [(w.request, w.so_far) for w in self.waiting]
 
     def reserve_pages(self) -> int:
-        """Allocate a page for every active row whose newest token needs one; return how many rows stay.
+        """Allocate a page for every active row whose newest token needs one; return how many rows remain active.
 
         If pages run out, rows are evicted from the end and wait again.
         """
@@ -232,7 +234,7 @@ class Scheduler:
         return len(self.active)
 
     def decode_batch(self) -> DecodeBatch:
-        """Return positions and pages of the active rows, on the decoder's device, for feeding their newest tokens."""
+        """Return the inputs of a decode step that feeds the newest token of each active row."""
         active = self.active
         device = self.decoder.device
         prompts = self.prompt[active]
@@ -260,7 +262,7 @@ class Scheduler:
         return Rollout(before.index, ids, log_probs, finish, spans)
 
     def _release(self, slot: int) -> None:
-        """Free a slot and its pages; the newest token has none yet."""
+        """Free a slot and its pages. The newest token's keys and values are not stored yet."""
         self.pool.release(self.tables[slot, : pages_for(int(self.produced[slot]) - 1)])
         self.held[slot] = None
         self.free_slots.append(slot)
@@ -272,7 +274,7 @@ class Scheduler:
 
     def _forget_prompt(self, prompt: int) -> None:
         if self.prompt_hidden.pop(prompt, None) is None:
-            return
+            return  # It is not in memory.
         length = int(self.prompt_lengths[prompt])
         self.prefixes.remove(self.prompts[prompt], self.prompt_tables[prompt, : pages_for(length)].clone())
         self.prompt_lengths[prompt] = 0
@@ -286,7 +288,7 @@ def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) ->
 
 
 def _batches(chunks: Sequence[PrefillChunk]) -> list[list[int]]:
-    """Batch chunks of similar length and with equally many pages before them, up to PREFILL_TOKENS a batch.
+    """Batch chunks of similar length and with the same number of pages before them, up to PREFILL_TOKENS a batch.
 
     Chunks with fewer pages before them come first, because later chunks may attend to them.
     """
