@@ -90,8 +90,7 @@ class Actor(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if self.post_process and self.config.sequence_parallel:
-            # The loss returns the full gradient on every tensor-parallel rank, so the backward pass splits it. It does not
-            # reduce-scatter it.
+            # The loss returns the full gradient on every tensor-parallel rank, so the backward pass splits it.
             return gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
