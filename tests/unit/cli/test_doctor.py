@@ -98,7 +98,7 @@ def test_a_problem_is_reported_with_its_remedy(plant, check, mark, remedy, monke
 @pytest.mark.parametrize(
     ("engine", "answer", "remedy"),
     [
-        ("trtllm", ({"tensorrt_llm": True, "ray": False}, "1.3.0rc29"), "Ray starts its workers and is not here"),
+        ("trtllm", ({"tensorrt_llm": True, "ray": False}, "1.3.0rc29"), "Ray starts its workers and is not installed"),
         ("vllm", ({"vllm": True}, "0.31.0"), "vLLM 0.31.0 is too old: install 0.32 or newer"),
         ("vllm", ({"vllm": False}, ""), ""),
     ],

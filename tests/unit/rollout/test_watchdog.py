@@ -54,7 +54,7 @@ def test_late_rollouts_are_logged_and_cut(capfd):
     }
     half, limit = capfd.readouterr().err.splitlines()
     for line, seconds in ((half, "0.2"), (limit, "0.4")):
-        assert line.startswith(f"rank 5: 8 of 48 rollouts have not ended after {seconds} s (rollout.timeout_s = 0.4)")
+        assert line.startswith(f"rank 5: 8 of 48 rollouts are unfinished after {seconds} s (rollout.timeout_s = 0.4)")
         assert line.endswith("2 of prompt p/0; 6 of prompt p/1")
 
 
@@ -73,7 +73,7 @@ def test_stuck_engine_is_abandoned(capfd):
     dog.update_weights(sent, 2)
     assert list(sent) == []
     assert engine.version == 1
-    with pytest.raises(UserError, match="rank 0: the rollout engine is still busy"):
+    with pytest.raises(UserError, match="rank 0: the rollout engine still hangs"):
         dog.generate(REQUESTS, SAMPLING)
     release.set()
     assert len(engine.calls) == 1
@@ -93,7 +93,7 @@ def test_exceptions_of_the_engine_are_raised_here():
     for _ in range(2):  # the thread survives an exception
         with pytest.raises(ZeroDivisionError, match="in the engine"):
             dog.generate(REQUESTS, SAMPLING)
-    with pytest.raises(ValueError, match="sibling 40 of p/0, which was not asked"):
+    with pytest.raises(ValueError, match="sibling 40 of p/0, which was not requested"):
         Watchdog(Confused(), 60.0).generate(REQUESTS, SAMPLING)
 
 
