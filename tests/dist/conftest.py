@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import tiny
 from dist.world import World
 
 
@@ -20,3 +21,11 @@ def worlds() -> Iterator[Callable[[int], World]]:
     yield get
     for world in started.values():
         world.close()
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with tied embeddings, which tests do not change."""
+    made = tmp_path_factory.mktemp("model")
+    tiny.make_model(made, "qwen2", True)
+    return str(made)

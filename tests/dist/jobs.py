@@ -127,12 +127,12 @@ def train_steps(
         advantages=tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)),
     ).select(own)
     algo = AlgoConfig(**({"eps_low": 0.9, "eps_high": 4.0} | options.get("algo", {})))
-    figures = []
+    metrics = []
     for update in range(2):
         worker.offload()
         assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
-        figures.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
-    return figures, {name: tensor.cpu().clone() for name, tensor in worker.hf_tensors()}
+        metrics.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
+    return metrics, {name: tensor.cpu().clone() for name, tensor in worker.hf_tensors()}
 
 
 def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], dtype: torch.dtype) -> tuple[int, int]:
@@ -172,8 +172,8 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     advantages = torch.linspace(-1, 1, len(prompts))
     per_token = tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True))
     experience = Experience(tuple(prompts), tuple(responses), tuple(lp), None, per_token)
-    figures = [update_policy(worker, experience, [list(range(24))], AlgoConfig(), optim, 1.0, i) for i in range(2)]
-    return figures, {p.dtype for p in worker.actor.parameters()}
+    metrics = [update_policy(worker, experience, [list(range(24))], AlgoConfig(), optim, 1.0, i) for i in range(2)]
+    return metrics, {p.dtype for p in worker.actor.parameters()}
 
 
 def fused_loss(rank: int, world: int, seed: int, settings: PolicyLossSettings, padded: int = 1600) -> tuple[Any, ...]:

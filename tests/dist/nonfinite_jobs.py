@@ -32,8 +32,8 @@ def steps(
     if trainer.grid.first_stage:
         trainer.worker.actor.embedding.register_forward_hook(hook, with_kwargs=True)
     trainer.sync_weights()
-    figures = [trainer.train_step()[0] for _ in range(2)]
-    return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+    metrics = [trainer.train_step()[0] for _ in range(2)]
+    return metrics, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
 
 
 def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> str:

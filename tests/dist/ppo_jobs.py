@@ -67,7 +67,7 @@ def ppo(
     worker.load_hf(directory)
     critic.load_hf(directory)
     models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()))
-    figures = []
+    metrics = []
     for step in range(steps):
         prompts, responses, sampled, rewards = batch(step)
         drawn = [prompts[OF_PROMPT.index(g)] for g in range(4)]
@@ -83,10 +83,10 @@ def ppo(
         own, experience, credit = make_experience(own, groups, advantages, models, ALGO, TEMPERATURE)
         batches = mini_batches(own, [0, 1, 2, 3], ALGO.mini_batches, "siblings") * ALGO.epochs
         valued = update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
-        figures.append(
+        metrics.append(
             {**credit, **valued, **update_policy(worker, experience, batches, ALGO, OPTIM, TEMPERATURE, 4 * step)}
         )
-    return figures, {name: tensor.clone() for name, tensor in worker.hf_tensors()}, critic_weights(critic)
+    return metrics, {name: tensor.clone() for name, tensor in worker.hf_tensors()}, critic_weights(critic)
 
 
 def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:

@@ -50,8 +50,8 @@ def judged(
     trainer = _trainer(directory, parallel, changes, reward)
     before = _weights(trainer)
     trainer.sync_weights()
-    figures = [trainer.train_step()[0] for _ in range(steps)]
-    return figures, before, _weights(trainer)
+    metrics = [trainer.train_step()[0] for _ in range(steps)]
+    return metrics, before, _weights(trainer)
 
 
 def unmoved(
@@ -63,9 +63,9 @@ def unmoved(
     trainer = _trainer(directory, parallel, changes, None, engine)
     before = _weights(trainer)
     trainer.sync_weights()
-    figures = [trainer.train_step()[0] for _ in range(steps)]
+    metrics = [trainer.train_step()[0] for _ in range(steps)]
     after = _weights(trainer)
-    return figures, all(torch.equal(after[name].view(torch.int32), before[name].view(torch.int32)) for name in before)
+    return metrics, all(torch.equal(after[name].view(torch.int32), before[name].view(torch.int32)) for name in before)
 
 
 def reference_follows(
@@ -82,7 +82,7 @@ def reference_follows(
 
     found: dict[str, Any] = {"start": say(trainer)}
     trainer.sync_weights()
-    found["figures"] = [trainer.train_step()[0] for _ in range(2)]
+    found["metrics"] = [trainer.train_step()[0] for _ in range(2)]
     found["moved"] = say(trainer)
     found["stepped"] = bool(trainer.worker.optimizer.optimizer.state)
     trainer.save()
@@ -95,6 +95,6 @@ def reference_follows(
     found["reset"] = say(again)
     found["stepped_after_reset"] = bool(again.worker.optimizer.optimizer.state)
     again.sync_weights()
-    found["figures"].append(again.train_step()[0])
+    found["metrics"].append(again.train_step()[0])
     assert checkpoint.find(Path(root) / "checkpoints") is not None
     return found

@@ -25,7 +25,7 @@ def both_ways(
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), fakes.Engine())
     trainer.seconds = lambda: 7.5  # type: ignore[method-assign]  # wall-clock time, which run.json holds
     trainer.sync_weights()
-    figures = [trainer.train_step()[0] for _ in range(2)]
+    metrics = [trainer.train_step()[0] for _ in range(2)]
 
     def into(name: str) -> None:
         run = replace(trainer.config.run, dir=f"{root}/{name}")
@@ -46,16 +46,16 @@ def both_ways(
     Save.write = late  # type: ignore[method-assign]
     try:
         trainer.save(wait=False)
-        figures.append(trainer.train_step()[0])
+        metrics.append(trainer.train_step()[0])
         there = sorted(p.name for p in Path(f"{root}/meanwhile/checkpoints").iterdir())
         busy = trainer.saving.busy()
         changed.set()
         # The messages of the saver and of a step overlap.
-        figures.append(trainer.train_step()[0])
+        metrics.append(trainer.train_step()[0])
         assert trainer.finish_background_save(_Silent(), wait=True)
     finally:
         Save.write = write  # type: ignore[method-assign]
-    return figures, there, busy
+    return metrics, there, busy
 
 
 def saves_over_dirty_memory(_rank: int, directory: str, changes: dict[str, Any], roots: list[str]) -> None:

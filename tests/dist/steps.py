@@ -119,9 +119,9 @@ def run_steps(
     engine = fakes.Engine(**{k: v for k, v in faults.items() if k != "rank"} if mine else {})
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine)
     trainer.sync_weights()
-    figures = [trainer.train_step()[0] for _ in range(steps)]
+    metrics = [trainer.train_step()[0] for _ in range(steps)]
     asked = [(i, r.prompt.id, range(r.first, r.first + r.n)) for i, call in enumerate(engine.calls) for r in call]
-    return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}, asked
+    return metrics, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}, asked
 
 
 def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], folder: str) -> list[str]:
@@ -143,7 +143,7 @@ def evaluation(_rank: int, directory: str, parallel: dict[str, Any], lose: set[t
 
 
 class _Silent:
-    def update(self, step_done: int, figures: dict[str, str]) -> None:
+    def update(self, step_done: int, metrics: dict[str, str]) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -158,9 +158,9 @@ def resumed(
     config = configured(changes | {"run": {"seed": 3, "dir": root}})
     first = make_trainer(directory, grid, config, fakes.Engine())
     first.sync_weights()
-    figures = [first.train_step()[0] for _ in range(stop_at)]
+    metrics = [first.train_step()[0] for _ in range(stop_at)]
     first.save()
-    return _go_on(directory, grid, config, figures, steps - stop_at)
+    return _go_on(directory, grid, config, metrics, steps - stop_at)
 
 
 def go_on(
@@ -172,7 +172,7 @@ def go_on(
 
 
 def _go_on(
-    directory: str, grid: Grid, config: Config, figures: list[dict[str, float]], steps: int
+    directory: str, grid: Grid, config: Config, metrics: list[dict[str, float]], steps: int
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     trainer = make_trainer(directory, grid, config, fakes.Engine())
     found = checkpoint.find(Path(config.run.dir) / "checkpoints")
@@ -181,8 +181,8 @@ def _go_on(
         warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
         trainer.restore(found)
     trainer.sync_weights()
-    figures = [*figures, *(trainer.train_step()[0] for _ in range(steps))]
-    return figures, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+    metrics = [*metrics, *(trainer.train_step()[0] for _ in range(steps))]
+    return metrics, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import pytest
 import tiny
 import torch
 from dist.jobs import rows
-from dist.layouts import pairs
-from dist.world import World
+from dist.world import World, pairs
 from ops.linear_cases import EVERYTHING, OTHER_LOSSES, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
@@ -147,10 +146,10 @@ def single(worlds, models):
 @pytest.mark.parametrize(("size", "parallel", "options", "case"), TRAINED)
 def test_training_step_equals_single_process(worlds, models, single, size, parallel, options, case):
     """Loss, gradient norm and updated weights of two clipped AdamW steps, within 1e-5 relative."""
-    expected_figures, expected = single(case, options.get("algo", {}))
-    assert expected_figures[0]["grad_norm"] > 0.5  # clipping is active
-    for figures, weights in worlds(size).run("jobs:train_steps", models[case][0], parallel, options):
-        for got, want in zip(figures, expected_figures, strict=True):
+    expected_metrics, expected = single(case, options.get("algo", {}))
+    assert expected_metrics[0]["grad_norm"] > 0.5  # clipping is active
+    for metrics, weights in worlds(size).run("jobs:train_steps", models[case][0], parallel, options):
+        for got, want in zip(metrics, expected_metrics, strict=True):
             for key in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_gap_mean"):
                 assert got[key] == pytest.approx(want[key], rel=1e-5)
             for key in ("clipped_low", "clipped_high", "trained_tokens", "updates", "updates_skipped"):
@@ -187,16 +186,16 @@ def test_engine_log_probs_of_eight_ranks(models):
 def test_bf16_trains_with_fp32_masters(worlds, models):
     """The first loss has a closed form: minus the token mean of the advantages."""
     directory = models["qwen2", True][0]
-    ((figures, dtypes),) = worlds(1).run("jobs:bf16_step", directory)
+    ((metrics, dtypes),) = worlds(1).run("jobs:bf16_step", directory)
     assert dtypes == {torch.bfloat16}
     prompts, responses = rows(2)
-    assert figures[0]["updates_skipped"] == 0
-    assert figures[0]["logprob_gap_max"] == 0.0  # the same weights and arithmetic
-    assert figures[1]["logprob_gap_max"] > 0.0  # the weights have changed
-    assert figures[0]["trained_tokens"] == sum(map(len, responses))
+    assert metrics[0]["updates_skipped"] == 0
+    assert metrics[0]["logprob_gap_max"] == 0.0  # the same weights and arithmetic
+    assert metrics[1]["logprob_gap_max"] > 0.0  # the weights have changed
+    assert metrics[0]["trained_tokens"] == sum(map(len, responses))
     advantages = torch.linspace(-1, 1, len(prompts))
     tokens = torch.tensor([len(r) for r in responses])
-    assert figures[0]["loss"] == pytest.approx(float(-(advantages * tokens).sum() / tokens.sum()), rel=1e-2)
+    assert metrics[0]["loss"] == pytest.approx(float(-(advantages * tokens).sum() / tokens.sum()), rel=1e-2)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 from dist.test_steps import UNEVEN, assert_same
 
 LAYOUTS = [(2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"pipeline": 2}), (4, {"context": 2})]
@@ -13,19 +12,12 @@ TOKEN = 40
 CHANGES = UNEVEN | {"algo": {"mini_batches": 2, "epochs": 2}, "theory": {"every": 0}}
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    made = tmp_path_factory.mktemp("model")
-    tiny.make_model(made, "qwen2", True)
-    return str(made)
-
-
 @pytest.mark.slow
 def test_all_layouts_leave_out_the_same_rows(worlds, directory):
     expected = worlds(1).run("nonfinite_jobs:steps", directory, {}, CHANGES, TOKEN, ENGINE)[0]
-    for figures in expected[0]:
-        assert figures["nonfinite_rows"] > 4
-        assert (figures["updates_skipped"], figures["updates"]) == (0, 4)
+    for metrics in expected[0]:
+        assert metrics["nonfinite_rows"] > 4
+        assert (metrics["updates_skipped"], metrics["updates"]) == (0, 4)
     for size, parallel in LAYOUTS:
         assert_same(worlds(size).run("nonfinite_jobs:steps", directory, parallel, CHANGES, TOKEN, ENGINE), expected)
 

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import tiny
 import torch
-from dist.layouts import pairs
 from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, TEMPERATURE, batch
+from dist.world import pairs
 
 pytestmark = pytest.mark.slow
 STEPS = 2
@@ -85,7 +85,7 @@ def loop(directory, case):
     critic = Critic(actor)
     adam = optimizer(actor, OPTIM)
     critic_adam = optimizer(critic, CRITIC_OPTIM)
-    figures = []
+    metrics = []
     for step in range(STEPS):
         prompts, responses, sampled, rewards = batch(step)
         pairs = list(zip(prompts, responses, strict=True))
@@ -138,8 +138,8 @@ def loop(directory, case):
                 found["loss"] += loss.item() / 4
                 found["norm"] = descend(actor, adam, loss, OPTIM)
         found["masked"] = 1 - sum(int(t.sum()) for t in trusted) / sum(map(len, trusted))
-        figures.append(found)
-    return str(directory), figures, dict(actor.state_dict()), dict(critic.state_dict())
+        metrics.append(found)
+    return str(directory), metrics, dict(actor.state_dict()), dict(critic.state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +150,10 @@ def loops(tmp_path_factory):
 
 @pytest.mark.parametrize(("size", "parallel", "options", "case"), pairs(LAYOUTS, CASES))
 def test_ppo_equals_a_plain_loop(worlds, loops, size, parallel, options, case):
-    directory, figures, actor, critic = loops(case)
-    assert sum(f["clipped"] for f in figures) > 0  # value clipping is active
+    directory, metrics, actor, critic = loops(case)
+    assert sum(f["clipped"] for f in metrics) > 0  # value clipping is active
     for got, actor_weights, critic_weights in worlds(size).run("ppo_jobs:ppo", directory, parallel, STEPS, options):
-        for mine, wanted in zip(got, figures, strict=True):
+        for mine, wanted in zip(got, metrics, strict=True):
             # With values of zero the residuals are the returns, and no variance is explained.
             assert mine["explained_variance"] == pytest.approx(wanted["explained_variance"], rel=1e-4, abs=1e-6)
             assert mine["value_loss"] == pytest.approx(wanted["value_loss"], rel=1e-5)
@@ -170,6 +170,6 @@ def test_ppo_equals_a_plain_loop(worlds, loops, size, parallel, options, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_new_critic_explains_no_variance(loops, case):
-    figures = loops(case)[1]
-    assert figures[0]["explained_variance"] == 0.0
-    assert figures[-1]["explained_variance"] != 0.0
+    metrics = loops(case)[1]
+    assert metrics[0]["explained_variance"] == 0.0
+    assert metrics[-1]["explained_variance"] != 0.0

@@ -6,10 +6,8 @@ from itertools import product
 
 import fakes
 import pytest
-import tiny
 import torch
-from dist.layouts import pairs
-from dist.world import World
+from dist.world import World, pairs
 
 from megatron_brorl.algo.pass_at_k import pass_at_k
 from megatron_brorl.ops.philox import stream_key
@@ -58,13 +56,6 @@ STEPS = {"partial": 5, "critic": 3}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    made = tmp_path_factory.mktemp("model")
-    tiny.make_model(made, "qwen2", True)
-    return str(made)
-
-
-@pytest.fixture(scope="module")
 def single(worlds, directory):
     """Return the result of a variant in a single process."""
     found = {}
@@ -94,14 +85,21 @@ OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
 def assert_same(results, expected):
     """Compare metrics and weights of every rank."""
     wanted, weights = expected[:2]
-    for figures, got, *_ in results:
-        for step, (a, b) in enumerate(zip(figures, wanted, strict=True)):
+    for metrics, got, *_ in results:
+        for step, (a, b) in enumerate(zip(metrics, wanted, strict=True)):
             assert a.keys() == b.keys()
             for key in a.keys() - OF_LAYOUT:
                 tolerance = 1e-4 if key in ROUNDED or key.startswith("theory_") else 0
                 assert a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance, nan_ok=True), (step, key)
         for name, value in weights.items():
             assert (got[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+def assert_bit_exact(resumed, whole):
+    """Compare metrics and weights of every rank; repr, because some metrics are NaN."""
+    for (metrics, weights), (expected, expected_weights, _) in zip(resumed, whole, strict=True):
+        assert [repr(m) for m in metrics] == [repr(m) for m in expected]
+        assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
 
 
 @pytest.mark.parametrize(("size", "parallel", "variant"), pairs(LAYOUTS, list(VARIANTS)))
@@ -163,7 +161,7 @@ def test_work_stealing_changes_no_result(worlds, directory, single, size, varian
 
 def test_partial_rollouts_are_carried(single):
     """Five steps of 4 of 12 tokens each: compare the metrics with the random streams."""
-    figures, _, calls = single("partial", LOST)
+    metrics, _, calls = single("partial", LOST)
     groups = [
         (step, prompt.id, fakes.draws(stream_key(3, step, prompt.id), range(32), 12))
         for step in range(5)
@@ -184,25 +182,25 @@ def test_partial_rollouts_are_carried(single):
         closing = open_before | {(now, f"p/{3 * now + k}") for k in range(3)}
         closing -= waiting
         trained = [key for key in lengths if key[:2] in closing]
-        assert figures[now]["rollouts"] == len(trained)
-        assert figures[now]["carried"] == sum(
+        assert metrics[now]["rollouts"] == len(trained)
+        assert metrics[now]["carried"] == sum(
             1 for (s, _, _), n in lengths.items() if s <= now and n > 4 * (now - s + 1)
         )
         if trained:
-            assert figures[now]["response_tokens"] == pytest.approx(sum(lengths[k] for k in trained) / len(trained))
+            assert metrics[now]["response_tokens"] == pytest.approx(sum(lengths[k] for k in trained) / len(trained))
             # Two updates per training step; the tokens of a rollout over three steps are 2, 1 and 0 steps old.
-            trains = [float(figures[step]["trained_tokens"] > 0) for step in range(now)]
+            trains = [float(metrics[step]["trained_tokens"] > 0) for step in range(now)]
             behind = [
                 2 * sum(trains[s + position // 4 :])
                 for s, name, i in trained
                 for position in range(lengths[s, name, i])
             ]
-            assert figures[now]["staleness_mean"] == pytest.approx(sum(behind) / len(behind))
-            assert figures[now]["staleness_max"] == max(behind)
-    assert figures[0]["rollouts"] == 0
+            assert metrics[now]["staleness_mean"] == pytest.approx(sum(behind) / len(behind))
+            assert metrics[now]["staleness_max"] == max(behind)
+    assert metrics[0]["rollouts"] == 0
     # No group closes before the third step, so there is no update and no token is older than the weights.
-    assert [f["updates"] for f in figures] == [0, 0, 2, 2, 2]
-    assert [figures[step]["staleness_max"] for step in (2, 3, 4)] == [0, 2, 4]
+    assert [f["updates"] for f in metrics] == [0, 0, 2, 2, 2]
+    assert [metrics[step]["staleness_max"] for step in (2, 3, 4)] == [0, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +212,7 @@ def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, 
     cut = worlds(size).run("steps:resumed", directory, parallel, variant, 4, 2, str(tmp_path))
     files = list((tmp_path / "checkpoints" / "step_00000002").glob("carried_*"))
     assert len(files) == size
-    for (figures, weights, _), (got, got_weights) in zip(whole, cut, strict=True):
-        assert [repr(f) for f in got] == [repr(f) for f in figures]
-        assert all(torch.equal(weights[name], got_weights[name]) for name in weights)
+    assert_bit_exact(cut, whole)
     # Another number of replicas continues with the same rollouts; only floating-point order differs.
     other = worlds(2 if size != 2 else 1).run("steps:go_on", directory, {}, variant, 2, str(tmp_path))
     assert_same(other, (whole[0][0][2:], whole[0][1], None))
@@ -254,20 +250,18 @@ def test_resume_is_bit_exact_with_a_critic(worlds, directory, tmp_path, size, pa
     variant = VARIANTS["critic"]
     whole = worlds(size).run("steps:run_steps", directory, parallel, variant, 3, {})
     cut = worlds(size).run("steps:resumed", directory, parallel, variant, 3, 2, str(tmp_path))
-    for (figures, weights, _), (got, got_weights) in zip(whole, cut, strict=True):
-        assert [repr(f) for f in got] == [repr(f) for f in figures]
-        assert all(torch.equal(weights[name], got_weights[name]) for name in weights)
+    assert_bit_exact(cut, whole)
     other = worlds(2 if size != 2 else 1).run("steps:go_on", directory, {}, variant, 1, str(tmp_path))
     assert_same(other, (whole[0][0][2:], whole[0][1], None))
 
 
 def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single):
     """With critic.warmup_steps = 1 the first step changes the critic and not the actor."""
-    ((figures, weights, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 1, {"lose": LOST})
+    ((metrics, weights, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 1, {"lose": LOST})
     ((_, before, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 0, {})
     assert all(torch.equal(weights[name], before[name]) for name in before)
-    assert (figures[0]["updates"], figures[0]["critic_updates"]) == (0, 4)
-    assert figures[0]["explained_variance"] == 0.0
+    assert (metrics[0]["updates"], metrics[0]["critic_updates"]) == (0, 4)
+    assert metrics[0]["explained_variance"] == 0.0
     later, moved, _ = single("critic", LOST)
     assert (later[1]["updates"], later[1]["critic_updates"]) == (4, 4)
     assert later[1]["explained_variance"] != 0.0

@@ -11,10 +11,16 @@ import importlib
 import os
 import socket
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 from forks import CONTEXT, adopt_listener, listen_on_free_port, rank_environments
+
+
+def pairs(layouts: Sequence[tuple[Any, ...]], cases: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return (*layout, case) for every layout and case."""
+    return [(*layout, case) for layout in layouts for case in cases]
 
 
 class World:

@@ -1,4 +1,4 @@
-"""Functions that the processes of test_refit.py run; see jobs.py."""
+"""Functions that the processes of test_weight_sync_of_layouts.py run; see jobs.py."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _small_buckets(worker: Worker) -> None:
     assert len(worker.buckets) > 4
 
 
-def refits(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list[str]:
+def syncs(_rank: int, directories: list[str], parallel: dict[str, Any]) -> list[str]:
     """Sync the weights of each directory; return the names of tensors that did not arrive bit by bit."""
     worker = make_worker(directories[0], parallel)
     _small_buckets(worker)

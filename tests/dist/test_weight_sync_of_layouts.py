@@ -9,8 +9,7 @@ import tiny
 import torch
 from conversions import assert_same_weights, to_hf, to_megatron
 from dist.jobs import rows
-from dist.layouts import pairs
-from dist.world import World
+from dist.world import World, pairs
 
 pytestmark = pytest.mark.slow
 BIG = (4, {"tensor": 2, "pipeline": 2})
@@ -27,7 +26,7 @@ def weights(tmp_path_factory):
 
 def test_twenty_weight_syncs_are_bit_exact(worlds, weights):
     size, parallel = BIG
-    assert worlds(size).run("refit_jobs:refits", weights, parallel) == [[]] * size
+    assert worlds(size).run("weight_sync_jobs:syncs", weights, parallel) == [[]] * size
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_every_layout_and_family(worlds, tmp_path, size, parallel, case):
     for seed in range(2):
         tiny.make_model(tmp_path / str(seed), *case, seed=seed)
     directories = [str(tmp_path / str(seed)) for seed in range(2)]
-    assert worlds(size).run("refit_jobs:refits", directories, parallel) == [[]] * size
+    assert worlds(size).run("weight_sync_jobs:syncs", directories, parallel) == [[]] * size
 
 
 FAULTS = {
@@ -56,7 +55,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_on_one_rank_is_repaired_by_sending_again(worlds, weights, fault, where):
     size, parallel = BIG
-    for result in worlds(size).run("refit_jobs:faulty", weights[0], parallel, fault, where, 1):
+    for result in worlds(size).run("weight_sync_jobs:faulty", weights[0], parallel, fault, where, 1):
         assert result == {"refused": "", "again": 1, "after": 0, "right": True}
 
 
@@ -64,7 +63,7 @@ def test_a_fault_on_one_rank_is_repaired_by_sending_again(worlds, weights, fault
 def test_a_permanent_fault_is_refused_by_every_rank(worlds, weights, fault):
     """The engine that refused keeps its version; after the next sync all versions are equal."""
     size, parallel = BIG
-    results = worlds(size).run("refit_jobs:faulty", weights[0], parallel, fault, 2, 2)
+    results = worlds(size).run("weight_sync_jobs:faulty", weights[0], parallel, fault, 2, 2)
     for rank, result in enumerate(results):
         expected = FAULTS[fault] if rank == 2 else "version 1: refused by the engine of another rank"
         assert expected in result["refused"]
@@ -79,7 +78,7 @@ def test_a_rank_that_dies_in_an_update_leaves_the_other_engines_unchanged(weight
     answers = []
     try:
         with pytest.raises((EOFError, ConnectionError)):
-            world.run("refit_jobs:killed", weights[0], BIG[1], 0)
+            world.run("weight_sync_jobs:killed", weights[0], BIG[1], 0)
         for pipe, process in list(zip(world.pipes, world.processes, strict=True))[1:]:
             assert pipe.poll(120)
             answers.append(pipe.recv())
@@ -94,16 +93,16 @@ def test_a_rank_that_dies_in_an_update_leaves_the_other_engines_unchanged(weight
 
 
 def test_different_copies_of_the_weights_are_refused(worlds, weights):
-    for message in worlds(2).run("refit_jobs:drifted", weights[0], {}):
+    for message in worlds(2).run("weight_sync_jobs:drifted", weights[0], {}):
         assert "the ranks were sent different bytes" in message
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), BIG])
 def test_verify_reshard(worlds, weights, size, parallel):
-    gaps = worlds(size).run("refit_jobs:verified", weights[0], parallel, False)
+    gaps = worlds(size).run("weight_sync_jobs:verified", weights[0], parallel, False)
     assert len(set(gaps)) == 1
     assert 0 < gaps[0] < 1e-4
-    for message in worlds(size).run("refit_jobs:verified", weights[0], parallel, True):
+    for message in worlds(size).run("weight_sync_jobs:verified", weights[0], parallel, True):
         assert "an engine's log-probs differ from the actor's by" in message
 
 
@@ -118,7 +117,7 @@ def test_verify_reshard(worlds, weights, size, parallel):
 def test_megatron_s_own_resharding_agrees(worlds, tmp_path, size, source, target):
     """megatron.core.resharding moves the weights to another layout; our stream of them equals the directory."""
     tiny.make_model(tmp_path, "llama", False, num_key_value_heads=4, vocab_size=104)
-    assert worlds(size).run("refit_jobs:between_layouts", str(tmp_path), source, target) == [[]] * size
+    assert worlds(size).run("weight_sync_jobs:between_layouts", str(tmp_path), source, target) == [[]] * size
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,9 @@ def test_megatron_loads_converted_checkpoints(worlds, tmp_path, size, parallel, 
     model = tiny.make_model(tmp_path / "hf", *case)
     to_megatron(tmp_path / "hf", tmp_path / "megatron", 2, 2)
     prompts, responses = rows(1)
-    results = worlds(size).run("refit_jobs:load_converted", str(tmp_path / "hf"), str(tmp_path / "megatron"), parallel)
+    results = worlds(size).run(
+        "weight_sync_jobs:load_converted", str(tmp_path / "hf"), str(tmp_path / "megatron"), parallel
+    )
     for wrong, log_probs in results:
         assert wrong == []
         for found, prompt, response in zip(log_probs, prompts, responses, strict=True):
@@ -147,7 +148,7 @@ def test_checkpoints_are_divided_as_megatron_divides_them(worlds, tmp_path, case
 
     tiny.make_model(tmp_path / "hf", *case)
     to_megatron(tmp_path / "hf", tmp_path / "ours", 2, 2)
-    worlds(4).run("refit_jobs:save_by_megatron", str(tmp_path / "hf"), str(tmp_path / "theirs"), BIG[1])
+    worlds(4).run("weight_sync_jobs:save_by_megatron", str(tmp_path / "hf"), str(tmp_path / "theirs"), BIG[1])
 
     def described(name):
         found = {}

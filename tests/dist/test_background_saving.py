@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 from dist.test_steps import VARIANTS
 
 pytestmark = pytest.mark.slow
@@ -16,13 +15,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    made = tmp_path_factory.mktemp("model")
-    tiny.make_model(made, "qwen2", True)
-    return str(made)
-
-
 @pytest.mark.parametrize(("size", "parallel", "variant"), CASES)
 def test_background_checkpoints_have_the_state_at_their_start(worlds, directory, tmp_path, size, parallel, variant):
     """The bytes are equal, although all weights and moments change before the first file is written.
@@ -31,8 +23,8 @@ def test_background_checkpoints_have_the_state_at_their_start(worlds, directory,
     changes = VARIANTS[variant]
     found = worlds(size).run("saving_jobs:both_ways", directory, parallel, changes, str(tmp_path))
     whole = worlds(size).run("steps:run_steps", directory, parallel, changes, 4, {})
-    for (figures, there, busy), (expected, _, _) in zip(found, whole, strict=True):
-        assert [repr(f) for f in figures] == [repr(f) for f in expected]
+    for (metrics, there, busy), (expected, _, _) in zip(found, whole, strict=True):
+        assert [repr(f) for f in metrics] == [repr(f) for f in expected]
         assert there == [".step_00000002.writing"]
         assert busy
 

@@ -7,13 +7,13 @@ import json
 
 def test_two_ranks(worlds, tmp_path):
     path = tmp_path / "traces" / "step_000001.json"
-    (figures, lines), other = worlds(2).run("figures_jobs:told", str(path))
-    assert other == (figures, lines)
+    (metrics, lines), other = worlds(2).run("metrics_jobs:metrics_and_texts", str(path))
+    assert other == (metrics, lines)
     assert lines == ["rank 0", "rank 1" * 4]
-    assert figures["ranks/generate_slowest"] == 3.0
-    assert figures["ranks/generate_fastest"] == 1.0
-    assert figures["ranks/idle"] == (3.0 - 2.0) / 10.0
-    assert figures["throughput/tokens_per_s"] == 200 / 10 / 2
+    assert metrics["ranks/generate_slowest"] == 3.0
+    assert metrics["ranks/generate_fastest"] == 1.0
+    assert metrics["ranks/idle"] == (3.0 - 2.0) / 10.0
+    assert metrics["throughput/tokens_per_s"] == 200 / 10 / 2
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events] == [
         (0, "round", 0.0, 5e6),
