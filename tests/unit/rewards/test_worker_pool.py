@@ -238,7 +238,7 @@ def test_close_ends_the_workers_and_fails_missing_verdicts() -> None:
     verdicts = [pool.submit(request) for request in ask("hang", "hang", "b", "c")]
     pool.close()
     for verdict in verdicts:
-        with pytest.raises(RuntimeError, match="closed before its score"):
+        with pytest.raises(RuntimeError, match="closed before this answer was scored"):
             verdict.result()
     assert not psutil.pid_exists(pid)
     for late in ("a", None):
