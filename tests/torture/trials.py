@@ -182,7 +182,8 @@ def _ended(done: subprocess.CompletedProcess[str], fault: str, directory: Path) 
         return "ended before the fault", "" if done.returncode == 0 else done.stderr[-2000:]
     if done.returncode == 0:
         return "continued with a warning" if re.search("^warning: ", done.stderr, re.M) else "continued", ""
-    if fault == faults.KILL and done.returncode == -9:
+    # The other rank may notice the death before the launcher does.
+    if fault == faults.KILL and (done.returncode == -9 or "another rank has died" in done.stderr):
         return "killed", ""
     lines = [line for line in done.stderr.splitlines() if line.startswith("brorl: ")]
     reason = os.strerror(getattr(faults.errno, fault, 0))
