@@ -173,7 +173,7 @@ def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
 
 
 class BackgroundSaver:
-    """Writes one checkpoint at a time in a thread, with its own process group; used alike on every rank.
+    """Writes one checkpoint at a time in a thread, with its own process group. All ranks make the same calls.
 
     The thread updates the pointer `latest`. The run collects the result between steps.
     """
@@ -187,7 +187,7 @@ class BackgroundSaver:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has started and neither `settle` nor `finish` has been called since."""
+        """True from `start` until `settle` or `finish`."""
         return self._save is not None
 
     def start(self, save: Save, timeout: timedelta) -> None:

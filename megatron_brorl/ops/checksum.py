@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,12 +21,6 @@ class ChecksummedTensor(tuple[str, Tensor]):
         self = super().__new__(cls, (name, tensor))
         self.checksum = checksum
         return self
-
-
-def with_checksums(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[ChecksummedTensor]:
-    """Yield every pair of a name and a tensor, of any shape, with its checksum."""
-    for name, tensor in tensors:
-        yield ChecksummedTensor(name, tensor, checksum(name, tensor))
 
 
 def checksum(name: str, tensor: Tensor) -> Tensor:
@@ -53,7 +46,7 @@ def checksum(name: str, tensor: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014) on every element, in place."""
+    """Apply the finalizer of splitmix64 (Steele et al. 2014) to every element, in place."""
     for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         x ^= (x >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift to the right
         x *= factor - (factor & _SIGN) * 2  # as a signed word

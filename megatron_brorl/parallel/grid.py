@@ -52,12 +52,12 @@ class Grid:
 
     @property
     def first_stage(self) -> bool:
-        """Whether this rank has the embedding."""
+        """True if this rank has the embedding."""
         return self.pp_rank == 0
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank has the head."""
+        """True if this rank has the LM head."""
         return self.pp_rank == self.pipeline - 1
 
     @property

@@ -80,7 +80,7 @@ class RewardPool:
         self._make = make
         self._impure = impure
         self._judge = Judge(function) if function else None
-        self._changed = threading.Condition()  # guards the members below
+        self._changed = threading.Condition()  # guards stats and the members below
         self._queue: deque[_Job] = deque()
         self._cache: dict[Hashable, tuple[Future[ScoreResult], object]] = {}
         self._processes: set[WorkerProcess] = set()
@@ -226,15 +226,17 @@ class RewardPool:
             return deque() if self._stopped else deque(self._queue.popleft() for _ in range(size))
 
     def _deliver(self, job: _Job, score: ScoreResult) -> None:
-        stats = self.stats
-        stats.latency_max_s = max(stats.latency_max_s, time.monotonic() - job.submitted)
+        with self._changed:
+            self.stats.latency_max_s = max(self.stats.latency_max_s, time.monotonic() - job.submitted)
         job.score.set_result(score)
 
     def _blame(self, lost: WorkerLostError, jobs: deque[_Job]) -> None:
         """Score the job that a lost worker was running, unless the job gets a second attempt."""
         if self._stopped:
             return
-        self.stats.restarts += 1  # Count first, because the step reads the statistics once it has all scores.
+        # Count first, because the step reads the statistics once it has all scores.
+        with self._changed:
+            self.stats.restarts += 1
         if lost.timed_out and lost.started:
             self._deliver(jobs.popleft(), ScoreResult(0.0, "timeout", f"no score in {self._timeout_s:g} s"))
         elif lost.started and jobs[0].crashed:

@@ -131,7 +131,7 @@ class Stage:
     def offload(self, weights: bool = True) -> None:
         """Free the gradients and, with train.offload, move optimizer state and weights to host memory.
 
-        Training, scoring and weight sync bring back what they need. weights: whether the weights move, too.
+        Training, scoring and weight sync move the tensors that they use back. weights: move the weights, too.
         """
         self._finish_gather()
         for part in (self._gradients, self._state, self._weights if weights else None):

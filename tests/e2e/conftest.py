@@ -21,7 +21,7 @@ def init(config) -> Path:
 
 @pytest.fixture(scope="session")
 def warm(config, init) -> Path:
-    """The same model after a little supervised training on two processes."""
+    """Return the initial model after a little supervised training on two processes."""
     directory = config.parent / "sft"
     done = brorl("sft", "--processes", "2", config, f"model.path={init}", f"run.dir={directory}")
     assert done.returncode == 0, done.stderr

@@ -10,11 +10,11 @@ from typing import Any
 
 import tiny
 import torch
+from checksums import with_checksums
 
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.checksum import with_checksums
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.process import make_folder

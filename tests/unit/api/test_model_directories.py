@@ -1,7 +1,7 @@
 """Compare log-probabilities and stop tokens with transformers for unusual model directories.
 
-Each directory is changed by hand after transformers wrote it. The built-in engine and the trainer read it by
-themselves, and transformers' from_pretrained and generate say what is right.
+Transformers writes each directory, and the test edits its files. The built-in engine and the trainer then load it. The
+expected values come from transformers' from_pretrained and generate.
 """
 
 from __future__ import annotations

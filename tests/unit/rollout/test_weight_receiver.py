@@ -8,10 +8,11 @@ from functools import partial
 import pytest
 import tiny
 import torch
+from checksums import with_checksums
 
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.checksum import ChecksummedTensor, with_checksums
+from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from checksums import with_checksums
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.checksum import ChecksummedTensor, checksum, with_checksums
+from megatron_brorl.ops.checksum import ChecksummedTensor, checksum
 from megatron_brorl.rollout.remote.weights_receive import TensorRecord, map_file, tensor_at
 from megatron_brorl.rollout.remote.weights_send import (
     HostWeights,
