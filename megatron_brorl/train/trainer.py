@@ -168,7 +168,7 @@ class Trainer:
         # Rewards -> advantages -> log-probabilities, values.
         with _timed(seconds, "train"), span("experience"):
             outcomes = shape_rewards(collected.outcomes, config, state.step)
-            advantages = rollout_advantages(outcomes, outcomes.kept, config.algo, self.worker.options.ops)
+            advantages = rollout_advantages(outcomes, groups, config.algo, self.worker.options.ops)
             rollouts, experience, metrics = make_experience(
                 collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature
             )
