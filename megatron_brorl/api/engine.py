@@ -123,6 +123,10 @@ class Engine:
         _check_minimum("Engine.sample", 0, top_k=top_k, temperature=temperature)
         if not 0 < top_p <= 1:
             raise UserError(f"Engine.sample: top_p = {top_p!r}: must be in (0, 1]")
+        if max_tokens >= self._context:
+            raise UserError(
+                f"Engine.sample: max_tokens = {max_tokens}: must be below the model's context of {self._context} tokens"
+            )
 
         chat = DataConfig(chat=True, chat_template_kwargs=dict(chat_template_kwargs))
         max_prompt_tokens = self._context - max_tokens
