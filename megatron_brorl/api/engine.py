@@ -157,7 +157,7 @@ class Engine:
 
     def _sample(self, rollout: Rollout) -> Sample:
         text = self._tokenizer.decode(without_stop(rollout.token_ids, self._stop_ids).tolist())
-        assert rollout.finish != "cut"  # there is no cancellation and no token budget
+        assert rollout.finish != "cut"  # the call has no tokens_per_call and cannot be cancelled
         return Sample(text, tuple(rollout.token_ids.tolist()), tuple(rollout.log_probs.tolist()), rollout.finish)
 
 

@@ -114,7 +114,7 @@ class Collector:
         config = self.config
         target = config.rollout.prompts
         # Clear the cache of scores once per step, so that all rounds of the step share it.
-        self.rollouts.pool.forget()
+        self.rollouts.pool.reset()
         # Partial groups come first, because ScoredRollout.group of their rollouts is an index into partial.groups.
         groups = list(partial.groups)
         scored = partial.finished_rollouts()

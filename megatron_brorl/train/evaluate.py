@@ -105,7 +105,7 @@ def sample_answers(
     """
     groups = open_groups(prompts, stream)
     slots = list(product(range(len(groups)), range(n)))
-    rollouts.pool.forget()
+    rollouts.pool.reset()
     sampled = rollouts.sample(slots, groups, sampling, on_end=on_end)
 
     outcomes = gather_outcomes(sampled.rollouts, len(groups), n)

@@ -33,7 +33,7 @@ _FAILED = ("timeout", "broken", "invalid", "crash")
 class Sampled:
     """This rank's share of the rollouts of one call."""
 
-    rollouts: list[ScoredRollout]  # without the lost ones; "cut" ones only if the sampling has a budget
+    rollouts: list[ScoredRollout]  # without the lost ones; "cut" ones only if sampling.tokens_per_call is set
     # Rollouts "asked", "lost" and "late"; responses "scored", and "unscored" ones, on which the verifier failed;
     # "errors" and "timeouts" of a verifier that can score other answers.
     counts: dict[str, float]
@@ -66,9 +66,9 @@ class RolloutRunner:
         """Sample and score this rank's share of the rollouts of `groups`. Collective; all ranks return together.
 
         new: the rollouts to begin, of all ranks, in (group, rollout) order. begun: this rank's "cut" rollouts, which
-        continue; loads: their number on every rank. A rollout that ends up "cut" is lost unless sampling.budget is set,
-        because then it continues in the next step. on_end: called in the generating thread for every rollout of this
-        rank that ends.
+        continue; loads: their number on every rank. A rollout that ends up "cut" is lost unless
+        sampling.tokens_per_call is set, because then it continues in the next step. on_end: called in the generating
+        thread for every rollout of this rank that ends.
         """
         start = time.monotonic()
         begun = begun or {}
@@ -113,7 +113,7 @@ class RolloutRunner:
 
         # Unfinished rollouts have no reward yet.
         cut: list[ScoredRollout] = []
-        if sampling.budget:
+        if sampling.tokens_per_call:
             for number, rollouts in zip(
                 numbers, result.rollouts, strict=False
             ):  # A stuck engine may still add numbers.
@@ -135,7 +135,7 @@ class RolloutRunner:
         return Sampled([*cut, *scored], {k: float(v) for k, v in counts.items()}, seconds)
 
     def reward_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return metrics of scoring since pool.forget(), for all ranks, and this rank's seconds. Collective."""
+        """Return metrics of scoring since pool.reset(), for all ranks, and this rank's seconds. Collective."""
         stats = self.pool.stats
         own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
         sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
@@ -175,8 +175,8 @@ def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, flo
     total = sum(len(r.token_ids) for group in result.rollouts for r in group)
     found = {"tokens": float(max(total - before, 0))}  # The difference is negative if continued rollouts were lost.
     if usage:
-        found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.turns)}
-        found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.prompt_found)}
+        found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.steps)}
+        found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.cached_prompt_tokens)}
     return found
 
 
