@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-# "stop": a stop token or string. "length": rollout.max_tokens. "cut": unfinished, by a token budget or a cancellation.
+# "stop": a stop token or string. "length": rollout.max_tokens. "cut": unfinished; a later call may continue it.
 FinishReason = Literal["stop", "length", "cut"]
 # The outcome of a score request; see ScoreResult.
 Status = Literal["ok", "timeout", "error", "broken", "invalid", "crash", "no_answer"]

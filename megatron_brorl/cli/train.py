@@ -84,6 +84,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             p.note(session.report)
             if session.is_main_rank:
                 p.note(_batch_sizes(config))
+                if trainer.held_out and (differences := _evaluation_differences(config)):
+                    p.note(differences)
             if found:
                 p.note(f"resumed from {found} with step {trainer.state.step}")
             if changes:
@@ -149,6 +151,14 @@ def _batch_sizes(config: Config) -> str:
     n = config.rollout.n
     steps = config.algo.mini_batches * config.algo.epochs
     return f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {steps} optimizer steps"
+
+
+def _evaluation_differences(config: Config) -> str:
+    """Return the settings with which evaluations sample in another way than training, or "" without any."""
+    keys = ("temperature", "top_p", "top_k")
+    pairs = [(key, getattr(config.evaluate, key), getattr(config.rollout, key)) for key in keys]
+    found = [f"{key} {ours:g} instead of {training:g}" for key, ours, training in pairs if ours != training]
+    return f"evaluations sample with {', '.join(found)} in training" if found else ""
 
 
 def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> TrainingFacts:

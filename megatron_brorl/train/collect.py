@@ -122,7 +122,7 @@ class Collector:
         config = self.config
         target = config.rollout.prompts
         # Clear the cache of scores once per step, so that all rounds of the step share it.
-        self.runner.pool.forget()
+        self.runner.pool.reset()
         # Carried groups come first, because ScoredRollout.group of their rollouts is an index into carried.groups.
         groups = list(carried.groups)
         scored = carried.finished_rollouts()

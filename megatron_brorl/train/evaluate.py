@@ -105,7 +105,7 @@ def sample_answers(
     """
     groups = make_groups(prompts, stream)
     slots = list(product(range(len(groups)), range(n)))
-    runner.pool.forget()
+    runner.pool.reset()
     rollouts, counts, _ = runner.sample(slots, groups, sampling, on_end=on_end)
 
     outcomes = gather_outcomes(rollouts, len(groups), n)

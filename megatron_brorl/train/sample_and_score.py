@@ -58,11 +58,11 @@ class RolloutRunner:
         which continue. partial_per_rank: their number on every rank. on_end: called in the generating thread for every
         rollout of this rank that ends.
 
-        Returns three values of this rank. The first are its rollouts without the lost ones; a rollout that ends up
-        "cut" is lost unless sampling.budget is set, because then it continues in the next step. The second are counts:
-        rollouts "requested", "lost" and "late"; responses "scored", and "unscored" ones, on which the verifier failed;
-        "errors" and "timeouts" of a verifier that can score other answers. The third are seconds: "generate", and
-        "score" for scoring after generation.
+        Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
+        lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
+        "requested", "lost" and "late"; responses "scored", and "unscored" ones, on which the verifier failed; "errors"
+        and "timeouts" of a verifier that can score other answers. Seconds: "generate", and "score" for scoring after
+        generation.
         """
         start = time.monotonic()
         partial = partial or {}
@@ -107,7 +107,7 @@ class RolloutRunner:
 
         # Unfinished rollouts have no reward yet.
         cut: list[ScoredRollout] = []
-        if sampling.budget:
+        if sampling.tokens_per_call:
             # A stuck engine may still extend group_of.
             for group, rollouts in zip(group_of, result.rollouts, strict=False):
                 cut += [ScoredRollout(group, r, float("nan"), right=False) for r in rollouts if r.finish == "cut"]
@@ -128,7 +128,7 @@ class RolloutRunner:
         return [*cut, *scored], {k: float(v) for k, v in counts.items()}, seconds
 
     def reward_metrics(self) -> dict[str, float]:
-        """Return metrics of scoring since pool.forget(), the same on every rank. Collective."""
+        """Return metrics of scoring since pool.reset(), the same on every rank. Collective."""
         stats = self.pool.stats
         own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
         sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
@@ -167,8 +167,8 @@ def _generation_counts(result: GenerationResult, usage: KvUsage | None) -> dict[
     total = sum(len(r.token_ids) for group in result.rollouts for r in group)
     found = {"tokens": float(max(total - before, 0))}  # The difference is negative if continued rollouts were lost.
     if usage:
-        found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.turns)}
-        found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.prompt_found)}
+        found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.steps)}
+        found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.cached_prompt_tokens)}
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl import rollout_log
+from megatron_brorl.algo.first_update import large_first_update
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best
@@ -132,6 +133,9 @@ class Trainer:
             if writer:
                 writer.write(step, metrics, seconds)
             progress.update(state.step, console_line(step, metrics, seconds))
+            is_first_update = metrics["updates"] == state.updates  # also true before it, when approx_kl is 0
+            if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):
+                progress.note(f"warning: {advice}")
             with span("callbacks"):
                 self.callbacks.call("on_step", step, metrics)  # errors are raised after the state is saved
 

@@ -43,7 +43,7 @@ class Pool(RewardPool):
     """Releases a semaphore for each score."""
 
     def __init__(self) -> None:
-        super().__init__(2, 60.0, make="step_verifiers:make")
+        super().__init__(2, 60.0, judge_factory="step_verifiers:make")
         self.scored = threading.Semaphore(0)
 
     def submit(self, request):

@@ -53,7 +53,7 @@ def known(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(1, 5.0, make="step_verifiers:make") as pool:
+    with RewardPool(1, 5.0, judge_factory="step_verifiers:make") as pool:
         yield pool
 
 
