@@ -93,7 +93,7 @@ def measure(prompts: list[Prompt], texts: list[list[str]], pool: RewardPool) -> 
     n = len(texts[0])
     flat = [text for siblings in texts for text in siblings]
     rollouts = [Rollout(i % n, torch.tensor([i]), torch.zeros(1), "stop") for i in range(len(flat))]
-    pool.forget()
+    pool.reset()
     start = time.perf_counter()
     with Scorer(prompts, lambda ids: flat[ids[0]], (), pool, RewardConfig()) as scorer:
         for i, rollout in enumerate(rollouts):

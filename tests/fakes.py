@@ -50,14 +50,16 @@ class Pool:
     def submit(self, request: ScoreRequest) -> Future[ScoreResult]:
         verdict: Future[ScoreResult] = Future()
         nothing = request.answer is None
-        verdict.set_result(ScoreResult(0.0, "no_answer", request.why) if nothing else self._verdict(request.answer))
+        verdict.set_result(
+            ScoreResult(0.0, "no_answer", request.no_answer_reason) if nothing else self._verdict(request.answer)
+        )
         return verdict
 
     def _verdict(self, answer: str) -> ScoreResult:
         got = self.judge(answer)
         return ScoreResult(got, "ok", f"judged {answer!r}", {"even": got, "words": 1 / (1 + len(answer.split()))})
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         pass
 
     def cancel(self) -> None:
@@ -175,7 +177,7 @@ class Engine:
 
     def _go_on(self, start: Rollout, drawn: list[int], sampling: Sampling) -> Rollout:
         done = len(start.token_ids)
-        new = drawn[done : done + (sampling.budget or sampling.max_tokens)]
+        new = drawn[done : done + (sampling.tokens_per_call or sampling.max_tokens)]
         finish = "length" if done + len(new) == sampling.max_tokens else "cut"
         ends = [i for i, drawn in enumerate(new) if drawn in sampling.stop_ids]
         if ends:

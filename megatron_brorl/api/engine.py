@@ -123,6 +123,10 @@ class Engine:
         _check_minimum("Engine.sample", 0, top_k=top_k, temperature=temperature)
         if not 0 < top_p <= 1:
             raise UserError(f"Engine.sample: top_p = {top_p!r}: must be in (0, 1]")
+        if max_tokens >= self._context:
+            raise UserError(
+                f"Engine.sample: max_tokens = {max_tokens}: must be below the model's context of {self._context} tokens"
+            )
 
         chat = DataConfig(chat=True, chat_template_kwargs=dict(chat_template_kwargs))
         max_prompt_tokens = self._context - max_tokens
@@ -153,7 +157,7 @@ class Engine:
 
     def _sample(self, rollout: Rollout) -> Sample:
         text = self._tokenizer.decode(without_stop(rollout.token_ids, self._stop_ids).tolist())
-        assert rollout.finish != "cut"  # there is no cancellation and no token budget
+        assert rollout.finish != "cut"  # the call has no tokens_per_call and cannot be cancelled
         return Sample(text, tuple(rollout.token_ids.tolist()), tuple(rollout.log_probs.tolist()), rollout.finish)
 
 

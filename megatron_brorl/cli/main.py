@@ -17,6 +17,7 @@ from megatron_brorl.cli import config as config_cli
 from megatron_brorl.cli import convert as convert_cli
 from megatron_brorl.cli import data as data_cli
 from megatron_brorl.cli import evaluate as evaluate_cli
+from megatron_brorl.cli import generate as generate_cli
 from megatron_brorl.cli import report as report_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.config.load import load
@@ -150,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     # Commands that run in one process.
     report_cli.add_commands(commands)  # brorl report, brorl rollouts
     evaluate_cli.add_compare(commands)  # brorl compare
+    generate_cli.add_command(commands)  # brorl generate
     convert_cli.add_commands(commands)  # brorl convert, brorl quantize
     config_cli.add_commands(commands)  # brorl init, brorl config, brorl metrics
     data_cli.add_commands(commands)  # brorl data prepare, brorl data generate

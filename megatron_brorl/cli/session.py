@@ -55,6 +55,7 @@ from megatron_brorl.train.sampling_params import context
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
+from megatron_brorl.user_functions import source_sha256
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 T = TypeVar("T")
@@ -235,7 +236,7 @@ class Session:
         reward = self.program.reward
         started = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
         if reward:
-            started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: custom.sha256(reward)})
+            started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: source_sha256(reward)})
         if started.unsandboxed and self.is_main_rank:
             print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
         return started

@@ -84,11 +84,13 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             p.note(session.report)
             if session.is_main_rank:
                 p.note(_batch_sizes(config))
+                if trainer.held_out and (differences := _evaluation_differences(config)):
+                    p.note(differences)
             if found:
                 p.note(f"resumed from {found} with step {trainer.state.step}")
             if changes:
                 p.note(f"changed since that checkpoint: {change_line(changes)}")
-            if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
+            if not trainer.run(writer, p, lambda: session.stop_requested(trainer.background_saver.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: run the same command again to continue")
                 return signals.SAVED
             evaluation = trainer.evaluate(p) if trainer.held_out else None
@@ -131,7 +133,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
         config=config,
         grid=session.grid,
         worker=worker,
-        rollouts=session.rollouts(),
+        runner=session.rollouts(),
         train_source=session.sources.train,
         held_out=session.sources.held_out,
         callbacks=session.program.callbacks if session.is_main_rank else Callbacks(),
@@ -152,20 +154,28 @@ def _batch_sizes(config: Config) -> str:
     return f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {steps} optimizer steps"
 
 
+def _evaluation_differences(config: Config) -> str:
+    """Return the settings with which evaluations sample in another way than training, or "" without any."""
+    keys = ("temperature", "top_p", "top_k")
+    pairs = [(key, getattr(config.evaluate, key), getattr(config.rollout, key)) for key in keys]
+    found = [f"{key} {ours:g} instead of {training:g}" for key, ours, training in pairs if ours != training]
+    return f"evaluations sample with {', '.join(found)} in training" if found else ""
+
+
 def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> TrainingFacts:
     """Return the model card's content. after: the evaluation at the end."""
     rollout = session.config.rollout
     sizes = {"steps": state.step, "rollouts per prompt (N)": rollout.n, "prompts per step": rollout.prompts}
     card = session.card("reinforcement learning with verifiable rewards", "reinforcement-learning", sizes, state.began)
     verifiers = sorted(session.sources.verifiers)
-    return dataclasses.replace(card, verifiers=verifiers, before=state.before, after=after)
+    return dataclasses.replace(card, verifiers=verifiers, before=state.initial_evaluation, after=after)
 
 
 def _summary(
     session: Session, trainer: Trainer, after: dict[str, Any] | None, peak_rss_mib: float, weights_differ: bool
 ) -> dict[str, Any]:
     """Return summary.json. after: the evaluation at the end. weights_differ: whether training changed weights."""
-    before, best = trainer.state.before, trainer.state.best
+    before, best = trainer.state.initial_evaluation, trainer.state.best
     rows = read_metrics(session.dir / METRICS_FILE)
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
@@ -179,7 +189,7 @@ def _summary(
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
         "best_checkpoint": {"step": best.step, "figure": best.metric, "value": best.value} if best else None,
-        "job_seconds": trainer.seconds(),
+        "job_seconds": trainer.job_seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,
         "after": after,

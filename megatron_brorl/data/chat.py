@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import read_object
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
@@ -24,6 +25,14 @@ _MACRO = (
 _DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 
 _ROLES = ("system", "user", "assistant")
+
+
+def has_chat_template(model: Path) -> bool:
+    """Return whether a model directory has a chat template, as transformers stores it."""
+    if (model / "chat_template.jinja").is_file():
+        return True
+    config = model / "tokenizer_config.json"
+    return config.is_file() and bool(read_object(config).get("chat_template"))
 
 
 def check_messages(prompt: Sequence[Any], where: str) -> list[Message]:

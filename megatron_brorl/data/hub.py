@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.families.shape import CONFIG
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/(.+)")
@@ -16,12 +17,15 @@ _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "READM
 def model_directory(name: str) -> Path:
     """Return the folder of a model: `name` if it exists or cannot be a name on the hub, else its folder in the cache.
 
-    Raises UserError if `name` is empty, or if neither the cache nor the hub has the model.
+    Raises UserError if `name` is empty or a run, or if neither the cache nor the hub has the model.
     """
     if not name.strip():
         raise UserError("model.path is empty: give a Hugging Face directory, or the name of a model on the hub")
-    if Path(name).exists() or not _NAME.fullmatch(name):
-        return Path(name)
+    path = Path(name)
+    if not (path / CONFIG).exists() and (path / "model" / CONFIG).exists():
+        raise UserError(f"{name}: this is the folder of a run; give its model, {path / 'model'}")
+    if path.exists() or not _NAME.fullmatch(name):
+        return path
     from huggingface_hub import snapshot_download  # Importing it takes a while.
 
     return Path(_download(name, f"{name} (model.path)", lambda: snapshot_download(name, allow_patterns=_MODEL_FILES)))

@@ -75,8 +75,8 @@ class ModelShape:
         return self.model_family.find(gemma3.POST_ATTENTION_NORM) is not None
 
     @property
-    def llama_layers(self) -> bool:
-        """Return whether layers are Llama's, up to biases and head norms. Fused layers support only these."""
+    def is_llama_like(self) -> bool:
+        """Return whether the layers are those of Llama, apart from biases and head norms, as fused layers require."""
         others = self.activation, self.embedding_scale, self.attention_scale, self.local_layers
         return others == (None,) * 4 and not self.zero_centred_norms and not self.post_norms
 

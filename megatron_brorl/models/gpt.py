@@ -31,49 +31,51 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
 
 _ACTIVATIONS = {None: torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
-# Megatron-Core 0.19 logs this for every GPTModel. Its successor, HybridModel, supports only Transformer Engine.
-logging.getLogger(GPTModel.__module__).addFilter(lambda x: not str(x.msg).startswith("GPTModel IS DEPRECATED"))
+# Megatron-Core 0.19 logs a warning for every GPTModel. Its successor, HybridModel, supports only Transformer Engine.
+logging.getLogger(GPTModel.__module__).addFilter(
+    lambda record: not str(record.msg).startswith("GPTModel IS DEPRECATED")
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-# Fields of Megatron's configuration that recompute only core attention.
+# Fields of TransformerConfig that recompute only core attention in the backward pass.
 RECOMPUTE_ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
 class Actor(GPTModel):
-    """One pipeline stage of the actor; the last stage returns hidden states. Positions come with the batch.
+    """One pipeline stage of the actor. The last stage returns hidden states instead of logits.
 
     `Head` applies the LM head only to positions that predict response tokens, so no logits are computed for prompts.
     """
 
     def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: Backend) -> None:
-        inv_freq, _ = rope.inverse_frequencies(shape)
+        fused_layers = ops.fused_layers and shape.is_llama_like
         super().__init__(
             config=config,
-            transformer_layer_spec=_layers(shape, config, grid, ops.fused_layers and shape.llama_layers),
-            vocab_size=padded_vocab(shape.vocab, grid.tensor),  # every rank gets the same number of vocabulary entries
+            transformer_layer_spec=_layers(shape, config, grid, fused_layers),
+            vocab_size=padded_vocab(shape.vocab, grid.tensor),
             max_sequence_length=shape.context,
             pre_process=grid.first_stage,
             post_process=grid.last_stage,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="none",  # positions come with each packed batch
+            position_embedding_type="none",  # forward_packed passes the angles of RoPE to the attention layers
             pg_collection=grid.groups,
         )
 
         self.shape = shape
         self.fused_norms = uses_te_layers(shape)  # Transformer Engine's linear layers contain the norms.
-        self.fused_layers = ops.fused_layers and shape.llama_layers
         self.grid = grid
         self.ops = ops
 
         # Plain tensors, not buffers: they stay in float32 when the module is cast and are not saved.
-        self._inv_freq = inv_freq.to(cpu_bridge.default_device())
+        self._inv_freq = rope.inverse_frequencies(shape)[0].to(cpu_bridge.default_device())
         if shape.local_layers:
             self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(cpu_bridge.default_device())
 
         # A fused linear layer also computes the norm before it. The weight stays the norm's own parameter, so that
         # names and checkpoints are the same with and without fusion.
-        for layer in self.decoder.layers if self.fused_layers else ():
-            layer.self_attention.linear_qkv.fuse_norm(layer.input_layernorm)
-            layer.mlp.linear_fc1.fuse_norm(layer.pre_mlp_layernorm)
+        if fused_layers:
+            for layer in self.decoder.layers:
+                layer.self_attention.linear_qkv.fuse_norm(layer.input_layernorm)
+                layer.mlp.linear_fc1.fuse_norm(layer.pre_mlp_layernorm)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         """Scale the embeddings (Gemma 3), and give Transformer Engine's layers their rotation angles."""
@@ -96,34 +98,34 @@ class Actor(GPTModel):
             )
         return hidden_states
 
-    def forward_packed(self, batch: Packed, wrapper: torch.nn.Module | None = None) -> Tensor:
+    def forward_packed(self, batch: Packed, ddp: torch.nn.Module | None = None) -> Tensor:
         """Run this stage on a packed stream; the last stage returns hidden states [T, 1, H].
 
-        wrapper: the DistributedDataParallel around this module, if any.
+        ddp: Megatron's DistributedDataParallel around this module, if any. It must be called in place of the module.
         """
-        # All layers of a kind (global, local) share one rotation, so it is computed once.
+        # All global layers use the same rotary angles, and so do all local layers, so they are computed once.
         device = cpu_bridge.default_device()
         positions = batch.position_ids.to(device)
         angles = positions.to(self._frequencies().dtype).unsqueeze(-1) * self._frequencies()
 
-        # Sliding-window (local) layers of Gemma 3 have their own rotary frequencies.
+        # The sliding-window (local) layers of Gemma 3 have their own rotary frequencies.
         local = None
         if self.shape.local_layers:
             local_angles = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
             local = (local_angles.cos(), local_angles.sin())
 
         # Only the first stage reads the ids. Megatron's pipeline passes hidden states to the others.
-        return (wrapper or self)(
+        return (ddp or self)(
             input_ids=batch.input_ids.to(device).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
-            attention_mask=None,  # the groups define it
+            attention_mask=None,  # Segments.groups defines it
             packed_seq_params=Segments(
                 groups=batch.groups,
                 cos=angles.cos(),
                 sin=angles.sin(),
                 local=local,
                 local_layers=self.shape.local_layers or (),
-                context=self.pg_collection.cp if self.grid.context > 1 else None,  # None: this rank has whole segments
+                context=self.pg_collection.cp if self.grid.context > 1 else None,  # None: segments are not split
             ),
         )
 
@@ -136,7 +138,7 @@ class Actor(GPTModel):
     def head(self, hidden: Tensor, batch: Packed, temperature: float) -> Head:
         """Return the LM head at the positions that predict response tokens, from hidden [T, 1, H] (last stage only)."""
         return Head(
-            rows=hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)),
+            hidden=hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)),
             weight=self.head_weight(),
             targets=batch.targets.to(hidden.device),
             vocab=self.shape.vocab,
@@ -150,22 +152,24 @@ class Actor(GPTModel):
 class Head:
     """The LM head at the positions that predict response tokens. It never holds all logits [R, V] at once."""
 
-    rows: Tensor  # [R, H] hidden states that predict a response token
+    hidden: Tensor  # [R, H] hidden states that predict a response token
     weight: Tensor  # [V/tp, H], this rank's shard of the LM head, padding included
     targets: Tensor  # [R] int64
-    vocab: int  # without padding
+    vocab: int  # vocabulary size without padding
     temperature: float
-    group: dist.ProcessGroup  # tensor parallel
+    group: dist.ProcessGroup  # tensor-parallel group
     ops: Backend
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each target and the entropy of each row, [R] each, differentiable."""
-        return self.ops.linear_log_probs(self.rows, self.weight, self.targets, self.temperature, self.group, self.vocab)
+        """Return the log-probability of each target and the entropy at its position, [R] each, differentiable."""
+        return self.ops.linear_log_probs(
+            self.hidden, self.weight, self.targets, self.temperature, self.group, self.vocab
+        )
 
-    def logits(self, at: Tensor) -> Tensor:
-        """Return logits [K, V] of the rows `at` [K] at temperature 1, in at least float32; collective."""
-        rows = self.rows.index_select(0, at.to(self.rows.device))
-        part = self.ops.linear_logits(rows, self.weight)
+    def logits(self, indices: Tensor) -> Tensor:
+        """Return logits [K, V] of hidden[indices] at temperature 1, in at least float32. Collective."""
+        hidden = self.hidden.index_select(0, indices.to(self.hidden.device))
+        part = self.ops.linear_logits(hidden, self.weight)
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, part, group=self.group)
         return torch.cat(parts, dim=-1)[:, : self.vocab]
@@ -173,31 +177,31 @@ class Head:
     def policy_loss(self, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss:
         """Return the policy loss of the targets (algo.policy_loss). It supports only one backward pass."""
         return self.ops.linear_ppo_loss(
-            self.rows, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
+            self.hidden, self.weight, self.targets, tokens, settings, self.temperature, self.group, self.vocab
         )
 
 
-def padded_vocab(vocab: int, tensor: int) -> int:
-    """Return the smallest multiple of the tensor-parallel size that holds the vocabulary."""
-    return -(-vocab // tensor) * tensor
+def padded_vocab(vocab: int, tp_size: int) -> int:
+    """Return the padded vocabulary size, the smallest multiple of tp_size that is at least vocab."""
+    return -(-vocab // tp_size) * tp_size
 
 
 def check_layout(
-    shape: ModelShape, tensor: int, pipeline: int, keys: tuple[str, str] = ("parallel.tensor", "parallel.pipeline")
+    shape: ModelShape, tp_size: int, pp_size: int, keys: tuple[str, str] = ("parallel.tensor", "parallel.pipeline")
 ) -> None:
-    """Raise UserError if the model cannot be split over tensor x pipeline ranks.
+    """Raise UserError if the model cannot be split over tp_size x pp_size ranks.
 
-    keys: configuration keys to name in the error.
+    keys: names of the two sizes in the error message.
     """
     for key, value in [
         ("num_attention_heads", shape.heads),
         ("num_key_value_heads", shape.kv_heads),
         ("intermediate_size", shape.ffn),
     ]:
-        if value % tensor:
-            raise UserError(f"{keys[0]} = {tensor} does not divide {key} = {value} of the model")
-    if shape.layers % pipeline:
-        raise UserError(f"{keys[1]} = {pipeline} does not divide num_hidden_layers = {shape.layers} of the model")
+        if value % tp_size:
+            raise UserError(f"{keys[0]} = {tp_size} does not divide {key} = {value} of the model")
+    if shape.layers % pp_size:
+        raise UserError(f"{keys[1]} = {pp_size} does not divide num_hidden_layers = {shape.layers} of the model")
 
 
 def transformer_config(
@@ -210,14 +214,14 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's configuration of the model.
 
-    dtype: dtype of weights and activations. recompute: recompute all activations. fields: further fields of
-    TransformerConfig (models.fp8, selective recomputation).
+    dtype: dtype of weights and activations. recompute: whether the backward pass recomputes all activations. fields:
+    additional fields of TransformerConfig, for example fp8.settings(...) or RECOMPUTE_ATTENTION.
     """
-    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    full_recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     _, rope_factor = rope.inverse_frequencies(shape)
     gpu = cpu_bridge.on_gpu()
 
-    # A key of `fields` that is also set here raises TypeError: nothing is overridden silently.
+    # `fields` cannot override a field silently: Python raises TypeError for a keyword that is given twice.
     return TransformerConfig(
         # Sizes.
         num_layers=shape.layers,
@@ -251,19 +255,19 @@ def transformer_config(
         sequence_parallel=grid.sequence_parallel,
         variable_seq_lengths=True,  # packed streams differ in length
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
-        calculate_per_token_loss=True,  # losses arrive divided by the global count: gradients are summed, not averaged
+        calculate_per_token_loss=True,  # sum gradients over ranks: losses are already divided by the global token count
         # Initialization and fused kernels.
         use_cpu_initialization=not gpu,
         perform_initialization=False,  # weights always come from a Hugging Face directory
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=gpu and shape.activation is None,
-        # Megatron then builds mlp.activation_func as a module, which _layers replaces.
-        use_te_activation_func=ops.fused_layers and shape.llama_layers,
+        # If True, Megatron builds mlp.activation_func as a module of the type that _layers sets.
+        use_te_activation_func=ops.fused_layers and shape.is_llama_like,
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **(whole if recompute else {}),
+        **(full_recompute if recompute else {}),
         **(fields or {}),
     )
 
@@ -292,10 +296,10 @@ def build_actor(
 
 
 def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
-    """Mark the parameters that are split over tensor-parallel ranks.
+    """Set Megatron's attributes on the parameters that are split over tensor-parallel ranks.
 
-    Megatron marks them only when it initialises them. The gradient norm skips unmarked parameters on
-    tensor-parallel ranks other than 0.
+    Megatron sets them only when it initialises weights. Without them, its gradient norm would count a parameter as
+    replicated and include only the shard of tensor-parallel rank 0.
     """
     parameters = dict(global_parameters(model))
     for entry in table:
@@ -306,10 +310,10 @@ def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
 
 
-def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: bool) -> TransformerBlockSubmodules:
-    """Return the layers of this stage: Transformer Engine's, or Megatron's with our own attention and norms.
+def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused: bool) -> TransformerBlockSubmodules:
+    """Return the layers of this stage: Transformer Engine's, or Megatron's with attention and norms of this package.
 
-    fused: whether csrc computes them. Raises UserError for FP8 without Transformer Engine layers.
+    use_fused: use the layers of models.layers.fused. Raises UserError for FP8 without Transformer Engine layers.
     """
     count = get_num_layers_to_build(config, pp_rank=grid.pp_rank)
     if uses_te_layers(shape):
@@ -328,18 +332,18 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
     mlp = layer.mlp.keywords["submodules"] if isinstance(layer.mlp, partial) else layer.mlp.submodules
     norm = RmsNorm
     attention.core_attention = PackedAttention
-    if fused:
-        from megatron_brorl.models.layers import fused as csrc  # loads the extension
+    if use_fused:
+        from megatron_brorl.models.layers import fused  # its import loads the compiled extension
 
-        norm = csrc.FusedRmsNorm
-        attention.linear_qkv = mlp.linear_fc1 = csrc.FusedColumnLinear
-        attention.linear_proj = csrc.FusedRowLinear
-        mlp.activation_func = csrc.PassThroughActivation
-        mlp.linear_fc2 = csrc.FusedSwiGluLinear
-        # csrc's attention computes in float32 and needs whole segments.
+        norm = fused.FusedRmsNorm
+        attention.linear_qkv = mlp.linear_fc1 = fused.FusedColumnLinear
+        attention.linear_proj = fused.FusedRowLinear
+        mlp.activation_func = fused.PassThroughActivation
+        mlp.linear_fc2 = fused.FusedSwiGluLinear
+        # FusedAttention computes in float32 and does not support segments that are split over ranks.
         if config.context_parallel_size == 1 and config.params_dtype != torch.float64:
-            layer.self_attention.module = csrc.FusedSelfAttention
-            attention.core_attention = csrc.FusedAttention
+            layer.self_attention.module = fused.FusedSelfAttention
+            attention.core_attention = fused.FusedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
@@ -350,4 +354,4 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, fused: boo
 
 def uses_te_layers(shape: ModelShape) -> bool:
     """Return whether the layers come from Transformer Engine, which needs a GPU and Llama-like layers."""
-    return cpu_bridge.has_transformer_engine() and shape.llama_layers
+    return cpu_bridge.has_transformer_engine() and shape.is_llama_like

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from megatron_brorl.algo.first_update import large_first_update
 from megatron_brorl.algo.group_signal import METRICS, Cause, why_no_signal
 from megatron_brorl.config.schema import Config
 
@@ -26,7 +27,7 @@ def findings(
     after: Mapping[str, Any] | None,
     weights_differ: bool,
 ) -> dict[str, str]:
-    """Return a sentence, by name, for each reason why the run learned nothing or why learning was not measured.
+    """Return a sentence, by name, for each reason why the run learned little or why learning was not measured.
 
     rows: the lines of metrics.jsonl. before, after: the held-out evaluations, if there are any. weights_differ:
     whether the trained weights differ from those of model.path.
@@ -41,6 +42,10 @@ def findings(
         found[why] = _no_signal(why, config, rows)
     elif not weights_differ:
         found["weights unchanged"] = _unchanged(config, rows)
+
+    first = next((row for row in rows if row.get("updates")), {})
+    if advice := large_first_update(first, config.optim.lr):
+        found["large first update"] = advice
 
     if before is None:
         found["no held-out"] = (
@@ -117,9 +122,10 @@ def verdict(
     why = None if summary else why_no_signal({name: _mean(rows, name) for name in METRICS})
     if why:
         found.append(f"nothing to learn from so far ({why}; mean over {len(rows)} steps)")
-    if found and tone == "good":
+    doubts = set(named) - {"large first update"}
+    if (why or doubts) and tone == "good":
         tone = "unclear"
-    if why or set(named) - {"no held-out", "task never right"}:
+    if why or doubts - {"no held-out", "task never right"}:
         tone = "bad"
     state = _state(rows, summary, wanted)
     return {"headline": headline, "tone": tone, "details": details, "findings": found, "state": state}

@@ -60,7 +60,7 @@ class Found(NamedTuple):
     """The answer in a response, or the reason why it has none."""
 
     answer: str | None
-    why: str = ""
+    no_answer_reason: str = ""
 
 
 def after_thought(response: str) -> str:

@@ -26,16 +26,16 @@ class VerifierRow(TypedDict):
     metadata: Mapping[str, Any]
 
 
-MOST_REWARD = 1e30  # Also the limit of configuration values. Rewards are stored as float32.
-MOST_REASON = 300  # characters
-MOST_PARTS = 16
-_MOST_NAME = 64  # characters of a part's name
+MAX_REWARD = 1e30  # Also the limit of configuration values. Rewards are stored as float32.
+MAX_REASON = 300  # characters
+MAX_PARTS = 16
+_MAX_NAME = 64  # characters of a part's name
 
 
 class Score(NamedTuple):
     """The score of an answer."""
 
-    reward: float  # absolute value at most MOST_REWARD; the answer is correct if reward >= reward.correct_at
+    reward: float  # absolute value at most MAX_REWARD; the answer is correct if reward >= reward.correct_at
     reason: str = ""  # explains a reward below 1 to a person
     parts: Mapping[str, float] = MappingProxyType({})  # components of the reward, by name
 
@@ -110,8 +110,8 @@ def score_of(returned: Any) -> Score:
         raise NoScore(f"returned the reason {_shown(reason)}, not a string")
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
         raise NoScore(f"returned the parts {_shown(parts)}, not a dict of numbers by name")
-    if len(parts) > MOST_PARTS or any(len(name) > _MOST_NAME for name in parts):
-        raise NoScore(f"returned over {MOST_PARTS} parts, or a part with a name of over {_MOST_NAME} characters")
+    if len(parts) > MAX_PARTS or any(len(name) > _MAX_NAME for name in parts):
+        raise NoScore(f"returned over {MAX_PARTS} parts, or a part with a name of over {_MAX_NAME} characters")
     numbers = {name: _number(value, f"for part {name!r}") for name, value in parts.items()}
     return Score(_number(reward, "for a reward"), reason, numbers)
 
@@ -121,9 +121,9 @@ def _number(value: Any, what: str) -> float:
     with contextlib.suppress(Exception):
         value = value.item() if hasattr(value, "item") else value
         # float() accepts strings, so require __float__. The comparison is false for NaN.
-        if hasattr(type(value), "__float__") and abs(number := float(value)) <= MOST_REWARD:
+        if hasattr(type(value), "__float__") and abs(number := float(value)) <= MAX_REWARD:
             return number
-    raise NoScore(f"returned {_shown(value)} {what}, not a finite number ({MOST_REWARD:g} at most)")
+    raise NoScore(f"returned {_shown(value)} {what}, not a finite number ({MAX_REWARD:g} at most)")
 
 
 def _shown(value: Any) -> str:
@@ -143,5 +143,5 @@ def _describe(error: BaseException) -> str:
 
 
 def _printable(reason: str) -> str:
-    reason = reason[:MOST_REASON]
+    reason = reason[:MAX_REASON]
     return reason if reason.isprintable() else "".join(c if c.isprintable() else "?" for c in reason)

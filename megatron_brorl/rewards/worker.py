@@ -1,4 +1,4 @@
-"""The main module of a worker process: `python -m megatron_brorl.rewards.worker MAKE MEMORY_MB PARENT_PID`.
+"""The main module of a worker process: `python -m megatron_brorl.rewards.worker FACTORY MEMORY_MB PARENT_PID`.
 
 It never imports torch, and the kernel ends it when its parent ends.
 """
@@ -16,12 +16,13 @@ from typing import Any
 
 from megatron_brorl.signals import end_with
 
-READY = "ready"  # the first result after a message of calls: all of their objects exist
+READY = "ready"  # sent before the results of a message of calls, once all of their objects exist
 
 
-def main(make_path: str, memory_mb: int, parent: int) -> None:
-    """Carry out calls from standard input until the parent is gone."""
-    # Signals of a job are meant for the trainer. The memory limit stops verifiers that hostile text makes grow.
+def main(factory_path: str, memory_mb: int, parent: int) -> None:
+    """Run calls from standard input until the parent closes it."""
+    # A terminal or job scheduler may signal all processes of a job, but only the trainer handles these signals. The
+    # memory limit ends a verifier that hostile text causes to allocate too much.
     end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -30,20 +31,20 @@ def main(make_path: str, memory_mb: int, parent: int) -> None:
     _limit(resource.RLIMIT_CORE, 0)
 
     # Verifiers may print. Their output must not reach the pipes of the parent.
-    requests = os.fdopen(os.dup(0), "rb")
+    messages = os.fdopen(os.dup(0), "rb")
     results = os.fdopen(os.dup(1), "wb", buffering=0)
     silence = os.open(os.devnull, os.O_RDWR)
     os.dup2(silence, 0)
     os.dup2(silence, 1)
 
-    make = load(make_path)
+    factory = load(factory_path)
     objects: dict[str, Any] = {}
-    while requests.peek(1):
-        calls: list[tuple[str, tuple[Any, ...]]] = pickle.load(requests)
+    while messages.peek(1):
+        calls: list[tuple[str, tuple[Any, ...]]] = pickle.load(messages)
         for name, _ in calls:
             if name not in objects:
-                objects[name] = make(name)
-        os.dup2(silence, 2)  # The parent reads stderr if a start fails. Later failures are results.
+                objects[name] = factory(name)
+        os.dup2(silence, 2)  # The parent reads stderr only if an object cannot be created.
         results.write(_line(READY))
         for name, arguments in calls:
             results.write(_line(objects[name](*arguments)))
@@ -59,9 +60,9 @@ def _line(result: Any) -> bytes:
     return json.dumps(result).encode("ascii") + b"\n"
 
 
-def _limit(what: int, value: int) -> None:
-    hard = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 if __name__ == "__main__":

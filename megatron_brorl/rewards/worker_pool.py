@@ -17,30 +17,30 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.custom import IN_PROCESS, RewardFunction
-from megatron_brorl.rewards.verifier import MOST_REWARD, Judge, VerifierRow
+from megatron_brorl.rewards.verifier import MAX_REWARD, Judge, VerifierRow
 from megatron_brorl.rewards.worker_process import WorkerLostError, WorkerProcess
 from megatron_brorl.types import Prompt, ScoreResult
 
-_MAX_CHUNK = 256  # answers per message
-_START_ATTEMPTS = 3  # consecutive attempts to start each worker
+_MAX_JOBS_PER_MESSAGE = 256
+_MAX_FAILED_STARTS = 3  # consecutive failures of one thread to start a worker process
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """An answer to be scored."""
+    """An answer, and the prompt whose verifier scores it."""
 
     prompt: Prompt
-    answer: str | None  # None: the response holds no answer
-    why: str = field(default="", compare=False)  # the reason for None
+    answer: str | None  # None: the response contains no answer, so the score is 0
+    no_answer_reason: str = field(default="", compare=False)  # set if answer is None
 
 
 @dataclass
 class PoolStats:
-    """Counts since the last `RewardPool.forget`."""
+    """Counts since the last `RewardPool.reset`."""
 
     answers: int = 0  # requests with an answer
     hits: int = 0  # requests answered from the cache
-    restarts: int = 0  # workers that were lost or killed
+    restarts: int = 0  # worker processes that were replaced because they died or exceeded the timeout
     latency_max_s: float = 0.0  # the longest time from a request to its score
 
 
@@ -49,38 +49,43 @@ class _Job:
     verifier: str
     answer: str
     row: VerifierRow
-    score: Future[ScoreResult] = field(default_factory=Future)
+    future: Future[ScoreResult] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
-    crashed: bool = False  # Its worker died once. The cause may be unrelated, so the answer gets a second attempt.
+    crashed_once: bool = False  # The worker died on this job. The cause may be unrelated, so the job runs once more.
 
 
 class RewardPool:
     """Worker processes that score requests as they arrive. A context manager. Any thread may submit requests.
 
-    Each worker belongs to a thread, which takes jobs from the common queue. On Linux a worker dies with the thread that
-    started it (PR_SET_PDEATHSIG), so the thread that talks to a worker also starts it.
+    `submit` puts a job into the queue and returns the job's future. Each worker thread owns one worker process. The
+    thread takes several jobs from the queue, sends them to its process, and sets their futures as results come back.
+    The process calls a Judge for each job. A Judge wraps a verifier, and turns exceptions and invalid scores into
+    results, so that they do not end the process.
+
+    On Linux a process started with PR_SET_PDEATHSIG dies with the thread that started it. Therefore each worker thread
+    starts its own process.
     """
 
     def __init__(
         self,
         workers: int,
         timeout_s: float,
-        make: str = "megatron_brorl.rewards.registry:judge",
+        judge_factory: str = "megatron_brorl.rewards.registry:judge",
         impure: frozenset[str] = frozenset(),
         function: RewardFunction | None = None,
     ) -> None:
-        """make: import path "module:function" of a function that returns the Judge for a verifier's name.
+        """judge_factory: import path "module:function" of a function that maps a verifier's name to its Judge.
 
-        impure: verifiers that may score equal answers differently. function: scores requests of verifier IN_PROCESS,
-        in the thread that submits them.
+        impure: verifiers that may score equal answers differently, so that their scores are not cached. function:
+        scores the requests of verifier IN_PROCESS. It runs in the thread that calls `submit`.
         """
         self.stats = PoolStats()
-        self._count = workers
+        self._worker_count = workers
         self._timeout_s = timeout_s
-        self._make = make
+        self._judge_factory = judge_factory
         self._impure = impure
-        self._judge = Judge(function) if function else None
-        self._changed = threading.Condition()  # guards stats and the members below
+        self._in_process_judge = Judge(function) if function else None
+        self._condition = threading.Condition()  # guards stats and the members below; notified when they change
         self._queue: deque[_Job] = deque()
         self._cache: dict[Hashable, tuple[Future[ScoreResult], object]] = {}
         self._processes: set[WorkerProcess] = set()
@@ -93,62 +98,62 @@ class RewardPool:
         self.close()
 
     def submit(self, request: ScoreRequest) -> Future[ScoreResult]:
-        """Return the future score. Scores of pure verifiers are cached until `forget`.
+        """Return the future score. Scores are cached until `reset`, except those of impure verifiers.
 
-        The future raises UserError if a worker cannot be started. Raises RuntimeError if the pool is closed.
+        The future raises UserError if no worker process can be started. Raises RuntimeError if the pool is closed.
         """
         self._check_open()
         prompt = request.prompt
         answer = request.answer
         if answer is None:
-            return _done(ScoreResult(0.0, "no_answer", request.why))
+            return _completed(ScoreResult(0.0, "no_answer", request.no_answer_reason))
         row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata)
-        if self._judge and prompt.verifier == IN_PROCESS:
-            return _done(_score_result(self._judge(answer, row)))
+        if self._in_process_judge and prompt.verifier == IN_PROCESS:
+            return _completed(_score_result(self._in_process_judge(answer, row)))
 
         # Metadata is not hashable, so the key contains its id. The cache keeps a reference to the metadata, because the
         # id is valid only while the object exists.
         key = (prompt.verifier, prompt.id, prompt.text, prompt.answer, id(prompt.metadata), answer)
         pure = prompt.verifier not in self._impure
         job = _Job(prompt.verifier, answer, row)
-        with self._changed:
+        with self._condition:
             self.stats.answers += 1
             if pure and key in self._cache:
                 self.stats.hits += 1
                 return self._cache[key][0]
             if pure:
-                self._cache[key] = job.score, prompt.metadata
-            if self._failed:
-                job.score.set_exception(self._failed)
+                self._cache[key] = job.future, prompt.metadata
+            if self._start_error:
+                job.future.set_exception(self._start_error)
             else:
                 self._queue.append(job)
-                self._changed.notify()
-        return job.score
+                self._condition.notify()
+        return job.future
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """Return one score per request, in order."""
         self._check_open()
         try:
-            scores = [self.submit(request) for request in requests]
-            return [score.result() for score in scores]
+            futures = [self.submit(request) for request in requests]
+            return [future.result() for future in futures]
         except BaseException:
             self.cancel()
             raise
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the cached scores and reset the counts."""
-        with self._changed:
+        with self._condition:
             self._cache.clear()
             self.stats = PoolStats()
 
     def cancel(self) -> None:
-        """Cancel all pending scores, and replace the workers, which may be busy with them."""
+        """Cancel all pending scores, and replace the worker processes, which may be computing them."""
         if not self._stopped:
             self._stop(None)
             self._start()
 
     def close(self) -> None:
-        """Kill the workers. Pending scores raise RuntimeError, and so does every later request."""
+        """Kill the worker processes. Pending futures and later calls of `submit` raise RuntimeError."""
         self._stop(RuntimeError("the reward pool was closed before this answer was scored"))
 
     def _check_open(self) -> None:
@@ -157,95 +162,98 @@ class RewardPool:
 
     def _start(self) -> None:
         self._stopped = False
-        self._failed: UserError | None = None  # why a worker cannot be started
-        # Daemon threads let the process exit even if the pool was not closed.
-        serve = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(self._count)]
-        self._threads = serve
-        for thread in serve:
-            thread.start()
+        self._start_error: UserError | None = None  # set if a worker process cannot be started
+        self._threads = []
+        for _ in range(self._worker_count):
+            # Daemon threads let the program exit even if the pool was not closed.
+            self._threads.append(threading.Thread(target=self._run_workers, name="rewards", daemon=True))
+            self._threads[-1].start()
 
     def _stop(self, error: Exception | None) -> None:
-        """Kill the workers. Set `error` on pending jobs, or cancel them if it is None."""
-        with self._changed:
+        """Kill the worker processes. Set `error` on the pending futures, or cancel them if it is None."""
+        with self._condition:
             self._stopped = True
             for process in self._processes:
                 process.stop()
-            self._changed.notify_all()
+            self._condition.notify_all()
         for thread in self._threads:
             thread.join()
         self._cache.clear()
         while self._queue:
-            score = self._queue.popleft().score
+            future = self._queue.popleft().future
             if error:
-                score.set_exception(error)
+                future.set_exception(error)
             else:
-                score.cancel()
+                future.cancel()
 
-    def _serve(self) -> None:
-        """Run a worker, and start another one when it dies. The body of a thread."""
-        failures = 0
+    def _run_workers(self) -> None:
+        """Run a worker process, and start another one when it dies. The body of a worker thread."""
+        failed_starts = 0
         reason = ""
-        while failures < _START_ATTEMPTS and not self._stopped:
-            failures += 1
+        while failed_starts < _MAX_FAILED_STARTS and not self._stopped:
+            failed_starts += 1  # set to 0 below if the process runs a job
             jobs: deque[_Job] = deque()
             process = None
             try:
-                process = WorkerProcess(self._make)
-                with self._changed:
+                process = WorkerProcess(self._judge_factory)
+                with self._condition:
                     self._processes.add(process)
                 while jobs := self._next_jobs():
                     calls = [(job.verifier, (job.answer, job.row)) for job in jobs]
                     for reply in process.run(calls, self._timeout_s):
                         score = _score_result(reply)
                         self._deliver(jobs.popleft(), score)
-                    failures = 0
+                    failed_starts = 0
             except WorkerLostError as lost:
                 reason = str(lost)
-                if lost.started:
-                    failures = 0
-                self._blame(lost, jobs)
+                if lost.during_call:
+                    failed_starts = 0
+                self._handle_lost_worker(lost, jobs)
             except OSError as e:
                 reason = f"{e.strerror}; is the machine overloaded?"
             if process:
                 process.close()
-            with self._changed:
+            with self._condition:
                 self._processes.discard(process)
                 self._queue.extendleft(reversed(jobs))
-                self._changed.notify_all()
-        with self._changed:
+                self._condition.notify_all()
+        with self._condition:
             if not self._stopped:
-                self._failed = UserError(f"reward worker cannot start: {reason}")
+                self._start_error = UserError(f"reward worker cannot start: {reason}")
                 while self._queue:
-                    self._queue.popleft().score.set_exception(self._failed)
+                    self._queue.popleft().future.set_exception(self._start_error)
 
     def _next_jobs(self) -> deque[_Job]:
-        """Wait for jobs; return none after `_stop`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._stopped)
-            size = min(_MAX_CHUNK, max(1, len(self._queue) // (4 * self._count)))
+        """Wait for jobs and take some from the queue. Return none after `_stop`."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._queue or self._stopped)
+            # Take a quarter of this thread's share, so that all workers finish at about the same time.
+            size = min(_MAX_JOBS_PER_MESSAGE, max(1, len(self._queue) // (4 * self._worker_count)))
             return deque() if self._stopped else deque(self._queue.popleft() for _ in range(size))
 
     def _deliver(self, job: _Job, score: ScoreResult) -> None:
-        with self._changed:
+        with self._condition:
             self.stats.latency_max_s = max(self.stats.latency_max_s, time.monotonic() - job.submitted)
-        job.score.set_result(score)
+        job.future.set_result(score)
 
-    def _blame(self, lost: WorkerLostError, jobs: deque[_Job]) -> None:
-        """Score the job that a lost worker was running, unless the job gets a second attempt."""
+    def _handle_lost_worker(self, lost: WorkerLostError, jobs: deque[_Job]) -> None:
+        """Score the job that a lost worker was running, or let it run a second time. jobs: those without a score."""
         if self._stopped:
             return
-        # Count first, because the step reads the statistics once it has all scores.
-        with self._changed:
+        # Count first, because the trainer reads the statistics once it has all scores.
+        with self._condition:
             self.stats.restarts += 1
-        if lost.timed_out and lost.started:
+        if not lost.during_call:
+            return
+        if lost.timed_out:
             self._deliver(jobs.popleft(), ScoreResult(0.0, "timeout", f"no score in {self._timeout_s:g} s"))
-        elif lost.started and jobs[0].crashed:
+        elif jobs[0].crashed_once:
             self._deliver(jobs.popleft(), ScoreResult(0.0, "crash", "the worker process died twice on this answer"))
-        elif lost.started:
-            jobs[0].crashed = True
+        else:
+            jobs[0].crashed_once = True
 
 
-def _done(score: ScoreResult) -> Future[ScoreResult]:
+def _completed(score: ScoreResult) -> Future[ScoreResult]:
     future: Future[ScoreResult] = Future()
     future.set_result(score)
     return future
@@ -257,8 +265,8 @@ def _score_result(reply: Any) -> ScoreResult:
         status, reward, reason, parts = reply
         numbers = [reward, *parts.values()]
         valid = status in ("ok", "error", "invalid", "broken") and isinstance(reason, str)
-        if valid and all(type(n) in (int, float) and abs(n) <= MOST_REWARD for n in numbers):
+        if valid and all(type(n) in (int, float) and abs(n) <= MAX_REWARD for n in numbers):
             return ScoreResult(float(reward), status, reason, parts)
     except (TypeError, ValueError, AttributeError):
         pass
-    raise WorkerLostError("wrote a result that is not a score", started=True)
+    raise WorkerLostError("wrote a result that is not a score", during_call=True)

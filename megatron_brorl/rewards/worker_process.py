@@ -1,9 +1,9 @@
-"""A worker process that keeps objects between calls and can be killed at any time.
+"""A worker process that keeps callable objects, such as loaded verifiers, and calls them on request.
 
-The process is started by exec, never by a plain fork. That is safe in a parent with torch threads and open sockets,
-and unlike multiprocessing's "spawn" it does not import the main module again.
+The process is started by exec, because a plain fork is unsafe in a parent with torch threads and open sockets. Unlike
+multiprocessing's "spawn", exec does not import the main module again.
 
-Calls travel as pickles. Each result comes back as one line of JSON of bounded length, because the parent must not
+Calls are sent as pickles. Each result comes back as one line of JSON of bounded length, because the parent must not
 unpickle anything from a process that has handled hostile text.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_brorl.rewards.worker import READY
 
-START_S = 120.0  # for the imports that objects need
+START_S = 120.0  # time limit for creating the objects, which includes their imports
 _MAX_LINE = 1 << 16
 _EXIT_S = 10.0
 
@@ -31,23 +31,24 @@ _EXIT_S = 10.0
 class WorkerLostError(Exception):
     """A worker ended, broke the protocol, or was too slow. It must be closed.
 
-    started: whether the objects of its calls existed. If so, the first call without a result caused the failure.
+    during_call: whether the worker was running the first call that has no result yet. Otherwise it failed earlier, for
+    example while it created the objects.
     """
 
-    def __init__(self, reason: str, started: bool, timed_out: bool = False) -> None:
+    def __init__(self, reason: str, during_call: bool, timed_out: bool = False) -> None:
         super().__init__(reason)
-        self.started = started
+        self.during_call = during_call
         self.timed_out = timed_out
 
 
 class WorkerProcess:
     """One worker process; a context manager that kills it. Only `stop` may be called from another thread."""
 
-    def __init__(self, make: str, memory_mb: int = 4096) -> None:
-        """make: "module:function" from the name of an object to the object, which the worker keeps."""
+    def __init__(self, factory: str, memory_mb: int = 4096) -> None:
+        """factory: import path "module:function" of a function that returns the object with a given name."""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_brorl.rewards.worker", make, str(memory_mb), str(os.getpid())],
+            [sys.executable, "-m", "megatron_brorl.rewards.worker", factory, str(memory_mb), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -70,25 +71,25 @@ class WorkerProcess:
         self.close()
 
     def run(self, calls: Sequence[tuple[str, tuple[Any, ...]]], seconds: float) -> Iterator[Any]:
-        """Call objects, each given by its name, with arguments; yield the results in order. Raises WorkerLostError.
+        """Run calls (name of an object, arguments) and yield their results in order. Raises WorkerLostError.
 
-        seconds: the limit of each call. Objects that do not exist yet are made first, within START_S.
+        seconds: time limit of each call. Before the calls, the worker creates missing objects, within START_S.
         """
         if self._buffer or _ready(self._results, select.POLLIN, 0):
-            raise WorkerLostError("ended, or wrote an unexpected result", started=False)
+            raise WorkerLostError("ended, or wrote an unexpected result", during_call=False)
         self._send(pickle.dumps(calls, protocol=pickle.HIGHEST_PROTOCOL))
-        if self._receive(START_S, started=False) != READY:
-            raise WorkerLostError("wrote an unexpected result", started=False)
+        if self._receive(START_S, during_call=False) != READY:
+            raise WorkerLostError("wrote an unexpected result", during_call=False)
         for _ in calls:
-            yield self._receive(seconds, started=True)
+            yield self._receive(seconds, during_call=True)
 
     def stop(self) -> None:
         """Kill the process from another thread, in which `run` then raises WorkerLostError."""
         self._process.kill()
 
     def close(self) -> None:
-        """Kill the process and everything that it has started."""
-        if self._process.returncode is None:  # Only then is the process id certainly still its own.
+        """Kill the process and all processes that it has started."""
+        if self._process.returncode is None:  # Otherwise the system may have given the process id to another process.
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -102,28 +103,28 @@ class WorkerProcess:
         end = time.monotonic() + START_S
         while unsent:
             if not _ready(self._calls, select.POLLOUT, end - time.monotonic()):
-                raise WorkerLostError(f"no answer in {START_S:g} s", started=False, timed_out=True)
+                raise WorkerLostError(f"no answer in {START_S:g} s", during_call=False, timed_out=True)
             try:
                 unsent = unsent[os.write(self._calls.fileno(), unsent) :]
             except BrokenPipeError:
-                raise WorkerLostError(self._failure(), started=False) from None
+                raise WorkerLostError(self._failure(), during_call=False) from None
 
-    def _receive(self, seconds: float, started: bool) -> Any:
+    def _receive(self, seconds: float, during_call: bool) -> Any:
         end = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             if len(self._buffer) > _MAX_LINE:
-                raise WorkerLostError("wrote a result that is too long", started)
+                raise WorkerLostError("wrote a result that is too long", during_call)
             if not _ready(self._results, select.POLLIN, end - time.monotonic()):
-                raise WorkerLostError(f"no answer in {seconds:g} s", started, timed_out=True)
+                raise WorkerLostError(f"no answer in {seconds:g} s", during_call, timed_out=True)
             data = os.read(self._results.fileno(), _MAX_LINE)
             if not data:
-                raise WorkerLostError(self._failure(), started)
+                raise WorkerLostError(self._failure(), during_call)
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             return json.loads(line)
         except (ValueError, RecursionError):
-            raise WorkerLostError("wrote a result that is not JSON", started) from None
+            raise WorkerLostError("wrote a result that is not JSON", during_call) from None
 
     def _failure(self) -> str:
         """Return the last line on stderr of a process that ended by itself, or how it ended."""
@@ -139,7 +140,7 @@ class WorkerProcess:
 
 
 def call_in_worker(function: str, *arguments: Any) -> Any:
-    """Return what "module:function" returns in a worker process of its own. Raises WorkerLostError."""
+    """Call `function` ("module:function") in a new worker process and return the result. Raises WorkerLostError."""
     with WorkerProcess("megatron_brorl.rewards.worker:load") as worker:
         return next(worker.run([(function, arguments)], START_S))
 
@@ -151,10 +152,7 @@ def _ready(file: Any, event: int, seconds: float) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a worker process.
-
-    It gives the worker the import path of this process, and gives all workers the same hash seed.
-    """
+    """Return environment variables that give each worker this process's import path and the same hash seed."""
     seed = os.environ.get("PYTHONHASHSEED", "")
     return {
         **os.environ,

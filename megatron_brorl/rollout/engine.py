@@ -30,7 +30,7 @@ class Sampling:
     max_tokens: int  # per response
     stop_ids: tuple[int, ...]  # a response ends with the first of these tokens and includes it
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these
-    budget: int = 0  # most tokens that one call adds to a response, which is "cut" if it needs more; 0 = no limit
+    tokens_per_call: int = 0  # a call of generate cuts a response after this many new tokens; 0 = no limit
     log_probs: bool = True  # False: the engine may return nan
 
 
@@ -40,9 +40,9 @@ class KvUsage:
 
     peak: float
     mean: float  # over decoding steps
-    turns: int  # decoding steps
+    steps: int  # decoding steps
     prompt_tokens: int  # prompt tokens of all admitted rollouts
-    prompt_found: int  # prompt tokens whose keys and values were already cached
+    cached_prompt_tokens: int  # those whose keys and values were already in the cache
 
 
 @dataclass(frozen=True)

@@ -253,8 +253,8 @@ class ActorLoss:
         )
 
     def __call__(self, batch: Packed, head: Head) -> tuple[Tensor, Any]:
-        """Return the loss, a scalar, and its metrics, from head.rows [R, H]."""
-        result = head.policy_loss(self.tokens(batch, head.rows.device, head.rows.dtype), self.settings)
+        """Return the loss, a scalar, and its metrics, from head.hidden [R, H]."""
+        result = head.policy_loss(self.tokens(batch, head.hidden.device, head.hidden.dtype), self.settings)
         # Metrics must not keep the graph of the loss alive.
         return result.loss, replace(result, loss=result.loss.detach())
 

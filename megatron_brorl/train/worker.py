@@ -345,7 +345,7 @@ class Worker(Stage):
         def collect(batch: Packed, head: Head) -> tuple[Tensor, Any]:
             rows, at = batch.last()
             found.update(zip(rows, head.logits(at).cpu(), strict=True))
-            return head.rows.sum(), None
+            return head.hidden.sum(), None
 
         with torch.no_grad():
             self._run(self.micro_batches(prompts, responses), collect, self._head(1.0), forward_only=True)

@@ -65,7 +65,7 @@ def test_generate_sleep_and_weight_sync(model, start):
     assert same(draw(engine), first)
 
 
-def test_budget_and_continuation(model, start):
+def test_cut_rollouts_continue(model, start):
     """A response continues over three calls of four tokens, each with other weights."""
     engine = start()
     siblings = {}
@@ -76,7 +76,7 @@ def test_budget_and_continuation(model, start):
             break
         request = Request(PROMPT, 11, 20, 0, begun) if not version else None
         requests = [request] if request else [Request(PROMPT, 11, 1, r.index, (r,)) for r in begun]
-        for group in engine.generate(requests, replace(SAMPLING, budget=4)):
+        for group in engine.generate(requests, replace(SAMPLING, tokens_per_call=4)):
             for rollout in group:
                 before = siblings.get(rollout.index)
                 if before is not None:

@@ -47,9 +47,9 @@ def test_log_probs_are_of_the_sampling_distribution(model, shared, temperature, 
         torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
 
 
-def test_budget_and_continuation(model, shared):
-    """Responses are cut at the budget and continue in a second call."""
-    begun = draw(shared, 8, sampling=replace(SAMPLING, budget=5))
+def test_cut_rollouts_continue(model, shared):
+    """Responses are cut at tokens_per_call and continue in a second call."""
+    begun = draw(shared, 8, sampling=replace(SAMPLING, tokens_per_call=5))
     assert all(r.finish == "cut" and len(r.token_ids) == 5 for r in begun if 2 not in r.token_ids.tolist())
     going = tuple(r for r in begun if r.finish == "cut")
     (ended,) = shared.generate([Request(PROMPT, 11, 8, 0, tuple(begun))], SAMPLING)

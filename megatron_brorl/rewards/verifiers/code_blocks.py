@@ -18,7 +18,7 @@ from collections.abc import Iterator
 _FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<mark>`{3,}(?=[^`\n]*$)|~{3,})(?P<info>[^\n]*)$", re.MULTILINE)
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#-]*)")
 _PYTHON = re.compile(r"(?:(?:python|py)\d*)?")
-_MOST_ENDS = 16  # fences to try as the end of one block
+_MAX_ENDS = 16  # fences to try as the end of one block
 _UNTERMINATED = "unterminated triple-quoted"  # start of CPython's error message
 
 # Code that prints, that reads standard input, and that replaces standard input by an example.
@@ -84,7 +84,7 @@ def _python_blocks(text: str) -> Iterator[str]:
     i = 0
     while i < len(fences):
         later = (j for j in range(i + 1, len(fences)) if _closes(fences[i], fences[j]))
-        ends = list(itertools.islice(later, _MOST_ENDS))
+        ends = list(itertools.islice(later, _MAX_ENDS))
         if not ends:
             i += 1
             continue

@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.extract import after_thought
-from megatron_brorl.rewards.verifier import MOST_PARTS, Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifier import MAX_PARTS, Score, Verifier, VerifierRow
 
 
 def _words(text: str) -> frozenset[str]:
@@ -356,10 +356,10 @@ def check_row(row: VerifierRow, where: str) -> None:
             f'{where}: verifier "ifeval" needs metadata.instruction_id_list, a list of instruction ids such as '
             '"punctuation:no_comma"'
         )
-    if len(kinds) > MOST_PARTS:
+    if len(kinds) > MAX_PARTS:
         raise UserError(
             f"{where}: metadata.instruction_id_list has {len(kinds)} instructions, but a reward has at most "
-            f"{MOST_PARTS} parts; remove some"
+            f"{MAX_PARTS} parts; remove some"
         )
     if not isinstance(kwargs, list) or len(kwargs) != len(kinds):
         raise UserError(

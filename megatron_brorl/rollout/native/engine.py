@@ -1,4 +1,4 @@
-"""The built-in rollout engine, for any device. Rollouts share their prompt, and new rows start as others end."""
+"""The built-in rollout engine, for any device, with shared prompts and continuous batching."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TorchEngine:
         memory: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """names: every Hugging Face tensor of the model, with its shape. max_rows: rows decoded at a time.
+        """names: every Hugging Face tensor of the model, with its shape. max_rows: rollouts decoded at a time.
 
         sample, ops: the ops of config key ops.implementation. memory: bytes for keys and values; 0 = half of the free
         memory. decode: tokens -> text, for stop strings.
@@ -93,10 +93,10 @@ class TorchEngine:
     def kv_usage(self) -> KvUsage | None:
         """See RolloutEngine."""
         pool = self._pool
-        if pool is None or not pool.turns:
+        if pool is None or not pool.steps:
             return None
-        mean = pool.used_sum / pool.turns / pool.size
-        return KvUsage(pool.most_used / pool.size, mean, pool.turns, pool.prompt_tokens, pool.prompt_found)
+        mean = pool.used_sum / pool.steps / pool.size
+        return KvUsage(pool.max_used / pool.size, mean, pool.steps, pool.prompt_tokens, pool.cached_prompt_tokens)
 
     def restart(self, why: str) -> bool:
         """Return False, because this engine does not run in a separate process; see RolloutEngine."""
@@ -126,23 +126,23 @@ class TorchEngine:
         stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, self.decode)
         pool = self._pages(requests, sampling, supply)
         scheduler = Scheduler(decoder, pool, requests, sampling, self.max_rows, self.version, supply)
-        found: list[list[Rollout]] = [[] for _ in requests]
+        results: list[list[Rollout]] = [[] for _ in requests]
 
-        def deliver(results: list[tuple[int, Rollout]]) -> None:
+        def deliver(ended: list[tuple[int, Rollout]]) -> None:
             # Do not report a "cut" rollout to the callbacks, because a later call continues it.
-            for request, rollout in results:
-                found[request].append(rollout)
+            for request, rollout in ended:
+                results[request].append(rollout)
                 if callbacks and rollout.finish != "cut":
                     callbacks.finished(request, rollout)
 
         def request_more() -> None:
-            # Take only rows that can start now. Other ranks can sample the rest of the supply.
-            if supply and (room := scheduler.free_rows()):
+            # Take only rollouts that can start now. Other ranks can sample the rest of the supply.
+            if supply and (room := scheduler.room()):
                 new = supply.next_requests(room)
                 scheduler.add(new)
-                found.extend([] for _ in new)
+                results.extend([] for _ in new)
 
-        # hidden [active rows, H] gives each row's next token. Every turn adds one token to each row.
+        # Each row's next token is sampled from hidden [active rows, H]. Every iteration adds one token to each row.
         request_more()
         hidden = scheduler.admit()
         while not (callbacks and callbacks.cancelled()):
@@ -154,24 +154,24 @@ class TorchEngine:
                 hidden = scheduler.admit()
                 continue
 
-            pool.count_turn()
+            pool.record_step()
             deliver(self._advance(scheduler, hidden, stops, sampling))
 
-            # Feed the new token of the rows that continue; then start waiting rows in the free slots.
-            staying = scheduler.reserve_pages()
-            hidden = scheduler.decoder.embedding.new_empty(0, self.shape.hidden)
-            if staying:
-                new = scheduler.tokens[scheduler.active, scheduler.produced[scheduler.active] - 1]
+            # Feed the new token of the rows that continue; then start queued rollouts in the free slots.
+            remaining = scheduler.reserve_pages()
+            hidden = decoder.embedding.new_empty(0, self.shape.hidden)
+            if remaining:
+                new = scheduler.slot_tokens[scheduler.active, scheduler.slot_length[scheduler.active] - 1]
                 hidden = decoder.step(pool, scheduler.decode_batch(), new.to(self.device))
 
             # New rows are last in `hidden` and in scheduler.active.
             request_more()
-            if scheduler.waiting and scheduler.free_slots:
+            if scheduler.queue and scheduler.free_slots:
                 hidden = torch.cat((hidden, scheduler.admit()))
 
-        # Only a cancelled call has unfinished rollouts.
+        # Rollouts are unfinished here only if the call was cancelled.
         deliver(scheduler.unfinished())
-        return [sorted(rollouts, key=lambda x: x.index) for rollouts in found]
+        return [sorted(rollouts, key=lambda x: x.index) for rollouts in results]
 
     def _advance(
         self, scheduler: Scheduler, hidden: Tensor, stops: StopCriteria, sampling: Sampling
@@ -183,26 +183,26 @@ class TorchEngine:
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
 
         scheduler.append(new, log_probs)
-        stopped = stops.hit(new, active, scheduler.tokens, scheduler.produced)
-        full = scheduler.produced[active] >= scheduler.limit[active]
-        gone = (stopped | full).nonzero().squeeze(-1)
-        if not len(gone):
+        stopped = stops.hit(new, active, scheduler.slot_tokens, scheduler.slot_length)
+        at_limit = scheduler.slot_length[active] >= scheduler.slot_limit[active]
+        ended = (stopped | at_limit).nonzero().squeeze(-1)
+        if not len(ended):
             return []
 
         def reason(i: int) -> FinishReason:
             if stopped[i]:
                 return "stop"
-            return "length" if scheduler.produced[active[i]] == sampling.max_tokens else "cut"
+            return "length" if scheduler.slot_length[active[i]] == sampling.max_tokens else "cut"
 
-        return scheduler.remove(gone, [reason(i) for i in gone.tolist()])
+        return scheduler.remove(ended, [reason(i) for i in ended.tolist()])
 
     def _sample(self, scheduler: Scheduler, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Return token ids and log-probs [rows], on the CPU, given the hidden states [rows, H] of the active rows."""
         assert self._decoder is not None
         active = scheduler.active
-        places = (scheduler.key[active], scheduler.sibling[active], scheduler.produced[active])
+        stream = (scheduler.slot_key[active], scheduler.slot_sibling[active], scheduler.slot_length[active])
         settings = (sampling.temperature, sampling.top_p, sampling.top_k)
-        parts = zip(*(x.to(self.device).split(SAMPLED_ROWS) for x in (hidden, *places)), strict=True)
+        parts = zip(*(x.to(self.device).split(SAMPLED_ROWS) for x in (hidden, *stream)), strict=True)
         drawn = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
         ids, log_probs = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
         return ids, log_probs

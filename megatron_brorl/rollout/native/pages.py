@@ -1,9 +1,9 @@
-"""Paged memory for keys and values, 16 tokens per page, with pages that prompts share for a common prefix.
+"""Paged memory for keys and values, with pages that prompts share for a common prefix.
 
-Rows may have any length, and memory grows with the number of live tokens. A prefix that several prompts of a call
-share, such as an instruction, is computed once, and the page tables of these prompts refer to the same pages. Prompts
-are split into blocks of 64 tokens. A block is identified by its tokens and the block before it, and stays in memory as
-long as any prompt that contains it.
+Memory is allocated in pages of PAGE = 16 tokens, which vLLM calls blocks. A prefix that several prompts of a call
+share, such as an instruction, is computed once, and the page tables of these prompts refer to the same pages. To find
+shared prefixes, prompts are split into blocks of BLOCK = 64 tokens, which are four pages. A block is identified by its
+tokens and the block before it. It stays in memory as long as any prompt that contains it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops.interface import PAGE
 
-BLOCK = 64  # tokens
-PAGES = BLOCK // PAGE  # pages per block
+BLOCK = 64  # tokens of a prompt
+PAGES_PER_BLOCK = BLOCK // PAGE
 
-_Key = tuple[int, tuple[int, ...]]  # the number of the block before, 0 for none, and the tokens
+_Key = tuple[int, tuple[int, ...]]  # number of the previous block (0 for none), and the tokens of this one
 
 
 def pages_for(tokens: int) -> int:
@@ -33,7 +33,7 @@ class PagePool:
     """The pages of all layers; page p is keys[layer][p] and values[layer][p]."""
 
     def __init__(self, shape: ModelShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        """pages: their number. On a CPU, pages that are never written take no memory."""
+        """pages: number of pages. On a CPU, pages that are never written take no memory."""
         self.size = pages
         width = pages_for(shape.head_dim) * PAGE
         keys, values = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
@@ -46,22 +46,22 @@ class PagePool:
         # The page released last is allocated first, because its memory is already in use.
         self._free = torch.arange(self.size - 1, -1, -1, dtype=torch.int32)
         self.free = self.size
-        # Decoding steps since the reset, and maximum and sum of the pages in use.
-        self.turns = self.most_used = self.used_sum = 0
-        # Prompt tokens of the rows started since the reset, and those that other rows had computed.
-        self.prompt_tokens = self.prompt_found = 0
+        # Decoding steps since the reset, and the maximum and sum over them of the pages in use.
+        self.steps = self.max_used = self.used_sum = 0
+        # Prompt tokens of the rows started since the reset, and how many of them were already in the cache.
+        self.prompt_tokens = self.cached_prompt_tokens = 0
 
-    def count_turn(self) -> None:
-        """Record how many pages are in use."""
+    def record_step(self) -> None:
+        """Record a decoding step and how many pages are in use."""
         used = self.size - self.free
-        self.turns += 1
-        self.most_used = max(self.most_used, used)
+        self.steps += 1
+        self.max_used = max(self.max_used, used)
         self.used_sum += used
 
-    def count_prompt(self, tokens: int, found: int) -> None:
-        """Record a new row. found: tokens of its prompt that are already computed."""
+    def record_prompt(self, tokens: int, cached: int) -> None:
+        """Record the prompt of a new row, by its number of tokens and how many of them are already in the cache."""
         self.prompt_tokens += tokens
-        self.prompt_found += found
+        self.cached_prompt_tokens += cached
 
     def allocate(self, count: int) -> Tensor:
         """Return `count` free pages [count] int32 on the CPU."""
@@ -71,7 +71,7 @@ class PagePool:
         return taken
 
     def release(self, pages: Tensor) -> None:
-        """Free the given pages, int32 of any number."""
+        """Free the given pages [n] int32."""
         self._free[self.free : self.free + len(pages)] = pages.flip(0)
         self.free += len(pages)
 
@@ -80,8 +80,8 @@ class PagePool:
 class _Block:
     key: _Key
     number: int
-    pages: Tensor  # [PAGES] int32
-    prompts: int = 0  # prompts in memory that contain it
+    pages: Tensor  # [PAGES_PER_BLOCK] int32
+    prompts: int = 0  # number of prompts in memory that contain it
 
 
 class PrefixCache:
@@ -90,34 +90,34 @@ class PrefixCache:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._blocks: dict[_Key, _Block] = {}
-        self._made = 0
+        self._last_number = 0
 
     def pages_needed(self, prompt: Sequence[int]) -> int:
-        """Return the number of pages that the prompt needs and does not share."""
-        return pages_for(len(prompt)) - PAGES * len(self._found(prompt))
+        """Return the number of pages to allocate for a prompt, without those that it shares."""
+        return pages_for(len(prompt)) - PAGES_PER_BLOCK * len(self._found(prompt))
 
     def add(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
-        """Add a prompt. Returns its pages [n] int32, and how many of its tokens are already computed.
+        """Add a prompt. Return its pages [n] int32, and how many of its tokens are already computed.
 
-        The last token is never among these, because its hidden state gives the first response token.
+        The last token is never among them, because the first response token is sampled from its hidden state.
         """
         found = self._found(prompt)
         # The caller computes the other blocks of this prompt; later prompts find them.
         chain = list(found)
-        for tokens in _cut(prompt)[len(found) :]:
-            self._made += 1
+        for tokens in _full_blocks(prompt)[len(found) :]:
+            self._last_number += 1
             key = chain[-1].number if chain else 0, tokens
-            self._blocks[key] = _Block(key, self._made, self._pool.allocate(PAGES))
+            self._blocks[key] = _Block(key, self._last_number, self._pool.allocate(PAGES_PER_BLOCK))
             chain.append(self._blocks[key])
         for block in chain:
             block.prompts += 1
-        rest = self._pool.allocate(pages_for(len(prompt)) - PAGES * len(chain))
+        rest = self._pool.allocate(pages_for(len(prompt)) - PAGES_PER_BLOCK * len(chain))
         return torch.cat([*(block.pages for block in chain), rest]), BLOCK * len(found)
 
     def remove(self, prompt: Sequence[int], pages: Tensor) -> None:
         """Remove a prompt. pages: [n] int32, as returned by add."""
         found = self._found(prompt)
-        self._pool.release(pages[PAGES * len(found) :])
+        self._pool.release(pages[PAGES_PER_BLOCK * len(found) :])
         for block in found:
             block.prompts -= 1
             if not block.prompts:
@@ -127,7 +127,7 @@ class PrefixCache:
     def _found(self, prompt: Sequence[int]) -> list[_Block]:
         """Return the prompt's blocks in memory, up to the first that is missing."""
         chain: list[_Block] = []
-        for tokens in _cut(prompt):
+        for tokens in _full_blocks(prompt):
             block = self._blocks.get((chain[-1].number if chain else 0, tokens))
             if block is None:
                 break
@@ -135,8 +135,8 @@ class PrefixCache:
         return chain
 
 
-def _cut(prompt: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the prompt's full blocks, without one that contains its last token."""
+def _full_blocks(prompt: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the full blocks of a prompt, without a block that contains its last token."""
     return [tuple(prompt[i : i + BLOCK]) for i in range(0, (len(prompt) - 1) // BLOCK * BLOCK, BLOCK)]
 
 
@@ -147,7 +147,7 @@ def page_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
 
 
 def spare_memory(device: torch.device) -> int:
-    """Return half of the free bytes, the size of the cache if no limit is set."""
+    """Return half of the free memory in bytes, which is the default size of the cache."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return psutil.virtual_memory().available // 2

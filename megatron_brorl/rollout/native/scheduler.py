@@ -1,8 +1,8 @@
-"""Scheduling of rows: which are decoded now, which wait, and which are evicted.
+"""Scheduling of rollouts: which are decoded now, which are queued, and which are evicted.
 
-New rows start as others end. If pages run out, the rows that started last release theirs and wait, to continue later
-from the tokens they have. Random numbers are a function of (key, sibling, position), so eviction does not change the
-tokens.
+Queued rollouts start as others end. If pages run out, the rows that started last give up their pages and go back to the
+queue. They continue later from the tokens that they have. Random numbers are a function of (key, sibling, position), so
+eviction does not change the tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ PREFILL_TOKENS = 8192  # tokens per prefill batch, padding included
 
 
 @dataclass(frozen=True)
-class WaitingRollout:
-    """A rollout that has no slot yet or was evicted from its slot."""
+class QueuedRollout:
+    """A rollout that has not started in this call, or was evicted."""
 
-    request: int
-    so_far: Rollout  # empty at first
-    limit: int  # number of tokens at which this call stops: the budget or max_tokens, if that is smaller
+    request: int  # index of its request
+    so_far: Rollout  # tokens of earlier calls, or from before its eviction
+    limit: int  # response length at which this call stops; a rollout that stops below max_tokens is "cut"
 
 
 class Scheduler:
-    """Assigns rows, which are rollouts in progress, to slots 0 .. max_rows - 1; `active` [B] lists the used slots."""
+    """Assigns rollouts to slots and pages.
+
+    Row: a rollout that is being decoded. Slot: an index of the tensors below that have one entry per row. `active` [B]
+    lists the slots of the rows; the row that started last is at the end. Page: the keys and values of PAGE tokens, the
+    unit of allocation. Block: BLOCK tokens of a prompt; prompts share pages only in whole blocks. "cut": the finish
+    reason of a rollout that a call of generate leaves unfinished. A later call may continue it.
+    """
 
     def __init__(
         self,
@@ -51,254 +57,251 @@ class Scheduler:
         self.requests = list(requests)
         self.version = version
         self.sampling = sampling
-        self.waiting = deque(_waiting(requests, sampling))
+        self.queue = deque(_queued(requests, sampling))
 
         # State per slot.
-        slots = min(max_rows, len(self.waiting) + (supply.rows if supply else 0))
+        slots = min(max_rows, len(self.queue) + (supply.rows if supply else 0))
         self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
-        self.held: list[WaitingRollout | None] = [None] * slots  # the rollout that each slot started with
-        columns = torch.zeros(6, slots, dtype=torch.int64)  # The names below are views of one value per slot, [slots].
-        self.request, self.prompt, self.sibling, self.key, self.produced, self.limit = columns
-        self.tokens = torch.empty(slots, sampling.max_tokens, dtype=torch.int64)
-        self.log_probs = torch.empty(slots, sampling.max_tokens)
-        own_pages = pages_for(sampling.max_tokens)
-        self.tables = torch.zeros(slots, own_pages, dtype=torch.int32)  # pages of each row's own tokens
+        self.slot_rollout: list[QueuedRollout | None] = [None] * slots  # as it was when it entered the slot
+        self.slot_request, self.slot_prompt, self.slot_sibling = torch.zeros(3, slots, dtype=torch.int64)
+        self.slot_key, self.slot_length, self.slot_limit = torch.zeros(3, slots, dtype=torch.int64)
+        self.slot_tokens = torch.empty(slots, sampling.max_tokens, dtype=torch.int64)  # the first slot_length are valid
+        self.slot_log_probs = torch.empty(slots, sampling.max_tokens)
+        self.slot_pages = torch.zeros(slots, pages_for(sampling.max_tokens), dtype=torch.int32)  # of response tokens
 
-        # State per prompt. The KV cache holds one copy of a prompt for all its requests, from the start of its first
-        # row to the end of its last one.
+        # State per distinct prompt. The KV cache holds one copy of a prompt for all its requests, from the start of its
+        # first rollout to the end of its last one.
         self.prefixes = PrefixCache(pool)
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         longest = max(longest, supply.prompt_tokens if supply else 0)
-        self.prompt_tables = torch.zeros(0, pages_for(longest), dtype=torch.int32)
-        self.prompt_lengths = torch.zeros(0, dtype=torch.int64)  # 0: not in memory
-        self.prompt_hidden: dict[int, Tensor] = {}
-        self.rows_left: list[int] = []  # rows that have not ended; at 0 the prompt is removed
-        self.prompt_numbers: dict[tuple[int, ...], int] = {}  # by tokens
-        self.prompts: list[tuple[int, ...]] = []  # tokens by number
-        self.prompt_of: list[int] = []  # prompt number of each request
-        self._number_prompts(requests)
+        self.prompts: list[tuple[int, ...]] = []  # tokens
+        self.prompt_pages = torch.zeros(0, pages_for(longest), dtype=torch.int32)
+        self.prompt_lengths = torch.zeros(0, dtype=torch.int64)  # 0: not in the KV cache
+        self.prompt_hidden: dict[int, Tensor] = {}  # last hidden state of each prompt in the KV cache
+        self.prompt_unfinished: list[int] = []  # number of rollouts that have not ended
+        self.prompt_index: dict[tuple[int, ...], int] = {}  # index in `prompts`, by tokens
+        self.request_prompt: list[int] = []  # index in `prompts`, by request
+        self._register_prompts(requests)
 
-    def free_rows(self) -> int:
-        """Return how many rows could start now, if each needs half of the pages of a response of max_tokens."""
-        if self.waiting:
+    def room(self) -> int:
+        """Return how many more rollouts could start now, if each needs half of the pages of max_tokens."""
+        if self.queue:
             return 0
         return min(len(self.free_slots), self.pool.free // (pages_for(self.sampling.max_tokens) // 2 + 1))
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Append requests; their rows wait."""
-        self.waiting.extend(_waiting(requests, self.sampling, len(self.requests)))
+        """Append requests, and queue their rollouts."""
+        self.queue.extend(_queued(requests, self.sampling, len(self.requests)))
         self.requests += requests
-        self._number_prompts(requests)
+        self._register_prompts(requests)
 
-    def _number_prompts(self, requests: Sequence[Request]) -> None:
-        """Number the prompt of each request, and extend the tables for new prompts."""
+    def _register_prompts(self, requests: Sequence[Request]) -> None:
+        """Assign an index to the prompt of each request, and extend the state for new prompts."""
         for request in requests:
             tokens = request.prompt.token_ids
-            number = self.prompt_numbers.setdefault(tokens, len(self.prompts))
-            self.prompt_of.append(number)
-            if number == len(self.prompts):
-                self.rows_left.append(0)
+            prompt = self.prompt_index.setdefault(tokens, len(self.prompts))
+            self.request_prompt.append(prompt)
+            if prompt == len(self.prompts):
                 self.prompts.append(tokens)
-            self.rows_left[number] += request.n
-        new = len(self.rows_left) - len(self.prompt_lengths)
-        self.prompt_tables = torch.cat(
-            (self.prompt_tables, self.prompt_tables.new_zeros(new, self.prompt_tables.shape[1]))
-        )
+                self.prompt_unfinished.append(0)
+            self.prompt_unfinished[prompt] += request.n
+        new = len(self.prompts) - len(self.prompt_lengths)
+        self.prompt_pages = torch.cat((self.prompt_pages, self.prompt_pages.new_zeros(new, self.prompt_pages.shape[1])))
         self.prompt_lengths = torch.cat((self.prompt_lengths, self.prompt_lengths.new_zeros(new)))
 
     def admit(self) -> Tensor:
-        """Start waiting rows while there are slots and pages; return hidden states [new rows, H] to sample from."""
+        """Start queued rollouts while there are slots and pages; return hidden states [new rows, H] to sample from."""
         slots: list[int] = []
         chunks: list[PrefillChunk] = []
-        owners: list[tuple[str, int]] = []  # of each chunk: ("prompt", its number) or ("row", its slot)
-        # Start rows in order, so that short prompts do not starve a long one.
-        while self.waiting and self.free_slots and self._fits(self.waiting[0], len(slots)):
-            waiting = self.waiting.popleft()
-            number = self.prompt_of[waiting.request]
-            prompt = self.prompts[number]
-            computed = len(prompt)  # prompt tokens that other rows have computed
-            if not self.prompt_lengths[number]:
-                pages, computed = self.prefixes.add(prompt)
-                self.prompt_tables[number, : len(pages)] = pages
-                self.prompt_lengths[number] = len(prompt)
-                first = computed // PAGE
-                chunks.append(PrefillChunk(prompt[computed:], 0, pages[first:], pages[:first]))
-                owners.append(("prompt", number))
+        slot_hidden: dict[int, Tensor] = {}
+        outputs: list[tuple[dict[int, Tensor], int]] = []  # dict and key that receive the hidden state of each chunk
+        # Start rollouts in order, so that short prompts do not starve a long one.
+        while self.queue and self.free_slots and self._fits(self.queue[0], len(slots)):
+            queued = self.queue.popleft()
+            prompt = self.request_prompt[queued.request]
+            prompt_tokens = self.prompts[prompt]
+            cached = len(prompt_tokens)
+            if not self.prompt_lengths[prompt]:
+                pages, cached = self.prefixes.add(prompt_tokens)
+                self.prompt_pages[prompt, : len(pages)] = pages
+                self.prompt_lengths[prompt] = len(prompt_tokens)
+                first = cached // PAGE
+                chunks.append(PrefillChunk(prompt_tokens[cached:], 0, pages[first:], pages[:first]))
+                outputs.append((self.prompt_hidden, prompt))
 
-            slot = self._assign_slot(waiting)
-            produced = waiting.so_far.token_ids.tolist()
-            # A row that was cut or evicted has tokens of its own. A chunk can attend only to full blocks before it, so
-            # the last, incomplete block of the prompt is computed again with these tokens. Only the keys and values of
-            # the row's own tokens are stored.
-            if produced:
-                shared = (len(prompt) - 1) // BLOCK * BLOCK
-                computed = min(computed, shared)
-                pages = self.pool.allocate(pages_for(len(produced)))
-                self.tables[slot, : len(pages)] = pages
-                tokens = (*prompt[shared:], *produced)
-                before = self.prompt_tables[number, : shared // PAGE]
-                chunks.append(PrefillChunk(tokens, len(prompt) - shared, pages, before))
-                owners.append(("row", slot))
-            self.pool.count_prompt(len(prompt), computed)
+            slot = self._assign_slot(queued)
+            response = queued.so_far.token_ids.tolist()
+            # A continued rollout has response tokens. A chunk can attend only to full blocks before it, so the last,
+            # incomplete block of the prompt is computed again with these tokens. Only the keys and values of the
+            # response are stored.
+            if response:
+                shared = (len(prompt_tokens) - 1) // BLOCK * BLOCK
+                cached = min(cached, shared)
+                pages = self.pool.allocate(pages_for(len(response)))
+                self.slot_pages[slot, : len(pages)] = pages
+                tokens = (*prompt_tokens[shared:], *response)
+                before = self.prompt_pages[prompt, : shared // PAGE]
+                chunks.append(PrefillChunk(tokens, len(prompt_tokens) - shared, pages, before))
+                outputs.append((slot_hidden, slot))
+            self.pool.record_prompt(len(prompt_tokens), cached)
             slots.append(slot)
 
         if not slots:
             return self.decoder.embedding.new_empty(0, self.decoder.shape.hidden)
 
-        # All rows without tokens sample from the last hidden state of their prompt.
-        row_hidden: dict[int, Tensor] = {}
-        for part in _batches(chunks):
-            hidden = self.decoder.prefill(self.pool, [chunks[i] for i in part])
-            for i, h in zip(part, hidden, strict=True):
-                kind, number = owners[i]
-                (self.prompt_hidden if kind == "prompt" else row_hidden)[number] = h
+        for batch in _batches(chunks):
+            hidden = self.decoder.prefill(self.pool, [chunks[i] for i in batch])
+            for i, h in zip(batch, hidden, strict=True):
+                states, key = outputs[i]
+                states[key] = h
 
         # Append new rows, because reserve_pages evicts rows from the end.
         self.active = torch.cat((self.active, torch.tensor(slots)))
+        # All rows without tokens sample from the last hidden state of their prompt.
         return torch.stack(
-            [row_hidden[s] if s in row_hidden else self.prompt_hidden[int(self.prompt[s])] for s in slots]
+            [slot_hidden[s] if s in slot_hidden else self.prompt_hidden[int(self.slot_prompt[s])] for s in slots]
         )
 
-    def _fits(self, waiting: WaitingRollout, started: int) -> bool:
+    def _fits(self, queued: QueuedRollout, started: int) -> bool:
         """Return whether there are enough pages to start a rollout, after `started` other new rows."""
-        number = self.prompt_of[waiting.request]
-        prompt_pages = 0 if self.prompt_lengths[number] else self.prefixes.pages_needed(self.prompts[number])
-        own_pages = pages_for(len(waiting.so_far.token_ids))
+        prompt = self.request_prompt[queued.request]
+        needed = pages_for(len(queued.so_far.token_ids))
+        if not self.prompt_lengths[prompt]:
+            needed += self.prefixes.pages_needed(self.prompts[prompt])
         # Reserve a free page per row, so that admission does not trigger an eviction. A single row needs no reserve,
         # because the pool can hold any one row.
         others = len(self.active) + started
-        return not others or self.pool.free >= prompt_pages + own_pages + 1 + others
+        return not others or self.pool.free >= needed + 1 + others
 
-    def _assign_slot(self, waiting: WaitingRollout) -> int:
+    def _assign_slot(self, queued: QueuedRollout) -> int:
         slot = self.free_slots.pop()
-        produced = len(waiting.so_far.token_ids)
-        self.held[slot] = waiting
-        self.request[slot] = waiting.request
-        self.sibling[slot] = waiting.so_far.index
-        self.prompt[slot] = self.prompt_of[waiting.request]
-        self.key[slot] = self.requests[waiting.request].key
-        self.produced[slot] = produced
-        self.limit[slot] = waiting.limit
-        self.tokens[slot, :produced] = waiting.so_far.token_ids
-        self.log_probs[slot, :produced] = waiting.so_far.log_probs
+        length = len(queued.so_far.token_ids)
+        self.slot_rollout[slot] = queued
+        self.slot_request[slot] = queued.request
+        self.slot_sibling[slot] = queued.so_far.index
+        self.slot_prompt[slot] = self.request_prompt[queued.request]
+        self.slot_key[slot] = self.requests[queued.request].key
+        self.slot_length[slot] = length
+        self.slot_limit[slot] = queued.limit
+        self.slot_tokens[slot, :length] = queued.so_far.token_ids
+        self.slot_log_probs[slot, :length] = queued.so_far.log_probs
         return slot
 
     def append(self, new: Tensor, log_probs: Tensor) -> None:
         """Append the next token of every active row: new [B] int64, log_probs [B] float32."""
-        position = self.produced[self.active]
-        self.tokens[self.active, position] = new
-        self.log_probs[self.active, position] = log_probs
-        self.produced[self.active] = position + 1
+        position = self.slot_length[self.active]
+        self.slot_tokens[self.active, position] = new
+        self.slot_log_probs[self.active, position] = log_probs
+        self.slot_length[self.active] = position + 1
 
-    def remove(self, gone: Tensor, finish: Sequence[FinishReason]) -> list[tuple[int, Rollout]]:
-        """Remove the rows at indices `gone` of `active` and return their results as (request, rollout)."""
+    def remove(self, ended: Tensor, reasons: Sequence[FinishReason]) -> list[tuple[int, Rollout]]:
+        """Remove the rows at indices `ended` of `active` and return their results as (request, rollout)."""
         results = []
-        for slot, reason in zip(self.active[gone].tolist(), finish, strict=True):
-            prompt = int(self.prompt[slot])
-            results.append((int(self.request[slot]), self._rollout(slot, reason)))
+        for slot, reason in zip(self.active[ended].tolist(), reasons, strict=True):
+            prompt = int(self.slot_prompt[slot])
+            results.append((int(self.slot_request[slot]), self._rollout(slot, reason)))
             self._release(slot)
-            self._end_row(prompt)
+            self.prompt_unfinished[prompt] -= 1
+            if not self.prompt_unfinished[prompt]:
+                self._remove_prompt(prompt)
         kept = torch.ones(len(self.active), dtype=torch.bool)
-        kept[gone] = False
+        kept[ended] = False
         self.active = self.active[kept]
         return results
 
     def unfinished(self) -> list[tuple[int, Rollout]]:
-        """Return the active rollouts as "cut", then the waiting ones unchanged, as (request, rollout)."""
-        active = [(int(self.request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
-        return active + [(w.request, w.so_far) for w in self.waiting]
+        """Return the active rollouts as "cut", then the queued ones unchanged, as (request, rollout)."""
+        active = [(int(self.slot_request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
+        return active + [(queued.request, queued.so_far) for queued in self.queue]
 
     def reserve_pages(self) -> int:
         """Allocate a page for every active row whose newest token needs one; return how many rows remain active.
 
-        If pages run out, rows are evicted from the end and wait again.
+        If pages run out, rows are evicted from the end of `active` and go to the front of the queue.
         """
-        position = self.produced[self.active] - 1
+        position = self.slot_length[self.active] - 1
         needs_page = position % PAGE == 0
         while int(needs_page.sum()) > self.pool.free:
             slot = int(self.active[-1])
-            evicted = self.held[slot]
+            evicted = self.slot_rollout[slot]
             assert evicted is not None
             assert len(self.active) > 1  # the pool holds any one row
-            self.waiting.appendleft(WaitingRollout(evicted.request, self._rollout(slot, "cut"), evicted.limit))
+            self.queue.appendleft(QueuedRollout(evicted.request, self._rollout(slot, "cut"), evicted.limit))
             self._release(slot)
             self.active = self.active[:-1]
             needs_page = needs_page[:-1]
             position = position[:-1]
-            if not bool((self.prompt[self.active] == self.prompt[slot]).any()):
-                self._forget_prompt(int(self.prompt[slot]))
+            if not bool((self.slot_prompt[self.active] == self.slot_prompt[slot]).any()):
+                self._remove_prompt(int(self.slot_prompt[slot]))
 
         rows = self.active[needs_page]
-        self.tables[rows, position[needs_page] // PAGE] = self.pool.allocate(len(rows))
+        self.slot_pages[rows, position[needs_page] // PAGE] = self.pool.allocate(len(rows))
         return len(self.active)
 
     def decode_batch(self) -> DecodeBatch:
         """Return the inputs of a decode step that feeds the newest token of each active row."""
         active = self.active
         device = self.decoder.device
-        prompts = self.prompt[active]
-        lengths = self.produced[active]
+        prompts = self.slot_prompt[active]
+        lengths = self.slot_length[active]
         cos, sin = self.decoder.angles((self.prompt_lengths[prompts] + lengths - 1).to(device))
         used = pages_for(int(lengths.max()))
         return DecodeBatch(
             cos=cos,
             sin=sin,
-            tables=self.tables[active, :used].to(device),
+            tables=self.slot_pages[active, :used].to(device),
             lengths=lengths.to(device),
             prompts=prompts.to(device),
-            prompt_tables=self.prompt_tables.to(device),
+            prompt_tables=self.prompt_pages.to(device),
             prompt_lengths=self.prompt_lengths.to(device),
         )
 
     def _rollout(self, slot: int, finish: FinishReason) -> Rollout:
-        waiting = self.held[slot]
-        end = int(self.produced[slot])
-        assert waiting is not None
-        before = waiting.so_far
+        queued = self.slot_rollout[slot]
+        end = int(self.slot_length[slot])
+        assert queued is not None
+        before = queued.so_far
         spans = extend_spans(before.spans, self.version, end - len(before.token_ids))
         # Clone, so that a short response does not keep the whole buffer alive.
-        ids, log_probs = self.tokens[slot, :end].clone(), self.log_probs[slot, :end].clone()
+        ids, log_probs = self.slot_tokens[slot, :end].clone(), self.slot_log_probs[slot, :end].clone()
         return Rollout(before.index, ids, log_probs, finish, spans)
 
     def _release(self, slot: int) -> None:
-        """Free a slot and its pages. The newest token's keys and values are not stored yet."""
-        self.pool.release(self.tables[slot, : pages_for(int(self.produced[slot]) - 1)])
-        self.held[slot] = None
+        """Free a slot and its pages. The keys and values of the newest token have not been stored."""
+        self.pool.release(self.slot_pages[slot, : pages_for(int(self.slot_length[slot]) - 1)])
+        self.slot_rollout[slot] = None
         self.free_slots.append(slot)
 
-    def _end_row(self, prompt: int) -> None:
-        self.rows_left[prompt] -= 1
-        if not self.rows_left[prompt]:
-            self._forget_prompt(prompt)
-
-    def _forget_prompt(self, prompt: int) -> None:
-        if self.prompt_hidden.pop(prompt, None) is None:
-            return  # It is not in memory.
+    def _remove_prompt(self, prompt: int) -> None:
+        """Remove a prompt from the KV cache."""
+        del self.prompt_hidden[prompt]
         length = int(self.prompt_lengths[prompt])
-        self.prefixes.remove(self.prompts[prompt], self.prompt_tables[prompt, : pages_for(length)].clone())
+        self.prefixes.remove(self.prompts[prompt], self.prompt_pages[prompt, : pages_for(length)].clone())
         self.prompt_lengths[prompt] = 0
 
 
-def _waiting(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[WaitingRollout]:
+def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[QueuedRollout]:
     for i, request in enumerate(requests, start=first):
         for so_far in request.rollouts():
-            budget = len(so_far.token_ids) + sampling.budget if sampling.budget else sampling.max_tokens
-            yield WaitingRollout(i, so_far, min(budget, sampling.max_tokens))
+            limit = (
+                len(so_far.token_ids) + sampling.tokens_per_call if sampling.tokens_per_call else sampling.max_tokens
+            )
+            yield QueuedRollout(i, so_far, min(limit, sampling.max_tokens))
 
 
 def _batches(chunks: Sequence[PrefillChunk]) -> list[list[int]]:
     """Batch chunks of similar length and with the same number of pages before them, up to PREFILL_TOKENS a batch.
 
-    Chunks with fewer pages before them come first, because later chunks may attend to them.
+    Chunks with fewer pages before them come first, because other chunks may attend to them.
     """
     batches: list[list[int]] = [[]]
-    sizes = [(len(p.before), len(p.ids)) for p in chunks]
+    sizes = [(len(c.before), len(c.ids)) for c in chunks]
     for i in sorted(range(len(chunks)), key=lambda i: sizes[i]):
         before, tokens = sizes[i]
-        others = batches[-1]
-        full = (len(others) + 1) * (before * PAGE + tokens) > PREFILL_TOKENS
-        if others and (full or sizes[others[0]][0] != before):
+        batch = batches[-1]
+        full = (len(batch) + 1) * (before * PAGE + tokens) > PREFILL_TOKENS
+        if batch and (full or sizes[batch[0]][0] != before):
             batches.append([])
         batches[-1].append(i)
     return [b for b in batches if b]

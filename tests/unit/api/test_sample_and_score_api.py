@@ -16,6 +16,8 @@ from unit.data.test_tokenizers import CHAT, make_hf
 
 import megatron_brorl
 from megatron_brorl import Engine, UserError, score
+from megatron_brorl.cli.main import main
+from megatron_brorl.rollout_log import printable
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,25 @@ def test_greedy_decoding_takes_the_most_likely_token(model):
         assert row.token_ids == (int(made(torch.tensor([ids])).logits[0, -1].argmax()),)
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_command_prints_what_transformers_generates(model, capsys, raw):
+    directory, made = model
+    options = ["--max-tokens", "6", "--temperature", "0", *(["--raw"] if raw else [])]
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(directory), "12 + 7", "-n", "2", *options])
+    assert ended.value.code == 0
+
+    reader = AutoTokenizer.from_pretrained(directory)
+    messages = [{"role": "user", "content": "12 + 7"}]
+    text = "12 + 7" if raw else reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = torch.tensor([reader(text, add_special_tokens=False)["input_ids"]])
+    ids = made.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0, prompt.shape[1] :]
+    words = reader.decode([i for i in ids if i != 1])
+    ending = "ended by itself" if ids[-1] == 1 else "cut off"
+    expected = "".join(f"--- {i}, {len(ids)} tokens, {ending}\n{printable(words)}\n" for i in range(2))
+    assert capsys.readouterr().out == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -107,7 +128,8 @@ def test_greedy_decoding_takes_the_most_likely_token(model):
         ({"prompts": ["1"], "top_p": 0.0}, "top_p = 0.0"),
         ({"prompts": [""]}, "the prompt has no tokens"),
         ({"prompts": [[{"role": "robot", "content": "x"}]]}, "unknown role 'robot'"),
-        ({"prompts": ["1"], "max_tokens": 256}, "leave room for a response"),
+        ({"prompts": ["1"], "max_tokens": 256}, "must be below the model's context of 256 tokens"),
+        ({"prompts": ["1234"], "max_tokens": 255}, "leave room for a response"),
         ({"prompts": ["1"], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: no prompt is a list of messages"),
         (
             {"prompts": [[{"role": "user", "content": "x"}]], "chat_template_kwargs": {"a": 1}},

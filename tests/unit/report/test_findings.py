@@ -88,6 +88,16 @@ def test_weights_unchanged(row, optim, part):
     assert part in got["weights unchanged"]
 
 
+def test_only_the_first_update_is_judged_by_its_kl():
+    waiting = {"updates": 0, "approx_kl": 0.0}
+    config = Config(optim=OptimConfig(lr=3e-5))
+    got = found([waiting, {"approx_kl": 0.29}, {"approx_kl": 0.01}], config)
+    assert list(got) == ["large first update"]
+    assert [part for part in ("0.29 nats", "optim.lr = 3e-05") if part not in got["large first update"]] == []
+    assert found([waiting, {"approx_kl": 0.2}, {"approx_kl": 0.29}], config) == {}
+    assert found([{"approx_kl": None}], config) == {}  # not finite
+
+
 def test_a_run_without_evaluation_or_steps():
     assert list(found([{}], before=None, after=None)) == ["no held-out"]
     assert list(found([], differ=False)) == ["no step"]

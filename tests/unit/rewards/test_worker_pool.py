@@ -36,7 +36,7 @@ def ask(verifier: str, *answers: str | None, **metadata: object) -> list[ScoreRe
 
 
 def pids(pool: RewardPool) -> list[int]:
-    with pool._changed:
+    with pool._condition:
         return [process.pid for process in pool._processes]
 
 
@@ -63,7 +63,7 @@ def test_a_hanging_verifier_loses_only_its_own_answer(pool: RewardPool, verifier
 
 
 def test_the_deadline_is_per_answer_not_per_message(pool: RewardPool) -> None:
-    pool.forget()
+    pool.reset()
     verdicts = pool.score(ask("nap", *map(str, range(12))))  # 1.8 s per worker; the deadline is 1 s.
     assert verdicts == [OK] * 12
     assert pool.stats.latency_max_s > 1
@@ -78,7 +78,7 @@ def test_an_answer_that_crashes_twice_scores_0(pool: RewardPool, tmp_path: Path)
 
 
 def test_an_answer_whose_worker_died_once_is_scored_again(pool: RewardPool, tmp_path: Path) -> None:
-    pool.forget()
+    pool.reset()
     assert pool.score(ask("die_once", "a", log=str(tmp_path / "log"))) == [OK]
     assert pool.stats.restarts == 1
 
@@ -104,7 +104,7 @@ def test_forged_results_end_only_their_worker() -> None:
     with RewardPool(1, 20.0, MAKE) as pool:
         for _ in range(4):
             pool.score(ask("writes", "forged"))
-            pool.forget()
+            pool.reset()
             assert pool.score(ask("echo", "0.25", "0.75")) == [ScoreResult(0.25, "ok"), ScoreResult(0.75, "ok")]
 
 
@@ -115,14 +115,14 @@ def test_scores_have_reasons_and_parts(pool: RewardPool) -> None:
     assert (missing.status, missing.reason) == ("no_answer", "no answer in the response")
 
 
-def test_equal_answers_are_scored_once_until_forget(pool: RewardPool, tmp_path: Path) -> None:
+def test_equal_answers_are_scored_once_until_reset(pool: RewardPool, tmp_path: Path) -> None:
     log = tmp_path / "log"
     shared = prompt("log", log=str(log))
-    pool.forget()
+    pool.reset()
     assert pool.score([ScoreRequest(shared, a) for a in ["a", "b", "c", "a", None, "b"]])[:4] == [OK] * 4
     assert sorted(log.read_text().split()) == ["a", "b", "c"]
     assert (pool.stats.answers, pool.stats.hits) == (5, 2)
-    pool.forget()
+    pool.reset()
     assert (pool.stats.answers, pool.stats.hits) == (0, 0)
     assert pool.score([ScoreRequest(shared, "a")]) == [OK]
     # The verifier also sees the text and the metadata of the prompt.
@@ -199,7 +199,7 @@ def test_workers_killed_between_calls_are_replaced() -> None:
             before = pids(pool)
             for pid in before:
                 os.kill(pid, signal.SIGKILL)
-            pool.forget()
+            pool.reset()
             assert pool.score(ask("echo", "0.5", "0.25")) == [ScoreResult(0.5, "ok"), ScoreResult(0.25, "ok")]
             assert set(before) != set(pids(pool))
 

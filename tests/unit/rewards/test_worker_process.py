@@ -54,14 +54,14 @@ def test_a_slow_call_raises_after_earlier_results_are_delivered() -> None:
         assert next(results) == ["a", 1]
         with pytest.raises(WorkerLostError, match=r"^no answer in 1 s$") as lost:
             next(results)
-    assert (lost.value.started, lost.value.timed_out) == (True, True)
+    assert (lost.value.during_call, lost.value.timed_out) == (True, True)
 
 
 def test_a_failing_constructor_gives_its_reason() -> None:
     with WorkerProcess("counters:missing") as worker:
         with pytest.raises(WorkerLostError, match=r"^KeyError: 'a'$") as lost:
             list(worker.run([("a", ())], 10.0))
-        assert not lost.value.started
+        assert not lost.value.during_call
         with pytest.raises(WorkerLostError):
             list(worker.run([("a", ())], 10.0))
 
@@ -73,7 +73,7 @@ def test_a_frozen_worker_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(worker.pid, signal.SIGSTOP)
             with pytest.raises(WorkerLostError, match=r"^no answer in 0\.2 s$") as lost:
                 list(worker.run([("a", ("x" * size,))], 10.0))
-        assert not lost.value.started
+        assert not lost.value.during_call
         assert not psutil.pid_exists(worker.pid)
 
 

@@ -43,7 +43,7 @@ class Pool(RewardPool):
     """Releases a semaphore for each score."""
 
     def __init__(self) -> None:
-        super().__init__(2, 60.0, make="step_verifiers:make")
+        super().__init__(2, 60.0, judge_factory="step_verifiers:make")
         self.scored = threading.Semaphore(0)
 
     def submit(self, request):
@@ -85,7 +85,7 @@ def pool():
 def trainer_of(model, processes, pool, engine, log):
     trainer = make_trainer(model[0], processes, configured({"rollout": {"n": N, "prompts": 2}}), engine)
     trainer.train_source = Source(log)
-    trainer.rollouts = replace(trainer.rollouts, pool=pool)
+    trainer.runner = replace(trainer.runner, pool=pool)
     trainer.sync_weights()
     return trainer
 

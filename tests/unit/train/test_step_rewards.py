@@ -53,7 +53,7 @@ def known(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(1, 5.0, make="step_verifiers:make") as pool:
+    with RewardPool(1, 5.0, judge_factory="step_verifiers:make") as pool:
         yield pool
 
 
@@ -62,7 +62,7 @@ def trainer_of(model, processes, pool, rules, changes):
     config = configured({"rollout": {"n": N, "prompts": 3}, "reward": reward, **changes})
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.train_source = Source(rules)
-    trainer.rollouts = replace(trainer.rollouts, pool=pool)
+    trainer.runner = replace(trainer.runner, pool=pool)
     trainer.sync_weights()
     return trainer
 

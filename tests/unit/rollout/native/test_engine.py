@@ -245,17 +245,17 @@ def test_evicted_rows_continue_with_the_same_tokens(one):
 
 
 @pytest.mark.parametrize("ops", [FusedDecode(), ReferenceDecode()])
-def test_rollouts_cut_by_a_budget_continue_unchanged(one, ops):
+def test_cut_rollouts_continue_unchanged(one, ops):
     engine = make_engine(*one, ops=ops)
     asked = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
     whole = engine.generate(asked, Sampling(1.0, 1, 0, 50, STOPS))
     engine.version = 5
-    budget = Sampling(1.0, 1, 0, 50, STOPS, budget=13)
+    limited = Sampling(1.0, 1, 0, 50, STOPS, tokens_per_call=13)
     requests = asked
     rounds = 0
     done = {}
     while requests:
-        groups = engine.generate(requests, budget)
+        groups = engine.generate(requests, limited)
         pairs = list(zip(requests, groups, strict=True))
         done |= {(a.prompt.id, r.index): r for a, g in pairs for r in g if r.finish != "cut"}
         requests = [Request(a.prompt, a.key, 1, r.index, (r,)) for a, g in pairs for r in g if r.finish == "cut"]

@@ -24,7 +24,7 @@ def test_kv_usage_counts_pages(model):
         engine.generate([Request(prompt, 1, 2)], Sampling(1.0, 1.0, 0, 40, ()))
         usage = engine.kv_usage()
         pages = [1 + 2 * -(-fed // 16) for fed in range(40)]  # the call needs at most 7
-        assert usage.turns == 40
+        assert usage.steps == 40
         assert usage.peak == max(pages) / 7 == 1.0
         assert usage.mean == pytest.approx(sum(pages) / 40 / 7)
     engine.sleep()
@@ -41,9 +41,9 @@ def test_kv_usage_counts_shared_prompts(model, rows):
     for _ in range(2):  # a second call starts from 0
         done = engine.generate([Request(short, 1, 2), Request(long, 2, 3)], Sampling(1.0, 1.0, 0, 4, ()))
         usage = engine.kv_usage()
-        assert (usage.prompt_tokens, usage.prompt_found) == (2 * 3 + 3 * 5, 3 + 2 * 5)
+        assert (usage.prompt_tokens, usage.cached_prompt_tokens) == (2 * 3 + 3 * 5, 3 + 2 * 5)
     # A continued rollout computes its prompt together with its own tokens.
     begun = done[0][0]
     engine.generate([Request(short, 1, 2, begun=(begun,))], Sampling(1.0, 1.0, 0, 8, ()))
     usage = engine.kv_usage()
-    assert (usage.prompt_tokens, usage.prompt_found) == (6, 3)
+    assert (usage.prompt_tokens, usage.cached_prompt_tokens) == (6, 3)

@@ -109,7 +109,7 @@ def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, ro
     groups = engine.generate([Request(p, 5, 4) for p in asked], Sampling(1.0, 1.0, 0, 12, (2,)))
     usage = engine.kv_usage()
     # Two blocks are computed once, and the rest of a prompt once for its four rollouts.
-    shared = usage.prompt_found - sum(3 * len(p.token_ids) for p in asked)
+    shared = usage.cached_prompt_tokens - sum(3 * len(p.token_ids) for p in asked)
     # With three rows a prompt may start when no other is in memory.
     assert shared == 4 * 2 * BLOCK if rows == 64 else 3 * 2 * BLOCK <= shared <= 4 * 2 * BLOCK
     for prompt, group in zip(asked, groups, strict=True):
@@ -127,8 +127,8 @@ def test_continued_rollouts_reuse_the_shared_prefix(model):
     engine = engine_of(model)
     greedy = Sampling(0.0, 1.0, 0, 20, ())
     whole = engine.generate([Request(p, 1, 1) for p in asked], greedy)
-    cut = engine.generate([Request(p, 1, 1) for p in asked], Sampling(0.0, 1.0, 0, 20, (), budget=5))
+    cut = engine.generate([Request(p, 1, 1) for p in asked], Sampling(0.0, 1.0, 0, 20, (), tokens_per_call=5))
     on = engine.generate([Request(p, 1, 1, 0, (r,)) for p, (r,) in zip(asked, cut, strict=True)], greedy)
-    assert engine.kv_usage().prompt_found == 128  # the second prompt's
+    assert engine.kv_usage().cached_prompt_tokens == 128  # the second prompt's
     for (a,), (b,) in zip(whole, on, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
