@@ -13,7 +13,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.experience import rollout_advantages, token_advantages
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes
-from megatron_brorl.types import PromptGroup, Prompt
+from megatron_brorl.types import Prompt, PromptGroup
 
 LENGTHS = [3, 1, 5, 2]
 EARNED = [0.75, -1.5, 0.25, 1.0]
