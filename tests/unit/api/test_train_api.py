@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import tiny
-from ops.own_algorithms import gspo, maxrl
 from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl import StopTraining, UserError, load_run, train
@@ -140,22 +139,6 @@ def test_stopped_runs_resume_bit_exactly(whole, tables, tmp_path, raised):
         with pytest.raises(UserError, match="was written with another version of this_process"):
             train(tables, overrides=asked["overrides"], reward=lambda response, row: 0.5)
     assert without_time(train(tables, **asked).metrics) == without_time(whole[0].metrics)
-
-
-def test_functions_of_the_program_as_advantage_and_loss(tables, tmp_path):
-    """MaxRL and GSPO as functions take the same steps as the built-in ones. A run continues only with its functions."""
-    binary = ["reward.strict=true", "algo.mini_batches=2", "train.checkpoint_every=1"]
-    built_in = [f"run.dir={tmp_path / 'a'}", "algo.advantage=maxrl", "algo.ratio=sequence", *binary]
-    asked = {"overrides": [f"run.dir={tmp_path / 'b'}", *binary], "reward": even, "advantage": maxrl}
-    expected, found = train(tables, overrides=built_in, reward=even), train(tables, **asked, policy_loss=gspo)
-    for a, b in zip(found.metrics, expected.metrics, strict=True):
-        for key in ("loss", "grad_norm", "entropy", "reward", "trained_tokens"):
-            assert a[key] == pytest.approx(b[key], rel=1e-5), key
-    assert found.metrics[1]["grad_norm"] > 0
-    with pytest.raises(UserError, match="was written with another version of this_process:policy_loss"):
-        train(tables, **asked, policy_loss=lambda log_probs, **_: -log_probs)
-    with pytest.raises(UserError, match=r"^algo\.policy_loss: returned a loss without gradient"):
-        train(tables, **asked, policy_loss=lambda log_probs, **_: -log_probs.detach())
 
 
 def test_mistakes_are_reported_as_on_the_command_line(tables, tmp_path):
