@@ -155,7 +155,7 @@ class Collector:
         begun = time.monotonic()
         with span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
-            replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.data)
+            replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size)
             received, moved_bytes = send_to_replicas(scored, outcomes, replica, self.grid)
         seconds["exchange"] = time.monotonic() - begun
 
@@ -182,7 +182,7 @@ class Collector:
     def _sample(self, partial: PartialRollouts, groups: Sequence[OpenGroup], new: int) -> Sampled:
         """Continue the partial rollouts, and sample the rollouts of the last `new` groups."""
         rollout = self.config.rollout
-        loads = partial.counts_per_rank() if rollout.partial_tokens else [0] * self.grid.world
+        loads = partial.counts_per_rank() if rollout.partial_tokens else [0] * self.grid.world_size
         slots = list(product(range(len(groups) - new, len(groups)), range(rollout.n)))
         with span("round"):
             return self.rollouts.sample(slots, groups, self.sampling, partial.cut_rollouts(), loads)

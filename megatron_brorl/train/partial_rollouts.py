@@ -92,10 +92,10 @@ def read_checkpoint(directory: Path, source: PromptSource, grid: Grid) -> Partia
         return PartialRollouts()
     places = parts[0]["groups"].tolist()
     groups = tuple(open_groups(source.prompts(start, index + 1), step, start)[index] for step, index, start in places)
-    if len(parts) == grid.world:
+    if len(parts) == grid.world_size:
         return PartialRollouts(groups, tuple(rollouts_from_tensors(parts[grid.rank])))
     found = {
         (r.group, r.rollout.index): r for r in sort_rollouts([r for part in parts for r in rollouts_from_tensors(part)])
     }
-    own_slots = deal(list(found), [0] * grid.world)[grid.rank]
+    own_slots = deal(list(found), [0] * grid.world_size)[grid.rank]
     return PartialRollouts(groups, tuple(found[slot] for slot in own_slots))

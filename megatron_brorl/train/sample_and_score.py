@@ -72,7 +72,7 @@ class RolloutRunner:
         """
         start = time.monotonic()
         begun = begun or {}
-        parts = deal(new, loads or [0] * self.grid.world)
+        parts = deal(new, loads or [0] * self.grid.world_size)
         slots = [*begun, *parts[self.grid.rank]]
         # With work stealing, the engine takes new rollouts as it has room, also of other ranks. Begun ones stay here.
         shared = self.work_stealing.begin(parts, self.grid.rank) if self.work_stealing else None
