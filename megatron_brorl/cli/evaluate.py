@@ -19,7 +19,7 @@ from megatron_brorl.tracking.progress import Progress, progress
 if TYPE_CHECKING:  # these import torch, which `brorl compare` does not need
     from megatron_brorl.cli.session import Session
     from megatron_brorl.train.groups import Outcomes
-    from megatron_brorl.types import OpenGroup, ScoredRollout
+    from megatron_brorl.types import PromptGroup, ScoredRollout
 
 ANSWERS = "evaluation.jsonl"
 
@@ -112,7 +112,7 @@ def _show(
     session: Session,
     shown: Progress,
     name: str,
-    groups: Sequence[OpenGroup],
+    groups: Sequence[PromptGroup],
     rollouts: Sequence[ScoredRollout],
     _: Outcomes,
 ) -> None:

@@ -19,7 +19,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of, trained
+from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of, trained_mask
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Rollout, ScoredRollout
 
@@ -43,7 +43,7 @@ def assign_replicas(
     without rollouts. prompt_tokens: of each group. The result is the same on every rank.
     """
     replica = torch.full_like(outcomes.state, -1)
-    group, sibling = trained(outcomes, algo.overlong_filter).nonzero(as_tuple=True)
+    group, sibling = trained_mask(outcomes, algo.overlong_filter).nonzero(as_tuple=True)
     prompts = torch.tensor(prompt_tokens, dtype=torch.int64)[group]
     responses = outcomes.tokens[group, sibling]
 

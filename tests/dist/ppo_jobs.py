@@ -19,7 +19,7 @@ from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.update import update_critic, update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
-from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
+from megatron_brorl.types import Prompt, PromptGroup, Rollout, ScoredRollout
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
 OPTIM = OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
@@ -70,8 +70,8 @@ def ppo(
     metrics = []
     for step in range(steps):
         prompts, responses, sampled, rewards = batch(step)
-        drawn = [prompts[OF_PROMPT.index(g)] for g in range(4)]
-        groups = [OpenGroup(Prompt(str(i), "", tuple(p.tolist()), None, "exact"), step, i) for i, p in enumerate(drawn)]
+        drawn = [prompts[OF_PROMPT.index(g)].tolist() for g in range(4)]
+        groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "exact"), step, i) for i, p in enumerate(drawn)]
         all_rows = []
         advantages = torch.zeros(4, 11)
         for i, group in enumerate(OF_PROMPT):
