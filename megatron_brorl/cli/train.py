@@ -76,7 +76,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             # An earlier summary would make the running run look finished.
             (session.dir / SUMMARY).unlink(missing_ok=True)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-            world = session.grid.world
+            world = session.grid.world_size
             values = dataclasses.asdict(config)
             run_info.write(session.dir, values, resume_step, command(world), world, device, changes)
 

@@ -165,7 +165,7 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
 
     # All ranks make the same prompts, and each engine samples its share of them.
     prompts = []
-    for i in range(PROMPTS * grid.world):
+    for i in range(PROMPTS * grid.world_size):
         name = f"probe {i}"
         # The key includes the version, so that each weight sync is tested with other tokens.
         keys = torch.full((length,), stream_key("verify reshard", version, name))
@@ -175,7 +175,7 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
 
     # The probe uses the same functions as a training step.
     groups = [PromptGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
-    slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world)[grid.rank]
+    slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world_size)[grid.rank]
     own_requests, group_of = requests(slots, groups, {}, 0)
 
     sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
