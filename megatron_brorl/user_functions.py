@@ -20,9 +20,9 @@ _NAME = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w
 
 
 def is_function(name: str) -> bool:
-    """Return whether a name has the form of a module and a function.
+    """Return whether a name has the form "module:function".
 
-    Modules of Python's own library are excluded: a downloaded data file could name builtins:exec.
+    Modules of the standard library are excluded, because a downloaded data file could name builtins:exec.
     """
     match = _NAME.fullmatch(name)
     return match is not None and match["module"].split(".")[0] not in sys.stdlib_module_names
@@ -39,7 +39,7 @@ def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
         where = f"no such file in {file.parent}; paths start at the working directory"
         raise UserError(f"{what} {name}: {where}")
     try:
-        module = _module_of(file) if path.endswith(".py") else importlib.import_module(path)
+        module = _import_file(file) if path.endswith(".py") else importlib.import_module(path)
     except BaseException as e:  # A user's module may raise anything.
         raise UserError(f"{what} {name}: cannot be imported: {describe(e)}") from None
 
@@ -53,7 +53,7 @@ def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
 
 
 def source_sha256(function: Callable[..., Any]) -> str:
-    """Return the hash of a function's source, else of its compiled code, else of its name."""
+    """Return the hash of a function's source, or of its bytecode or name if the source is not available."""
     try:
         text = inspect.getsource(function)
     except (OSError, TypeError):
@@ -72,7 +72,7 @@ def describe(error: BaseException, function: Callable[..., Any] | None = None) -
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
-def _module_of(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     """Import a file, which may import other files of its folder. A changed file is imported again."""
     source = path.read_bytes()
     key = f"user_file_{hashlib.sha256(str(path).encode() + source).hexdigest()[:16]}"

@@ -79,7 +79,7 @@ def train(
     launched = "RANK" in os.environ
     if launched:
         signals.install(saves=True)
-    cpu_bridge.leave_out_compiler()
+    cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     program = Program(reward, algorithm, Callbacks(callbacks), continues=not launched)
     status = command.execute(loaded, lambda _: again, program)

@@ -2,7 +2,8 @@
 
 A function that a configuration names, "my_rewards.py:score" (a file) or "package.module:score" (an importable module),
 is imported in worker processes only. A function that a Python program passes is called in this process, without limits
-of time or memory: a notebook's function is in no file, and a fork of a process with torch's threads may hang.
+of time or memory. A worker process cannot import it if it comes from a notebook, and a fork of a process with torch's
+threads may hang.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ def entry(name: str) -> Entry:
     """Return the entry of a function, without importing it."""
     # The limit on characters is reward.max_chars.
     return Entry(
-        lambda: import_function(name, "verifier")[0], full, lambda row, where: None, max_chars=1 << 20, foreign=True
+        lambda: import_function(name, "verifier")[0], full, lambda row, where: None, max_chars=1 << 20, is_custom=True
     )
 
 
 def validate(name: str) -> tuple[str, bool]:
-    """Check a function in a worker process. Return the hash of its file, and whether it has a true attribute `pure`.
+    """Check a function in a worker process. Return the hash of its file, and its attribute `pure` (False by default).
 
-    A pure function gives equal answers to a row equal scores. Raises UserError if the function cannot be used.
+    A pure function gives equal scores to equal answers to a row. Raises UserError if the function cannot be used.
     """
     try:
-        error, sha256, pure = call_in_worker("megatron_brorl.rewards.custom:inspected", name)
+        error, sha256, pure = call_in_worker("megatron_brorl.rewards.custom:validate_here", name)
     except WorkerLostError as lost:
         raise UserError(f"verifier {name}: {lost}") from None
     if error:
@@ -45,7 +46,7 @@ def validate(name: str) -> tuple[str, bool]:
     return sha256, pure
 
 
-def inspected(name: str) -> tuple[str, str, bool]:
+def validate_here(name: str) -> tuple[str, str, bool]:
     """Check a function in this process. Return an error message, or "" and the values of `validate`."""
     try:
         function, sha256 = import_function(name, "verifier")
@@ -55,18 +56,18 @@ def inspected(name: str) -> tuple[str, str, bool]:
     return "", sha256, getattr(function, "pure", False) is True
 
 
-def check_parameters(function: Callable[..., Any], what: str) -> None:
-    """Raise UserError, naming `what`, unless the function can be called with a response and a row.
+def check_parameters(function: Callable[..., Any], label: str) -> None:
+    """Raise UserError, which begins with `label`, unless the function can be called with a response and a row.
 
-    Many reward functions of TRL also accept two arguments, but expect other values in them.
+    Functions written for TRL are refused, because they may also accept two arguments but expect other values.
     """
     try:
         signature = inspect.signature(function)
         if not signature.parameters.keys().isdisjoint(_TRL_PARAMETERS):
             raise UserError(
-                f"{what}: takes {signature} as a reward function of TRL does; here it judges one response: write "
+                f"{label}: takes {signature} as a reward function of TRL does; here it judges one response: write "
                 'def score(response, row), with row["prompt"], row["answer"], and other columns in row["metadata"]'
             )
         signature.bind("response", {})
     except (TypeError, ValueError) as e:
-        raise UserError(f"{what}: must take (response, row): {e}") from None
+        raise UserError(f"{label}: must take (response, row): {e}") from None
