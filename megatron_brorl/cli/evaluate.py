@@ -52,7 +52,7 @@ def evaluate(args: argparse.Namespace) -> int:
             session.stop_ids,
             rollout.stop_strings,
         )
-        count = -(-evaluation.samples * sum(map(len, names.values())) // session.grid.world)
+        count = -(-evaluation.samples * sum(map(len, names.values())) // session.grid.world_size)
         with progress(count, "evaluate", session.is_main_rank) as p:
             p.note(session.report)
             ended = _sample_counter(p, count)

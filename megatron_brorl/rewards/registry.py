@@ -67,8 +67,8 @@ def verify(name: str, response: str, row: VerifierRow) -> Score:
 
     A response without an answer scores 0.
     """
-    judged_by = entry(name, "verifier")
-    answer, why = extract.extract(response, judged_by.find, judged_by.max_chars)
+    verifier = entry(name, "verifier")
+    answer, why = extract.extract(response, verifier.find, verifier.max_chars)
     return Score(0.0, why) if answer is None else score_of(_load(name)(answer, row))
 
 

@@ -96,10 +96,10 @@ def read_checkpoint(directory: Path, source: PromptSource, grid: Grid) -> Carrie
         return CarriedGroups()
     keys = parts[0]["groups"].tolist()
     groups = tuple(make_groups(source.prompts(start, index + 1), number, start)[index] for number, index, start in keys)
-    if len(parts) == grid.world:
+    if len(parts) == grid.world_size:
         return CarriedGroups(groups, tuple(rollouts_from_tensors(parts[grid.rank])))
     found = {
         (r.group, r.rollout.index): r for r in sort_rollouts([r for part in parts for r in rollouts_from_tensors(part)])
     }
-    own_slots = deal(list(found), [0] * grid.world)[grid.rank]
+    own_slots = deal(list(found), [0] * grid.world_size)[grid.rank]
     return CarriedGroups(groups, tuple(found[slot] for slot in own_slots))

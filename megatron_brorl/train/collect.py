@@ -164,7 +164,7 @@ class Collector:
         begun = time.monotonic()
         with span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
-            replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.data)
+            replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size)
             received, moved_bytes = send_to_replicas(scored, outcomes, replica, self.grid)
         seconds["exchange"] = time.monotonic() - begun
         seconds["verdict_latency_max"] = self.runner.pool.stats.latency_max_s

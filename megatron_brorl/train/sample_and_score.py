@@ -66,7 +66,7 @@ class RolloutRunner:
         """
         start = time.monotonic()
         partial = partial or {}
-        parts = deal(new, partial_per_rank or [0] * self.grid.world)
+        parts = deal(new, partial_per_rank or [0] * self.grid.world_size)
         own = [*partial, *parts[self.grid.rank]]
         # With work stealing, the engine begins new rollouts of any rank when it has room. Partial ones stay here.
         shared = self.work_stealing.begin(parts, self.grid.rank) if self.work_stealing else None

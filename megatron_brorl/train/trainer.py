@@ -84,7 +84,7 @@ class Trainer:
         # Measure with the monotonic clock from here on.
         self._startup_seconds = max(0.0, time.time() - self.started)
         self._clock_start = time.monotonic()
-        self._must_save_again = False  # True after a checkpoint could not be written, until one is
+        self._must_save_again = False  # True: a checkpoint could not be written, so save after the next step
         self._nonfinite_steps = 0  # consecutive ones, see nonfinite.count_nonfinite_steps
         self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
@@ -266,7 +266,7 @@ class Trainer:
             self.runner.raise_if_stuck(saved)
         elif ending is Ending.NONFINITE:
             raise_if_too_many_nonfinite(self._nonfinite_steps, self.config.train.max_nonfinite_steps, saved)
-        self.callbacks.check(saved)
+        self.callbacks.raise_if_failed(saved)
 
     def _save_after_step(self, ending: Ending | None, metrics: dict[str, float], progress: Progress) -> None:
         """Write a checkpoint if one is due, the run ends, the last one failed, or this one is the best."""

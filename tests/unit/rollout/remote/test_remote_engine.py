@@ -153,7 +153,7 @@ def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, tm
             raise AssertionError("no rollout has finished")
 
         def cancelled(self):
-            return bool(engine._open)  # as soon as the requests are sent
+            return bool(engine._open_calls)  # as soon as the requests are sent
 
     engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     leader = Connection(address(tmp_path))
