@@ -39,6 +39,10 @@ class Prompt:
         """Return the name under which results are reported: metadata.task, the reasoning-gym task, or the verifier."""
         return str(self.metadata.get("task") or self.metadata.get("source_dataset") or self.verifier)
 
+    def row(self) -> dict[str, Any]:
+        """Return the data row as users' functions receive it (rewards.verifier.VerifierRow)."""
+        return {"id": self.id, "prompt": self.text, "answer": self.answer, "metadata": self.metadata}
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -118,6 +118,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
     """Return models, engine and verifiers of a run before its first step. started: Unix time at which it began."""
     config = session.config
     session.preflight()
+    _ = session.own_algorithm  # A mistake in it must appear before the models are loaded.
     session.check_verifiers([*session.sources.representative_prompts(), *session.sources.held_out])
 
     # Start the engine last, because it uses the remaining memory.
@@ -211,6 +212,7 @@ def dry_run(config: Config) -> int:
     )
     session.preflight()  # memory and disk
 
+    _print_check("algorithm", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.own_algorithm.items()))
     _print_check("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
     _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session)))
     _print_check(

@@ -8,43 +8,28 @@ threads may hang.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import inspect
-import marshal
-import re
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.extract import full
 from megatron_brorl.rewards.verifier import Entry, VerifierRow
 from megatron_brorl.rewards.worker_process import WorkerLostError, call_in_worker
+from megatron_brorl.user_functions import import_function
 
 IN_PROCESS = "this_process:reward"  # the verifier of rows that a program's own function scores
 RewardFunction = Callable[[str, VerifierRow], Any]  # returns anything that rewards.verifier accepts
 
-_NAME = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
 _TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}
-
-
-def is_custom(name: str) -> bool:
-    """Return whether a verifier's name has the form "module:function".
-
-    Modules of the standard library are excluded, because a downloaded data file could name builtins:exec.
-    """
-    match = _NAME.fullmatch(name)
-    return match is not None and match["module"].split(".")[0] not in sys.stdlib_module_names
 
 
 def entry(name: str) -> Entry:
     """Return the entry of a function, without importing it."""
     # The limit on characters is reward.max_chars.
-    return Entry(lambda: _import(name)[0], full, lambda row, where: None, max_chars=1 << 20, is_custom=True)
+    return Entry(
+        lambda: import_function(name, "verifier")[0], full, lambda row, where: None, max_chars=1 << 20, is_custom=True
+    )
 
 
 def validate(name: str) -> tuple[str, bool]:
@@ -64,14 +49,11 @@ def validate(name: str) -> tuple[str, bool]:
 def validate_here(name: str) -> tuple[str, str, bool]:
     """Check a function in this process. Return an error message, or "" and the values of `validate`."""
     try:
-        function, module = _import(name)
+        function, sha256 = import_function(name, "verifier")
         check_parameters(function, f"verifier {name}")
-        file = Path(module.__file__ or "")
-        if not file.is_file():
-            raise UserError(f"verifier {name}: its module has no file to compute a hash of; put it into a .py file")
     except UserError as e:
         return str(e), "", False
-    return "", hashlib.sha256(file.read_bytes()).hexdigest(), getattr(function, "pure", False) is True
+    return "", sha256, getattr(function, "pure", False) is True
 
 
 def check_parameters(function: Callable[..., Any], label: str) -> None:
@@ -89,47 +71,3 @@ def check_parameters(function: Callable[..., Any], label: str) -> None:
         signature.bind("response", {})
     except (TypeError, ValueError) as e:
         raise UserError(f"{label}: must take (response, row): {e}") from None
-
-
-def sha256(function: RewardFunction) -> str:
-    """Return the hash of a function's source, or of its bytecode or name if the source is not available."""
-    try:
-        text = inspect.getsource(function)
-    except (OSError, TypeError):
-        code = getattr(function, "__code__", None)
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        text = marshal.dumps(code).hex() if code else name
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _import(name: str) -> tuple[Callable[..., Any], ModuleType]:
-    path, _, function = name.rpartition(":")
-    file = Path(path).absolute()
-    if path.endswith(".py") and not file.is_file():
-        where = f"no such file in {file.parent}; paths start at the working directory"
-        raise UserError(f"verifier {name}: {where}")
-    try:
-        module = _import_file(file) if path.endswith(".py") else importlib.import_module(path)
-    except BaseException as e:  # A user's module may raise anything.
-        last = traceback.extract_tb(e.__traceback__)[-1]
-        line = "" if isinstance(e, SyntaxError) else f" ({Path(last.filename).name}, line {last.lineno})"
-        reason = f"{type(e).__name__}: {' '.join(str(e).split())}{line}"
-        raise UserError(f"verifier {name}: cannot be imported: {reason}") from None
-
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise UserError(f"verifier {name}: {path} has no function {function!r}; define it, or name another")
-    return found, module
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import a file, which may import other files of its folder."""
-    key = f"custom_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
-    if key not in sys.modules:
-        module = ModuleType(key)
-        module.__file__ = str(path)
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-        sys.modules[key] = module
-    return sys.modules[key]

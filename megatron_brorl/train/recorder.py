@@ -81,8 +81,8 @@ class Recorder:
         # These are the advantages of make_experience, which adds the boost to those of the estimator.
         advantages = (advantages + algo.correct_boost * outcomes.right).masked_fill(~is_trained, float("nan"))
         where = choose_recorded(groups, outcomes, self.config.run)
-        moment = rollout_log.Moment("step", step)
-        self._write(moment, groups, outcomes, where, outcomes.closed, rollouts, advantages)
+        log_entry = rollout_log.LogEntry("step", step)
+        self._write(log_entry, groups, outcomes, where, outcomes.closed, rollouts, advantages)
 
     def evaluation(
         self, steps: int, groups: Sequence[PromptGroup], outcomes: Outcomes, rollouts: Sequence[ScoredRollout]
@@ -90,13 +90,13 @@ class Recorder:
         """Write the rollouts of an evaluation after `steps` steps. rollouts: all of this rank's."""
         where = choose_recorded(groups, outcomes, self.config.run, all_groups=True)
         no_advantages = torch.full_like(outcomes.rewards, float("nan"))
-        moment = rollout_log.Moment("evaluation", steps)
+        log_entry = rollout_log.LogEntry("evaluation", steps)
         every = range(len(groups))
-        self._write(moment, groups, outcomes, where, every, select_recorded(rollouts, where), no_advantages)
+        self._write(log_entry, groups, outcomes, where, every, select_recorded(rollouts, where), no_advantages)
 
     def _write(
         self,
-        moment: rollout_log.Moment,
+        log_entry: rollout_log.LogEntry,
         groups: Sequence[PromptGroup],
         outcomes: Outcomes,
         where: Tensor,
@@ -107,15 +107,15 @@ class Recorder:
         try:
             if rollouts:
                 own = sorted(rollouts, key=lambda r: (r.group, r.rollout.index))
-                rollout_log.write_rollouts(self.folder, moment, self.rank, self._table(own, groups, advantages))
-            # The group table comes last, because readers take it as the sign that the moment is complete.
+                rollout_log.write_rollouts(self.folder, log_entry, self.rank, self._table(own, groups, advantages))
+            # The group table comes last, because readers take it as the sign that the entry is complete.
             if self.rank == 0:
-                rollout_log.write_groups(self.folder, moment, group_table(groups, outcomes, where, listed))
+                rollout_log.write_groups(self.folder, log_entry, group_table(groups, outcomes, where, listed))
         except OSError as e:
             if self.warnings:
                 return
             self.warnings.append(
-                f"warning: {self.folder}: {moment} is not recorded: {e.strerror or e}; training continues"
+                f"warning: {self.folder}: {log_entry} is not recorded: {e.strerror or e}; training continues"
             )
             with contextlib.suppress(OSError):  # stderr may be a file on the same full disk.
                 print(*self.warnings, file=sys.stderr, flush=True)

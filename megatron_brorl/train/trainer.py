@@ -172,7 +172,7 @@ class Trainer:
         # Rewards -> advantages -> log-probabilities, values.
         with _timed(seconds, "train"), span("experience"):
             outcomes = shape_rewards(collected.outcomes, config, state.step)
-            advantages = rollout_advantages(outcomes, outcomes.kept, config.algo, self.worker.options.ops)
+            advantages = rollout_advantages(outcomes, groups, config.algo, self.worker.options.ops)
             rollouts, experience, metrics = make_experience(
                 collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature
             )
@@ -223,8 +223,8 @@ class Trainer:
             self.grid.barrier()  # callbacks read the files of all ranks
         if self.callbacks:
             with span("callbacks"):
-                moment = rollout_log.Moment("evaluation", self.state.step)
-                samples = rollout_log.read_rollouts(Path(self.config.run.dir) / rollout_log.FOLDER, moment)
+                log_entry = rollout_log.LogEntry("evaluation", self.state.step)
+                samples = rollout_log.read_rollouts(Path(self.config.run.dir) / rollout_log.FOLDER, log_entry)
                 self.callbacks.call("on_evaluation", self.state.step, evaluation.as_dict(), samples)
         return evaluation
 

@@ -249,7 +249,7 @@ class ActorLoss:
             weights=weights.to(where, compute_dtype(dtype)),
             old_log_probs=None if part.old_log_probs is None else gathered(part.old_log_probs),
             reference_log_probs=None if part.reference_log_probs is None else gathered(part.reference_log_probs),
-            sequences=batch.repeat(rows).to(where) if self.settings.ratio == "sequence" else None,
+            sequences=batch.repeat(rows).to(where) if self.settings.of_sequences else None,
         )
 
     def __call__(self, batch: Packed, head: Head) -> tuple[Tensor, Any]:
