@@ -23,7 +23,6 @@ during the run; above a few percent, measure again. Linux only.
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import sys
@@ -32,8 +31,8 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, write_model, write_rows
-from measure import EngineFailed, ask, run
+from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, train, write_model, write_rows
+from measure import EngineFailed, ask
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
@@ -94,7 +93,7 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     data = directory / "train.jsonl"
     config = directory / "run.toml"
     out = directory / "run"
-    rows = [{"prompt": text, "answer": "1"} for text in job["prompts"]]
+    rows = job["rows"]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     # The configuration of one run on these prompts.
@@ -110,26 +109,12 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
         tokens=job["tokens_per_micro_batch"],
     )
     config.write_text(text, encoding="utf-8")
-
-    # The command of a user, in a separate process.
-    command = [sys.executable, "-m", "megatron_brorl", "train", str(config)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "TRANSFORMERS_VERBOSITY": "error"}
-    done, others = run(command, environment)
-    if done.returncode:
-        raise EngineFailed("brorl train failed:\n" + "\n".join(done.stderr.strip().splitlines()[-15:]))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {
-        "steps": [line["time"] | {"tokens": line["trained_tokens"]} for line in lines],
-        "rewards": [line["reward"] for line in lines],
-        "peak_mib": json.loads((out / "summary.json").read_text(encoding="utf-8"))["peak_rss_mib"],
-        "others_cpu_share": others,
-        "version": None,
-    }
+    return train(out, [str(config)], job["threads"])
 
 
 def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
     """Return one row, with gemm_peak_share in operations per second."""
-    if not all(0 < reward < 1 for reward in found["rewards"]):
+    if not all(0 < step["reward"] < 1 for step in found["steps"]):
         raise EngineFailed(f"{engine}: all rewards of a step are the same, so there was nothing to train on")
     timed = found["steps"][1:]
     seconds = {p: statistics.median(s[p] for s in timed) for p in PHASES if p in timed[0]}
@@ -204,18 +189,31 @@ def main() -> None:
             write_model(args.model, model)
             shape = read_shape(model)
             write_tokenizer(shape.vocab, model)
+            micro_batch = min(args.trl_micro_batch, args.n)
+            arguments = {  # generated in one go, one optimizer step
+                "max_steps": 1 + args.repeat,
+                "per_device_train_batch_size": micro_batch,
+                "gradient_accumulation_steps": args.groups * args.n // micro_batch,
+                "num_generations": args.n,
+                "max_completion_length": args.response,
+                "epsilon_high": 0.28,
+                "learning_rate": 1e-6,
+            }
+            texts = prompts(shape.vocab, prompt, args.groups * (1 + args.repeat))
             job = {
                 "name": args.model,
                 "model": str(model),
                 "scratch": scratch,
                 "threads": args.threads,
-                "prompts": prompts(shape.vocab, prompt, args.groups * (1 + args.repeat)),
+                "rows": [{"prompt": text, "answer": "1"} for text in texts],
                 "groups": args.groups,
                 "n": args.n,
                 "dtype": dtype,
                 "response": args.response,
                 "micro_batch": args.trl_micro_batch,
                 "tokens_per_micro_batch": args.tokens_per_micro_batch,
+                "pattern": "<answer>(.*?)</answer>",
+                "arguments": arguments,
             }
             try:
                 found = {"brorl": ours(job, directory)}

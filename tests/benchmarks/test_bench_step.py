@@ -51,6 +51,6 @@ def test_prompts_have_the_requested_tokens(tmp_path):
 
 
 def test_a_step_without_a_signal_is_refused():
-    found = {"rewards": [0.5, 0.0]}
+    found = {"steps": [{"reward": 0.5}, {"reward": 0.0}]}
     with pytest.raises(bench_step.EngineFailed, match="nothing to train on"):
         bench_step.row("brorl", found, {"n": 2, "response": 1}, 1, 1)
