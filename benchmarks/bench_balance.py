@@ -28,7 +28,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost
 from megatron_brorl.rollout.sampler import deal
-from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained
+from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained_mask
 from megatron_brorl.train.redistribute import TOKEN_BYTES, assign_replicas
 
 PROMPTS = 128
@@ -82,7 +82,7 @@ def sums(holder: torch.Tensor, values: torch.Tensor, replicas: int) -> np.ndarra
 
 def old_update(outcomes: Outcomes, holder: torch.Tensor, algo: AlgoConfig, costs: CostModel, replicas: int) -> float:
     """Return the efficiency if each replica trains on the rows that it sampled."""
-    group, sibling = trained(outcomes, overlong_filter=False).nonzero(as_tuple=True)
+    group, sibling = trained_mask(outcomes, overlong_filter=False).nonzero(as_tuple=True)
     prompts = torch.full_like(group, PROMPT_TOKENS)
     own, _ = replace(costs, share=False).rows(prompts.numpy(), outcomes.tokens[group, sibling].numpy(), group.numpy())
     place = torch.zeros(PROMPTS, dtype=torch.int64)

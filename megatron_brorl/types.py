@@ -48,14 +48,14 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class OpenGroup:
-    """A prompt whose N rollouts are being sampled in one or more steps. The same on all ranks."""
+class PromptGroup:
+    """A prompt and the key of the random stream of its N rollouts. The same on all ranks."""
 
     prompt: Prompt
-    step: int | str  # the step that began it; part of the key of its random stream
-    index: int  # among the prompts of that step
-    occurrence: int = 0  # how often the prompt occurs before in that step; part of the key of the stream as well
-    start: int = 0  # index in the source's stream of the first prompt of that step
+    round: int | str  # number of the sampling round that began it, or the name of an evaluation; part of the key
+    index: int  # among the prompts of the round
+    occurrence: int = 0  # how often the prompt occurs earlier in the round; part of the key
+    start: int = 0  # index in the prompt source of the first prompt of the round
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ScoreResult:
 class ScoredRollout:
     """A rollout with its group and its reward."""
 
-    group: int  # index among the step's open groups
+    group: int  # index among the groups of the step
     rollout: Rollout
     reward: float  # nan while the rollout is "cut"
     right: bool  # whether the response counts as correct (rewards.scoring.final_reward); false while it is "cut"

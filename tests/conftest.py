@@ -18,7 +18,7 @@ from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.parallel import cpu_bridge
 
 TESTS = Path(__file__).parent
-cpu_bridge.leave_out_compiler()
+cpu_bridge.disable_compiler()
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "tools")]
 
 

@@ -92,7 +92,7 @@ say "2/4 dependencies of torch $version and of the build"
 pip_install "torch==$version" numpy 'setuptools>=77' ninja 'tomli; python_version < "3.11"'
 
 # Install the requirements before the project itself, so that no step is silent for long.
-listed=$(requirements run)
+listed=$(requirements run quickstart)
 mapfile -t wanted <<<"$listed"
 say "3/4 ${#wanted[@]} packages and their dependencies (0.8 GB)"
 pip_install "torch==$version" "${wanted[@]}"

@@ -67,7 +67,7 @@ def train(
     launched = "RANK" in os.environ
     if launched:
         signals.install(saves=True)
-    cpu_bridge.leave_out_compiler()
+    cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     status = command.execute(loaded, lambda _: again, Program(reward, Callbacks(callbacks), continues=not launched))
     return _record(directory, has_finished=status == 0)

@@ -89,7 +89,7 @@ class Checkpoint:
         """
         if not shape.tied or HEAD not in self.files:
             return
-        entry = names.entries(shape, pipeline=1)[0]
+        entry = names.entries(shape, pp_size=1)[0]
         embedding, head = (self.read(e)[0] for e in (entry, replace(entry, hf=(HEAD,))))
         common = torch.promote_types(embedding.dtype, head.dtype)
         if not torch.equal(embedding.to(common), head.to(common)):
@@ -175,12 +175,12 @@ def load(
     local_names = {id(parameter): name for name, parameter in actor.named_parameters()}
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
-        for entry in names.entries(shape, grid.pipeline, fused_norms):
+        for entry in names.entries(shape, grid.pp_size, fused_norms):
             targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
             if entry.layout == "vocab" and shape.tied and "output_layer.weight" in parameters:
                 targets.append(parameters.pop("output_layer.weight"))  # the last stage's copy of a tied embedding
             if targets:
-                part = to_local(entry, checkpoint.read(entry), shape.kv_heads, grid.tp_rank, grid.tensor)
+                part = to_local(entry, checkpoint.read(entry), shape.kv_heads, grid.tp_rank, grid.tp_size)
                 for target in targets:
                     target.copy_(part)
                     if keep:

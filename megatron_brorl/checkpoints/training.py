@@ -35,8 +35,8 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives, cpu_bridge
 
 
-def check(models: Sequence[ModelState], step: int) -> None:
-    """Raise UserError if the state after `step` steps is not finite and must not be written; a collective."""
+def check_finite(models: Sequence[ModelState], step: int) -> None:
+    """Raise UserError if a weight after `step` steps is NaN or infinite. Collective."""
     for model in models:
         model.require_finite(
             f"the state after {step} step{'' if step == 1 else 's'}",
@@ -137,7 +137,7 @@ def begin(
     change before it is written.
     Raises UserError if a weight is not finite, and NotWritten, on all ranks, if the folder cannot be created.
     """
-    check(models, step)
+    check_finite(models, step)
 
     # Without the distributed optimizer, Megatron cannot save the state of an optimizer that has not stepped.
     for model in models:
@@ -187,7 +187,7 @@ class BackgroundSaver:
 
     @property
     def under_way(self) -> bool:
-        """True from `start` until `settle` or `finish`."""
+        """True from `start` until `wait` or `wait_on_error`."""
         return self._save is not None
 
     def start(self, save: Save, timeout: timedelta) -> None:
@@ -208,7 +208,7 @@ class BackgroundSaver:
             raise self._error
         return bool(collectives.all_reduce_max({"writes": float(writes)})["writes"])
 
-    def settle(self) -> Save | None:
+    def wait(self) -> Save | None:
         """Wait for the current save, if there is one, and return it; a collective. Raises as Save.raise_if_failed."""
         if self._save is None:
             return None
@@ -219,7 +219,7 @@ class BackgroundSaver:
         save.raise_if_failed()
         return save
 
-    def finish(self, warn: Callable[[str], None]) -> None:
+    def wait_on_error(self, warn: Callable[[str], None]) -> None:
         """Wait when the run ends by an error, without collectives and exceptions. Failures go to `warn`."""
         if self._save is None:
             return

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_brorl.config.load import suggestion
 from megatron_brorl.config.rules import fixed_keys
 from megatron_brorl.config.schema import json_schema, keys, table_of
+from megatron_brorl.data.chat import has_chat_template
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text
 from megatron_brorl.tracking import run_info
@@ -165,10 +166,11 @@ def _init(args: argparse.Namespace) -> int:
         from megatron_brorl.data.columns import guess_columns  # imports pyarrow, which is slow
 
         values["data.columns"] = guess_columns(Path(args.data))
-    values["data.chat"] = bool(args.model) and _has_chat_template(Path(args.model))
+    values["data.chat"], assumption = _assume_chat(args.model)
 
     write_text(args.file, starter(values))
     print(f"written: {args.file.absolute()}")
+    print(assumption)
     print("every other key: brorl config   for an editor: brorl config --schema > brorl.schema.json")
     print(f"next: brorl train {shlex.quote(str(args.file))}")
     return 0
@@ -209,13 +211,17 @@ def starter(values: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _has_chat_template(model: Path) -> bool:
-    if (model / "chat_template.jinja").is_file():
-        return True
-    try:
-        return bool(json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
+def _assume_chat(model: str) -> tuple[bool, str]:
+    """Return data.chat for a model, and a line that gives the reason."""
+    if not model or not Path(model).is_dir():
+        name = model or "model.path"
+        return (
+            False,
+            f"data.chat = false: {name} is not a directory here; set it to true if there is a chat template",
+        )
+    if has_chat_template(Path(model)):
+        return True, f"data.chat = true: {model} has a chat template, and every prompt becomes a user message in it"
+    return False, f"data.chat = false: {model} has no chat template, and prompts are plain text in data.template"
 
 
 def _metrics(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from megatron_brorl.tracking.progress import Progress, progress
 if TYPE_CHECKING:  # these import torch, which `brorl compare` does not need
     from megatron_brorl.cli.session import Session
     from megatron_brorl.train.groups import Outcomes
-    from megatron_brorl.types import OpenGroup, ScoredRollout
+    from megatron_brorl.types import PromptGroup, ScoredRollout
 
 ANSWERS = "evaluation.jsonl"
 
@@ -52,7 +52,7 @@ def evaluate(args: argparse.Namespace) -> int:
             session.stop_ids,
             rollout.stop_strings,
         )
-        count = -(-evaluation.samples * sum(map(len, names.values())) // session.grid.world)
+        count = -(-evaluation.samples * sum(map(len, names.values())) // session.grid.world_size)
         with progress(count, "evaluate", session.is_main_rank) as p:
             p.note(session.report)
             ended = _sample_counter(p, count)
@@ -112,7 +112,7 @@ def _show(
     session: Session,
     shown: Progress,
     name: str,
-    groups: Sequence[OpenGroup],
+    groups: Sequence[PromptGroup],
     rollouts: Sequence[ScoredRollout],
     _: Outcomes,
 ) -> None:

@@ -33,7 +33,7 @@ def add_command(commands: Any) -> None:
 def _generate(args: argparse.Namespace) -> int:
     from megatron_brorl.parallel import cpu_bridge
 
-    cpu_bridge.leave_out_compiler()
+    cpu_bridge.disable_compiler()
     from megatron_brorl.api.engine import Engine
     from megatron_brorl.families.shape import read_shape
 

@@ -93,7 +93,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
     signals.install(saves=args.name == "train")
     from megatron_brorl.parallel import cpu_bridge
 
-    cpu_bridge.leave_out_compiler()
+    cpu_bridge.disable_compiler()
     status: int = args.command(args)
     return status
 

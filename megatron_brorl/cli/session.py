@@ -122,7 +122,7 @@ class Session:
         # Join the other ranks last, so that an error above ends each of them at once.
         self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # writes the files of the run and prints its progress
-        program.on_check("ranks", self.grid.line())
+        program.on_check("ranks", self.grid.describe())
         self.job_end = JobEnd()
         self.stopped_by = ""
         self._kv_tokens = 0  # room for keys and values, set by `preflight`; 0 means as many as fit
@@ -165,7 +165,7 @@ class Session:
     def preflight(self) -> None:
         """Plan memory and disk space, and print the plan; a collective. Raises UserError if something does not fit."""
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        machines = memory_plan.Machines(self.grid.world, per_node, memory_plan.gpu_bytes())
+        machines = memory_plan.Machines(self.grid.world_size, per_node, memory_plan.gpu_bytes())
         plan, lines = self.share_errors(lambda: memory_plan.plan_run(self.config, self.shape, machines))
         self._kv_tokens = plan.kv_tokens(machines.gpu)
         room = self.share_errors(lambda: run_folder.check_disk(self.config, self.shape, self.dir))

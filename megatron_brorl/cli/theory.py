@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.rollout_log import FOLDER
 from megatron_brorl.theory.simulator import Curves, Settings, simulate, write_csv
 
 Commands = Any  # argparse._SubParsersAction, which is private
@@ -81,10 +82,17 @@ def _simulate(args: argparse.Namespace) -> int:
 def _pass_rates(args: argparse.Namespace) -> int:
     import numpy as np
 
+    from megatron_brorl.cli.evaluate import ANSWERS
+    from megatron_brorl.report.comparison import read_answers
     from megatron_brorl.report.plots import latest_groups, plot_pass_rates
     from megatron_brorl.theory.pass_rates import SIZES, mixed_share
 
-    kind, right, rollouts = latest_groups(args.run)
+    if (args.run / FOLDER).is_dir() or not (args.run / ANSWERS).is_file():
+        kind, right, rollouts = latest_groups(args.run)
+    else:
+        kind = "evaluation"
+        answers = read_answers(args.run / ANSWERS).values()
+        right, rollouts = np.array([(a["right"], a["samples"]) for a in answers]).T
     rates = right / rollouts
     print(f"{len(rates)} prompts, the last {kind} of each, {rollouts.min()} to {rollouts.max()} rollouts per prompt")
     never = int((rates == 0).sum())

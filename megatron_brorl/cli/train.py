@@ -76,7 +76,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             # An earlier summary would make the running run look finished.
             (session.dir / SUMMARY).unlink(missing_ok=True)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-            world = session.grid.world
+            world = session.grid.world_size
             values = dataclasses.asdict(config)
             run_info.write(session.dir, values, resume_step, command(world), world, device, changes)
 
@@ -90,7 +90,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 p.note(f"resumed from {found} with step {trainer.state.step}")
             if changes:
                 p.note(f"changed since that checkpoint: {change_line(changes)}")
-            if not trainer.run(writer, p, lambda: session.stop_requested(trainer.saving.seconds_to_come())):
+            if not trainer.run(writer, p, lambda: session.stop_requested(trainer.background_saver.seconds_to_come())):
                 p.note(f"{session.stopped_by}; the state is saved: run the same command again to continue")
                 return signals.SAVED
             evaluation = trainer.evaluate(p) if trainer.held_out else None
@@ -132,7 +132,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
         config=config,
         grid=session.grid,
         worker=worker,
-        rollouts=session.rollouts(),
+        runner=session.rollouts(),
         train_source=session.sources.train,
         held_out=session.sources.held_out,
         callbacks=session.program.callbacks if session.is_main_rank else Callbacks(),
@@ -167,14 +167,14 @@ def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> Tr
     sizes = {"steps": state.step, "rollouts per prompt (N)": rollout.n, "prompts per step": rollout.prompts}
     card = session.card("reinforcement learning with verifiable rewards", "reinforcement-learning", sizes, state.began)
     verifiers = sorted(session.sources.verifiers)
-    return dataclasses.replace(card, verifiers=verifiers, before=state.before, after=after)
+    return dataclasses.replace(card, verifiers=verifiers, before=state.initial_evaluation, after=after)
 
 
 def _summary(
     session: Session, trainer: Trainer, after: dict[str, Any] | None, peak_rss_mib: float, weights_differ: bool
 ) -> dict[str, Any]:
     """Return summary.json. after: the evaluation at the end. weights_differ: whether training changed weights."""
-    before, best = trainer.state.before, trainer.state.best
+    before, best = trainer.state.initial_evaluation, trainer.state.best
     rows = read_metrics(session.dir / METRICS_FILE)
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
@@ -188,7 +188,7 @@ def _summary(
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
         "best_checkpoint": {"step": best.step, "figure": best.metric, "value": best.value} if best else None,
-        "job_seconds": trainer.seconds(),
+        "job_seconds": trainer.job_seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,
         "after": after,

@@ -64,10 +64,10 @@ def build_critic(
 
     fields: see models.gpt.transformer_config.
     """
-    check_layout(shape, grid.tensor, grid.pipeline)
+    check_layout(shape, grid.tp_size, grid.pp_size)
     with cpu_bridge.bridge():
         critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
-    mark_sharded(critic, names.entries(body(shape), grid.pipeline, critic.fused_norms))
+    mark_sharded(critic, names.entries(body(shape), grid.pp_size, critic.fused_norms))
     return critic.to(device=cpu_bridge.default_device(), dtype=dtype)
 
 

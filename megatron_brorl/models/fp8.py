@@ -1,4 +1,4 @@
-"""FP8 training: checks of the machine and the model, and the fields of Megatron-Core's configuration."""
+"""FP8 training: check the machine and the model, and return the settings for Megatron-Core."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_brorl.parallel import cpu_bridge
 MIN_TE_VERSION = (2, 9)
 
 
-def problem(config: Fp8Config, shape: ModelShape, tensor: int, capability: tuple[int, int], cuda: str, te: str) -> str:
+def problem(config: Fp8Config, shape: ModelShape, tp_size: int, capability: tuple[int, int], cuda: str, te: str) -> str:
     """Return why the recipe cannot be used and which key to change, or "".
 
-    tensor: tensor-parallel size. capability: of the GPU. cuda, te: versions of CUDA and Transformer Engine. The
-    requirements are those of transformer_engine.pytorch.quantization, 2.20.
+    capability: that of the GPU. cuda, te: versions of CUDA and Transformer Engine. The requirements are those of
+    transformer_engine.pytorch.quantization, 2.20.
     """
     gpu = "{}.{}".format(*capability)
     if _version(te) < MIN_TE_VERSION:
@@ -44,9 +44,9 @@ def problem(config: Fp8Config, shape: ModelShape, tensor: int, capability: tuple
     align = get_fp8_align_size(config.recipe)
     widths = {
         "hidden_size": shape.hidden,
-        "the query, key and value heads": (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor,
-        "the attention heads": shape.heads * shape.head_dim // tensor,
-        "intermediate_size": shape.ffn // tensor,
+        "the query, key and value heads": (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp_size,
+        "the attention heads": shape.heads * shape.head_dim // tp_size,
+        "intermediate_size": shape.ffn // tp_size,
     }
     for name, width in widths.items():
         if width % align:
@@ -54,7 +54,7 @@ def problem(config: Fp8Config, shape: ModelShape, tensor: int, capability: tuple
     return ""
 
 
-def check(config: Fp8Config, shape: ModelShape, tensor: int) -> None:
+def check(config: Fp8Config, shape: ModelShape, tp_size: int) -> None:
     """Raise UserError if this process cannot train with the configured recipe."""
     if config.recipe == "none":
         return
@@ -63,7 +63,7 @@ def check(config: Fp8Config, shape: ModelShape, tensor: int) -> None:
         raise UserError(f"{where}: needs a GPU and Transformer Engine (the NGC container has it): set it to 'none'")
     capability = torch.cuda.get_device_capability(cpu_bridge.default_device())
     te = metadata.version("transformer-engine")
-    why = problem(config, shape, tensor, capability, torch.version.cuda or "0", te)
+    why = problem(config, shape, tp_size, capability, torch.version.cuda or "0", te)
     if why:
         raise UserError(f"{where}: {why}")
 

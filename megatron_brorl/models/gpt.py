@@ -51,7 +51,7 @@ class Actor(GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=_layers(shape, config, grid, fused_layers),
-            vocab_size=padded_vocab(shape.vocab, grid.tensor),
+            vocab_size=padded_vocab(shape.vocab, grid.tp_size),
             max_sequence_length=shape.context,
             pre_process=grid.first_stage,
             post_process=grid.last_stage,
@@ -125,7 +125,7 @@ class Actor(GPTModel):
                 sin=angles.sin(),
                 local=local,
                 local_layers=self.shape.local_layers or (),
-                context=self.pg_collection.cp if self.grid.context > 1 else None,  # None: segments are not split
+                cp_group=self.pg_collection.cp if self.grid.cp_size > 1 else None,  # None: segments are not split
             ),
         )
 
@@ -249,9 +249,9 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Ranks.
-        tensor_model_parallel_size=grid.tensor,
-        pipeline_model_parallel_size=grid.pipeline,
-        context_parallel_size=grid.context,
+        tensor_model_parallel_size=grid.tp_size,
+        pipeline_model_parallel_size=grid.pp_size,
+        context_parallel_size=grid.cp_size,
         sequence_parallel=grid.sequence_parallel,
         variable_seq_lengths=True,  # packed streams differ in length
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
@@ -284,10 +284,10 @@ def build_actor(
 
     fields: see transformer_config.
     """
-    check_layout(shape, grid.tensor, grid.pipeline)
+    check_layout(shape, grid.tp_size, grid.pp_size)
     with cpu_bridge.bridge():
         actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
-    mark_sharded(actor, entries(shape, grid.pipeline, actor.fused_norms))
+    mark_sharded(actor, entries(shape, grid.pp_size, actor.fused_norms))
     if actor.post_process and not actor.pre_process and shape.tied:
         weight = actor.output_layer.weight
         if not hasattr(weight, "tensor_model_parallel"):  # Megatron-Core 0.19 already sets this for a tied head.

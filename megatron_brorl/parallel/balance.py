@@ -1,7 +1,7 @@
 """Assignment of rows to replicas that balances the cost of the update.
 
-The cost of a row is the number of its tokens plus that of its pairs of tokens that attend to each other, in units of
-one token that passes the layers. A prompt that siblings share costs a replica once, with the first sibling it gets.
+The cost of a row has two terms: its tokens, and its pairs of tokens that attend to each other. The unit is the cost of
+all matrix products for one token. A shared prompt costs a replica once, with the first of its rows.
 """
 
 from __future__ import annotations
@@ -14,58 +14,59 @@ import numpy.typing as npt
 
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.parallel.flops import layer_weights, pair_flops
-from megatron_brorl.parallel.packing import LEAST_GAIN
+from megatron_brorl.parallel.packing import MIN_SHARING_GAIN
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Cost of rows from their tokens."""
+    """Estimates the cost of rows."""
 
     pair: float  # cost of a pair of tokens, see pair_cost
-    limit: int  # tokens of a micro-batch
+    limit: int  # maximum number of tokens of a micro-batch
     share: bool  # config key train.share_prompt
 
-    def rows(self, prompts: Ints, responses: Ints, families: Ints) -> tuple[Ints, Ints]:
-        """Return the cost of each row [rows] and that of its prompt if it is shared [rows], rounded to tokens.
+    def rows(self, prompts: Ints, responses: Ints, prompt_index: Ints) -> tuple[Ints, Ints]:
+        """Return the cost of each row [rows], and the additional cost of its prompt if that is shared [rows].
 
-        prompts, responses: tokens [rows]. families: the prompt of each row [rows], counted from 0.
+        Costs are rounded to integers. prompts, responses: numbers of tokens [rows]. prompt_index: index of each row's
+        prompt [rows].
         """
         # A row with its own prompt: each token attends to the tokens before it.
         total = prompts + responses
         plain = total + self.pair * total**2 / 2
 
-        # A shared prompt is computed again in each further micro-batch that has siblings.
+        # A shared prompt is computed again in each further micro-batch with responses to it.
         prompt = prompts + self.pair * prompts**2 / 2
         copies = np.minimum(responses / self.limit, 1.0)
         own = responses + self.pair * responses * (prompts + responses / 2) + copies * prompt
 
-        # Packing shares prompts only if that saves enough tokens. Sums of integers are the same on every processor.
-        _, first = np.unique(families, return_index=True)
+        # Packing shares prompts only if that saves enough tokens. Integer sums do not depend on the processor.
+        _, first = np.unique(prompt_index, return_index=True)
         shared_tokens = int((responses + _rounded(copies * prompts)).sum() + prompts[first].sum())
-        if not self.share or int(total.sum()) < LEAST_GAIN * shared_tokens:
+        if not self.share or int(total.sum()) < MIN_SHARING_GAIN * shared_tokens:
             return _rounded(plain), np.zeros_like(prompts)
         return _rounded(own), _rounded(prompt)
 
 
 def pair_cost(shape: ModelShape) -> float:
-    """Return the operations of attention between two tokens over those of one token in all matrix products."""
+    """Return the operations of attention between two tokens, divided by those of all matrix products for one token."""
     return pair_flops(shape) / (2 * (layer_weights(shape) + shape.hidden * shape.vocab))
 
 
-def assign(costs: Ints, parts: int, families: Ints | None = None, setups: Ints | None = None) -> Ints:
-    """Return the part of each row [rows] such that the parts have similar costs.
+def assign(costs: Ints, parts: int, prompt_index: Ints | None = None, prompt_costs: Ints | None = None) -> Ints:
+    """Assign each row to one of `parts` parts of similar cost; return the index of its part [rows].
 
-    setups: the additional cost of a part's first row of a family (counted from 0) [rows]. All ranks compute the same
-    result, because it depends on integers only.
+    prompt_index: index of each row's prompt [rows]. prompt_costs: additional cost of a part's first row of a prompt
+    [rows]. All ranks compute the same result, because it depends only on integers.
     """
     if parts == 1 or not len(costs):
         return np.zeros(len(costs), dtype=np.int64)
-    if families is None or setups is None or not setups.any():
+    if prompt_index is None or prompt_costs is None or not prompt_costs.any():
         return _longest_first(costs, parts)
 
-    return _in_runs(costs, parts, families, setups)
+    return _in_runs(costs, parts, prompt_index, prompt_costs)
 
 
 def _longest_first(costs: Ints, parts: int) -> Ints:
@@ -88,26 +89,26 @@ def _longest_first(costs: Ints, parts: int) -> Ints:
     return found
 
 
-def _in_runs(costs: Ints, parts: int, families: Ints, setups: Ints) -> Ints:
-    """Order rows by family and cut them into runs of equal cost, so that few families are on several parts."""
-    order = np.lexsort((-costs, families))
-    _, first = np.unique(families[order], return_index=True)
+def _in_runs(costs: Ints, parts: int, prompt_index: Ints, prompt_costs: Ints) -> Ints:
+    """Sort rows by prompt and split them into runs of equal cost, so that few prompts are in several parts."""
+    order = np.lexsort((-costs, prompt_index))
+    _, first = np.unique(prompt_index[order], return_index=True)
 
     # A row belongs to the part that contains its middle.
     spent = costs[order]
-    spent[first] += setups[order][first]
+    spent[first] += prompt_costs[order][first]
     middle = 2 * spent.cumsum() - spent
     found = np.empty_like(costs)
     found[order] = middle * parts // (2 * int(spent.sum()))
     return found
 
 
-def loads_of(parts: int, assigned: Ints, costs: Ints, families: Ints, setups: Ints) -> Ints:
-    """Return the cost of every part [parts]: that of its rows, and one prompt for each of its families."""
+def loads_of(parts: int, assigned: Ints, costs: Ints, prompt_index: Ints, prompt_costs: Ints) -> Ints:
+    """Return the cost of every part [parts]: that of its rows, and that of each distinct prompt once."""
     loads = np.zeros(parts, dtype=np.int64)
     np.add.at(loads, assigned, costs)
-    _, first = np.unique(assigned * (int(families.max(initial=0)) + 1) + families, return_index=True)
-    np.add.at(loads, assigned[first], setups[first])
+    _, first = np.unique(assigned * (int(prompt_index.max(initial=0)) + 1) + prompt_index, return_index=True)
+    np.add.at(loads, assigned[first], prompt_costs[first])
     return loads
 
 

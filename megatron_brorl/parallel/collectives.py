@@ -1,4 +1,4 @@
-"""Collectives for numbers by name, for picklable values, and for ragged tensors."""
+"""Collectives for dicts of numbers, picklable values, and tensors of different lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 def all_reduce(values: Mapping[str, float], op: Any, *groups: dist.ProcessGroup | None) -> dict[str, float]:
-    """Reduce every value over each group in turn (None = all ranks) in float64; every rank must name the same keys."""
+    """Reduce every value over each group in turn (None = all ranks) in float64. All ranks must pass the same keys."""
     packed = torch.tensor(list(values.values()), dtype=torch.float64, device=cpu_bridge.default_device())
     for group in groups:
         dist.all_reduce(packed, op, group=group)
@@ -23,7 +23,7 @@ def all_reduce(values: Mapping[str, float], op: Any, *groups: dist.ProcessGroup 
 
 
 def all_reduce_sum(values: Mapping[str, float], *groups: dist.ProcessGroup | None) -> dict[str, float]:
-    """Sum every value over each group in turn, by default over all ranks; every rank must name the same keys."""
+    """Sum every value over each group in turn, by default over all ranks. All ranks must pass the same keys."""
     return all_reduce(values, dist.ReduceOp.SUM, *(groups or (None,)))
 
 

@@ -1,7 +1,8 @@
-"""Context parallelism: the tokens of every segment of a packed stream are divided over the ranks of a group.
+"""Context parallelism: divide the tokens of every segment of a packed stream over the ranks of a group.
 
-A segment has 2C chunks, and rank r of C gets chunks r and 2C - 1 - r, so that all ranks do the same work under a causal
-mask (Llama 3, Dubey et al. 2024, section 3.3.2). Transformer Engine's variable-length attention expects this order.
+Each segment is split into 2C chunks for C ranks, and rank r gets chunks r and 2C - 1 - r, so that all ranks do the same
+work under a causal mask (Llama 3, Dubey et al. 2024, section 3.3.2). Transformer Engine's variable-length attention
+expects this order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_brorl.parallel.packing import Packed, PackedGroup
 def own_tokens(groups: tuple[PackedGroup, ...], rank: int, size: int) -> Tensor:
     """Return the stream indices [T/size] int64 of a rank's tokens, in stream order.
 
-    The length of every segment is a multiple of 2 x size.
+    size: number of ranks. The length of every segment must be a multiple of 2 * size.
     """
     pieces = []
     begin = 0
@@ -29,10 +30,10 @@ def own_tokens(groups: tuple[PackedGroup, ...], rank: int, size: int) -> Tensor:
     return torch.cat(pieces)
 
 
-def share(batch: Packed, rank: int, size: int) -> Packed:
+def split_for_rank(batch: Packed, rank: int, size: int) -> Packed:
     """Return a rank's part of a plain micro-batch: its tokens, and the response tokens that they predict.
 
-    groups, rows and counts still describe the whole stream.
+    The fields groups, rows and counts still describe the whole stream.
     """
     own = own_tokens(batch.groups, rank, size)
     index = torch.full((len(batch.input_ids),), -1)

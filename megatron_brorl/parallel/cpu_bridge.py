@@ -37,10 +37,10 @@ def has_transformer_engine() -> bool:
     return on_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def leave_out_compiler() -> None:
-    """Disable torch.compile on CPUs. To be called before megatron.core is imported.
+def disable_compiler() -> None:
+    """Disable torch.compile on CPUs. Call this before megatron.core is imported.
 
-    Megatron compiles functions that no CPU path calls, and loading the compiler takes a process 2 to 3 seconds.
+    Megatron compiles functions that no CPU path calls, and loading the compiler takes 2 to 3 seconds per process.
     """
     if not on_gpu():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -1,9 +1,9 @@
 """Floating-point operations of a model, and the peak rate of a device.
 
 Model FLOPs as in PaLM (Chowdhery et al. 2022, appendix B): a matrix product takes 2 operations per weight and token,
-the backward pass twice as many as the forward pass, and activations that are computed again to save memory do not
-count. Attention counts pairs of tokens that attend to each other, as Megatron-LM does for causal masks. The LM head
-counts the predicted tokens. A prompt that a micro-batch stores once counts once.
+the backward pass twice as many as the forward pass. Recomputation of activations does not count. Attention counts pairs
+of tokens that attend to each other, as Megatron-LM does for causal masks. The LM head counts the predicted tokens. A
+prompt that a micro-batch stores once counts once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.packing import Packed
 
-TRAINING = 3  # operations of a forward and a backward pass over those of a forward pass
+TRAINING = 3  # operations of a forward and a backward pass, divided by those of the forward pass
 
-# Dense bfloat16 TFLOP/s from NVIDIA's data sheets. The first key that is part of a device's name counts.
+# Dense bfloat16 TFLOP/s from NVIDIA's data sheets. The first key that a device's name contains applies.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -50,7 +50,7 @@ def pair_flops(shape: ModelShape) -> int:
 def forward_flops(shape: ModelShape, batches: Iterable[Packed], outputs: int) -> float:
     """Return the operations of a forward pass over micro-batches on all ranks of a replica, padding included.
 
-    outputs: of the head per predicted token, which is the vocabulary, or 1 for a critic.
+    outputs: values that the head computes per predicted token: the size of the vocabulary, or 1 for a critic.
     """
     tokens = 0
     predicted = 0

@@ -20,25 +20,28 @@ from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import cpu_bridge, network
 
-_NAMING = timedelta(seconds=5)  # in which all remaining ranks notice a failed collective
+_FAILED_BARRIER_TIMEOUT = timedelta(seconds=5)  # all remaining ranks notice a failed collective in this time
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The position of this process. Ranks vary fastest over tensor, then context, data, pipeline (Megatron's order)."""
+    """The sizes of the grid, and the position of this process in it.
 
-    tensor: int
-    pipeline: int
-    data: int
+    Consecutive ranks differ first in their tensor rank, then in the context, data and pipeline rank, as in Megatron.
+    """
+
+    tp_size: int
+    pp_size: int
+    dp_size: int
     tp_rank: int
     pp_rank: int
     dp_rank: int
     groups: ProcessGroupCollection  # .tp .pp .cp .dp .dp_cp (data x context) ...
-    replica: dist.ProcessGroup  # the tensor x context x pipeline ranks that train on the same rows
-    context: int = 1
+    replica: dist.ProcessGroup  # the tp_size x cp_size x pp_size ranks that train on the same rows
+    cp_size: int = 1
     sequence_parallel: bool = False
-    meeting: dist.ProcessGroup | None = None  # all ranks, over gloo
-    patience: timedelta = timedelta()
+    barrier_group: dist.ProcessGroup | None = None  # all ranks, over gloo
+    barrier_timeout: timedelta = timedelta()
 
     @property
     def rank(self) -> int:
@@ -46,9 +49,9 @@ class Grid:
         return dist.get_rank()
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
-        return self.mp_size * self.data
+        return self.mp_size * self.dp_size
 
     @property
     def first_stage(self) -> bool:
@@ -58,45 +61,45 @@ class Grid:
     @property
     def last_stage(self) -> bool:
         """True if this rank has the LM head."""
-        return self.pp_rank == self.pipeline - 1
+        return self.pp_rank == self.pp_size - 1
 
     @property
     def mp_size(self) -> int:
-        """Ranks of `replica`."""
-        return self.tensor * self.context * self.pipeline
+        """Number of ranks of a replica."""
+        return self.tp_size * self.cp_size * self.pp_size
 
     @property
     def replicas(self) -> list[list[int]]:
         """The ranks of every replica."""
-        return _replicas(self.tensor * self.context, self.pipeline, self.data)
+        return _replicas(self.tp_size * self.cp_size, self.pp_size, self.dp_size)
 
-    def line(self) -> str:
+    def describe(self) -> str:
         """Return a description of the layout for the user."""
-        parts = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
-        cut = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
-        return f"{self.world}: {self.data} cop{'y' if self.data == 1 else 'ies'} of the model" + f", {cut}" * bool(cut)
+        sizes = {"tensor": self.tp_size, "context": self.cp_size, "pipeline": self.pp_size}
+        split = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
+        return f"{self.world_size}: {self.dp_size} cop{'y' if self.dp_size == 1 else 'ies'} of the model{split}"
 
-    def barrier(self, patience: timedelta | None = None) -> None:
+    def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait for all ranks after a phase that may take them longer than parallel.timeout_s.
 
-        Raises RuntimeError, on rank 0 with the missing ranks, after the given or the grid's patience.
+        timeout: replaces barrier_timeout. After it, raises RuntimeError, which names the missing ranks on rank 0.
         """
-        if self.meeting is not None:
-            dist.monitored_barrier(self.meeting, patience or self.patience, wait_all_ranks=True)
+        if self.barrier_group is not None:
+            dist.monitored_barrier(self.barrier_group, timeout or self.barrier_timeout, wait_all_ranks=True)
 
     def name_missing(self, error: BaseException) -> None:
         """If a collective failed with this error, raise RuntimeError on rank 0 with the missing ranks.
 
-        The errors of gloo and NCCL do not name them.
+        The errors of gloo and NCCL do not name these ranks.
         """
         if network.lost_peer(error) and "monitoredBarrier" not in str(error):
-            self.barrier(_NAMING)
+            self.barrier(_FAILED_BARRIER_TIMEOUT)
 
 
 def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     """Join the processes of the launcher (torchrun, Slurm, or a single process) into a grid.
 
-    phase_s: seconds that ranks may be apart at a `barrier` in addition to parallel.timeout_s; 0 makes no barrier.
+    phase_s: seconds that `barrier` waits in addition to parallel.timeout_s; 0 makes it do nothing.
     Raises UserError if the world size is not a multiple of tensor x context x pipeline.
     """
     cpu_bridge.prepare()
@@ -124,25 +127,25 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
             create_gloo_process_groups=False,  # Megatron's own checkpoints would need them
         )
 
-    of_megatron = ProcessGroupCollection.use_mpu_process_groups()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     # Dropout is off everywhere, but Megatron requires seeded generators.
     model_parallel_cuda_manual_seed(seed)
 
-    patience = timedelta(seconds=phase_s) + timeout
+    barrier_timeout = timedelta(seconds=phase_s) + timeout
     grid = Grid(
-        tensor=config.tensor,
-        pipeline=config.pipeline,
-        data=world // model,
+        tp_size=config.tensor,
+        pp_size=config.pipeline,
+        dp_size=world // model,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        groups=of_megatron,
-        replica=of_megatron.mp if config.context == 1 else _replica(config, world // model, timeout),
-        context=config.context,
+        groups=groups,
+        replica=groups.mp if config.context == 1 else _replica(config, world // model, timeout),
+        cp_size=config.context,
         sequence_parallel=config.sequence,
         # NCCL has no barrier that names the missing ranks.
-        meeting=dist.new_group(timeout=patience, backend="gloo") if phase_s and world > 1 else None,
-        patience=patience,
+        barrier_group=dist.new_group(timeout=barrier_timeout, backend="gloo") if phase_s and world > 1 else None,
+        barrier_timeout=barrier_timeout,
     )
 
     # Rank 0 has the store. If it ended now, other ranks could still be making groups through the store.
@@ -150,16 +153,21 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     return grid
 
 
-def _replica(config: ParallelConfig, data: int, timeout: timedelta) -> dist.ProcessGroup:
+def _replica(config: ParallelConfig, dp_size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return the group of this rank's replica, which Megatron has only without context parallelism."""
-    every = _replicas(config.tensor * config.context, config.pipeline, data)
-    made = {dist.get_rank() in ranks: _group_of(ranks, timeout) for ranks in every}
-    return made[True]
+    own = None
+    for ranks in _replicas(config.tensor * config.context, config.pipeline, dp_size):
+        group = _group_of(ranks, timeout)  # Every rank takes part in the creation of every group.
+        own = group if dist.get_rank() in ranks else own
+    assert own is not None
+    return own
 
 
-def _replicas(near: int, pipeline: int, data: int) -> list[list[int]]:
-    """Return the ranks of each replica in Megatron's order; near: ranks of a pipeline stage."""
-    return [[p * data * near + d * near + i for p in range(pipeline) for i in range(near)] for d in range(data)]
+def _replicas(stage_size: int, pp_size: int, dp_size: int) -> list[list[int]]:
+    """Return the ranks of each replica in Megatron's order. stage_size: ranks of a replica's pipeline stage."""
+    return [
+        [(p * dp_size + d) * stage_size + i for p in range(pp_size) for i in range(stage_size)] for d in range(dp_size)
+    ]
 
 
 def _join(world: int, timeout: timedelta) -> None:
@@ -189,7 +197,7 @@ def _group_of(ranks: Sequence[int], timeout: timedelta) -> Any:
 
 @functools.cache
 def _gloo_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
-    """Share groups of the same ranks: each has three threads, and Megatron asks for about twenty groups.
+    """Return one group for all requests of the same ranks. A group has three threads, and Megatron makes about twenty.
 
     NCCL groups are not shared, because they may run concurrently.
     """

@@ -20,7 +20,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.signals import LISTENER
 
 _LOOPBACK = "127.0.0.1"
-_AGAIN = "start the same command again to continue"
+_HINT = "start the same command again to continue"
 
 
 def store(world: int, timeout: timedelta) -> dist.Store:
@@ -30,7 +30,7 @@ def store(world: int, timeout: timedelta) -> dist.Store:
     environment does not name the address of rank 0, or if other machines cannot reach that address.
     """
     if "RANK" not in os.environ:  # started without a launcher
-        _stay_here()
+        _use_loopback()
         return dist.HashStore()
     rank, host, port = (os.environ.get(name, "") for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     if not host or not port:
@@ -59,27 +59,28 @@ def lost_peer(error: BaseException) -> str:
     text = str(error)
     if missing := re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", text):
         which = f"rank{'s' if ',' in missing[1] else ''} {missing[1]}"
-        return f"waited for {which}: dead or too slow (stacks are above); {_AGAIN}"
+        return f"waited for {which}: dead or too slow (stacks are above); {_HINT}"
     of_torch = any(word in text for word in ("gloo", "NCCL", "TCPStore", "ProcessGroup", "monitoredBarrier"))
     if not of_torch and "Dist" not in type(error).__name__:
         return ""
     if "Timed out" in text or "timed out" in text or "Timeout" in text:
-        return f"another rank did not respond in parallel.timeout_s (rank 0 names it, unless it is rank 0); {_AGAIN}"
+        return f"another rank did not respond in parallel.timeout_s (rank 0 names it, unless it is rank 0); {_HINT}"
     if any(word in text for word in ("closed by peer", "reset by peer", "Broken pipe", "Connection refused")):
-        return f"another rank has died (its own message says why, unless it was killed); {_AGAIN}"
+        return f"another rank has died (its own message says why, unless it was killed); {_HINT}"
     return ""
 
 
 def _own_address(host: str, world: int) -> str:
-    """Return the address on which this process listens, and set it for gloo. host: that of rank 0."""
-    # Without a launcher, LOCAL_WORLD_SIZE is missing, and only the address of rank 0 tells whether all ranks are here.
+    """Return the address on which this process listens, and set its interface for gloo. host: rank 0's machine."""
+    # Without a launcher, LOCAL_WORLD_SIZE is missing, and only the address of rank 0 shows whether all ranks are on
+    # this machine.
     here = os.environ.get("LOCAL_WORLD_SIZE")
     if int(here) == world if here else host == "localhost" or _is_loopback(host):
-        _stay_here()
+        _use_loopback()
         return _LOOPBACK
 
-    # NCCL chooses itself, because it may know faster interfaces than the one towards rank 0.
-    own = _towards(host)
+    # NCCL chooses its own interfaces, because some may be faster than the one towards rank 0.
+    own = _local_address_towards(host)
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if _is_loopback(own) and name:
         own = _address(name)
@@ -92,11 +93,11 @@ def _own_address(host: str, world: int) -> str:
     return own
 
 
-def _stay_here() -> None:
+def _use_loopback() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _interface(_LOOPBACK)
 
 
-def _towards(host: str) -> str:
+def _local_address_towards(host: str) -> str:
     """Return the address of the interface from which this machine reaches host."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

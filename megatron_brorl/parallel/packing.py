@@ -1,9 +1,9 @@
 """Packing of (prompt, response) rows of different lengths into streams without padding.
 
 A plain stream is [prompt response | prompt response | ...]. A shared stream is [prompt | response | response | ... |
-next prompt | ...]: siblings attend to one copy of their prompt and their positions continue from its end, so that its
-tokens pass the model once per micro-batch. Rows are sorted by length, so that attention over rows of equal length is a
-batched call on a view of the stream. The last token of a row predicts nothing and is left out.
+next prompt | ...]: all responses to a prompt attend to one copy of it, and their positions continue from its end. The
+model therefore processes a prompt once per micro-batch. Rows are sorted by length, so that attention over rows of equal
+length is a batched call on a view of the stream. The last token of a row predicts nothing and is left out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-# Prompts are shared if that reduces tokens by this factor. Below it, attention over short pieces costs more.
-LEAST_GAIN = 1.1
+# Prompts are shared if that reduces the tokens by at least this factor. Otherwise attention over short pieces costs
+# more.
+MIN_SHARING_GAIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class PackedGroup:
     """Consecutive segments of a stream that attend to the same prompt."""
 
     prefix: int  # tokens of the prompt before the segments; 0 if every segment includes its own prompt
-    segments: tuple[tuple[int, int], ...]  # (number, tokens of each) of segments of equal length, in stream order
+    segments: tuple[tuple[int, int], ...]  # runs of equally long segments as (count, length), in stream order
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class Packed:
     """One micro-batch: a stream of T tokens that predicts R response tokens."""
 
     input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, from 0 in every row
+    position_ids: Tensor  # [T] int64, starting from 0 in every row
     groups: tuple[PackedGroup, ...]  # in stream order; they cover the stream
     predict: Tensor  # [R] int64, the stream index of the hidden state that predicts each response token
     targets: Tensor  # [R] int64, the response tokens
     rows: tuple[int, ...]  # indices of the packed rows, in stream order
     counts: Tensor  # [rows] int64, the response tokens of each row
-    kept: Tensor | None = None  # [R] int64, indices of the R in all response tokens of the rows; None: all of them
+    kept: Tensor | None = None  # [R] int64, which response tokens of the rows this rank predicts; None: all of them
 
     def gather(self, per_row: Sequence[Tensor]) -> Tensor:
         """Concatenate ragged per-token values of all rows ([G] each) into [R] in this batch's order."""
@@ -47,20 +48,20 @@ class Packed:
         return self._keep(torch.cat([per_row[i] for i in self.rows]))
 
     def repeat(self, per_row: Tensor) -> Tensor:
-        """Spread one value per row over that row's response tokens: [B] -> [R]."""
+        """Repeat each row's value for all response tokens of the row: [B] -> [R]."""
         return self._keep(per_row[list(self.rows)].repeat_interleave(self.counts))
 
     def _keep(self, values: Tensor) -> Tensor:
         return values if self.kept is None else values[self.kept]
 
-    def last(self) -> tuple[list[int], Tensor]:
+    def last_tokens(self) -> tuple[list[int], Tensor]:
         """Return the K rows whose last response token is among the R, and the index [K] of that token."""
         ends = self.counts.cumsum(0) - 1
         if self.kept is None:
             return list(self.rows), ends
-        here = torch.isin(ends, self.kept)
-        rows = [row for row, own in zip(self.rows, here.tolist(), strict=True) if own]
-        return rows, torch.searchsorted(self.kept, ends[here])
+        kept = torch.isin(ends, self.kept)
+        rows = [row for row, is_kept in zip(self.rows, kept.tolist(), strict=True) if is_kept]
+        return rows, torch.searchsorted(self.kept, ends[kept])
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Split per-token values [R] into (row, [G]) pairs, with 0 for tokens of other ranks."""
@@ -77,19 +78,19 @@ def pack(
     share: bool = False,
     segments_of: int = 1,
 ) -> list[Packed]:
-    """Pack rows into micro-batches of at most max_tokens stream tokens; a longer row has a micro-batch of its own.
+    """Pack rows into micro-batches of at most max_tokens stream tokens. A longer row gets its own micro-batch.
 
     prompts and responses: [tokens] int64 each, none empty. share: store a prompt once per micro-batch if that saves at
-    least LEAST_GAIN. multiple_of: pad streams to a multiple with one dummy segment, for sequence parallelism.
-    segments_of: pad segments of plain streams to a multiple, for context parallelism; a divisor of multiple_of. Without
-    rows the result is one dummy micro-batch, so that the rank takes part in the collectives.
+    least MIN_SHARING_GAIN. multiple_of: pad streams to a multiple of it with one dummy segment, for sequence
+    parallelism. segments_of, a divisor of multiple_of: pad each segment to a multiple of it, for context parallelism.
+    Without rows the result is one dummy micro-batch, so that the rank takes part in the collectives.
     """
     if share and segments_of > 1:
-        raise ValueError("pack: a prompt that segments share cannot be padded with each of them")
+        raise ValueError("pack: shared prompts do not support segments_of > 1")
 
     if share:
-        shared = _fill_shared(_families(prompts, responses), max_tokens)
-        if _gain(shared, prompts, responses) >= LEAST_GAIN:
+        shared = _fill_shared(_by_prompt(prompts, responses), max_tokens)
+        if _gain(shared, prompts, responses) >= MIN_SHARING_GAIN:
             return [_pack_shared(b, multiple_of) for b in shared]
 
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
@@ -108,24 +109,24 @@ def pack(
 
 
 def token_gain(prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int) -> float:
-    """Return the tokens of plain streams over those of shared micro-batches of at most max_tokens; 1 without rows.
+    """Return the factor by which sharing prompts reduces the tokens of micro-batches. 1 without rows.
 
-    A prompt counts once in each micro-batch that has siblings of it. prompts and responses: [tokens] each.
+    A prompt counts once in each micro-batch that contains responses to it. prompts and responses: [tokens] each.
     """
-    return _gain(_fill_shared(_families(prompts, responses), max_tokens), prompts, responses)
+    return _gain(_fill_shared(_by_prompt(prompts, responses), max_tokens), prompts, responses)
 
 
-# A prompt and (row, response) of its siblings, sorted by length.
-_Family = tuple[Tensor, list[tuple[int, Tensor]]]
+# A prompt, and the (row, response) pairs of its responses, sorted by length.
+_PromptRows = tuple[Tensor, list[tuple[int, Tensor]]]
 
 
-def _gain(batches: list[list[_Family]], prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
+def _gain(batches: list[list[_PromptRows]], prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
     own = sum(len(r) - 1 for r in responses)
     stored = sum(len(prompt) for batch in batches for prompt, _ in batch)
     return (own + sum(map(len, prompts))) / max(own + stored, 1) if responses else 1.0
 
 
-def _families(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[_Family]:
+def _by_prompt(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[_PromptRows]:
     """Group rows by prompt, in the order of first appearance. Siblings usually share one tensor, which is fast."""
     texts: dict[int, tuple[int, ...]] = {}
     found: dict[tuple[int, ...], list[int]] = {}
@@ -139,11 +140,11 @@ def _families(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[_F
     ]
 
 
-def _fill_shared(families: list[_Family], max_tokens: int) -> list[list[_Family]]:
-    """Fill micro-batches with families. A family that does not fit continues in the next one, with its prompt again."""
-    batches: list[list[_Family]] = [[]]
+def _fill_shared(groups: list[_PromptRows], max_tokens: int) -> list[list[_PromptRows]]:
+    """Fill micro-batches with rows. If those of a prompt do not fit, the next micro-batch repeats the prompt."""
+    batches: list[list[_PromptRows]] = [[]]
     used = 0
-    for prompt, siblings in families:
+    for prompt, siblings in groups:
         started = False  # whether this micro-batch has the prompt
         for row, response in siblings:
             cost = len(response) - 1 + (0 if started else len(prompt))
@@ -175,29 +176,29 @@ def _pack_plain(
         pieces=pieces,
         offsets=[0] * len(rows),
         groups=[PackedGroup(0, _runs(lengths.tolist()))] if rows else [],
-        predict=first.repeat_interleave(counts) + _ramps(counts),
+        predict=first.repeat_interleave(counts) + _concatenated_ranges(counts),
         rows=[(i, responses[i]) for i in rows],
         multiple_of=multiple_of,
     )
 
 
-def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
+def _pack_shared(groups: list[_PromptRows], multiple_of: int) -> Packed:
     pieces: list[Tensor] = []
     offsets: list[int] = []
     predict: list[Tensor] = []
     end = 0
 
-    for prompt, siblings in families:
+    for prompt, siblings in groups:
         counts = torch.tensor([len(r) for _, r in siblings])  # response tokens of each sibling
         pieces += [prompt, *(r[:-1] for _, r in siblings)]
-        offsets += [0, *([len(prompt)] * len(siblings))]  # first position of each piece
+        offsets += [0, *([len(prompt)] * len(siblings))]
 
-        ramps = _ramps(counts)  # index of each token in its response
+        token_index = _concatenated_ranges(counts)  # index of each token in its response
         end += len(prompt)
         # The last token of the prompt predicts the first token of every sibling.
         starts = end + (counts - 1).cumsum(0) - (counts - 1)
-        indices = starts.repeat_interleave(counts) + ramps - 1
-        indices[ramps == 0] = end - 1
+        indices = starts.repeat_interleave(counts) + token_index - 1
+        indices[token_index == 0] = end - 1
         predict.append(indices)
 
         end += int((counts - 1).sum())
@@ -205,9 +206,9 @@ def _pack_shared(families: list[_Family], multiple_of: int) -> Packed:
     return _finish(
         pieces=pieces,
         offsets=offsets,
-        groups=[PackedGroup(len(prompt), _runs([len(r) - 1 for _, r in siblings])) for prompt, siblings in families],
+        groups=[PackedGroup(len(prompt), _runs([len(r) - 1 for _, r in siblings])) for prompt, siblings in groups],
         predict=torch.cat(predict),
-        rows=[row for _, siblings in families for row in siblings],
+        rows=[row for _, siblings in groups for row in siblings],
         multiple_of=multiple_of,
     )
 
@@ -220,7 +221,7 @@ def _finish(
     rows: list[tuple[int, Tensor]],
     multiple_of: int,
 ) -> Packed:
-    """Concatenate the pieces, each with positions from its offset, and pad with a segment of its own."""
+    """Concatenate the pieces and append a segment of padding. offsets: first position of each piece."""
     total = sum(map(len, pieces))
     pad = -total % multiple_of if total else multiple_of
     if pad:
@@ -231,7 +232,7 @@ def _finish(
     lengths = torch.tensor([len(p) for p in pieces])
     return Packed(
         input_ids=torch.cat(pieces),
-        position_ids=_ramps(lengths) + torch.tensor(offsets).repeat_interleave(lengths),
+        position_ids=_concatenated_ranges(lengths) + torch.tensor(offsets).repeat_interleave(lengths),
         groups=tuple(groups),
         predict=predict,
         targets=torch.cat([r for _, r in rows]) if rows else torch.zeros(0, dtype=torch.int64),
@@ -248,8 +249,8 @@ def _runs(lengths: list[int]) -> tuple[tuple[int, int], ...]:
     return tuple((len(list(same)), length) for length, same in groupby(lengths) if length)
 
 
-def _ramps(lengths: Tensor) -> Tensor:
-    """Return 0 to n - 1 for each of the lengths n, concatenated."""
+def _concatenated_ranges(lengths: Tensor) -> Tensor:
+    """Return [0, ..., n - 1] for each length n, concatenated."""
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
     return torch.arange(total) - (ends - lengths).repeat_interleave(lengths)

@@ -2,10 +2,10 @@
 
 The rollouts of every prompt are split over all ranks, a run of consecutive ones for each. Response length depends on
 the prompt, so if ranks sampled whole prompts, all would wait for the one with the longest. Random numbers do not depend
-on the rank: they are keyed by (seed, step, prompt, sibling, position). The replica that trains on a rollout is chosen
+on the rank: they are keyed by (seed, round, prompt, sibling, position). The replica that trains on a rollout is chosen
 when all lengths are known (train.redistribute).
 
-A step can sample a prompt more than once, at the end of an epoch or if there are few prompts. Each occurrence is a
+A round can sample a prompt more than once, at the end of an epoch or if there are few prompts. Each occurrence is a
 group with its own random stream.
 """
 
@@ -22,24 +22,24 @@ from torch import Tensor
 
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request
-from megatron_brorl.types import OpenGroup, Prompt, Rollout
+from megatron_brorl.types import Prompt, PromptGroup, Rollout
 
 # Two independent rollouts whose log-probability is below -40 are equal with a probability below e^-40 = 4e-18, or 1e-12
 # among all pairs of 512.
 MIN_NATS = 40.0
 
-Slot = tuple[int, int]  # a rollout to sample: (index of its open group, sibling)
+Slot = tuple[int, int]  # a rollout to sample: (index of its group, sibling)
 
 
-def open_groups(prompts: Sequence[Prompt], step: int | str, start: int = 0) -> list[OpenGroup]:
-    """Return one group per prompt of a step, in order. A resumed run opens the same groups.
+def make_groups(prompts: Sequence[Prompt], round: int | str, start: int = 0) -> list[PromptGroup]:
+    """Return one group per prompt of a sampling round, in order. A resumed run makes the same groups.
 
-    start: index of the first prompt in the source's stream.
+    start: index of the first prompt in the prompt source.
     """
     taken: Counter[str] = Counter()
     groups = []
     for place, prompt in enumerate(prompts):
-        groups.append(OpenGroup(prompt, step, place, taken[prompt.id], start))
+        groups.append(PromptGroup(prompt, round, place, taken[prompt.id], start))
         taken[prompt.id] += 1
     return groups
 
@@ -87,12 +87,12 @@ def deal(slots: Sequence[Slot], loads: Sequence[int]) -> list[list[Slot]]:
 
 
 def requests(
-    slots: Sequence[Slot], groups: Sequence[OpenGroup], begun: Mapping[Slot, Rollout], seed: int
+    slots: Sequence[Slot], groups: Sequence[PromptGroup], begun: Mapping[Slot, Rollout], seed: int
 ) -> tuple[list[Request], list[int]]:
     """Return one request per run of consecutive rollouts of a group, and the index of each request's group.
 
-    The key of a request is a hash of (seed, step, prompt id). It includes the occurrence for all but a prompt's first
-    group in a step. begun: "cut" rollouts among the slots, which continue from their tokens.
+    The key of a request is a hash of (seed, round, prompt id). It includes the occurrence for all but a prompt's first
+    group in a round. begun: "cut" rollouts among the slots, which continue from their tokens.
     """
     runs: list[list[Slot]] = []
     for number, sibling in slots:
@@ -104,7 +104,7 @@ def requests(
     for run in runs:
         number, first = run[0]
         group = groups[number]
-        key = stream_key(seed, group.step, *([group.occurrence] if group.occurrence else []), group.prompt.id)
+        key = stream_key(seed, group.round, *([group.occurrence] if group.occurrence else []), group.prompt.id)
         asked.append(Request(group.prompt, key, len(run), first, tuple(begun[slot] for slot in run if slot in begun)))
     return asked, [run[0][0] for run in runs]
 

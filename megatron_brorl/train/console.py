@@ -11,7 +11,7 @@ from megatron_brorl.algo.pass_at_k import widest
 from megatron_brorl.train.evaluate import Evaluation
 
 
-def after(steps: int) -> str:
+def after_steps_text(steps: int) -> str:
     """Return "after 12 steps": a count of steps done, which is the number of the next step in metrics.jsonl."""
     return f"after {steps} step{'' if steps == 1 else 's'}"
 

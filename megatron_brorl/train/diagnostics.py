@@ -123,7 +123,7 @@ class _TokenMetrics:
                 table = torch.stack([getattr(found, name) for name in _NAMES])
             table = table.to(cpu_bridge.default_device())
             grid = self.worker.grid
-            dist.broadcast(table, dist.get_global_rank(grid.groups.pp, grid.pipeline - 1), group=grid.groups.pp)
+            dist.broadcast(table, dist.get_global_rank(grid.groups.pp, grid.pp_size - 1), group=grid.groups.pp)
             table = table.cpu()
 
         columns = table.split([len(p.depth) for p in drawn], dim=1)

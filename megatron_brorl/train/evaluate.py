@@ -13,13 +13,13 @@ from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.sampler import open_groups
+from megatron_brorl.rollout.sampler import make_groups
 from megatron_brorl.train.groups import Outcomes, gather_outcomes
 from megatron_brorl.train.sample_and_score import RolloutRunner, check_lost, check_scored
-from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
+from megatron_brorl.types import Prompt, PromptGroup, ScoredRollout
 
 # Receives the groups, this rank's rollouts and the outcomes of all ranks.
-OnSamples = Callable[[Sequence[OpenGroup], Sequence[ScoredRollout], Outcomes], None]
+OnSamples = Callable[[Sequence[PromptGroup], Sequence[ScoredRollout], Outcomes], None]
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,19 @@ class PromptResult:
 
 
 def evaluate(
-    rollouts: RolloutRunner,
+    runner: RolloutRunner,
     prompts: Sequence[Prompt],
     config: EvaluateConfig,
     sampling: Sampling,
     on_samples: OnSamples | None = None,
 ) -> Evaluation:
     """Sample and score the prompts, and return the metrics, the same on every rank. Collective."""
-    answers = sample_answers(rollouts, prompts, config.samples, sampling, on_samples=on_samples)
-    return summarize(answers, len(prompts), config, rollouts.seed)
+    answers = sample_answers(runner, prompts, config.samples, sampling, on_samples=on_samples)
+    return summarize(answers, len(prompts), config, runner.seed)
 
 
 def sample_answers(
-    rollouts: RolloutRunner,
+    runner: RolloutRunner,
     prompts: Sequence[Prompt],
     n: int,
     sampling: Sampling,
@@ -99,22 +99,22 @@ def sample_answers(
 ) -> list[PromptResult]:
     """Sample every prompt n times over all ranks, and return the same results on every rank. Collective.
 
-    `stream` replaces the step in the key of the random numbers, so that evaluations of two policies are paired. Lost
+    `stream` replaces the round in the key of the random numbers, so that evaluations of two policies are paired. Lost
     samples are left out, and so is a prompt that lost all of them. on_end: called for every sample of this rank that
     ends. Raises UserError if too many samples are lost, or the verifiers fail on most of them.
     """
-    groups = open_groups(prompts, stream)
+    groups = make_groups(prompts, stream)
     slots = list(product(range(len(groups)), range(n)))
-    rollouts.pool.reset()
-    sampled = rollouts.sample(slots, groups, sampling, on_end=on_end)
+    runner.pool.reset()
+    rollouts, counts, _ = runner.sample(slots, groups, sampling, on_end=on_end)
 
-    outcomes = gather_outcomes(sampled.rollouts, len(groups), n)
-    sums = collectives.all_reduce_sum(sampled.counts)
+    outcomes = gather_outcomes(rollouts, len(groups), n)
+    sums = collectives.all_reduce_sum(counts)
     check_scored("evaluation", sums["unscored"], sums["scored"])
-    check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, rollouts.max_lost_share)
+    check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, runner.max_lost_share)
 
     if on_samples:
-        on_samples(groups, sampled.rollouts, outcomes)
+        on_samples(groups, rollouts, outcomes)
 
     found = []
     for g, ended, rewards, correct, tokens in zip(

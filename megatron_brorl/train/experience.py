@@ -1,15 +1,15 @@
 """Advantages and log-probabilities of the rollouts that a step trains on.
 
-The reward of a response, or its difference to the baseline of the group, counts at the last token. Generalised
+The reward of a response, or its difference to the baseline of the group, is the reward of its last token. Generalised
 advantage estimation spreads it over the tokens. Without a critic, values are 0 and nothing is discounted, so the
 advantage of a token is the sum of the rewards from there on (Hu et al. 2025, REINFORCE++, section 3.3). A response that
-was cut off ends at the cut.
+was cut off at rollout.max_tokens has its reward at the last token, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -28,7 +28,7 @@ from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.nonfinite import finite_rows, log_rows
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import Experience, OpenGroup, ScoredRollout
+from megatron_brorl.types import Experience, PromptGroup, ScoredRollout
 
 Rows = tuple[Tensor, ...]  # [G] of each row
 
@@ -49,7 +49,7 @@ def rollout_advantages(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig
     """Return the advantages of all survivors of the kept groups by algo.advantage, float32 [groups, N]; 0 elsewhere.
 
     They are whitened over all survivors of kept groups, which are the global batch (BroRL, section 3.1), unless the
-    estimator has units of its own or token_advantages whitens later.
+    estimator is relative to its own group (AdvantageEstimator.whitened) or token_advantages whitens later.
     """
     table = torch.zeros_like(outcomes.rewards)
     rewards = [outcomes.rewards_of(g) for g in kept]
@@ -71,15 +71,6 @@ def rollout_advantages(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig
     return table
 
 
-@dataclass(frozen=True)
-class TokenAdvantages:
-    """Advantages and returns of this replica's rows, [G] float32 each."""
-
-    advantages: Rows
-    returns: Rows | None  # targets of the critic
-    metrics: dict[str, float]  # the same on every rank
-
-
 def token_advantages(
     rewards: Tensor,
     lengths: Sequence[int],
@@ -88,15 +79,16 @@ def token_advantages(
     algo: AlgoConfig,
     ops: Backend,
     replicas: dist.ProcessGroup | None,
-) -> TokenAdvantages:
-    """Return the advantages of the tokens of this replica's rows from those of the rollouts, [B].
+) -> tuple[Rows, Rows | None, dict[str, float]]:
+    """Return the advantages of this replica's tokens, the returns for the critic if there is one, and metrics.
 
-    values: [G] per row from the critic, or None. kl: [G] per row; algo.kl_coef times it is subtracted from the reward
-    of each token (Ouyang et al. 2022, eq. 2). If either is given, this is a collective over the replicas, and the
-    advantages are whitened over the tokens of the global batch, if their estimator is.
+    rewards: [B], the reward of each last token, from rollout_advantages. values: [G] per row from the critic, or None.
+    kl: [G] per row; algo.kl_coef times it is subtracted from the reward of each token (Ouyang et al. 2022, eq. 2). If
+    either is given, this is a collective over the replicas, and the advantages are whitened over the tokens of the
+    global batch if algo.advantage is a whitened one.
     """
     if values is None and kl is None:
-        return TokenAdvantages(tuple(a.expand(n) for a, n in zip(rewards, lengths, strict=True)), None, {})
+        return tuple(a.expand(n) for a, n in zip(rewards, lengths, strict=True)), None, {}
 
     starts = torch.tensor([0, *lengths]).cumsum(0)
     per_token = torch.zeros(int(starts[-1])) if kl is None else -algo.kl_coef * torch.cat([torch.zeros(0), *kl])
@@ -111,27 +103,27 @@ def token_advantages(
 
     sizes = list(lengths)
     if values is None:
-        return TokenAdvantages(advantages.split(sizes), None, {})
+        return advantages.split(sizes), None, {}
     metrics = {
         "explained_variance": explained_variance(of_returns, of_residuals),
         "return_mean": of_returns.mean,
         "value_mean": of_returns.mean - of_residuals.mean,
     }
-    return TokenAdvantages(advantages.split(sizes), returns.split(sizes), metrics)
+    return advantages.split(sizes), returns.split(sizes), metrics
 
 
 def make_experience(
     rollouts: Sequence[ScoredRollout],
-    groups: Sequence[OpenGroup],
+    groups: Sequence[PromptGroup],
     advantages: Tensor,
     models: TrainingModels,
     algo: AlgoConfig,
     temperature: float,
 ) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
-    """Return this replica's rollouts with finite numbers, their experience, and metrics, the same on every rank.
+    """Return this replica's rollouts, their experience, and metrics, the same on every rank. Collective.
 
     A rollout with a log-probability or value that is NaN or infinite is left out and counted. advantages: [groups, N]
-    of the whole step, from rollout_advantages. A collective.
+    of the whole step, from rollout_advantages.
     """
     actor = models.actor
     # Siblings share one tensor, by which packing recognises them.
@@ -140,23 +132,23 @@ def make_experience(
     responses = tuple(r.rollout.token_ids for r in rollouts)
     sampled = tuple(r.rollout.log_probs for r in rollouts)
 
-    # With a single update no old policy is needed, because the ratio is 1.
+    # With a single update, the old policy is the current one, so no old log-probabilities are needed.
     old = sampled if algo.old_log_probs == "rollout" else None
     if old is None and _needs_old(algo):
         old = tuple(actor.log_probs(prompts, responses, temperature))
     reference = tuple(models.reference.log_probs(prompts, responses, temperature)) if models.reference else None
     values = tuple(models.critic.values(prompts, responses)) if models.critic else None
 
-    # One NaN would spread to all rows through moments and means.
+    # Leave out rows with a NaN, which would spread to all rows through moments and means.
     known = [column for column in (sampled, old, reference, values) if column is not None]
     finite = finite_rows(known, actor.grid)
     ids = tuple(f"{groups[r.group].prompt.id}/{r.rollout.index}" for r in rollouts)
     broken = [row for row, fine in enumerate(finite) if not fine]
     log_rows("left out of the step, log-probabilities or values are not finite", broken, ids, actor.grid)
     ids, rollouts, prompts, responses, sampled = (
-        _those(x, finite) for x in (ids, rollouts, prompts, responses, sampled)
+        _select(x, finite) for x in (ids, rollouts, prompts, responses, sampled)
     )
-    old, reference, values = (None if x is None else _those(x, finite) for x in (old, reference, values))
+    old, reference, values = (None if x is None else _select(x, finite) for x in (old, reference, values))
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
     metrics = collectives.all_reduce_sum(counts, actor.grid.groups.dp)
@@ -172,38 +164,41 @@ def make_experience(
         mask = tuple(mismatch_mask(o, s, *bounds) for o, s in zip(old, sampled, strict=True))
         metrics["masked_share"] = 1 - _token_mean(mask, actor)
 
-    own = advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
+    per_rollout = advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
     lengths = [len(r) for r in responses]
-    credit = token_advantages(own, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp)
-
+    per_token, returns, critic_metrics = token_advantages(
+        per_rollout, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp
+    )
     # The boost comes after whitening, which would rescale it and subtract its mean.
-    boosted = credit.advantages
     if algo.correct_boost:
         boosts = (algo.correct_boost if r.right else 0.0 for r in rollouts)
-        boosted = tuple(a + boost for a, boost in zip(boosted, boosts, strict=True))
+        per_token = tuple(a + boost for a, boost in zip(per_token, boosts, strict=True))
 
     experience = Experience(
         prompts=prompts,
         responses=responses,
         rollout_log_probs=sampled,
         old_log_probs=old,
-        advantages=boosted,
+        advantages=per_token,
         values=values,
-        returns=credit.returns,
+        returns=returns,
         reference_log_probs=reference,
         mask=mask,
         ids=ids,
     )
-    return list(rollouts), experience, metrics | credit.metrics
+    return list(rollouts), experience, metrics | critic_metrics
 
 
 def token_gain(actor: Worker, experience: Experience) -> float:
-    """Return tokens without shared prompts over tokens that the actor computed, over all replicas; a collective."""
+    """Return the tokens with one prompt per response, divided by those that the actor computed. Collective.
+
+    The actor computes a prompt once for several responses. Both are sums over all replicas.
+    """
     tokens = collectives.all_reduce_sum(actor.tokens(experience.prompts, experience.responses), actor.grid.groups.dp)
     return tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
 
 
-def _those(column: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:
+def _select(column: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(compress(column, chosen))
 
 

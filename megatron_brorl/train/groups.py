@@ -91,7 +91,7 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
 
 
-def drop_cut(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
+def mark_unfinished_as_lost(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
     """Mark the "cut" rollouts of the given groups as lost; return the outcomes and the number of these rollouts."""
     late = torch.zeros_like(outcomes.ended)
     late[list(groups)] = outcomes.state[list(groups)] == CUT
@@ -110,7 +110,7 @@ def select_groups(outcomes: Outcomes, dynamic_sampling: bool = True) -> Outcomes
     return replace(outcomes, closed=closed, kept=kept)
 
 
-def trained(outcomes: Outcomes, overlong_filter: bool) -> Tensor:
+def trained_mask(outcomes: Outcomes, overlong_filter: bool) -> Tensor:
     """Return which rollouts are trained on, bool [groups, N]: the complete ones of kept groups.
 
     overlong_filter: leave out rollouts that ended at rollout.max_tokens.

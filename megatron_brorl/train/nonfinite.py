@@ -46,13 +46,13 @@ def log_rows(what: str, rows: Sequence[int], ids: Sequence[str], grid: Grid) -> 
             print(f"rank {grid.rank}: {what}: {named}{more}", file=sys.stderr, flush=True)
 
 
-def nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:
+def count_nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:
     """Return how many steps in a row, the one with these metrics included, skipped an update or left out most rows."""
     skipped = metrics["updates_skipped"] + metrics.get("critic_updates_skipped", 0.0)
     return before + 1 if skipped or metrics["nonfinite_rows"] > metrics["finite_rows"] else 0
 
 
-def check_steps(steps: int, most: int, state: str) -> None:
+def raise_if_too_many_nonfinite(steps: int, most: int, state: str) -> None:
     """Raise UserError after train.max_nonfinite_steps such steps in a row."""
     if steps >= most:
         raise UserError(

@@ -23,16 +23,18 @@ from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
 from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, one_line
-from megatron_brorl.train.groups import Outcomes, trained
-from megatron_brorl.train.partial_rollouts import copied
-from megatron_brorl.types import OpenGroup, ScoredRollout
+from megatron_brorl.train.carried_groups import with_own_tensors
+from megatron_brorl.train.groups import Outcomes, trained_mask
+from megatron_brorl.types import PromptGroup, ScoredRollout
 
 MAX_TOKENS = 2**20  # tokens recorded per step and per evaluation
 _SAMPLES = 3  # held-out samples on the console
 _MAX_CHARS = 240  # of a prompt or a response on the console
 
 
-def choose_recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: RunConfig, every: bool = False) -> Tensor:
+def choose_recorded(
+    groups: Sequence[PromptGroup], outcomes: Outcomes, config: RunConfig, every: bool = False
+) -> Tensor:
     """Return which rollouts to write, bool [groups, N]; the same on every rank.
 
     The groups are the run.record_groups closed ones whose prompt ids have the smallest hashes, so a prompt that comes
@@ -52,7 +54,7 @@ def choose_recorded(groups: Sequence[OpenGroup], outcomes: Outcomes, config: Run
 def select_recorded(rollouts: Sequence[ScoredRollout], where: Tensor) -> list[ScoredRollout]:
     """Return copies of this rank's rollouts that are written; where: bool [groups, N]."""
     n = where.shape[1]
-    return [copied(r) for r in rollouts if r.rollout.index < n and where[r.group, r.rollout.index]]
+    return [with_own_tensors(r) for r in rollouts if r.rollout.index < n and where[r.group, r.rollout.index]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Recorder:
     def step(
         self,
         step: int,
-        groups: Sequence[OpenGroup],
+        groups: Sequence[PromptGroup],
         outcomes: Outcomes,
         rollouts: Sequence[ScoredRollout],
         advantages: Tensor,
@@ -80,7 +82,7 @@ class Recorder:
         """
         begun = time.monotonic()
         algo = self.config.algo
-        is_trained = trained(outcomes, algo.overlong_filter)
+        is_trained = trained_mask(outcomes, algo.overlong_filter)
         advantages = (advantages + algo.correct_boost * outcomes.right).masked_fill(~is_trained, float("nan"))
         where = choose_recorded(groups, outcomes, self.config.run)
         moment = rollout_log.Moment("step", step)
@@ -88,7 +90,7 @@ class Recorder:
         return time.monotonic() - begun
 
     def evaluation(
-        self, steps: int, groups: Sequence[OpenGroup], outcomes: Outcomes, rollouts: Sequence[ScoredRollout]
+        self, steps: int, groups: Sequence[PromptGroup], outcomes: Outcomes, rollouts: Sequence[ScoredRollout]
     ) -> None:
         """Write the rollouts of an evaluation after `steps` steps. rollouts: all of this rank's."""
         where = choose_recorded(groups, outcomes, self.config.run, every=True)
@@ -100,7 +102,7 @@ class Recorder:
     def _write(
         self,
         moment: rollout_log.Moment,
-        groups: Sequence[OpenGroup],
+        groups: Sequence[PromptGroup],
         outcomes: Outcomes,
         where: Tensor,
         listed: Sequence[int],
@@ -110,7 +112,7 @@ class Recorder:
         try:
             if rollouts:
                 own = sorted(rollouts, key=lambda r: (r.group, r.rollout.index))
-                rollout_log.write_rollouts(self.folder, moment, self.rank, self._rollouts(own, groups, advantages))
+                rollout_log.write_rollouts(self.folder, moment, self.rank, self._table(own, groups, advantages))
             # The group table comes last, because readers take it as the sign that the moment is complete.
             if self.rank == 0:
                 rollout_log.write_groups(self.folder, moment, group_table(groups, outcomes, where, listed))
@@ -123,8 +125,8 @@ class Recorder:
             with contextlib.suppress(OSError):  # stderr may be a file on the same full disk.
                 print(*self.warnings, file=sys.stderr, flush=True)
 
-    def _rollouts(self, rollouts: Sequence[ScoredRollout], groups: Sequence[OpenGroup], advantages: Tensor) -> pa.Table:
-        """Return a table of schema ROLLOUTS; advantages: [groups, N], nan for rollouts that are not trained on."""
+    def _table(self, rollouts: Sequence[ScoredRollout], groups: Sequence[PromptGroup], advantages: Tensor) -> pa.Table:
+        """Return a table of schema ROLLOUTS. advantages: [groups, N], nan for rollouts that are not trained on."""
         # Rollouts of a group repeat each other, so each text is decoded once.
         seen: dict[tuple[str, bytes], tuple[str, str | None]] = {}
         advantage_of = advantages.tolist()
@@ -185,7 +187,7 @@ def _columns(scored: ScoredRollout) -> dict[str, object]:
     }
 
 
-def group_table(groups: Sequence[OpenGroup], outcomes: Outcomes, where: Tensor, listed: Sequence[int]) -> pa.Table:
+def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, where: Tensor, listed: Sequence[int]) -> pa.Table:
     """Return a table of schema GROUPS for the `listed` groups; where: bool [groups, N], the rollouts written."""
     kept = set(outcomes.kept)
     rows = []
@@ -225,7 +227,7 @@ def _valid(text: str | None) -> str | None:
 
 
 def sample_lines(
-    groups: Sequence[OpenGroup],
+    groups: Sequence[PromptGroup],
     rollouts: Sequence[ScoredRollout],
     decode: Callable[[list[int]], str],
     stop_ids: Sequence[int],

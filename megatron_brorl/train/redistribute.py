@@ -19,7 +19,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of, trained
+from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of, trained_mask
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Rollout, ScoredRollout
 
@@ -30,7 +30,7 @@ MESSAGE_TOKENS = 2**25  # tokens that a rank sends or receives per message, abou
 def cost_model(worker: Worker) -> CostModel:
     """Return the cost of training this actor on a rollout."""
     options = worker.options
-    limit = options.tokens_per_micro_batch * worker.grid.context
+    limit = options.tokens_per_micro_batch * worker.grid.cp_size
     return CostModel(pair_cost(worker.shape), limit, options.share_prompt)
 
 
@@ -43,7 +43,7 @@ def assign_replicas(
     without rollouts. prompt_tokens: of each group. The result is the same on every rank.
     """
     replica = torch.full_like(outcomes.state, -1)
-    group, sibling = trained(outcomes, algo.overlong_filter).nonzero(as_tuple=True)
+    group, sibling = trained_mask(outcomes, algo.overlong_filter).nonzero(as_tuple=True)
     prompts = torch.tensor(prompt_tokens, dtype=torch.int64)[group]
     responses = outcomes.tokens[group, sibling]
 
@@ -55,12 +55,12 @@ def assign_replicas(
     most = 0
     for i in range(algo.mini_batches):
         rows = (mini_batch == i).nonzero()[:, 0]
-        families = group[rows].numpy()
-        own, setups = costs.rows(prompts[rows].numpy(), responses[rows].numpy(), families)
-        assigned = assign(own, replicas, families, setups)
+        prompt_index = group[rows].numpy()
+        own, prompt_costs = costs.rows(prompts[rows].numpy(), responses[rows].numpy(), prompt_index)
+        assigned = assign(own, replicas, prompt_index, prompt_costs)
         replica[group[rows], sibling[rows]] = torch.from_numpy(assigned)
 
-        loads = loads_of(replicas, assigned, own, families, setups)
+        loads = loads_of(replicas, assigned, own, prompt_index, prompt_costs)
         mean += float(loads.mean())
         most += int(loads.max())
     return replica, mean / most if most else 1.0
@@ -97,8 +97,8 @@ def send_to_replicas(
     held = {(r.group, r.rollout.index): r.rollout for r in rollouts}
 
     # Use as many messages as MESSAGE_TOKENS requires on the busiest rank.
-    sent = _sums(transfers.source, transfers.tokens, grid.world) * grid.mp_size
-    received = _sums(transfers.target, transfers.tokens, grid.data)
+    sent = _sums(transfers.source, transfers.tokens, grid.world_size) * grid.mp_size
+    received = _sums(transfers.target, transfers.tokens, grid.dp_size)
     messages = -(-int(max(sent.max(), received.max())) // MESSAGE_TOKENS)
     found: dict[tuple[int, int], Rollout] = {}
     for i in range(messages):
@@ -119,7 +119,7 @@ def _exchange(
     """Return the rollouts among these that this rank's replica gets, by group and rollout index. Collective."""
     # All ranks of a replica get the same message: ids and bits of log-probabilities, rollout by rollout.
     own = transfers.select(transfers.source == grid.rank)
-    for_replica: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.int32)] for _ in range(grid.data)]
+    for_replica: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.int32)] for _ in range(grid.dp_size)]
     for slot, target in zip(own.slots(), own.target.tolist(), strict=True):
         for_replica[target] += held[slot].token_ids.int(), held[slot].log_probs.view(torch.int32)
     parts = [torch.cat(pieces) for pieces in for_replica]
@@ -128,8 +128,8 @@ def _exchange(
     # Every rank knows the size of each message, so sizes are not exchanged.
     coming = transfers.select(transfers.target == grid.dp_rank)
     coming = coming.select(coming.source.argsort(stable=True))
-    sizes = 2 * _sums(coming.source, coming.tokens, grid.world)
-    received = collectives.all_to_all([parts[replica_of[rank]] for rank in range(grid.world)], sizes.tolist())
+    sizes = 2 * _sums(coming.source, coming.tokens, grid.world_size)
+    received = collectives.all_to_all([parts[replica_of[rank]] for rank in range(grid.world_size)], sizes.tolist())
 
     # The order is that of sending: by rank, then by group and rollout.
     pieces = received.split(coming.tokens.repeat_interleave(2).tolist())
@@ -143,7 +143,7 @@ def _sums(index: Tensor, values: Tensor, size: int) -> Tensor:
 
 def _bytes_sent(transfers: _Transfers, grid: Grid) -> int:
     """Return the bytes sent between all ranks: a rollout goes to each rank of its replica except its holder."""
-    is_member = torch.zeros(grid.world, grid.data, dtype=torch.bool)
+    is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
     for i, ranks in enumerate(grid.replicas):
         is_member[ranks, i] = True
     copies = grid.mp_size - is_member[transfers.source, transfers.target].long()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_brorl.config.schema import ReferenceConfig
 from megatron_brorl.tracking.progress import Progress
-from megatron_brorl.train.console import after
+from megatron_brorl.train.console import after_steps_text
 from megatron_brorl.train.early_stopping import EarlyStopping
 from megatron_brorl.train.offload import Offload
 from megatron_brorl.train.worker import Worker
@@ -49,7 +49,7 @@ class ReferencePolicy:
         metrics["reference_reset"] = float(bool(why))
         if why:
             self.reset()
-            progress.note(f"{after(step)} the reference is now the policy: {why}")
+            progress.note(f"{after_steps_text(step)} the reference is now the policy: {why}")
 
     def due(self, step: int) -> str:
         """Return why a reset is due after `step` steps, or ""."""

@@ -1,4 +1,4 @@
-"""Sample and score rollouts: from open groups to rollouts with rewards on this rank."""
+"""Sample and score rollouts: from groups of prompts to rollouts with rewards on this rank."""
 
 from __future__ import annotations
 
@@ -23,21 +23,10 @@ from megatron_brorl.rollout.sampler import Slot, deal, improbable_rollouts, requ
 from megatron_brorl.rollout.watchdog import GenerationResult, Watchdog
 from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
 from megatron_brorl.tracking.timeline import span
-from megatron_brorl.types import OpenGroup, Rollout, ScoredRollout
+from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
 
 MAX_UNSCORED = 0.5  # Rewards mean nothing if the verifier fails on a larger share.
-_FAILED = ("timeout", "broken", "invalid", "crash")
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """This rank's share of the rollouts of one call."""
-
-    rollouts: list[ScoredRollout]  # without the lost ones; "cut" ones only if sampling.tokens_per_call is set
-    # Rollouts "asked", "lost" and "late"; responses "scored", and "unscored" ones, on which the verifier failed;
-    # "errors" and "timeouts" of a verifier that can score other answers.
-    counts: dict[str, float]
-    seconds: dict[str, float]  # "generate", and "score" for scoring after generation
+_FAILED = ("timeout", "broken", "invalid", "crash")  # statuses of responses that count as unscored
 
 
 @dataclass(frozen=True)
@@ -57,33 +46,38 @@ class RolloutRunner:
     def sample(
         self,
         new: Sequence[Slot],
-        groups: Sequence[OpenGroup],
+        groups: Sequence[PromptGroup],
         sampling: Sampling,
-        begun: Mapping[Slot, Rollout] | None = None,
-        loads: Sequence[int] | None = None,
+        partial: Mapping[Slot, Rollout] | None = None,
+        partial_per_rank: Sequence[int] | None = None,
         on_end: Callable[[], None] | None = None,
-    ) -> Sampled:
+    ) -> tuple[list[ScoredRollout], dict[str, float], dict[str, float]]:
         """Sample and score this rank's share of the rollouts of `groups`. Collective; all ranks return together.
 
-        new: the rollouts to begin, of all ranks, in (group, rollout) order. begun: this rank's "cut" rollouts, which
-        continue; loads: their number on every rank. A rollout that ends up "cut" is lost unless
-        sampling.tokens_per_call is set, because then it continues in the next step. on_end: called in the generating
-        thread for every rollout of this rank that ends.
+        new: the rollouts to begin, of all ranks, in (group, rollout) order. partial: this rank's partial rollouts,
+        which continue. partial_per_rank: their number on every rank. on_end: called in the generating thread for every
+        rollout of this rank that ends.
+
+        Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
+        lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
+        "requested", "lost" and "late"; responses "scored", and "unscored" ones, on which the verifier failed; "errors"
+        and "timeouts" of a verifier that can score other answers. Seconds: "generate", and "score" for scoring after
+        generation.
         """
         start = time.monotonic()
-        begun = begun or {}
-        parts = deal(new, loads or [0] * self.grid.world)
-        slots = [*begun, *parts[self.grid.rank]]
-        # With work stealing, the engine takes new rollouts as it has room, also of other ranks. Begun ones stay here.
+        partial = partial or {}
+        parts = deal(new, partial_per_rank or [0] * self.grid.world_size)
+        own = [*partial, *parts[self.grid.rank]]
+        # With work stealing, the engine begins new rollouts of any rank when it has room. Partial ones stay here.
         shared = self.work_stealing.begin(parts, self.grid.rank) if self.work_stealing else None
-        # Each run of rollouts of one prompt is one request, so that the engine shares the prompt.
-        asked, numbers = requests(list(begun) if shared else slots, groups, begun, self.seed)
-        prompts = [request.prompt for request in asked]
+        # Consecutive rollouts of one prompt are one request, so that the engine computes the prompt once.
+        first_requests, group_of = requests(list(partial) if shared else own, groups, partial, self.seed)
+        prompts = [request.prompt for request in first_requests]
 
         def take_requests(slots: Sequence[Slot]) -> list[Request]:
             # The engine's thread calls this before it reports any of these rollouts.
-            more, group_numbers = requests(slots, groups, {}, self.seed)
-            numbers.extend(group_numbers)
+            more, more_groups = requests(slots, groups, {}, self.seed)
+            group_of.extend(more_groups)
             prompts.extend(request.prompt for request in more)
             return more
 
@@ -96,35 +90,34 @@ class RolloutRunner:
                 if on_end:
                     on_end()
 
-            with span("generate", self.engine.timeout_s + self.engine.grace_s) as values:
-                result = self.engine.generate(asked, sampling, finished, supply)
-            values |= _generated(result, self.engine.kv_usage())
+            with span("generate", limit_s=self.engine.timeout_s + self.engine.grace_s) as values:
+                result = self.engine.generate(first_requests, sampling, finished, supply)
+            values |= _generation_counts(result, self.engine.kv_usage())
             # Repeated rollouts would count as independent ones, so this check comes before any score is used.
             _check_distinct(result.requests, result.rollouts, self.engine.engine.duplicate_advice)
             generated = time.monotonic()
 
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
-            with span("verdicts", self.reward.timeout_s):
+            with span("verdicts", limit_s=self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
-        # Answers continue as codes, because ranks exchange tables of numbers.
+        # Answers become hashes, because ranks exchange tables of numbers.
         columns = scores.rewards.tolist(), scores.right, map(answer_hash, scores.answers), scores.results
-        scored = [ScoredRollout(numbers[i], r, *own) for (i, r), *own in zip(done, *columns, strict=True)]
+        scored = [ScoredRollout(group_of[i], r, *row) for (i, r), *row in zip(done, *columns, strict=True)]
         score_seconds = time.monotonic() - generated
 
         # Unfinished rollouts have no reward yet.
         cut: list[ScoredRollout] = []
         if sampling.tokens_per_call:
-            for number, rollouts in zip(
-                numbers, result.rollouts, strict=False
-            ):  # A stuck engine may still add numbers.
-                cut += [ScoredRollout(number, r, float("nan"), right=False) for r in rollouts if r.finish == "cut"]
+            # A stuck engine may still extend group_of.
+            for group, rollouts in zip(group_of, result.rollouts, strict=False):
+                cut += [ScoredRollout(group, r, float("nan"), right=False) for r in rollouts if r.finish == "cut"]
 
         # Wait for the other ranks here, so that the seconds above are this rank's own.
         self.grid.barrier()
         self._report_errors(scores.raised)
         counts = {
-            "asked": len(slots),
-            "lost": len(slots) - len(cut) - len(scored),
+            "requested": len(own),
+            "lost": len(own) - len(cut) - len(scored),
             "late": result.late,
             "scored": len(scored),
             "unscored": sum(scores.counts[s] for s in _FAILED),
@@ -132,24 +125,23 @@ class RolloutRunner:
             "timeouts": scores.counts["timeout"],
         }
         seconds = {"generate": generated - start, "score": score_seconds}
-        return Sampled([*cut, *scored], {k: float(v) for k, v in counts.items()}, seconds)
+        return [*cut, *scored], {k: float(v) for k, v in counts.items()}, seconds
 
-    def reward_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return metrics of scoring since pool.reset(), for all ranks, and this rank's seconds. Collective."""
+    def reward_metrics(self) -> dict[str, float]:
+        """Return metrics of scoring since pool.reset(), the same on every rank. Collective."""
         stats = self.pool.stats
         own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
         sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
-        metrics = {
+        return {
             "verdict_hit_share": sums["hits"] / (sums["answers"] or 1.0),
             "reward_worker_restarts": sums["restarts"],
         }
-        return metrics, {"verdict_latency_max": stats.latency_max_s}
 
     def stuck(self) -> bool:
         """Return whether the engine of any rank is stuck. Collective."""
         return bool(collectives.all_reduce_max({"stuck": float(self.engine.stuck)})["stuck"])
 
-    def check_stuck(self, state: str) -> None:
+    def raise_if_stuck(self, state: str) -> None:
         """Raise UserError if an engine is stuck. Collective. state: text on the saved state, for the message."""
         if self.stuck():
             raise UserError(
@@ -169,7 +161,7 @@ class RolloutRunner:
             self.reported.add(key)
 
 
-def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, float]:
+def _generation_counts(result: GenerationResult, usage: KvUsage | None) -> dict[str, float]:
     """Return the values that the span of a generate call records: its number of new tokens and the use of the cache."""
     before = sum(len(r.token_ids) for request in result.requests for r in request.begun)
     total = sum(len(r.token_ids) for group in result.rollouts for r in group)
@@ -180,9 +172,9 @@ def _generated(result: GenerationResult, usage: KvUsage | None) -> dict[str, flo
     return found
 
 
-def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], duplicate_advice: str) -> None:
+def _check_distinct(requested: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], duplicate_advice: str) -> None:
     """Raise UserError on every rank if rollouts were drawn with the same random numbers, on any ranks."""
-    hashes, names = improbable_rollouts(asked, rollouts)
+    hashes, names = improbable_rollouts(requested, rollouts)
     found, counts = torch.cat(collectives.all_gather(hashes)).unique(return_counts=True)
     again = set(found[counts > 1].tolist())
     if again:
@@ -193,11 +185,11 @@ def _check_distinct(asked: Sequence[Request], rollouts: Sequence[Sequence[Rollou
         )
 
 
-def check_lost(what: str, lost: float, asked: float, most: float) -> None:
+def check_lost(what: str, lost: float, requested: float, most: float) -> None:
     """Raise UserError if more than the share `most` (rollout.max_lost_share) of the rollouts is lost."""
-    if lost > most * asked:
+    if lost > most * requested:
         raise UserError(
-            f"{what}: {lost:.0f} of {asked:.0f} rollouts were lost, more than rollout.max_lost_share = {most:g}: "
+            f"{what}: {lost:.0f} of {requested:.0f} rollouts were lost, more than rollout.max_lost_share = {most:g}: "
             "see above which were late, fix the engine or raise rollout.timeout_s"
         )
 

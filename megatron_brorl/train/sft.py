@@ -61,7 +61,7 @@ def sft(
 
         # Each replica trains on its share of the examples; the loss is the mean over the tokens of all.
         taken = source.prompts(step * config.examples_per_step, config.examples_per_step)
-        examples = sft_examples(taken, tokenizer)[grid.dp_rank :: grid.data]
+        examples = sft_examples(taken, tokenizer)[grid.dp_rank :: grid.dp_size]
         prompts = [torch.tensor(p) for p, _ in examples]
         responses = [torch.tensor(r) for _, r in examples]
         # All ranks divide by the same number, so their gradients are summed.

@@ -15,11 +15,11 @@ from megatron_brorl.config.schema import Config, CriticConfig, TrainConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.train.carried_groups import CarriedGroups, checkpoint_files, read_checkpoint
 from megatron_brorl.train.collect import SourcePosition
 from megatron_brorl.train.console import passes
 from megatron_brorl.train.early_stopping import EarlyStopping
 from megatron_brorl.train.models import TrainingModels
-from megatron_brorl.train.partial_rollouts import PartialRollouts, checkpoint_files, read_checkpoint
 
 # Types of the values in a checkpoint's run.json, apart from those that checkpoints.training adds.
 _SAVED = {
@@ -37,7 +37,7 @@ _SAVED = {
     "began": (int, float),
 }
 _BEST = (int, str, float)  # types in its list
-_PLAIN = ("updates", "critic_updates", "critic_steps", "before", "trained_s", "began")  # saved without conversion
+_PLAIN = ("updates", "critic_updates", "critic_steps", "trained_s", "began")  # saved without conversion
 
 
 @dataclass
@@ -46,19 +46,19 @@ class RunState:
 
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)  # by held-out pass@1
     step: int = 0  # steps done
-    position: SourcePosition = field(default_factory=SourcePosition)
+    source_position: SourcePosition = field(default_factory=SourcePosition)
     updates: int = 0  # optimizer steps taken; the version of the actor's weights
     critic_updates: int = 0  # optimizer steps taken of the critic
     critic_steps: int = 0  # training steps in which the critic was updated
-    partial: PartialRollouts = field(default_factory=PartialRollouts)  # continue in the next step
-    before: dict[str, Any] | None = None  # the evaluation before step 0
+    carried: CarriedGroups = field(default_factory=CarriedGroups)  # groups that the next step continues or trains on
+    initial_evaluation: dict[str, Any] | None = None  # before the first step
     trained_s: float = 0.0  # seconds of the steps done, each of the slowest rank
     spent: float = 0.0  # wall-clock seconds of the processes before this one
     best: Best | None = None  # the best checkpoint on the disk (train.keep_best)
-    began: float = 0.0  # Unix time at which the job began, over all of its processes; 0 if unknown
+    began: float = 0.0  # Unix time at which the first process of the job began; 0 if unknown
 
-    def critic_warms_up(self, critic: CriticConfig) -> bool:
-        """Return whether the actor still waits for an updated critic (critic.warmup_steps)."""
+    def in_critic_warmup(self, critic: CriticConfig) -> bool:
+        """Return whether only the critic has been updated so far (critic.warmup_steps)."""
         return 0 < self.critic_steps <= critic.warmup_steps
 
     def is_complete(self, config: TrainConfig) -> bool:
@@ -80,17 +80,18 @@ def begin_save(
     copy: bool = False,
     new_best: Best | None = None,
 ) -> checkpoint.Save:
-    """Take a checkpoint of the run, to be written. Collective.
+    """Capture the state of the run for a checkpoint; Save.write writes it. Collective.
 
-    fingerprint: see cli.run_folder. seconds: of the job so far. copy: copy the state, because the run continues before
-    it is written. new_best: set if this is the best checkpoint so far.
+    fingerprint: see cli.run_folder. seconds: those of the job so far. copy: copy the state, because the run continues
+    before it is written. new_best: set if this is the best checkpoint so far.
     """
     best = new_best or state.best
     run = {
         **{name: getattr(state, name) for name in _PLAIN},
-        "taken": state.position.rounds,
-        "prompts_taken": state.position.prompts,
-        "recently": [state.position.recent_prompts, state.position.recent_kept],
+        "before": state.initial_evaluation,
+        "taken": state.source_position.rounds,
+        "prompts_taken": state.source_position.prompts,
+        "recently": [state.source_position.recent_prompts, state.source_position.recent_kept],
         "stalls": [[counter.best, counter.count] for counter in _counters(state, models)],
         "fingerprint": fingerprint,
         "spent": seconds,
@@ -102,7 +103,7 @@ def begin_save(
         models=models.checkpoint_parts(),
         run=run,
         keep=config.train.keep_checkpoints,
-        files=checkpoint_files(state.partial, grid),
+        files=checkpoint_files(state.carried, grid),
         copy=copy,
     )
     save.best = new_best
@@ -138,8 +139,9 @@ def restore(
         **{name: run[name] for name in _PLAIN},
         early_stopping=replace(state.early_stopping),
         step=run[checkpoint.STEP],
-        position=SourcePosition(run["taken"], run["prompts_taken"], *run["recently"]),
-        partial=read_checkpoint(directory, source, grid),
+        source_position=SourcePosition(run["taken"], run["prompts_taken"], *run["recently"]),
+        carried=read_checkpoint(directory, source, grid),
+        initial_evaluation=run["before"],
         spent=run["spent"],
         best=folders.best_so_far(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
     )

@@ -140,10 +140,10 @@ def kv_cache(ranks: Columns) -> dict[str, float]:
 
 
 class StepTrace:
-    """Record the spans of a step on this rank, and write them as a trace every run.trace_every steps."""
+    """Records the spans of a step on this rank, and writes them as a trace every run.trace_every steps."""
 
     def __init__(self, config: RunConfig, step: int, grid: Grid) -> None:
-        """Start recording. step: its number in metrics.jsonl. Collective if the trace is written."""
+        """Start recording. step: its number in metrics.jsonl. Collective if a trace is due."""
         self.timeline = Timeline()
         record(self.timeline)
         is_written = bool(config.trace_every) and step % config.trace_every == 0
@@ -153,8 +153,8 @@ class StepTrace:
         self._rank = grid.rank
         self._origin = self.timeline.clock()
 
-    def write(self) -> None:
-        """Write the trace if it is due. Collective."""
+    def write_if_due(self) -> None:
+        """Write the trace of this step if one is due. Collective in that case."""
         if self._path:
             write_trace(self._path, self.timeline, self._rank, self._origin)
 

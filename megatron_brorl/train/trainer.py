@@ -31,28 +31,28 @@ from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train import state as run_state
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.collect import Collector
-from megatron_brorl.train.console import after, console_line, evaluation_line, evaluation_metrics
+from megatron_brorl.train.console import after_steps_text, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, token_gain
-from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches, trained
+from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches, trained_mask
 from megatron_brorl.train.models import CriticWorker, TrainingModels
-from megatron_brorl.train.nonfinite import check_steps, nonfinite_steps
+from megatron_brorl.train.nonfinite import count_nonfinite_steps, raise_if_too_many_nonfinite
 from megatron_brorl.train.recorder import Recorder, sample_lines
 from megatron_brorl.train.redistribute import cost_model
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sample_and_score import RolloutRunner
-from megatron_brorl.train.sampling_params import evaluation_sampling, training_sampling
+from megatron_brorl.train.sampling_params import evaluation_sampling_params, training_sampling_params
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.throughput import StepTrace, cluster_metrics
 from megatron_brorl.train.update import update_models
 from megatron_brorl.train.weight_sync import sync_engines
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import OpenGroup, Prompt, ScoredRollout
+from megatron_brorl.types import Prompt, PromptGroup, ScoredRollout
 
 
 class Ending(Enum):
-    """Why a run ends after a step. If several reasons hold, the first one listed takes precedence."""
+    """The reasons to end a run after a step. If several apply, the first one listed counts."""
 
     ENGINE_STUCK = "a rollout engine hangs"
     NONFINITE = "train.max_nonfinite_steps is reached"
@@ -67,7 +67,7 @@ class Trainer:
     config: Config
     grid: Grid
     worker: Worker  # the actor
-    rollouts: RolloutRunner
+    runner: RolloutRunner  # the engine and the verifiers
     train_source: PromptSource
     held_out: list[Prompt]
     stop_ids: tuple[int, ...]
@@ -78,21 +78,21 @@ class Trainer:
     reference: ReferencePolicy | None = None  # if algo.kl_coef > 0
     recorder: Recorder | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)  # Only the main rank has callbacks.
-    saving: BackgroundSaver = field(default_factory=BackgroundSaver)
+    background_saver: BackgroundSaver = field(default_factory=BackgroundSaver)
 
     def __post_init__(self) -> None:
         # Measure with the monotonic clock from here on.
         self._startup_seconds = max(0.0, time.time() - self.started)
         self._clock_start = time.monotonic()
-        self._save_failed = False  # If True, the save is retried after the next step.
-        self._nonfinite_steps = 0  # consecutive ones
+        self._must_save_again = False  # True after a checkpoint could not be written, until one is
+        self._nonfinite_steps = 0  # consecutive ones, see nonfinite.count_nonfinite_steps
         self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
     def models(self) -> TrainingModels:
         """Return the actor, and critic and reference policy if there are any."""
         return TrainingModels(self.worker, self.critic, self.reference)
 
-    def seconds(self) -> float:
+    def job_seconds(self) -> float:
         """Return the wall-clock seconds of the job. Earlier processes count up to the checkpoint that was resumed."""
         return self.state.spent + self._startup_seconds + time.monotonic() - self._clock_start
 
@@ -105,23 +105,23 @@ class Trainer:
         try:
             return self._run(writer, progress, stop)
         finally:
-            self.saving.finish(progress.note)
+            self.background_saver.wait_on_error(progress.note)
 
     def _run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         state = self.state
         self.sync_weights()
-        if state.before is None and self.held_out:
-            state.before = self.evaluate(progress).as_dict()
-            progress.note(f"held-out before: {evaluation_line(state.before)}")
-            self.rollouts.check_stuck("no step has completed, so nothing is lost")
+        if state.initial_evaluation is None and self.held_out:
+            state.initial_evaluation = self.evaluate(progress).as_dict()
+            progress.note(f"held-out before: {evaluation_line(state.initial_evaluation)}")
+            self.runner.raise_if_stuck("no step has completed, so nothing is lost")
 
         peak = peak_flops()
         while not state.is_complete(self.config.train):
             step = state.step  # the number in metrics.jsonl; train_step() adds 1 to state.step
-            trace = StepTrace(self.config.run, step, self.grid)
+            trace = StepTrace(self.config.run, step, self.grid)  # records the spans of this rank from here on
             metrics, seconds = self.train_step()
             seconds |= cluster_metrics(trace.timeline, seconds, metrics["trained_tokens"], peak)
-            seconds |= self._pop_checkpoint_seconds()  # of checkpoints since the last step
+            seconds |= self._pop_checkpoint_seconds()  # those of checkpoints since the last step
             # The slowest rank's seconds count, so that all ranks reach train.max_seconds together.
             state.trained_s += seconds["ranks/step_slowest"]
 
@@ -139,10 +139,10 @@ class Trainer:
             with span("callbacks"):
                 self.callbacks.call("on_step", step, metrics)  # errors are raised after the state is saved
 
-            self._nonfinite_steps = nonfinite_steps(self._nonfinite_steps, metrics)
+            self._nonfinite_steps = count_nonfinite_steps(self._nonfinite_steps, metrics)
             ending = self._ending(stop)
             self._save_after_step(ending, metrics, progress)
-            trace.write()
+            trace.write_if_due()
             if ending and ending is not Ending.COMPLETE:
                 self._raise_errors(ending)
                 return False
@@ -155,17 +155,17 @@ class Trainer:
         begun = time.monotonic()
 
         # Prompts -> rollouts -> rewards -> groups whose rewards differ.
-        sampling = training_sampling(config, self.stop_ids)
-        collector = Collector(config, self.grid, self.rollouts, self.train_source, sampling, cost_model(self.worker))
+        sampling = training_sampling_params(config, self.stop_ids)
+        collector = Collector(config, self.grid, self.runner, self.train_source, sampling, cost_model(self.worker))
         with span("collect"):
-            collected = collector.collect(state.partial, state.step, state.position, state.updates)
-        state.partial = collected.partial
-        state.position = collected.position
+            collected = collector.collect(state.carried, state.step, state.source_position, state.updates)
+        state.carried = collected.carried  # unfinished and surplus groups, which the next step starts from
+        state.source_position = collected.source_position
         groups = collected.groups
         seconds = dict(collected.seconds)
 
         # Training uses the engine's memory. The engine wakes up when it receives the new weights.
-        self.rollouts.engine.sleep()
+        self.runner.engine.sleep()
         with _timed(seconds, "diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.worker, sampling)
 
@@ -177,46 +177,46 @@ class Trainer:
                 collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature
             )
         with _timed(seconds, "record"):
-            if self.recorder:  # with rewards before shaping
+            if self.recorder:  # The rollout log has a sample of the rollouts, with their rewards before shaping.
                 self.recorder.step(state.step, groups, collected.outcomes, collected.recorded, advantages)
 
         # Updates of critic and actor.
         with _timed(seconds, "train"), span("update"):
             batches = mini_batches(rollouts, outcomes.kept, config.algo.mini_batches, config.algo.mini_batch_of)
-            count = int(trained(outcomes, config.algo.overlong_filter).sum())  # over all ranks, for the learning rate
-            metrics |= update_models(self.models(), experience, batches * config.algo.epochs, count, config, state)
+            trained = int(trained_mask(outcomes, config.algo.overlong_filter).sum())  # rollouts of all ranks
+            metrics |= update_models(self.models(), experience, batches * config.algo.epochs, trained, config, state)
 
         # New weights for the engine. Weights that are not finite are neither saved nor sent.
         state.step += 1
         with _timed(seconds, "refit"):
-            checkpoint.check(self.models().checkpoint_parts(), state.step)
+            checkpoint.check_finite(self.models().checkpoint_parts(), state.step)
             metrics |= self.sync_weights()
         seconds["step"] = time.monotonic() - begun
 
         metrics |= collected.metrics | mass_balance
-        metrics["token_gain"] = token_gain(self.worker, experience)  # tokens saved by shared prompts
+        metrics["token_gain"] = token_gain(self.worker, experience)
         if config.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         return metrics, seconds
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the engines; see weight_sync.sync_engines."""
-        # Allow time for an engine restart before the other ranks count as hanging.
-        timeout_s = 0.0 if self.config.rollout.engine == "torch" else self.config.engine.start_timeout_s
-        with span("refit", timeout_s):
-            return sync_engines(self.models(), self.rollouts, self.state.updates, self.config)
+        # An engine process may be restarted here, while the other ranks wait. The built-in engine is no process.
+        restart_s = 0.0 if self.config.rollout.engine == "torch" else self.config.engine.start_timeout_s
+        with span("refit", limit_s=restart_s):
+            return sync_engines(self.models(), self.runner, self.state.updates, self.config)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Evaluate the held-out prompts with the engine's weights, write the samples and print a few of them."""
 
-        def on_samples(groups: Sequence[OpenGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes) -> None:
+        def on_samples(groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes) -> None:
             if self.recorder:
                 self.recorder.evaluation(self.state.step, groups, outcomes, rollouts)
-            for text in sample_lines(groups, rollouts, self.rollouts.tokenizer.decode, self.stop_ids):
+            for text in sample_lines(groups, rollouts, self.runner.tokenizer.decode, self.stop_ids):
                 progress.note(f"held-out {text}")
 
-        sampling = evaluation_sampling(self.config, self.stop_ids)
-        evaluation = evaluate(self.rollouts, self.held_out, self.config.evaluate, sampling, on_samples)
+        sampling = evaluation_sampling_params(self.config, self.stop_ids)
+        evaluation = evaluate(self.runner, self.held_out, self.config.evaluate, sampling, on_samples)
         if evaluation.lost:
             progress.note(evaluation.remark())
         if self.recorder:
@@ -235,17 +235,17 @@ class Trainer:
             bool(every and self.held_out)
             and self.state.step % every == 0
             and not self.state.is_complete(self.config.train)
-            and not self.rollouts.stuck()
+            and not self.runner.stuck()
         )
 
     def _evaluate_step(self, progress: Progress, seconds: dict[str, float]) -> dict[str, float]:
         """Evaluate between two steps and return the metrics."""
         with _timed(seconds, "evaluate"), span("evaluate"):
             evaluation = self.evaluate(progress)
-        progress.note(f"held-out {after(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
+        progress.note(f"held-out {after_steps_text(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)
-        # The actor does not change during the warm-up of the critic, so these evaluations do not count.
-        if not self.state.critic_warms_up(self.config.critic):
+        # The actor does not change during the warm-up of the critic, so such evaluations do not count.
+        if not self.state.in_critic_warmup(self.config.critic):
             run_state.record_evaluation(self.state, self.models(), metrics["pass_at_1"])
         return metrics
 
@@ -253,7 +253,7 @@ class Trainer:
         """Return why the run ends after this step, or None if it continues. All ranks return the same."""
         applies = {
             Ending.STOPPED: stop(),
-            Ending.ENGINE_STUCK: self.rollouts.stuck(),
+            Ending.ENGINE_STUCK: self.runner.stuck(),
             Ending.NONFINITE: self._nonfinite_steps >= self.config.train.max_nonfinite_steps,
             Ending.COMPLETE: self.state.is_complete(self.config.train),
         }
@@ -261,11 +261,11 @@ class Trainer:
 
     def _raise_errors(self, ending: Ending) -> None:
         """Raise UserError if the run ends with an error. The state has been saved."""
-        saved = f"the state {after(self.state.step)} is saved"
+        saved = f"the state {after_steps_text(self.state.step)} is saved"
         if ending is Ending.ENGINE_STUCK:
-            self.rollouts.check_stuck(saved)
+            self.runner.raise_if_stuck(saved)
         elif ending is Ending.NONFINITE:
-            check_steps(self._nonfinite_steps, self.config.train.max_nonfinite_steps, saved)
+            raise_if_too_many_nonfinite(self._nonfinite_steps, self.config.train.max_nonfinite_steps, saved)
         self.callbacks.check(saved)
 
     def _save_after_step(self, ending: Ending | None, metrics: dict[str, float], progress: Progress) -> None:
@@ -273,71 +273,69 @@ class Trainer:
         config = self.config.train
         every = config.checkpoint_every
         is_due = bool(ending or (every and self.state.step % every == 0))
-        # keep_best compares with the best checkpoint on the disk, so wait for one that is still being written.
-        wait = is_due or bool(config.keep_best and "pass_at_1" in metrics)
-        self._save_failed |= not self.finish_background_save(progress, wait)
+        # The best checkpoint so far may still be being written. new_best must know whether that succeeds.
+        needs_result = is_due or bool(config.keep_best and "pass_at_1" in metrics)
+        self.check_background_save(progress, wait=needs_result)
         best = run_state.new_best(self.config, self.state, metrics)
-        if not (is_due or self._save_failed or best):
+        if not (is_due or self._must_save_again or best):
             return
-        if ending and ending is not Ending.COMPLETE:
-            self.save(new_best=best)
-            return
-        # A complete run exports its model even if its last checkpoint cannot be written.
         try:
-            self.save(wait=ending is not None, new_best=best)
-            self._save_failed = False
+            self.save(best, in_background=config.checkpoint_async and not ending)
+            self._must_save_again = False
         except NotWritten as e:
-            self._save_failed = True
+            # A run that stops early is resumed from this checkpoint. A complete run still exports its model.
+            if ending and ending is not Ending.COMPLETE:
+                raise
+            self._must_save_again = True
             progress.note(f"warning: {e}; training continues, and the next step tries again")
 
-    def save(self, wait: bool = True, new_best: Best | None = None) -> None:
+    def save(self, new_best: Best | None = None, in_background: bool = False) -> None:
         """Write a checkpoint. Raises NotWritten on all ranks if it cannot be written.
 
-        wait: return when it is written. Otherwise, with train.checkpoint_async, it is written in the background;
-        finish_background_save() returns the result. new_best: set if this is the best checkpoint so far.
+        new_best: set if this is the best checkpoint so far. in_background: copy the state, return, and write the copy
+        while the run continues; see check_background_save.
         """
         begun = time.monotonic()
-        in_background = self.config.train.checkpoint_async and not wait
         with span("checkpoint"):
-            self._settle()
+            self._wait_for_background_save()
             save = run_state.begin_save(
                 self.state,
                 self.models(),
                 self.config,
                 self.grid,
                 self.fingerprint,
-                self.seconds(),
+                self.job_seconds(),
                 in_background,
                 new_best,
             )
             if in_background:
-                self.saving.start(save, timedelta(seconds=self.config.parallel.timeout_s))
+                self.background_saver.start(save, timedelta(seconds=self.config.parallel.timeout_s))
             else:
                 save.write()
                 save.raise_if_failed()
                 self.state.best = new_best or self.state.best
         self._checkpoint_seconds["checkpoint"] += time.monotonic() - begun
 
-    def finish_background_save(self, progress: Progress, wait: bool) -> bool:
-        """Log a warning and return False if the last background checkpoint failed.
+    def check_background_save(self, progress: Progress, wait: bool) -> None:
+        """Log a warning and mark the checkpoint as failed if the one in the background could not be written.
 
-        wait: wait for one that is still being written; otherwise it counts as a success.
+        wait: wait if it is still being written. Otherwise a later call checks it.
         """
         begun = time.monotonic()
         try:
-            if wait or not self.saving.busy():
-                self._settle()
+            if wait or not self.background_saver.busy():
+                self._wait_for_background_save()
         except NotWritten as e:
+            self._must_save_again = True
             progress.note(f"warning: {e}; training continues and saves its current state")
-            return False
         finally:
             self._checkpoint_seconds["checkpoint_wait"] += time.monotonic() - begun
-        return True
 
-    def _settle(self) -> None:
-        done = self.saving.settle()
-        if done and done.best:
-            self.state.best = done.best
+    def _wait_for_background_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises NotWritten if that fails."""
+        written = self.background_saver.wait()
+        if written and written.best:
+            self.state.best = written.best
 
     def _pop_checkpoint_seconds(self) -> dict[str, float]:
         """Return and reset the seconds by which checkpoints have delayed training."""

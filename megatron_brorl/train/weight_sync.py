@@ -24,7 +24,7 @@ from megatron_brorl.rollout.weight_receiver import UpdateRefused
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import OpenGroup, Prompt
+from megatron_brorl.types import Prompt, PromptGroup
 
 TRIES = 2
 PROMPTS = 2  # of a probe, per rank
@@ -32,12 +32,12 @@ SIBLINGS = 2
 TOKENS = 16  # of a probe's prompt, and at most of a response
 
 
-def sync_engines(models: TrainingModels, rollouts: RolloutRunner, version: int, config: Config) -> dict[str, float]:
+def sync_engines(models: TrainingModels, runner: RolloutRunner, version: int, config: Config) -> dict[str, float]:
     """Send the actor's weights to all engines and verify them as train.verify_reshard says; return metrics. Collective.
 
     Engines are awake and the training models offloaded afterwards.
     """
-    engine = rollouts.engine
+    engine = runner.engine
     # The engine needs the memory, but the actor's weights are sent next.
     models.offload(actor_weights=False)
     engine.wake()
@@ -165,7 +165,7 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
 
     # All ranks make the same prompts, and each engine samples its share of them.
     prompts = []
-    for i in range(PROMPTS * grid.world):
+    for i in range(PROMPTS * grid.world_size):
         name = f"probe {i}"
         # The key includes the version, so that each weight sync is tested with other tokens.
         keys = torch.full((length,), stream_key("verify reshard", version, name))
@@ -174,8 +174,8 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
         prompts.append(Prompt(name, "", tuple(ids.tolist()), None, "exact"))
 
     # The probe uses the same functions as a training step.
-    groups = [OpenGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
-    slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world)[grid.rank]
+    groups = [PromptGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
+    slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world_size)[grid.rank]
     asked, group_of = requests(slots, groups, {}, 0)
 
     sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())

@@ -28,10 +28,10 @@ from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.parallel.context import share
+from megatron_brorl.parallel.context import split_for_rank
 from megatron_brorl.parallel.flops import TRAINING, forward_flops
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.parallel.packing import LEAST_GAIN, Packed, pack, token_gain
+from megatron_brorl.parallel.packing import MIN_SHARING_GAIN, Packed, pack, token_gain
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.offload import Offload
 
@@ -78,10 +78,10 @@ class Stage:
         self.options = options
         self.optim = optim
         self.model: Any = module  # in DistributedDataParallel if it is trained
-        self._segments_of = 2 * self.grid.context if self.grid.context > 1 else 1
+        self._segments_of = 2 * self.grid.cp_size if self.grid.cp_size > 1 else 1
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
-        self._multiple = self._segments_of * (self.grid.tensor if self.grid.sequence_parallel else 1) * align
-        self._limit = options.tokens_per_micro_batch * self.grid.context  # of a micro-batch, over its ranks
+        self._multiple = self._segments_of * (self.grid.tp_size if self.grid.sequence_parallel else 1) * align
+        self._limit = options.tokens_per_micro_batch * self.grid.cp_size  # of a micro-batch, over its ranks
         self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if options.offload else None
         self._state = Offload(self._optimizer_tensors) if options.offload and optim is not None else None
         # Every update starts from zeros, so gradients need no copy.
@@ -235,10 +235,10 @@ class Stage:
             batches = self.micro_batches(prompts, responses)
             recorded["flops"] = forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
             self._run(batches, collect, head, forward_only=True)
-        if self.grid.pipeline > 1 or self.grid.context > 1:
+        if self.grid.pp_size > 1 or self.grid.cp_size > 1:
             flat = torch.cat(result).to(cpu_bridge.default_device())
             dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its own tokens, and zeros
-            source = dist.get_global_rank(self.grid.groups.pp, self.grid.pipeline - 1)
+            source = dist.get_global_rank(self.grid.groups.pp, self.grid.pp_size - 1)
             dist.broadcast(flat, source, group=self.grid.groups.pp)
             result = list(flat.cpu().split([len(r) for r in responses]))
         return result
@@ -277,15 +277,15 @@ class Stage:
         """
         plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
         gain = token_gain(prompts, responses, self._limit) if self.options.share_prompt else 1.0
-        return {"plain": plain, "computed": plain / gain if gain >= LEAST_GAIN else plain}
+        return {"plain": plain, "computed": plain / gain if gain >= MIN_SHARING_GAIN else plain}
 
     def micro_batches(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
         """Pack rows of [tokens] each into micro-batches, with this rank's tokens of them in context parallelism."""
         options = self.options
         batches = pack(prompts, responses, self._limit, self._multiple, options.share_prompt, self._segments_of)
-        if self.grid.context == 1:
+        if self.grid.cp_size == 1:
             return batches
-        return [share(batch, self.grid.groups.cp.rank(), self.grid.context) for batch in batches]
+        return [split_for_rank(batch, self.grid.groups.cp.rank(), self.grid.cp_size) for batch in batches]
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
         if self._weights:
@@ -315,7 +315,7 @@ class Worker(Stage):
         self.shape = shape
         self.outputs = shape.vocab
         self.actor = build_actor(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
-        table = names.entries(shape, grid.pipeline, self.actor.fused_norms)
+        table = names.entries(shape, grid.pp_size, self.actor.fused_norms)
         self.buckets = make_buckets(table, options.dtype.itemsize)
         super().__init__(self.actor, options, optim)
 
@@ -343,7 +343,7 @@ class Worker(Stage):
         found: dict[int, Tensor] = {}
 
         def collect(batch: Packed, head: Head) -> tuple[Tensor, Any]:
-            rows, at = batch.last()
+            rows, at = batch.last_tokens()
             found.update(zip(rows, head.logits(at).cpu(), strict=True))
             return head.hidden.sum(), None
 

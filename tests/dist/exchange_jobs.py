@@ -43,9 +43,9 @@ def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: Cost
     """Return this rank's rows, its log, and the bytes of its messages to other ranks."""
     grid = grid_of(**parallel)
     slots = list(product(range(GROUPS), range(N)))
-    own = [rollout(*slot) for slot in deal(slots, [0] * grid.world)[rank] if slot not in LOST]
+    own = [rollout(*slot) for slot in deal(slots, [0] * grid.world_size)[rank] if slot not in LOST]
     outcomes = select_groups(gather_outcomes(own, GROUPS, N))
-    replica, balance = redistribute.assign_replicas(outcomes, PROMPTS, algo, costs, grid.data)
+    replica, balance = redistribute.assign_replicas(outcomes, PROMPTS, algo, costs, grid.dp_size)
 
     sent = []
     send = dist.all_to_all_single
@@ -75,6 +75,6 @@ def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostM
     """Return rows, bytes and balance of a step whose groups were all lost."""
     grid = grid_of(**parallel)
     outcomes = select_groups(gather_outcomes([], GROUPS, N))
-    replica, balance = redistribute.assign_replicas(outcomes, PROMPTS, algo, costs, grid.data)
+    replica, balance = redistribute.assign_replicas(outcomes, PROMPTS, algo, costs, grid.dp_size)
     rows, moved = redistribute.send_to_replicas([], outcomes, replica, grid)
     return rows, moved, balance

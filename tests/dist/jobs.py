@@ -65,7 +65,7 @@ def make_worker(
 ) -> Worker:
     grid = grid_of(**parallel)
     ops = backend(kwargs.pop("ops", "fused"), CPU)
-    options = StageOptions(tokens, ops, **{"share_prompt": grid.context == 1, **kwargs})
+    options = StageOptions(tokens, ops, **{"share_prompt": grid.cp_size == 1, **kwargs})
     worker = Worker(read_shape(directory), grid, options, optim)
     worker.load_hf(directory)
     return worker
@@ -82,7 +82,7 @@ def log_probs(
 
     def head(hidden: torch.Tensor, batch: Packed, temperature: float) -> Any:
         part = hidden.squeeze(1)[batch.predict] @ actor.head_weight().t()
-        parts = [torch.empty_like(part) for _ in range(worker.grid.tensor)]
+        parts = [torch.empty_like(part) for _ in range(worker.grid.tp_size)]
         dist.all_gather(parts, part, group=worker.grid.groups.tp)
         logits.update(batch.split(torch.cat(parts, dim=-1)[:, : worker.shape.vocab]))
         return type(actor).head(actor, hidden, batch, temperature)
@@ -116,7 +116,7 @@ def train_steps(
     noise = [0.3 * torch.randn(len(r), generator=g) for r in responses]
     advantages = torch.randn(len(responses), generator=g)
     base = torch.full((), -4.0)
-    data = worker.grid.data
+    data = worker.grid.dp_size
     rank = worker.grid.dp_rank
     own = list(range(len(prompts) * rank // data, len(prompts) * (rank + 1) // data))
     experience = Experience(

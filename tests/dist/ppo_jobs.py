@@ -19,7 +19,7 @@ from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.update import update_critic, update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
-from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout
+from megatron_brorl.types import Prompt, PromptGroup, Rollout, ScoredRollout
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
 OPTIM = OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
@@ -70,8 +70,8 @@ def ppo(
     metrics = []
     for step in range(steps):
         prompts, responses, sampled, rewards = batch(step)
-        drawn = [prompts[OF_PROMPT.index(g)] for g in range(4)]
-        groups = [OpenGroup(Prompt(str(i), "", tuple(p.tolist()), None, "exact"), step, i) for i, p in enumerate(drawn)]
+        drawn = [prompts[OF_PROMPT.index(g)].tolist() for g in range(4)]
+        groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "exact"), step, i) for i, p in enumerate(drawn)]
         all_rows = []
         advantages = torch.zeros(4, 11)
         for i, group in enumerate(OF_PROMPT):
@@ -79,7 +79,7 @@ def ppo(
             rollout = Rollout(sibling, responses[i], sampled[i], "stop")
             all_rows.append(ScoredRollout(group, rollout, rewards[i], rewards[i] >= 0.99))
             advantages[group, sibling] = rewards[i]
-        own = all_rows[24 * grid.dp_rank // grid.data : 24 * (grid.dp_rank + 1) // grid.data]
+        own = all_rows[24 * grid.dp_rank // grid.dp_size : 24 * (grid.dp_rank + 1) // grid.dp_size]
         own, experience, credit = make_experience(own, groups, advantages, models, ALGO, TEMPERATURE)
         batches = mini_batches(own, [0, 1, 2, 3], ALGO.mini_batches, "siblings") * ALGO.epochs
         valued = update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
@@ -93,7 +93,7 @@ def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
     """Return the full weights by Hugging Face name and, on the last stage, the value head."""
     shape = body(critic.shape)
     grid = critic.grid
-    buckets = make_buckets(names.entries(shape, grid.pipeline), 4)
+    buckets = make_buckets(names.entries(shape, grid.pp_size), 4)
     parameters = names.global_parameters(critic.critic)
     found = {n: t.clone() for n, t in stream(buckets, shape.kv_heads, parameters, grid, torch.float32)}
     if grid.last_stage:

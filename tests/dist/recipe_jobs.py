@@ -35,7 +35,7 @@ def _trainer(
 ) -> Trainer:
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine())
     if reward is not None:
-        trainer.rollouts = replace(trainer.rollouts, pool=Judge(reward))
+        trainer.runner = replace(trainer.runner, pool=Judge(reward))
     return trainer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import fakes
 import torch
 from dist.jobs import grid_of
-from dist.steps import _go_on, _Silent, configured, make_trainer
+from dist.steps import _go_on, configured, make_trainer
 
 from megatron_brorl.checkpoints.training import Save
 from megatron_brorl.errors import UserError
@@ -23,7 +23,7 @@ def both_ways(
 
     Return metrics, the files of the second checkpoint during the third step, and whether it was unfinished then."""
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), fakes.Engine())
-    trainer.seconds = lambda: 7.5  # type: ignore[method-assign]  # wall-clock time, which run.json holds
+    trainer.job_seconds = lambda: 7.5  # type: ignore[method-assign]  # wall-clock time, which run.json holds
     trainer.sync_weights()
     metrics = [trainer.train_step()[0] for _ in range(2)]
 
@@ -45,14 +45,14 @@ def both_ways(
     into("meanwhile")
     Save.write = late  # type: ignore[method-assign]
     try:
-        trainer.save(wait=False)
+        trainer.save(in_background=True)
         metrics.append(trainer.train_step()[0])
         there = sorted(p.name for p in Path(f"{root}/meanwhile/checkpoints").iterdir())
-        busy = trainer.saving.busy()
+        busy = trainer.background_saver.busy()
         changed.set()
         # The messages of the saver and of a step overlap.
         metrics.append(trainer.train_step()[0])
-        assert trainer.finish_background_save(_Silent(), wait=True)
+        assert trainer.background_saver.wait()
     finally:
         Save.write = write  # type: ignore[method-assign]
     return metrics, there, busy
@@ -61,7 +61,7 @@ def both_ways(
 def saves_over_dirty_memory(_rank: int, directory: str, changes: dict[str, Any], roots: list[str]) -> None:
     """Save one state twice; the second time new tensors of `torch.empty` are full of sevens."""
     trainer = make_trainer(directory, grid_of(), configured(changes), fakes.Engine())
-    trainer.seconds = lambda: 7.5  # type: ignore[method-assign]
+    trainer.job_seconds = lambda: 7.5  # type: ignore[method-assign]
     trainer.sync_weights()
     trainer.train_step()
     empty = torch.empty

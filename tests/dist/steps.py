@@ -45,7 +45,7 @@ from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
-from megatron_brorl.types import OpenGroup
+from megatron_brorl.types import PromptGroup
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
 BASE = Config(
@@ -67,7 +67,7 @@ def _options(config: Config, grid: Grid) -> StageOptions:
         config.train.tokens_per_micro_batch,
         ops,
         DTYPES[config.model.dtype],
-        share_prompt=grid.context == 1,
+        share_prompt=grid.cp_size == 1,
         distributed_optimizer=config.parallel.distributed_optimizer,
         overlap=config.parallel.overlap,
     )
@@ -210,8 +210,8 @@ def draw(
     shape = worker.shape
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, max_rows, sample)
     engine.update_weights(worker.hf_tensors(), 0)
-    groups = [OpenGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(asked)]
-    slots = deal(list(product(range(len(groups)), range(n))), [0] * worker.grid.world)[worker.grid.rank]
+    groups = [PromptGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(asked)]
+    slots = deal(list(product(range(len(groups)), range(n))), [0] * worker.grid.world_size)[worker.grid.rank]
     wanted, numbers = requests(slots, groups, {}, seed=1)
     result = Watchdog(engine, 300.0).generate(wanted, Sampling(1.0, 1.0, 0, 24, (2, 5, 7, 11)))
     found = {}

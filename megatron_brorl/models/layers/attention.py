@@ -25,14 +25,14 @@ from megatron_brorl.parallel.packing import PackedGroup
 
 @dataclass
 class Segments(PackedSeqParams):
-    """The groups of a stream of T tokens and their rotation. Megatron passes it on to core attention."""
+    """The groups and the rotary angles of a stream of T tokens. Megatron passes this object to core attention."""
 
     groups: tuple[PackedGroup, ...] = ()
     cos: Tensor | None = None  # [T, d / 2], float32 or float64: one table for all layers, queries and keys
     sin: Tensor | None = None
     local: tuple[Tensor, Tensor] | None = None  # cos and sin of local_layers
     local_layers: tuple[int, ...] = ()
-    context: dist.ProcessGroup | None = None  # ranks that split every segment; T counts this rank's tokens
+    cp_group: dist.ProcessGroup | None = None  # ranks that split every segment; T counts this rank's tokens
 
     @property
     def shared(self) -> bool:
@@ -80,16 +80,16 @@ class Segments(PackedSeqParams):
 
 
 def segment_table(groups: tuple[PackedGroup, ...]) -> Tensor:
-    """Return [segments, 4] int64: first token, length, and both of the prompt it attends to (length 0: none)."""
+    """Return [segments, 4] int64: start and length of each segment and of its shared prompt (length 0: none)."""
     rows = []
     begin = 0
     for group in groups:
-        front = begin
+        prompt = begin
         if group.prefix:
-            rows.append((front, group.prefix, 0, 0))
+            rows.append((prompt, group.prefix, 0, 0))
             begin += group.prefix
         for count, length in group.segments:
-            rows += [(begin + i * length, length, front, group.prefix) for i in range(count)]
+            rows += [(begin + i * length, length, prompt, group.prefix) for i in range(count)]
             begin += count * length
     return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
 
@@ -97,7 +97,7 @@ def segment_table(groups: tuple[PackedGroup, ...]) -> Tensor:
 class PackedAttention(torch.nn.Module):
     """Causal attention within each segment and to its group's prompt.
 
-    On a CPU consecutive segments of equal length are one batched call.
+    On a CPU, one batched call computes consecutive segments of equal length.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class PackedAttention(torch.nn.Module):
         if not query.is_cuda:  # the CPU's backward pass takes twice as long in bfloat16
             query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
         # The configuration and parallel.packing refuse shared prompts with context parallelism.
-        if packed_seq_params.context is not None:
-            out = self._over_ranks(query, key, value, packed_seq_params.groups, packed_seq_params.context)
+        if packed_seq_params.cp_group is not None:
+            out = self._over_ranks(query, key, value, packed_seq_params.groups, packed_seq_params.cp_group)
             return out.flatten(1).unsqueeze(1).to(dtype)
 
         # Otherwise compute group by group: the shared prompt, then the segments that attend to it.
@@ -138,30 +138,30 @@ class PackedAttention(torch.nn.Module):
         begin = 0
         for group in packed_seq_params.groups:
             # The tokens of a group are contiguous: its prompt, then its runs of equally long segments.
-            front = slice(begin, begin + group.prefix)
+            prompt = slice(begin, begin + group.prefix)
             begin += group.prefix + sum(count * length for count, length in group.segments)
-            own = slice(front.stop, begin)
+            own = slice(prompt.stop, begin)
             q, k, v = (x[own] for x in (query, key, value))
             # Without a shared prompt every segment includes its own.
             if not group.prefix:
                 outputs.append(self._causal(q, k, v, group.segments))
                 continue
-            front_q, front_k, front_v = (x[front] for x in (query, key, value))
-            outputs.append(self._causal(front_q, front_k, front_v, ((1, group.prefix),)))
+            prompt_q, prompt_k, prompt_v = (x[prompt] for x in (query, key, value))
+            outputs.append(self._causal(prompt_q, prompt_k, prompt_v, ((1, group.prefix),)))
             if group.segments:
                 scale = self.scale if self.scale is not None else q.shape[-1] ** -0.5
-                outputs.append(_SharedPrompt.apply(q, k, v, front_k, front_v, group.segments, scale))
+                outputs.append(_SharedPrompt.apply(q, k, v, prompt_k, prompt_v, group.segments, scale))
 
-        return _joined(outputs).flatten(1).unsqueeze(1).to(dtype)
+        return _concatenate(outputs).flatten(1).unsqueeze(1).to(dtype)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
         """Attend within each segment: query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d]."""
         outputs = []
-        for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True):
+        for (count, length), qkv in zip(segments, _split_runs(segments, query, key, value), strict=True):
             q, k, v = (_batched(x, count, length) for x in qkv)
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return _joined(outputs)
+        return _concatenate(outputs)
 
     def _over_ranks(
         self, query: Tensor, key: Tensor, value: Tensor, groups: tuple[PackedGroup, ...], ranks: dist.ProcessGroup
@@ -178,9 +178,9 @@ class PackedAttention(torch.nn.Module):
 
         # This rank has two chunks of every segment, one from the front and one from the back (zigzag).
         segments = tuple(run for group in groups for run in group.segments)
-        queries = _cut(tuple((count, length // size) for count, length in segments), query)
+        queries = _split_runs(tuple((count, length // size) for count, length in segments), query)
         outputs = []
-        for (count, length), (q,), kv in zip(segments, queries, _cut(segments, key, value), strict=True):
+        for (count, length), (q,), kv in zip(segments, queries, _split_runs(segments, key, value), strict=True):
             k, v = (_batched(x, count, length) for x in kv)
             chunk = length // (2 * size)
             # parallel.packing has padded every segment to a multiple of 2 * size, so chunks are equal.
@@ -189,7 +189,7 @@ class PackedAttention(torch.nn.Module):
             # A chunk attends to all earlier tokens of its segment, and causally to itself.
             found = []
             for half, place in ((0, rank), (1, 2 * size - 1 - rank)):
-                seen = (place + 1) * chunk  # keys from the segment's begin to the chunk's end
+                seen = (place + 1) * chunk  # keys from the start of the segment to the end of the chunk
                 mask = torch.ones(chunk, seen, dtype=torch.bool, device=q.device).tril(seen - chunk)
                 found.append(
                     scaled_dot_product_attention(
@@ -199,15 +199,15 @@ class PackedAttention(torch.nn.Module):
 
             # Restore the order of this rank's queries.
             outputs.append(torch.stack(found, dim=1).transpose(2, 3).flatten(0, 2))
-        return _joined(outputs)
+        return _concatenate(outputs)
 
 
 class _SharedPrompt(torch.autograd.Function):
-    """Attention of t suffix tokens over [prompt | own segment so far], the prompt's keys and values stored once.
+    """Attention of t response tokens to their shared prompt, and causally to their own segment.
 
-    Two calls of the CPU's flash attention, over the prompt and over the segments, merge by their log-sums. Given the
-    merged output and log-sum, its backward pass over either part is exact for the whole (as in ring attention, Liu et
-    al. 2023).
+    The CPU's flash attention runs twice, over the prompt and over the segments. The two results are merged by the
+    log-sum-exp of their scores. Given the merged output and log-sum-exp, the backward pass over each part is exact (as
+    in ring attention, Liu et al. 2023).
     """
 
     @staticmethod
@@ -222,19 +222,19 @@ class _SharedPrompt(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         """query [t, heads, d], key and value [t, kv_heads, d], prompt_* [P, kv_heads, d] -> [t, heads, d]."""
-        # One call attends from all rows to the prompt; their own segments are computed run by run.
+        # One call attends from all tokens to the prompt. Their own segments are computed run by run.
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        on_prompt, prompt_sum = flash(
+        on_prompt, prompt_lse = flash(
             *(_batched(x, 1, len(x)) for x in (query, prompt_key, prompt_value)), 0.0, False, scale=scale
         )
         parts = [
             flash(*(_batched(x, count, length) for x in qkv), 0.0, True, scale=scale)
-            for (count, length), qkv in zip(segments, _cut(segments, query, key, value), strict=True)
+            for (count, length), qkv in zip(segments, _split_runs(segments, query, key, value), strict=True)
         ]
-        on_own, own_sum = (_joined([_flat(p[i]) for p in parts]) for i in range(2))
+        on_own, own_lse = (_concatenate([_flat(p[i]) for p in parts]) for i in range(2))
 
-        out, total = _merged(_flat(on_prompt), _flat(prompt_sum), on_own, own_sum)
-        ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, total)
+        out, lse = _merge(_flat(on_prompt), _flat(prompt_lse), on_own, own_lse)
+        ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, lse)
         ctx.segments = segments
         ctx.scale = scale
         return out
@@ -242,7 +242,7 @@ class _SharedPrompt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of forward's inputs, given the gradient [t, heads, d] of its result."""
-        query, key, value, prompt_key, prompt_value, out, total = ctx.saved_tensors
+        query, key, value, prompt_key, prompt_value, out, lse = ctx.saved_tensors
         back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grad = upstream[0].contiguous()
 
@@ -251,34 +251,34 @@ class _SharedPrompt(torch.autograd.Function):
             k, v = (_batched(x, count, len(x) // count) for x in keys)
             return [_flat(x) for x in back(g, q, k, v, o, s, 0.0, causal, scale=ctx.scale)]
 
-        # The backward pass of either part takes the merged output and log-sum.
-        rows = (grad, query, out, total)
+        # The backward pass of each part takes the merged output and log-sum-exp.
+        rows = (grad, query, out, lse)
         grad_query, grad_prompt_key, grad_prompt_value = run(1, len(query), False, rows, (prompt_key, prompt_value))
         own = [
             run(count, length, True, part[:4], part[4:])
-            for (count, length), part in zip(ctx.segments, _cut(ctx.segments, *rows, key, value), strict=True)
+            for (count, length), part in zip(ctx.segments, _split_runs(ctx.segments, *rows, key, value), strict=True)
         ]
-        own_query, grad_key, grad_value = (_joined([p[i] for p in own]) for i in range(3))
+        own_query, grad_key, grad_value = (_concatenate([p[i] for p in own]) for i in range(3))
         return grad_query + own_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
 
 
-def _merged(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two sets of keys, a and b [t, heads, d], by the log-sums of their softmax [t, heads].
+def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over two sets of keys, a and b [t, heads, d], by the log-sum-exp of their scores [t, heads].
 
-    Returns the attention over both sets and its log-sum.
+    Return the attention over both sets and its log-sum-exp.
     """
-    total = torch.logaddexp(a_sum, b_sum)
-    of_a, of_b = ((s - total).exp().unsqueeze(-1) for s in (a_sum, b_sum))
-    return (of_a * a + of_b * b).to(a.dtype), total
+    lse = torch.logaddexp(a_lse, b_lse)
+    a_weight, b_weight = ((x - lse).exp().unsqueeze(-1) for x in (a_lse, b_lse))
+    return (a_weight * a + b_weight * b).to(a.dtype), lse
 
 
-def _joined(pieces: list[Tensor]) -> Tensor:
-    """Concatenate the pieces; a single one is not copied."""
+def _concatenate(pieces: list[Tensor]) -> Tensor:
+    """Concatenate the pieces without copying a single one."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _cut(segments: tuple[tuple[int, int], ...], *streams: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split each stream [t, ...] into the parts of the runs of segments."""
+def _split_runs(segments: tuple[tuple[int, int], ...], *streams: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split each stream [t, ...] into one part per run of equally long segments."""
     sizes = [count * length for count, length in segments]
     return list(zip(*(x.split(sizes) for x in streams), strict=True))
 

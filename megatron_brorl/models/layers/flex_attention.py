@@ -23,7 +23,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: fl
 
 
 def block_mask(table: Tensor, device: torch.device) -> BlockMask:
-    """Return the mask of a stream: causal, to a token's own segment and to its group's prompt.
+    """Return the mask of a stream: a token attends causally to its own segment, and to its group's prompt.
 
     table: [segments, 4] as layers.attention.segment_table returns it.
     """
@@ -40,5 +40,5 @@ def block_mask(table: Tensor, device: torch.device) -> BlockMask:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Any:
-    """Return the function compiled for any stream length. Uncompiled, it holds a number per pair of tokens."""
+    """Compile a function for any stream length. Uncompiled, it would allocate a number per pair of tokens."""
     return torch.compile(function, dynamic=True)

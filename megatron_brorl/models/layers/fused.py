@@ -1,7 +1,7 @@
 """Megatron's layers with csrc's ops on CPUs (ops.fused.layers). Importing this module loads the extension.
 
-A product computes the norm or the activation before it as well, so that the result between the two is not kept for the
-backward pass. Communication stays Megatron's.
+A linear layer also computes the norm or activation before it, so that the result between the two is not kept for the
+backward pass. Megatron still does the communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_brorl.ops.interface import compute_dtype
 
 
 class FusedRmsNorm(RmsNorm):
-    """RmsNorm by csrc, which the linear layer after it may take over."""
+    """RmsNorm by csrc. The linear layer after it may compute it instead (FusedColumnLinear.fuse_norm)."""
 
     in_linear = False  # True: FusedColumnLinear computes this norm, and forward() passes its input through
 
@@ -36,7 +36,7 @@ class FusedRmsNorm(RmsNorm):
 
 
 class FusedColumnLinear(ColumnParallelLinear):
-    """ColumnParallelLinear of its normed input. A product interleaved with communication is Megatron's."""
+    """ColumnParallelLinear that also computes the norm of its input. Megatron computes products with communication."""
 
     def fuse_norm(self, norm: FusedRmsNorm) -> None:
         """Compute `norm`, the module before this one, here. Its weight stays that module's parameter."""
@@ -52,7 +52,7 @@ class FusedColumnLinear(ColumnParallelLinear):
 
 
 class FusedRowLinear(RowParallelLinear):
-    """RowParallelLinear, whose communication is outside of the product."""
+    """RowParallelLinear by csrc, without the communication, which Megatron does after the product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return ops.linear(input, weight, kwargs["bias"])
@@ -74,9 +74,9 @@ class FusedSwiGluLinear(RowParallelLinear):
 
 
 class FusedSelfAttention(SelfAttention):
-    """SelfAttention that passes the projection to FusedAttention uncut.
+    """SelfAttention that passes the projection to FusedAttention without splitting it.
 
-    Megatron orders the projection by kv head: its queries, its key and its value.
+    Megatron orders the projection by kv head: for each head its queries, its key and its value.
     """
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None, None]:

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers. Imported only on GPUs that have it: the import fails without CUDA.
+"""Transformer Engine's layers. Import this module only on GPUs, because the import fails without CUDA.
 
 Not yet run on a GPU; see docs/measurements.
 """

@@ -2,7 +2,7 @@
 
 A parameter is split along one dimension of a view in which every rank's part is contiguous:
 
-    layout       full view                          split along Hugging Face tensors
+    layout       full view                          split dim   Hugging Face tensors
     replicated   as is                              -           1
     rows         [out, in]                          0           1   (column-parallel linear)
     columns      [out, in]                          1           1   (row-parallel linear)
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_brorl.families.family import Layout
 
-_CUT = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
+_SPLIT_DIM = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class WeightEntry:
 
 
 def local_shape(entry: WeightEntry, size: int) -> tuple[int, ...]:
-    """Return the shape of a rank's part of an entry, split over `size` tensor-parallel ranks."""
+    """Return the shape of one rank's part of an entry that is split over `size` tensor-parallel ranks."""
     first, *rest = entry.hf_shapes[0]
     if entry.layout == "vocab":
         return (-(-first // size), *rest)
@@ -69,7 +69,7 @@ def to_local(entry: WeightEntry, hf: Sequence[Tensor], kv_heads: int, rank: int,
         return torch.cat([_view("qkv", x, kv_heads).chunk(size)[rank] for x in hf], dim=1).flatten(0, 1)
     if entry.layout == "gate_up":
         return torch.cat([x.chunk(size)[rank] for x in hf])
-    return hf[0].chunk(size, dim=_CUT[entry.layout])[rank]
+    return hf[0].chunk(size, dim=_SPLIT_DIM[entry.layout])[rank]
 
 
 def to_hf(entry: WeightEntry, parts: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
@@ -80,7 +80,7 @@ def to_hf(entry: WeightEntry, parts: Sequence[Tensor], kv_heads: int) -> list[Te
     if entry.layout == "replicated":
         return [parts[0]]
     views = [_view(entry.layout, p, kv_heads // len(parts)) for p in parts]
-    full = torch.cat(views, dim=_CUT[entry.layout]) if len(views) > 1 else views[0]
+    full = torch.cat(views, dim=_SPLIT_DIM[entry.layout]) if len(views) > 1 else views[0]
     if entry.layout == "vocab":
         return [full[: entry.hf_shapes[0][0]].contiguous()]
     if entry.layout == "gate_up":

@@ -12,7 +12,7 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.weights.layouts import WeightEntry
 
 
-def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list[WeightEntry]:
+def entries(shape: ModelShape, pp_size: int, fused_norms: bool = False) -> list[WeightEntry]:
     """Return every parameter once, with the pipeline stage that owns it, in the order in which weights are sent.
 
     fused_norms: whether norms have the names that Transformer Engine gives them.
@@ -23,9 +23,9 @@ def entries(shape: ModelShape, pipeline: int, fused_norms: bool = False) -> list
 
         # Stages have equally many layers. The first also has the embedding, the last the final norm and the head.
         if layer is None:
-            stage = 0 if parameter is shape.model_family.embedding else pipeline - 1
+            stage = 0 if parameter is shape.model_family.embedding else pp_size - 1
         else:
-            stage = layer * pipeline // shape.layers
+            stage = layer * pp_size // shape.layers
 
         table.append(
             WeightEntry(
@@ -83,8 +83,8 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, Parameter]]:
 
 def _sizes(shape: ModelShape, parameter: Parameter) -> dict[str, tuple[int, ...]]:
     """Return name and shape of the Hugging Face tensors of a parameter."""
-    of = shape.dimensions
-    return {name: tuple(of[d] for d in dimensions) for name, dimensions in parameter.hf.items()}
+    sizes = shape.dimensions
+    return {name: tuple(sizes[d] for d in dimensions) for name, dimensions in parameter.hf.items()}
 
 
 def _in_layer(prefix: str, layer: int | None) -> str:

@@ -1,4 +1,4 @@
-"""From any training layout to a stream of (Hugging Face name, full tensor), the same on every rank.
+"""Convert the weights of any training layout to a stream of (Hugging Face name, full tensor), the same on every rank.
 
 A bucket holds consecutive entries of one pipeline stage. It costs one gather over the stage's tensor-parallel ranks and
 one broadcast to the other stages.
@@ -21,7 +21,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def make_buckets(entries: Sequence[WeightEntry], item_bytes: int, limit: int = BUCKET_BYTES) -> list[list[WeightEntry]]:
-    """Cut the entries into buckets of at most `limit` bytes of full tensors; a larger entry has a bucket of its own.
+    """Split the entries into buckets of at most `limit` bytes of full tensors. A larger entry gets its own bucket.
 
     item_bytes: size of one element.
     """
@@ -46,7 +46,7 @@ def stream(
 ) -> Iterator[ChecksummedTensor]:
     """Yield every full tensor [WeightEntry.hf_shapes] once, in the order of the buckets, on every rank of the grid.
 
-    parameters: this rank's parts under WeightEntry.megatron names. A collective: every rank must consume the stream to
+    parameters: this rank's parts under WeightEntry.megatron names. Collective: every rank must consume the stream to
     its end. Checksums are computed on the stage that owns a tensor, before it is sent. The tensors are views of a
     bucket, or of the parameters if nothing had to be gathered. Copy them to keep them.
     """
@@ -59,7 +59,7 @@ def stream(
             full = _gather(bucket, kv_heads, parameters, grid)
             torch.stack([checksum(name, x) for name, x in zip(names, full, strict=True)], out=sums)
 
-        if grid.pipeline > 1:
+        if grid.pp_size > 1:
             shapes = [shape for entry in bucket for shape in entry.hf_shapes]
             if full:
                 message = torch.cat([x.flatten() for x in full]).to(dtype)
@@ -79,9 +79,9 @@ def _gather(bucket: Sequence[WeightEntry], kv_heads: int, parameters: Mapping[st
     local = [parameters[entry.megatron].detach() for entry in bucket]
     sharded = [x for entry, x in zip(bucket, local, strict=True) if entry.layout != "replicated"]
     parts: Iterator[Sequence[Tensor]] = iter([(x,) for x in sharded])
-    if grid.tensor > 1 and sharded:
+    if grid.tp_size > 1 and sharded:
         own = torch.cat([x.flatten() for x in sharded])
-        messages = [torch.empty_like(own) for _ in range(grid.tensor)]
+        messages = [torch.empty_like(own) for _ in range(grid.tp_size)]
         dist.all_gather(messages, own, group=grid.groups.tp)
         shapes = [tuple(x.shape) for x in sharded]
         parts = zip(*(_split(message, shapes) for message in messages), strict=True)

@@ -63,7 +63,7 @@ def test_latest_names_the_old_checkpoint_until_the_new_one_is_complete(begin, tm
     assert checkpoint.find(tmp_path) == tmp_path / "step_00000001"
 
     held.go.set()
-    saving.settle()
+    saving.wait()
     assert not saving.under_way
     assert names(tmp_path) == ["latest", "step_00000002"]
     assert checkpoint.find(tmp_path) == tmp_path / "step_00000002"
@@ -78,7 +78,7 @@ def test_the_next_save_deletes_files_of_a_killed_one(begin, tmp_path):
     assert checkpoint.find(tmp_path) is None
     saving = BackgroundSaver()
     saving.start(begin(2), SOON)
-    saving.settle()
+    saving.wait()
     assert names(tmp_path) == ["latest", "step_00000002"]
 
 
@@ -86,7 +86,7 @@ def test_the_next_save_deletes_files_of_a_killed_one(begin, tmp_path):
 def test_a_checkpoint_that_reads_back_differently_is_rejected(begin, tmp_path, monkeypatch, name):
     saving = BackgroundSaver()
     saving.start(begin(1), SOON)
-    saving.settle()
+    saving.wait()
     fsync = os.fsync
     flipped = []
 
@@ -103,12 +103,12 @@ def test_a_checkpoint_that_reads_back_differently_is_rejected(begin, tmp_path, m
         patch.setattr(os, "fsync", flip)
         saving.start(begin(2), SOON)
         with pytest.raises(checkpoint.NotWritten, match=r"step_00000002: cannot be written: .* reads back as other"):
-            saving.settle()
+            saving.wait()
     assert flipped
     assert names(tmp_path) == ["latest", "step_00000001"]
     assert checkpoint.find(tmp_path) == tmp_path / "step_00000001"
     saving.start(begin(2), SOON)
-    saving.settle()
+    saving.wait()
     assert checkpoint.find(tmp_path) == tmp_path / "step_00000002"
 
 
@@ -129,7 +129,7 @@ def test_finish_waits_for_the_checkpoint_and_warns_of_errors(begin, tmp_path, mo
     saving.start(begin(1), SOON)
     assert held.reached.wait(60)
     threading.Timer(0.05, held.go.set).start()
-    saving.finish(told.append)
+    saving.wait_on_error(told.append)
     assert checkpoint.find(tmp_path) == tmp_path / "step_00000001"
     assert told == []
 
@@ -138,6 +138,6 @@ def test_finish_waits_for_the_checkpoint_and_warns_of_errors(begin, tmp_path, mo
 
     monkeypatch.setattr(writer, "write_verified", full)
     saving.start(begin(2), SOON)
-    saving.finish(told.append)
+    saving.wait_on_error(told.append)
     assert told == [f"warning: {tmp_path / 'step_00000002'}: cannot be written: {os.strerror(errno.ENOSPC)}"]
     assert names(tmp_path) == ["latest", "step_00000001"]

@@ -60,9 +60,13 @@ def test_init_writes_what_load_reads(capsys, tmp_path):
     model = tmp_path / "model"
     data.write_text(json.dumps({"question": "1+1?", "answer": "One and one.\n#### 2"}) + "\n")
     model.mkdir()
+    (model / "tokenizer_config.json").write_text('{"chat_template": null}')
+    assert "\ndata.chat = false: " in said(capsys, "init", tmp_path / "plain.toml", "--model", model)
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     told = said(capsys, "init", path, "--model", model, "--data", data, "--held-out", data)
     assert str(path) in told
+    assert "\ndata.chat = true: " in told
+    assert load(tmp_path / "plain.toml").data.chat is False
 
     config = load(path)
     assert (config.model.path, config.data.train, config.data.chat) == (str(model), (str(data),), True)

@@ -8,7 +8,7 @@ import torch
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import grid
-from megatron_brorl.parallel.context import own_tokens, segment_lengths, share
+from megatron_brorl.parallel.context import own_tokens, segment_lengths, split_for_rank
 from megatron_brorl.parallel.packing import Packed, pack
 
 
@@ -42,7 +42,7 @@ def test_each_rank_has_one_chunk_of_either_half(size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_prediction_has_one_rank(size):
     prompts, responses, packed = batch(size)
-    parts = [share(packed, rank, size) for rank in range(size)]
+    parts = [split_for_rank(packed, rank, size) for rank in range(size)]
     values = [torch.rand(len(r)) for r in responses]
     advantages = torch.arange(len(responses)) * 1.0
     whole = dict.fromkeys(range(len(responses)), 0.0)
@@ -68,14 +68,14 @@ def test_a_rank_without_predictions_takes_part():
     """A rank takes part in collectives even if it predicts no token of a stream."""
     (short,) = pack([torch.tensor([1])], [torch.tensor([2])], 100, 8, segments_of=8)
     (nothing,) = pack([], [], 100, 8, segments_of=8)
-    assert [len(share(short, rank, 4).predict) for rank in range(4)] == [1, 0, 0, 0]
+    assert [len(split_for_rank(short, rank, 4).predict) for rank in range(4)] == [1, 0, 0, 0]
     for packed in (short, nothing):
-        assert [len(share(packed, rank, 4).input_ids) for rank in range(4)] == [2, 2, 2, 2]
-    assert [share(nothing, rank, 4).gather([]).tolist() for rank in range(4)] == [[]] * 4
+        assert [len(split_for_rank(packed, rank, 4).input_ids) for rank in range(4)] == [2, 2, 2, 2]
+    assert [split_for_rank(nothing, rank, 4).gather([]).tolist() for rank in range(4)] == [[]] * 4
 
 
 def test_shared_prompts_are_refused():
-    with pytest.raises(ValueError, match="cannot be padded"):
+    with pytest.raises(ValueError, match="do not support segments_of"):
         pack([torch.tensor([1])] * 2, [torch.tensor([2])] * 2, 100, 4, share=True, segments_of=4)
 
 

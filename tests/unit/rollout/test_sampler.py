@@ -12,7 +12,7 @@ import torch
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request, rollouts_from_tensors, rollouts_to_tensors, sort_rollouts
 from megatron_brorl.rollout.sampler import MIN_NATS, deal, even_shares, improbable_rollouts, requests
-from megatron_brorl.types import OpenGroup, Prompt, Rollout, ScoredRollout, ScoreResult
+from megatron_brorl.types import Prompt, PromptGroup, Rollout, ScoredRollout, ScoreResult
 
 
 def best_by_search(total: int, loads: list[int]) -> list[int]:
@@ -66,7 +66,7 @@ def test_groups_of_unequal_size_are_split_evenly():
 
 
 def test_requests_are_runs_of_consecutive_rollouts():
-    groups = [OpenGroup(p, step, 0) for step, p in enumerate(fakes.prompts(3))]
+    groups = [PromptGroup(p, step, 0) for step, p in enumerate(fakes.prompts(3))]
     slots = [(0, 3), (0, 40), (0, 41), (1, 42), (1, 43), (2, 0)]
     begun = {slot: Rollout(slot[1], torch.arange(3), torch.zeros(3), "cut", ((0, 3),)) for slot in slots[:3]}
     asked, numbers = requests(slots, groups, begun, seed=5)

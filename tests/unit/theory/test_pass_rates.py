@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,19 @@ def test_mixed_share_is_the_share_of_mixed_subsets(right, n):
 
 def test_mixed_share_beyond_the_rollouts_is_that_of_all_rollouts():
     assert mixed_share(np.array([1, 0, 4]), np.array([4, 4, 4]), 8) == pytest.approx(1 / 3)
+
+
+def test_command_reads_an_evaluation(tmp_path, capsys):
+    rows = [
+        {"benchmark": "own", "id": i, "task": "t", "samples": 4, "right": i, "reward": 0, "tokens": 1} for i in (0, 2)
+    ]
+    (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit) as end:
+        main(["pass-rates", str(tmp_path)])
+    assert not end.value.code
+    out = capsys.readouterr().out
+    assert "2 prompts, the last evaluation of each, 4 to 4 rollouts" in out
+    assert "mean 0.250" in out
 
 
 def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, capsys):

@@ -46,21 +46,21 @@ def recursive(reward, v, gamma, lam):
 def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
     v = values()
     algo = AlgoConfig(advantage="gae", gamma=gamma, lam=lam)
-    credit = token_advantages(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
+    advantages, targets, metrics = token_advantages(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
     raw = [recursive(r, x.tolist(), gamma, lam) for r, x in zip(EARNED, v, strict=True)]
     flat = [a for row in raw for a in row]
     mean = statistics.fmean(flat)
     std = statistics.pstdev(flat)
     returns = []
-    for mine, goals, row, x in zip(credit.advantages, credit.returns, raw, v, strict=True):
+    for mine, goals, row, x in zip(advantages, targets, raw, v, strict=True):
         assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
         assert goals.tolist() == pytest.approx([a + b for a, b in zip(row, x.tolist(), strict=True)], abs=1e-5)
         returns += goals.tolist()
     explained = 1 - statistics.pvariance(flat) / statistics.pvariance(returns) if lam else None
     if explained is not None and gamma:
-        assert credit.metrics["explained_variance"] == pytest.approx(explained, rel=1e-4)
-    assert credit.metrics["return_mean"] == pytest.approx(statistics.fmean(returns), abs=1e-6)
-    assert credit.metrics["value_mean"] == pytest.approx(statistics.fmean(torch.cat(v).tolist()), abs=1e-6)
+        assert metrics["explained_variance"] == pytest.approx(explained, rel=1e-4)
+    assert metrics["return_mean"] == pytest.approx(statistics.fmean(returns), abs=1e-6)
+    assert metrics["value_mean"] == pytest.approx(statistics.fmean(torch.cat(v).tolist()), abs=1e-6)
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -68,16 +68,16 @@ def test_zero_critic_gives_critic_free_advantages(replicas, ops):
     """With gamma = lambda = 1 and V = 0, tokens have the advantage of their response (REINFORCE++, section 3.3)."""
     algo = AlgoConfig(advantage="gae")
     zeros = [torch.zeros(n) for n in LENGTHS]
-    credit = token_advantages(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
-    free = token_advantages(torch.tensor(EARNED), LENGTHS, None, None, AlgoConfig(), ops, replicas)
-    assert free.returns is None
-    assert [row.tolist() for row in free.advantages] == [[r] * n for r, n in zip(EARNED, LENGTHS, strict=True)]
+    advantages, returns, metrics = token_advantages(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
+    free, no_returns, _ = token_advantages(torch.tensor(EARNED), LENGTHS, None, None, AlgoConfig(), ops, replicas)
+    assert no_returns is None
+    assert [row.tolist() for row in free] == [[r] * n for r, n in zip(EARNED, LENGTHS, strict=True)]
     # With values of zero the returns are the advantages before whitening.
-    assert all(torch.equal(a, b) for a, b in zip(credit.returns, free.advantages, strict=True))
-    flat = torch.cat(free.advantages).double()
-    whitened = (torch.cat(free.advantages).double() - flat.mean()) / flat.std(correction=0)
-    torch.testing.assert_close(torch.cat(credit.advantages).double(), whitened, atol=1e-6, rtol=1e-6)
-    assert credit.metrics["explained_variance"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(returns, free, strict=True))
+    flat = torch.cat(free).double()
+    whitened = (flat - flat.mean()) / flat.std(correction=0)
+    torch.testing.assert_close(torch.cat(advantages).double(), whitened, atol=1e-6, rtol=1e-6)
+    assert metrics["explained_variance"] == 0.0
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -88,24 +88,25 @@ def test_kl_in_the_reward(replicas, ops, kind):
     kl = [torch.randn(n, generator=g) for n in LENGTHS]
     algo = AlgoConfig(advantage=kind, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
     v = [torch.zeros(n) for n in LENGTHS] if kind == "gae" else None
-    credit = token_advantages(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
+    advantages, returns, _ = token_advantages(torch.tensor(EARNED), LENGTHS, v, kl, algo, ops, replicas)
     raw = [[r - 0.3 * sum(x.tolist()[t:]) for t in range(len(x))] for r, x in zip(EARNED, kl, strict=True)]
     flat = [a for row in raw for a in row]
     mean, std = (0.0, 1.0) if kind in ("grpo", "maxrl") else (statistics.fmean(flat), statistics.pstdev(flat))
-    for mine, row in zip(credit.advantages, raw, strict=True):
+    for mine, row in zip(advantages, raw, strict=True):
         assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
-    assert (credit.returns is None) == (kind != "gae")
+    assert (returns is None) == (kind != "gae")
 
 
 @pytest.mark.parametrize("ops", OPS)
 def test_no_rows_and_equal_returns(replicas, ops):
     """A replica without rows takes part; equal returns give advantages of 0 and no explained variance."""
     algo = AlgoConfig(advantage="gae")
-    nothing = token_advantages(torch.zeros(0), [], [], None, algo, ops, replicas)
-    assert len(nothing.advantages) == len(nothing.returns) == 0
-    equal = token_advantages(torch.ones(2), [2, 3], [torch.zeros(2), torch.zeros(3)], None, algo, ops, replicas)
-    assert torch.count_nonzero(torch.cat(equal.advantages)) == 0
-    assert math.isnan(equal.metrics["explained_variance"])
+    advantages, returns, _ = token_advantages(torch.zeros(0), [], [], None, algo, ops, replicas)
+    assert len(advantages) == len(returns) == 0
+    zeros = [torch.zeros(2), torch.zeros(3)]
+    advantages, _, metrics = token_advantages(torch.ones(2), [2, 3], zeros, None, algo, ops, replicas)
+    assert torch.count_nonzero(torch.cat(advantages)) == 0
+    assert math.isnan(metrics["explained_variance"])
 
 
 REWARDS = [[0.0, 1.0, None, 0.0], [1.0] * 4, [0.25, 0.5, 0.25, None]]

@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from megatron_brorl.train.groups import CUT, LOST, drop_cut, gather_outcomes, group_metrics, mini_batches, select_groups
+from megatron_brorl.train.groups import (
+    CUT,
+    LOST,
+    gather_outcomes,
+    group_metrics,
+    mark_unfinished_as_lost,
+    mini_batches,
+    select_groups,
+)
 from megatron_brorl.types import Rollout, ScoredRollout
 
 # Rewards by sibling, eight each. None: lost; "cut": the rollout continues in the next step.
@@ -44,7 +52,7 @@ def test_closed_and_kept(outcomes):
     selection = select_groups(outcomes)
     assert selection.closed == [0, 1, 2, 3, 4, 6]
     assert selection.kept == [0, 6]
-    closed, lost = drop_cut(outcomes, [2, 5])
+    closed, lost = mark_unfinished_as_lost(outcomes, [2, 5])
     assert lost == 1
     assert select_groups(closed).kept == [0, 5, 6]
     assert closed.state[5, 2] == LOST

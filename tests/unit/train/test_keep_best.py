@@ -32,7 +32,7 @@ def trainer_of(model, processes, tmp_path, planted, **train):
     changes = {**ROWS, "run": {"seed": 3, "dir": str(tmp_path)}, "train": settings, "evaluate": {"every": 1}}
     trainer = make_trainer(model[0], processes, configured(changes), fakes.Engine())
     trainer.held_out = [None]
-    trainer.state.before = {}
+    trainer.state.initial_evaluation = {}
     trainer.evaluate = lambda _: planted[trainer.state.step]
     return trainer
 

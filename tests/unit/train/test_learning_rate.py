@@ -85,7 +85,7 @@ def trainer_of(model, processes, changes, tmp_path=None):
         "theory": {"every": 0},
     }
     trainer = make_trainer(model[0], processes, configured({**base, **changes}), fakes.Engine())
-    trainer.rollouts = replace(trainer.rollouts, pool=Pool())
+    trainer.runner = replace(trainer.runner, pool=Pool())
     trainer.held_out = []
     trainer.sync_weights()
     return trainer
@@ -95,7 +95,7 @@ def last_rates(trainer, plan):
     """Return the learning rate of the last optimizer step of each step; plan: whether a step has a signal."""
     found = []
     for signal in plan:
-        trainer.rollouts.pool.all_right = not signal
+        trainer.runner.pool.all_right = not signal
         metrics, _ = trainer.train_step()
         found.append((metrics["lr"], metrics.get("critic_lr")))
     return found

@@ -15,7 +15,7 @@ from dist.steps import _Silent, configured, make_trainer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.train.nonfinite import nonfinite_steps
+from megatron_brorl.train.nonfinite import count_nonfinite_steps
 from megatron_brorl.train.sft import sft
 
 N = 32
@@ -155,7 +155,7 @@ def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, 
     trainer = trainer_of(model, processes, changes)
     if what == "rows":
         every = {(f"p/{i}", s): NAN for i in range(60) for s in range(N) if i // 3 != 2}
-        trainer.rollouts.engine.engine.nonfinite = every
+        trainer.runner.engine.engine.nonfinite = every
     else:
         poison_gradients(trainer.worker.actor, lambda: trainer.state.step != 2)
     with pytest.raises(UserError) as caught:
@@ -180,7 +180,7 @@ def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, 
     ],
 )
 def test_steps_that_count_as_nonfinite(figures, expected):
-    assert nonfinite_steps(2, figures) == expected
+    assert count_nonfinite_steps(2, figures) == expected
 
 
 def break_weight(trainer, value=NAN):
@@ -249,7 +249,7 @@ def test_sft_stops_if_not_finite(processes, model, lr, said):
 def test_nonfinite_weights_are_not_sent_to_engines(processes, model):
     trainer = trainer_of(model, processes, {})
     name = breaking(trainer)
-    engine = trainer.rollouts.engine.engine
+    engine = trainer.runner.engine.engine
     with pytest.raises(UserError, match=rf"^the state after 1 step, actor: weights that are not finite: {name}; "):
         trainer.train_step()
     assert engine.verbs.count("update_weights") == 1  # before the step

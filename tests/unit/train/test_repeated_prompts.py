@@ -19,7 +19,7 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.sampler import open_groups, requests
+from megatron_brorl.rollout.sampler import make_groups, requests
 from megatron_brorl.train.evaluate import sample_answers
 
 SEED = 3  # of dist.steps.BASE
@@ -35,7 +35,7 @@ def test_groups_of_a_run_have_distinct_random_streams(rows, prompts):
         drawn = []
         for step in range(3 * rows // prompts + 3):
             taken = source.prompts(step * prompts, prompts)
-            asked, _ = requests([(g, 0) for g in range(prompts)], open_groups(taken, step), {}, seed)
+            asked, _ = requests([(g, 0) for g in range(prompts)], make_groups(taken, step), {}, seed)
             assert [r.prompt for r in asked] == taken
             seen = set()
             for request in asked:
@@ -60,7 +60,7 @@ def asked(trainer) -> list[list[tuple[str, int, int, int, list[int]]]]:
     """Return the requests of each call of the engine."""
     return [
         [(r.prompt.id, r.key, r.first, r.n, [b.index for b in r.begun]) for r in c]
-        for c in trainer.rollouts.engine.engine.calls
+        for c in trainer.runner.engine.engine.calls
     ]
 
 
@@ -71,12 +71,12 @@ def test_repeated_prompts_resume_bit_exactly(processes, model, tmp_path, rollout
     whole = trainer_of(model, processes, tmp_path, 3, **rollout)
     whole.sync_weights()
     figures = [whole.train_step()[0] for _ in range(5)]
-    for call in whole.rollouts.engine.engine.calls:
+    for call in whole.runner.engine.engine.calls:
         for request in call:
             for begun in request.begun:  # by the key of the step that began it
                 (stream,) = fakes.draws(request.key, [begun.index], TOKENS)
                 assert begun.token_ids.tolist() == stream[: len(begun.token_ids)]
-    assert any(r.begun for call in whole.rollouts.engine.engine.calls for r in call) == ("partial_tokens" in rollout)
+    assert any(r.begun for call in whole.runner.engine.engine.calls for r in call) == ("partial_tokens" in rollout)
 
     first = trainer_of(model, processes, tmp_path, 3, **rollout)
     first.sync_weights()
@@ -86,7 +86,7 @@ def test_repeated_prompts_resume_bit_exactly(processes, model, tmp_path, rollout
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
         second.restore(checkpoint.find(tmp_path / "checkpoints"))
-    assert second.state.partial.groups == first.state.partial.groups
+    assert second.state.carried.groups == first.state.carried.groups
     second.sync_weights()
     got += [second.train_step()[0] for _ in range(3)]
     assert list(map(repr, got)) == list(map(repr, figures))  # nan equals nan here; everything else must be equal
@@ -107,7 +107,7 @@ def test_evaluation_separates_groups_of_one_prompt(processes, model, tmp_path):
     trainer.sync_weights()
     a, b = fakes.prompts(2)
     sampling = Sampling(1.0, 1.0, 0, TOKENS, (fakes.STOP,))
-    found = sample_answers(trainer.rollouts, [a, b, a], 40, sampling, "s")
+    found = sample_answers(trainer.runner, [a, b, a], 40, sampling, "s")
     keys = [stream_key(SEED, "s", "p/0"), stream_key(SEED, "s", "p/1"), stream_key(SEED, "s", 1, "p/0")]
     assert [(x.prompt.id, x.index) for x in found] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
     assert [x.right / x.samples for x in found] == [rate(key, 40) for key in keys]
@@ -123,7 +123,7 @@ def test_repeated_rollouts_name_the_engine(processes, model):
     trainer = make_trainer(model[0], processes, configured({"rollout": {"n": 4}}), None)
     shape = trainer.worker.shape
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, same)
-    trainer.rollouts = replace(trainer.rollouts, engine=type(trainer.rollouts.engine)(engine, 60.0))
+    trainer.runner = replace(trainer.runner, engine=type(trainer.runner.engine)(engine, 60.0))
     trainer.stop_ids = ()
     trainer.sync_weights()
     with pytest.raises(UserError, match=r"came several times for one prompt.* \(prompt p/\d: sibling 0\)") as caught:

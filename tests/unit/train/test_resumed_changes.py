@@ -71,8 +71,8 @@ def test_fewer_rollouts_and_prompts(processes, model, tmp_path):
     resumed = trainer_of(model, processes, {"rollout": {"n": 4, "prompts": 2, "temperature": 0.5}}, tmp_path)
     resumed.restore(tmp_path / "checkpoints" / "step_00000002")
     resumed.sync_weights()
-    engine = resumed.rollouts.engine.engine
+    engine = resumed.runner.engine.engine
     metrics, _ = resumed.train_step()
     assert metrics["rollouts"] == 8
     assert [request.prompt.id for request in engine.calls[-1]] == ["p/6", "p/7"]
-    assert resumed.state.position == replace(resumed.state.position, rounds=3, prompts=8)
+    assert resumed.state.source_position == replace(resumed.state.source_position, rounds=3, prompts=8)

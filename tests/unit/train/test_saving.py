@@ -61,7 +61,7 @@ def test_only_the_last_save_is_waited_for(processes, model, tmp_path, writes):
     trainer = trainer_of(model, processes, tmp_path, steps=3)
     assert trainer.run(None, _Silent(), lambda: False)
     assert writes.seen == [(1, False), (2, False), (3, True)]
-    assert not trainer.saving.under_way
+    assert not trainer.background_saver.under_way
     assert steps(tmp_path) == ["latest", "step_00000002", "step_00000003"]
 
 
@@ -93,8 +93,8 @@ def test_refused_background_save_is_repeated(processes, model, tmp_path, writes,
         return shards
 
     monkeypatch.setattr(checkpoint, "plan", broken)
-    step = trainer.train_step
-    trainer.train_step = lambda: (trainer.saving._thread.join() if trainer.saving.under_way else None, step())[1]
+    step, saver = trainer.train_step, trainer.background_saver
+    trainer.train_step = lambda: (saver._thread.join() if saver.under_way else None, step())[1]
     assert trainer.run(None, told, lambda: False)
     assert [s for s, _ in writes.seen] == [2, 3, 4]
     (said,) = (note for note in told.notes if note.startswith("warning: "))

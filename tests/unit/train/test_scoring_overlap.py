@@ -85,7 +85,7 @@ def pool():
 def trainer_of(model, processes, pool, engine, log):
     trainer = make_trainer(model[0], processes, configured({"rollout": {"n": N, "prompts": 2}}), engine)
     trainer.train_source = Source(log)
-    trainer.rollouts = replace(trainer.rollouts, pool=pool)
+    trainer.runner = replace(trainer.runner, pool=pool)
     trainer.sync_weights()
     return trainer
 

@@ -86,7 +86,7 @@ def test_rollouts_cut_by_the_watchdog_continue(processes, model):
         asked = [(r.prompt.id, r.first, r.n, [b.index for b in r.begun]) for r in engine.calls[-1]]
         new = [(p.id, 0, N, []) for p in fakes.prompts(PROMPTS, PROMPTS * step)]
         assert asked == ([("p/1", 5, 1, [5])] if step else []) + new
-    assert not trainer.state.partial.groups
+    assert not trainer.state.carried.groups
 
 
 def test_old_group_closes_without_unfinished_rollouts(processes, model):
@@ -99,4 +99,4 @@ def test_old_group_closes_without_unfinished_rollouts(processes, model):
     second, _ = trainer.train_step()
     assert second["lost_share"] == 1 / (2 * N + 1)
     assert (second["carried"], second["rollouts"]) == (0, 3 * N - 1)
-    assert not trainer.state.partial.groups
+    assert not trainer.state.carried.groups

@@ -62,7 +62,7 @@ def trainer_of(model, processes, pool, rules, changes):
     config = configured({"rollout": {"n": N, "prompts": 3}, "reward": reward, **changes})
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.train_source = Source(rules)
-    trainer.rollouts = replace(trainer.rollouts, pool=pool)
+    trainer.runner = replace(trainer.runner, pool=pool)
     trainer.sync_weights()
     return trainer
 

@@ -52,7 +52,7 @@ def test_one_of_512_rollouts_lost_and_one_stalled(processes, model, deaf, capfd)
     told = capfd.readouterr().err.splitlines()
     assert len(told) == (3 if deaf else 2)
     assert all("1 of prompt p/0" in line and "1 of prompt p/1" in line for line in told[:2])
-    assert trainer.rollouts.stuck() == deaf
+    assert trainer.runner.stuck() == deaf
     # The engine's memory serves the training. An engine that hangs gets no more calls, but its rank still meets the
     # other ranks of the engine where they wait for its sleep and its wake.
     after = ["barrier", "barrier"] if deaf else ["sleep", "wake", "update_weights"]

@@ -34,7 +34,7 @@ def trainer_of(model, processes, changes, tmp_path=None):
     }
     merged = {name: {**base.get(name, {}), **changes.get(name, {})} for name in {**base, **changes}}
     trainer = make_trainer(model[0], processes, configured(merged), fakes.Engine())
-    trainer.rollouts = replace(trainer.rollouts, pool=Pool())
+    trainer.runner = replace(trainer.runner, pool=Pool())
     trainer.held_out = []
     trainer.sync_weights()
     return trainer
@@ -55,7 +55,7 @@ def versions(trainer):
     optimizer = trainer.worker.optimizer.chained_optimizers[0].optimizer
     steps = {int(s["step"]) for s in optimizer.state.values()} or {0}
     assert len(steps) == 1
-    return trainer.state.updates, trainer.rollouts.engine.engine.version, steps.pop()
+    return trainer.state.updates, trainer.runner.engine.engine.version, steps.pop()
 
 
 @pytest.mark.parametrize("changes", [{}, {"algo": {"epochs": 3}}, GAE], ids=["actor", "epochs", "gae"])
@@ -63,7 +63,7 @@ def test_a_step_without_a_signal_counts_nothing(processes, model, changes):
     trainer = trainer_of(model, processes, changes)
     taken = 0
     for all_right in (True, False, True, True, False):
-        trainer.rollouts.pool.all_right = all_right
+        trainer.runner.pool.all_right = all_right
         values, _ = trainer.train_step()
         assert (values["updates"] == 0) == all_right
         taken += int(values["updates"])
@@ -86,7 +86,7 @@ def test_a_mini_batch_without_a_row_counts_nothing(processes, model):
                 request = replace(request, answer="2")
             return super().submit(request)
 
-    trainer.rollouts = replace(trainer.rollouts, pool=OfOnePrompt())
+    trainer.runner = replace(trainer.runner, pool=OfOnePrompt())
     for step in range(1, 4):
         values, _ = trainer.train_step()
         assert values["updates"] == 1
@@ -131,7 +131,7 @@ def test_actor_waits_for_the_critic(processes, model, tmp_path):
             saved = tmp_path / "checkpoints" / "step_00000003"
             trainer = trainer_of(model, processes, {**GAE, "critic": {"lr": 1e-3, "warmup_steps": 2}}, tmp_path)
             trainer.restore(saved)
-        trainer.rollouts.pool.all_right = all_right
+        trainer.runner.pool.all_right = all_right
         values, _ = trainer.train_step()
         updates.append((values["critic_updates"], values["updates"]))
     assert updates == [(0, 0), (2, 0), (0, 0), (2, 0), (2, 2)]
@@ -156,12 +156,12 @@ def test_evaluations_during_critic_warmup_do_not_end_the_run(processes, model, t
 def test_staleness_counts_updates(processes, model):
     """Rollouts that continue over steps without an update come from the present weights."""
     trainer = trainer_of(model, processes, {"rollout": {"n": 8, "prompts": 3, "partial_tokens": 2}})
-    trainer.rollouts.pool.all_right = True
+    trainer.runner.pool.all_right = True
     found = [trainer.train_step()[0] for _ in range(8)]
     assert sum(v["rollouts"] for v in found) > 0
     assert {v["updates"] for v in found} == {0}
     assert {v["staleness_max"] for v in found} == {0}
-    spans = [row.rollout.spans for row in trainer.state.partial.rollouts]
+    spans = [row.rollout.spans for row in trainer.state.carried.rollouts]
     assert spans
     assert {version for own in spans for version, _ in own} == {0}
 
@@ -169,7 +169,7 @@ def test_staleness_counts_updates(processes, model):
 def test_resumed_run_continues_counting(processes, model, tmp_path):
     trainer = trainer_of(model, processes, {}, tmp_path)
     for all_right in (True, False, True):
-        trainer.rollouts.pool.all_right = all_right
+        trainer.runner.pool.all_right = all_right
         trainer.train_step()
     trainer.save()
     again = trainer_of(model, processes, {}, tmp_path)
@@ -179,6 +179,6 @@ def test_resumed_run_continues_counting(processes, model, tmp_path):
     values, _ = again.train_step()
     assert values["lr"] == pytest.approx(1e-3 * 4 / 100)
     weights = dict(again.worker.hf_tensors())
-    trainer.rollouts.pool.all_right = False
+    trainer.runner.pool.all_right = False
     trainer.train_step()
     assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.worker.hf_tensors())

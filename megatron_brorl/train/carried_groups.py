@@ -1,0 +1,105 @@
+"""Groups that a step carries over to the next one, and their part of a checkpoint.
+
+A group stays together, finished rollouts included, until all of its rollouts are finished. A rollout stays on the rank
+that began it. Each token keeps the log-probability and the weight version that it was sampled with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save
+
+from megatron_brorl.data.source import PromptSource
+from megatron_brorl.parallel import collectives
+from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.rollout.engine import rollouts_from_tensors, rollouts_to_tensors, sort_rollouts
+from megatron_brorl.rollout.sampler import Slot, deal, make_groups
+from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
+
+_FILES = "carried_*.safetensors"
+
+
+@dataclass(frozen=True)
+class CarriedGroups:
+    """Groups that wait for the next step, the same on every rank, and this rank's rollouts of them in order.
+
+    With rollout.partial_tokens they have partial rollouts: "cut" responses, which the next step continues. With
+    rollout.refills they are surplus groups: complete ones beyond rollout.prompts, which the next step trains on.
+    """
+
+    groups: tuple[PromptGroup, ...] = ()
+    rollouts: tuple[ScoredRollout, ...] = ()
+
+    def partial_rollouts(self) -> dict[Slot, Rollout]:
+        """Return this rank's partial rollouts by group and rollout index."""
+        return {(r.group, r.rollout.index): r.rollout for r in self.rollouts if r.rollout.finish == "cut"}
+
+    def finished_rollouts(self) -> list[ScoredRollout]:
+        """Return this rank's other rollouts."""
+        return [r for r in self.rollouts if r.rollout.finish != "cut"]
+
+    def partial_per_rank(self) -> list[int]:
+        """Return the number of partial rollouts of each rank. Collective."""
+        return collectives.all_gather(len(self.partial_rollouts()))
+
+
+def carry_over(
+    groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], closed: Sequence[int]
+) -> CarriedGroups:
+    """Return the groups of a step that are not closed, with this rank's rollouts of them."""
+    waiting = [g for g in range(len(groups)) if g not in set(closed)]
+    new_index = {g: i for i, g in enumerate(waiting)}
+    kept = [replace(with_own_tensors(r), group=new_index[r.group]) for r in rollouts if r.group in new_index]
+    return CarriedGroups(tuple(groups[g] for g in waiting), tuple(kept))
+
+
+def with_own_tensors(scored: ScoredRollout) -> ScoredRollout:
+    """Copy the tensors of a rollout. They are views of larger tensors, which would stay in memory with it."""
+    r = scored.rollout
+    return replace(scored, rollout=replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone()))
+
+
+def staleness(rollouts: Sequence[ScoredRollout], version: int) -> dict[str, float]:
+    """Return the age of the tokens of all ranks: the optimizer steps from the weights that sampled them to `version`.
+
+    The age is given as mean over the tokens and as maximum. Collective.
+    """
+    ages = [(version - v, tokens) for r in rollouts for v, tokens in r.rollout.spans]
+    sums = {"steps": float(sum(age * n for age, n in ages)), "tokens": float(sum(n for _, n in ages))}
+    sums = collectives.all_reduce_sum(sums)
+    oldest = collectives.all_reduce_max({"oldest": float(max((age for age, _ in ages), default=0))})["oldest"]
+    return {"staleness_mean": sums["steps"] / (sums["tokens"] or 1.0), "staleness_max": oldest}
+
+
+def checkpoint_files(carried: CarriedGroups, grid: Grid) -> dict[str, bytes]:
+    """Return this rank's files for a checkpoint, by name; none without groups.
+
+    Prompts are not written, because the source returns them again.
+    """
+    if not carried.groups:
+        return {}
+    groups = torch.tensor([(g.round, g.index, g.start) for g in carried.groups])
+    return {_FILES.replace("*", f"{grid.rank:05d}"): save({"groups": groups, **rollouts_to_tensors(carried.rollouts)})}
+
+
+def read_checkpoint(directory: Path, source: PromptSource, grid: Grid) -> CarriedGroups:
+    """Return the carried groups of a checkpoint. If the number of ranks has changed, their rollouts are dealt again.
+
+    source: the prompt source of the run that wrote the checkpoint.
+    """
+    parts = [load_file(path) for path in sorted(directory.glob(_FILES))]
+    if not parts:
+        return CarriedGroups()
+    keys = parts[0]["groups"].tolist()
+    groups = tuple(make_groups(source.prompts(start, index + 1), number, start)[index] for number, index, start in keys)
+    if len(parts) == grid.world_size:
+        return CarriedGroups(groups, tuple(rollouts_from_tensors(parts[grid.rank])))
+    found = {
+        (r.group, r.rollout.index): r for r in sort_rollouts([r for part in parts for r in rollouts_from_tensors(part)])
+    }
+    own_slots = deal(list(found), [0] * grid.world_size)[grid.rank]
+    return CarriedGroups(groups, tuple(found[slot] for slot in own_slots))
