@@ -43,28 +43,6 @@ PHASES = ("generate", "score", "train", "refit", "step")
 WORDS_PER_ANSWER = 32  # Half of the answers are right.
 BYTES = 256
 END = "<|endoftext|>"
-RUN = """
-[run]
-dir = "{dir}"
-[model]
-path = "{model}"
-dtype = "{dtype}"
-[data]
-train = ["{data}"]
-[rollout]
-n = {n}
-dtype = "{dtype}"
-prompts = {groups}
-max_tokens = {response}
-[reward]
-extract = "answer_tag"
-strict = false
-cut_off_factor = 1.0  # a response that ends at the length limit counts
-[train]
-steps = {steps}
-checkpoint_every = 0
-tokens_per_micro_batch = {tokens}
-"""
 
 
 def words(vocab: int) -> tuple[list[str], list[str]]:
@@ -81,35 +59,35 @@ def write_tokenizer(vocab: int, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def prompts(vocab: int, tokens: int, count: int) -> list[str]:
-    """Return `count` different prompts of the given number of plain words."""
+def questions(vocab: int, tokens: int, count: int) -> list[dict[str, str]]:
+    """Return `count` rows with different prompts of the given number of plain words."""
     draw = random.Random(tokens)
     _, plain = words(vocab)
-    return ["".join(draw.choices(plain, k=tokens)) for _ in range(count)]
+    return [{"prompt": "".join(draw.choices(plain, k=tokens)), "answer": "1"} for _ in range(count)]
 
 
 def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Run `brorl train` on the prompts of the job."""
+    """Run `brorl train` on the rows of the job."""
     data = directory / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in job["rows"]), encoding="utf-8")
     config = directory / "run.toml"
-    out = directory / "run"
-    rows = job["rows"]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-    # The configuration of one run on these prompts.
-    text = RUN.format(
-        dir=out,
-        model=job["model"],
-        data=data,
-        n=job["n"],
-        dtype=job["dtype"],
-        response=job["response"],
-        groups=job["groups"],
-        steps=len(rows) // job["groups"],
-        tokens=job["tokens_per_micro_batch"],
-    )
-    config.write_text(text, encoding="utf-8")
-    return train(out, [str(config)], job["threads"])
+    config.touch()
+    overrides = [
+        f"run.dir={directory / 'run'}",
+        f"model.path={job['model']}",
+        f"model.dtype={job['dtype']}",
+        f'data.train=["{data}"]',
+        f"rollout.n={job['n']}",
+        f"rollout.dtype={job['dtype']}",
+        f"rollout.prompts={job['groups']}",
+        f"rollout.max_tokens={job['response']}",
+        "reward.extract=answer_tag",
+        "reward.cut_off_factor=1.0",  # a response that ends at the length limit counts
+        f"train.steps={len(job['rows']) // job['groups']}",
+        "train.checkpoint_every=0",
+        f"train.tokens_per_micro_batch={job['tokens_per_micro_batch']}",
+    ]
+    return train(directory / "run", [str(config), *overrides], job["threads"])
 
 
 def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
@@ -199,13 +177,12 @@ def main() -> None:
                 "epsilon_high": 0.28,
                 "learning_rate": 1e-6,
             }
-            texts = prompts(shape.vocab, prompt, args.groups * (1 + args.repeat))
             job = {
                 "name": args.model,
                 "model": str(model),
                 "scratch": scratch,
                 "threads": args.threads,
-                "rows": [{"prompt": text, "answer": "1"} for text in texts],
+                "rows": questions(shape.vocab, prompt, args.groups * (1 + args.repeat)),
                 "groups": args.groups,
                 "n": args.n,
                 "dtype": dtype,

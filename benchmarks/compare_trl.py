@@ -6,21 +6,21 @@
 --trl-python is the interpreter of an environment with trl:
 python -m venv trl; trl/bin/pip install torch==2.13.0 trl==1.16.0 --extra-index-url https://download.pytorch.org/whl/cpu
 
-CONFIG is a configuration of `brorl train` whose rows have the verifier `exact`. SIZES replaces its sizes, because TRL
-needs minutes for a step of some hundred rollouts on two cores. Overrides come after SIZES. Three models are trained
-from the same weights: by TRL, by this project in as many steps, and by this project until its steps have taken as long
-as those of TRL. `brorl evaluate` measures held-out pass@1 of the untrained model and of these.
+CONFIG is a configuration such as examples/smollm2/sums.toml, whose rows have the verifier `exact`. SIZES replaces its
+sizes, because a step of TRL may take minutes. Overrides come after SIZES. Three models are trained from the same
+weights: by TRL, by this project in as many steps, and by this project until its steps have taken as long as those of
+TRL. `brorl evaluate` measures held-out pass@1 of the untrained model and of these.
 
-Equal on both sides: the prompts of each step in their order, rollouts, temperature, length limit, the tokens that end a
-response (each token with a stop string in its text), reward, GRPO's advantage, clipped loss (SAME), optimizer steps per
-step, AdamW, warm-up. Different: the random numbers; TRL shuffles the responses of a step before it splits them into
-mini-batches, and this project takes as many of each group; TRL divides the loss by the step's tokens over the number of
-mini-batches, and this project by the tokens of the mini-batch; TRL adds 1e-4 to a group's standard deviation, and this
-project 1e-6. This project runs one process per thread. TRL runs one process, without gradient checkpointing.
+Equal on both sides: the prompts of each step, rollouts, temperature, length limit, tokens that end a response (all with
+a stop string in their text), reward, GRPO's advantage and the clipped loss (SAME), updates, AdamW, warm-up. Different:
+random numbers; TRL shuffles the responses of a step before it splits them into mini-batches, and this project follows
+algo.mini_batch_of; TRL divides the loss by the step's tokens over the number of mini-batches, and this project by the
+tokens of the mini-batch; TRL adds 1e-4 to a group's standard deviation, and this project 1e-6. This project runs one
+process per thread. TRL runs one process with all threads, without gradient checkpointing.
 
-seconds: those of training steps, without start, evaluation and export. peak MiB: resident set of all processes at its
-peak; on this side that counts start and export as well. others: the share of the machine that other processes used;
-above a few percent, measure again. --out receives compare_trl.json, compare_trl.png and all models. Linux only.
+seconds: those of training steps. peak MiB: resident set of all processes at its peak, on this side with start and
+export. others: the share of the machine that other processes used; above a few percent, measure again. --out receives
+compare_trl.json, compare_trl.png and all models. Linux only.
 """
 
 from __future__ import annotations
@@ -138,21 +138,20 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def line(row: dict[str, Any]) -> list[str]:
     """Return a line of the table."""
-    interval = "{mean:.1%} ({low:.1%} to {high:.1%})".format(**row["pass_at_1"])
-    steps = row["steps"]
-    if not steps:
-        return [row["run"], interval, *[""] * 7]
-    counts = [str(len(steps)), f"{row['rollouts'][-1]:,}", f"{row['seconds'][-1]:.0f}"]
-    rewards = f"{steps[0]['reward']:.3f}, {steps[-1]['reward']:.3f}"
-    ends = [f"{row['seconds'][-1] / len(steps):.1f}", rewards, f"{row['peak_mib']:,.0f}"]
-    return [row["run"], interval, *counts, *ends, f"{row['others_cpu_share']:.0%}"]
+    cells = [row["run"], "{mean:.1%} ({low:.1%} to {high:.1%})".format(**row["pass_at_1"])]
+    if steps := row["steps"]:
+        seconds = row["seconds"][-1]
+        cells += [str(len(steps)), f"{row['rollouts'][-1]:,}", f"{seconds:.0f}", f"{seconds / len(steps):.1f}"]
+        cells += [f"{steps[0]['reward']:.3f}, {steps[-1]['reward']:.3f}"]
+        cells += [f"{row['peak_mib']:,.0f}", f"{row['others_cpu_share']:.0%}"]
+    return cells
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print a Markdown table, and the rollouts of TRL in the seconds that this project needs for all of them."""
     head = ["run", "held-out pass@1 (95% interval)", "steps", "rollouts", "seconds", "s per step"]
     print(table([[*head, "reward of first and last step", "peak MiB", "others"], *map(line, rows)]))
-    _, trl, ours, _ = rows
+    trl, ours = rows[1:3]
     limit = ours["seconds"][-1]
     done = max((r for r, s in zip(trl["rollouts"], trl["seconds"], strict=True) if s <= limit), default=0)
     print(f"After {limit:.0f} s, this project has {ours['rollouts'][-1]:,} rollouts and TRL has {done:,}.")

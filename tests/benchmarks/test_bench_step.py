@@ -43,8 +43,8 @@ def test_prompts_have_the_requested_tokens(tmp_path):
     bench_step.write_tokenizer(vocab, tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.vocab_size == vocab
-    for text in bench_step.prompts(vocab, 64, 3):
-        assert len(tokenizer.encode_prompt(text)) == 64
+    for row in bench_step.questions(vocab, 64, 3):
+        assert len(tokenizer.encode_prompt(row["prompt"])) == 64
     text = "<answer>1</answer>1<w500>"
     assert len(tokenizer.encode(text)) == 2
     assert tokenizer.decode(tokenizer.encode(text)) == text
