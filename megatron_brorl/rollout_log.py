@@ -69,8 +69,8 @@ ROLLOUTS = pa.schema(
 )
 
 
-class Moment(NamedTuple):
-    """A step or an evaluation."""
+class LogEntry(NamedTuple):
+    """A recorded step or evaluation."""
 
     kind: Literal["step", "evaluation"]
     number: int  # step: its number in metrics.jsonl; evaluation: the number of steps before it
@@ -79,18 +79,18 @@ class Moment(NamedTuple):
         return f"{self.kind} {self.number}"
 
     def file(self, rest: str) -> str:
-        """Return the name of a file of this moment."""
+        """Return the name of a file of this entry."""
         return f"{self.kind}_{self.number:06d}.{rest}.parquet"
 
 
-def write_groups(folder: Path, moment: Moment, groups: pa.Table) -> None:
-    """Write the groups of a moment (schema GROUPS). Raises OSError."""
-    _write(folder / moment.file("groups"), groups)
+def write_groups(folder: Path, entry: LogEntry, groups: pa.Table) -> None:
+    """Write the groups of an entry (schema GROUPS). Raises OSError."""
+    _write(folder / entry.file("groups"), groups)
 
 
-def write_rollouts(folder: Path, moment: Moment, rank: int, rollouts: pa.Table) -> None:
-    """Write one rank's rollouts of a moment (schema ROLLOUTS). Raises OSError."""
-    _write(folder / moment.file(f"rollouts.{rank:05d}"), rollouts)
+def write_rollouts(folder: Path, entry: LogEntry, rank: int, rollouts: pa.Table) -> None:
+    """Write one rank's rollouts of an entry (schema ROLLOUTS). Raises OSError."""
+    _write(folder / entry.file(f"rollouts.{rank:05d}"), rollouts)
 
 
 def prepare_folder(folder: Path, resume_step: int | None) -> None:
@@ -108,35 +108,35 @@ def prepare_folder(folder: Path, resume_step: int | None) -> None:
 
         # Files of other ranks are deleted too, because the resumed run may have fewer ranks.
         for path in folder.iterdir():
-            moment = _moment(path)
-            if moment and resume_step is not None:
+            entry = _entry_of(path)
+            if entry and resume_step is not None:
                 # The evaluation after step N runs before the checkpoint of step N is saved, so it is kept.
-                first = resume_step if moment.kind == "step" else resume_step + 1
-                if moment.number >= first:
+                first = resume_step if entry.kind == "step" else resume_step + 1
+                if entry.number >= first:
                     path.unlink()
     except OSError as e:
         raise UserError(f"{folder}: cannot be written: {e.strerror}; make run.dir a writable folder") from None
 
 
-def moments(folder: Path) -> list[Moment]:
+def entries(folder: Path) -> list[LogEntry]:
     """Return the recorded steps, then the recorded evaluations, each in order. Raises UserError if there are none."""
-    found = {moment for path in folder.glob("*.groups.parquet") if (moment := _moment(path))}
+    found = {entry for path in folder.glob("*.groups.parquet") if (entry := _entry_of(path))}
     if not found:
         raise UserError(f"{folder}: holds no recorded rollouts; give the run.dir of a training run")
     return sorted(found, key=lambda m: (m.kind != "step", m.number))
 
 
-def read_groups(folder: Path, moment: Moment) -> pa.Table:
-    """Return the groups of a moment by number. Raises UserError if the file is missing or damaged."""
-    return _read([folder / moment.file("groups")], GROUPS).sort_by("group")
+def read_groups(folder: Path, entry: LogEntry) -> pa.Table:
+    """Return the groups of an entry by number. Raises UserError if the file is missing or damaged."""
+    return _read([folder / entry.file("groups")], GROUPS).sort_by("group")
 
 
-def read_rollouts(folder: Path, moment: Moment) -> pa.Table:
+def read_rollouts(folder: Path, entry: LogEntry) -> pa.Table:
     """Return the stored rollouts of all ranks by group and sibling; empty if there are none.
 
     Raises UserError if a file is damaged.
     """
-    paths = sorted(folder.glob(moment.file("rollouts.*")))
+    paths = sorted(folder.glob(entry.file("rollouts.*")))
     return _read(paths, ROLLOUTS).sort_by([("group", "ascending"), ("sibling", "ascending")])
 
 
@@ -166,9 +166,9 @@ def one_line(text: str, max_chars: int = 0) -> str:
     return f"{line[:head]} ... {line[len(line) - (max_chars - 5 - head) :]}"
 
 
-def _moment(path: Path) -> Moment | None:
+def _entry_of(path: Path) -> LogEntry | None:
     found = _NAME.fullmatch(path.name)
-    return Moment(found[1], int(found[2])) if found else None  # type: ignore[arg-type]  # one of two words
+    return LogEntry(found[1], int(found[2])) if found else None  # type: ignore[arg-type]  # one of two words
 
 
 def _write(path: Path, table: pa.Table) -> None:

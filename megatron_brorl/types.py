@@ -34,6 +34,10 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # additional data for the verifier
     target: str | None = None  # the response for supervised training; None: the answer
 
+    def row(self) -> dict[str, Any]:
+        """Return the data row as users' functions receive it (rewards.verifier.VerifierRow)."""
+        return {"id": self.id, "prompt": self.text, "answer": self.answer, "metadata": self.metadata}
+
 
 @dataclass(frozen=True)
 class Rollout:

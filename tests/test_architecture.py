@@ -10,7 +10,7 @@ PACKAGE = ROOT / "megatron_brorl"
 
 # A room may import rooms on lower floors; rooms on one floor are strangers, but for the ground floor.
 FLOORS = [
-    {"errors", "types", "config", "rollout_log", "files", "tracking", "families", "signals"},
+    {"errors", "types", "config", "rollout_log", "files", "tracking", "families", "signals", "user_functions"},
     {"algo", "rewards"},
     {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
     {"parallel"},

@@ -1,18 +1,20 @@
 """Advantages of rollouts against their group, and the moments that whiten them over the global batch.
 
-A new estimator is a function of a group's rewards, an entry in ADVANTAGES and its name in config/schema.py.
+A new estimator is a function here and an entry of config.algorithms.ADVANTAGES.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_brorl.algo import functions
 from megatron_brorl.algo.pass_at_k import pass_at_k_advantages
+from megatron_brorl.config import algorithms
 from megatron_brorl.config.schema import AlgoConfig
 
 
@@ -73,6 +75,33 @@ def explained_variance(returns: Moments, residuals: Moments) -> float:
     return 1 - residuals.m2 / returns.m2 if returns.m2 else float("nan")
 
 
+def group_advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, Any]], algo: AlgoConfig) -> Tensor:
+    """Return the advantages by algo.advantage before whitening, float64 [groups, N]; 0 where the mask is false.
+
+    rewards: [groups, N]. mask: bool [groups, N], false where a rollout is lost. rows: the data row of each group's
+    prompt. Raises UserError if a function of the user fails.
+    """
+    entry = algorithms.advantage(algo.advantage)
+    function = functions.find("algo.advantage", entry.function)
+    k = {"k": algo.pass_k} if entry.takes_k else {}
+    found = function(rewards.shape, "an advantage per reward", rewards=rewards.double(), mask=mask, rows=rows, **k)
+    for group, rollout in (mask & ~found.isfinite()).nonzero()[:1].tolist():
+        function.refuse(f"returned {found[group, rollout]:g} for rollout {rollout} of row {rows[group]['id']!r}")
+    return torch.where(mask, found.double(), 0.0)
+
+
+def _by_group(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a function of the rewards [survivors] of a group a function of the table of all groups."""
+
+    def advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, Any]], **settings: Any) -> Tensor:
+        table = torch.zeros_like(rewards)
+        for result, earned, ended in zip(table, rewards, mask, strict=True):
+            result[ended] = formula(earned[ended], **settings)
+        return table
+
+    return advantages
+
+
 def group_baseline(rewards: Tensor) -> Tensor:
     """Return rewards [N] minus their mean (BroRL, section 3.1); exactly 0 if all are equal."""
     if not has_signal(rewards):
@@ -104,21 +133,9 @@ def over_group_mean(rewards: Tensor) -> Tensor:
     return (x / x.mean() - 1).to(rewards.dtype)
 
 
-@dataclass(frozen=True)
-class AdvantageEstimator:
-    """One value of the config key algo.advantage."""
-
-    of_group: Callable[[Tensor, AlgoConfig], Tensor]  # (rewards [N] of a group, settings) -> advantages [N]
-    whitened: bool  # over the global batch; false for advantages that are in units of their own group
-    fused: Literal["mean", "mean_std"] | None = None  # the kind of ops.group_advantages with the same formula
-
-
-ADVANTAGES = {
-    # REINFORCE++-baseline (Hu et al. 2025, section 3.2), per trajectory as in BroRL, section 3.1.
-    "reinforce_pp_baseline": AdvantageEstimator(lambda rewards, _: group_baseline(rewards), True, "mean"),
-    "grpo": AdvantageEstimator(lambda rewards, _: group_normalised(rewards), False, "mean_std"),
-    "maxrl": AdvantageEstimator(lambda rewards, _: over_group_mean(rewards), False),
-    "pass_at_k": AdvantageEstimator(lambda rewards, algo: pass_at_k_advantages(rewards, algo.pass_k), True),
-    # The critic's values take the place of a group baseline.
-    "gae": AdvantageEstimator(lambda rewards, _: rewards, True),
-}
+# The functions that config.algorithms.ADVANTAGES names.
+reinforce_pp_baseline = _by_group(group_baseline)
+grpo = _by_group(group_normalised)
+maxrl = _by_group(over_group_mean)
+pass_at_k = _by_group(pass_at_k_advantages)
+gae = _by_group(lambda rewards: rewards)  # The critic's values take the place of a group baseline.

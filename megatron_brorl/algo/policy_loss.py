@@ -1,8 +1,9 @@
 """Losses of the actor, as pure functions of tensors of R response tokens.
 
-A new policy loss is one function of ratio and advantage with an entry in POLICY_LOSSES, and one of the same name in
-csrc/policy/ppo_loss_math.h, where dual numbers give the derivative. `policy_loss` adds what all of them share:
-importance weight, KL and entropy.
+A new policy loss is one function of ratio and advantage with an entry in POLICY_LOSSES and in config.algorithms, and
+one of the same name in csrc/policy/ppo_loss_math.h, where dual numbers give the derivative. A user's loss is a function
+of log-probabilities, without a counterpart in csrc. `policy_loss` adds the terms that all of them share: importance
+weight, KL and entropy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_brorl.algo import functions
 from megatron_brorl.algo.kl import MAX_LOG_RATIO, KlEstimator, kl_estimate
+from megatron_brorl.user_functions import is_function
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,12 @@ class PolicyLossSettings:
     kl_estimator: KlEstimator = "k2"
     entropy_coef: float = 0.0
     ratio: Literal["token", "sequence"] = "token"
-    policy_loss: str = "clip"  # a name in POLICY_LOSSES
+    policy_loss: str = "clip"  # a name in POLICY_LOSSES, or a function of the user
+
+    @property
+    def of_sequences(self) -> bool:
+        """Return whether the loss of a token depends on other tokens, or may, so that it needs tokens.sequences."""
+        return self.ratio == "sequence" or is_function(self.policy_loss)
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ class PolicyTokens:
     weights: Tensor  # [R], see token_weights; a token of weight 0 is masked, and its other values may be NaN
     old_log_probs: Tensor | None = None  # [R]; None: the actor has not moved since, so that the ratio is 1
     reference_log_probs: Tensor | None = None  # [R]; required if kl_coef is not 0
-    sequences: Tensor | None = None  # [R] int64, the index of the sequence; required if ratio is "sequence"
+    sequences: Tensor | None = None  # [R] int64, the index of the sequence; required if settings.of_sequences
 
     def where(self, live: Tensor | slice) -> PolicyTokens:
         """Return the tokens selected by a mask [R] bool or a slice."""
@@ -146,17 +154,21 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
     """Return the policy loss from log-probabilities and entropies [R], both in nats.
 
     loss = sum_t weight_t (-u_t f(r_t, A_t) + kl_coef KL_t - entropy_coef H_t), where f is the entry of
-    settings.policy_loss in POLICY_LOSSES; u_t = min(pi_old / pi_rollout, is_cap) without gradient (Yao et al. 2025);
-    KL_t by kl_estimate. r_t = pi(t) / pi_old(t), or with ratio = "sequence" the geometric mean of these over the
-    sequence (GSPO, Zheng et al. 2025, eq. 7). Without old_log_probs r_t = 1 with the gradient of pi.
+    settings.policy_loss in POLICY_LOSSES, or minus the result of the user's function; u_t = min(pi_old / pi_rollout,
+    is_cap) without gradient (Yao et al. 2025); KL_t by kl_estimate. r_t = pi(t) / pi_old(t), or with ratio = "sequence"
+    the geometric mean of these over the sequence (GSPO, Zheng et al. 2025, eq. 7). Without old_log_probs r_t = 1 with
+    the gradient of pi.
 
     The entropy bonus has a gradient only if `entropy` has one. clipped_* count the tokens that each bound of f
     changes; approx_kl is the k3 estimate of KL(pi_old || pi), reference_kl the chosen one of KL(pi || pi_ref);
-    rollout_gap is |log pi - log pi_rollout|. Raises ValueError if a setting needs a field that tokens lack.
+    rollout_gap is |log pi - log pi_rollout|. Raises ValueError if a setting needs a field that tokens lack, and
+    UserError if the user's function fails.
     """
     given = log_probs.detach(), entropy.detach()
-    # Masked tokens are removed, not multiplied by 0, because their values may be NaN.
     live = tokens.weights != 0
+    own = _own_objective(log_probs, entropy, tokens, live, settings) if is_function(settings.policy_loss) else None
+
+    # Masked tokens are removed, not multiplied by 0, because their values may be NaN.
     log_probs = log_probs[live]
     entropy = entropy[live]
     tokens = tokens.where(live)
@@ -166,14 +178,12 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
     old = current if tokens.old_log_probs is None else tokens.old_log_probs
     log_ratio = log_probs - old
     if settings.ratio == "sequence":
-        if tokens.sequences is None:
-            raise ValueError('policy_loss: ratio = "sequence" needs tokens.sequences')
-        log_ratio = _mean_of_sequences(log_ratio, tokens.sequences)
+        log_ratio = _mean_of_sequences(log_ratio, _sequences(tokens))
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
 
     # The importance weight corrects for the difference between engine and trainer. Neither policy is trained here.
-    objective = POLICY_LOSSES[settings.policy_loss].formula(ratio, tokens.advantages, settings)
+    objective = own or POLICY_LOSSES[settings.policy_loss].formula(ratio, tokens.advantages, settings)
     value = objective.value
     if settings.is_cap:
         # The difference of two infinities would be NaN.
@@ -209,6 +219,36 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
         maxima = (float(x.detach().max()) if len(x) else 0.0 for x in (ratio, distance))
         sums = (float(x.detach().double().sum()) for x in per_token)
     return PolicyLoss(loss, *given, dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
+
+
+def _own_objective(
+    log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, live: Tensor, settings: PolicyLossSettings
+) -> Objective:
+    """Return minus the loss that a function of the user gives to each live token. Raises UserError if it fails."""
+    none = torch.zeros_like(live[live])
+    if not len(none):
+        return Objective(log_probs[live], none, none, none)
+    inputs = {
+        "log_probs": log_probs,
+        "old_log_probs": log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs,
+        "advantages": tokens.advantages,
+        "entropy": entropy,
+    }
+    function = functions.find("algo.policy_loss", settings.policy_loss)
+    sequence = _sequences(tokens).unique(return_inverse=True)[1]
+    loss = function(log_probs.shape, "a loss per token", **inputs, mask=live, sequence=sequence)
+    if log_probs.requires_grad and not loss.requires_grad:
+        function.refuse("returned a loss without gradient: compute it from log_probs or entropy, without detach()")
+    for token in (live & ~loss.isfinite() & log_probs.isfinite()).nonzero().flatten()[:1].tolist():
+        values = ", ".join(f"{name} {float(x[token]):g}" for name, x in inputs.items())
+        function.refuse(f"returned {float(loss[token]):g} for a token with {values}")
+    return Objective(-loss[live].to(log_probs.dtype), none, none, none)
+
+
+def _sequences(tokens: PolicyTokens) -> Tensor:
+    if tokens.sequences is None:
+        raise ValueError("policy_loss: this loss needs tokens.sequences")
+    return tokens.sequences
 
 
 def _mean_of_sequences(values: Tensor, sequences: Tensor) -> Tensor:

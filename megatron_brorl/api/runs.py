@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
-from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups, read_rollouts
+from megatron_brorl.rollout_log import FOLDER, LogEntry, entries, read_groups, read_rollouts
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
 _SUMMARY = "summary.json"
@@ -30,27 +30,27 @@ class RunRecord:
         """The Hugging Face directory of the trained model, which is written at the end of the run."""
         return self.directory / "model"
 
-    def moments(self) -> list[Moment]:
+    def log_entries(self) -> list[LogEntry]:
         """Return the recorded steps and evaluations in order."""
-        return moments(self.directory / FOLDER)
+        return entries(self.directory / FOLDER)
 
     def rollouts(self, number: int, kind: Literal["step", "evaluation"] = "step") -> pa.Table:
         """Return the stored rollouts of a step (counted as in metrics) or evaluation; columns: docs/rollouts.md.
 
         Raises UserError if nothing was recorded.
         """
-        return read_rollouts(self.directory / FOLDER, self._moment(kind, number))
+        return read_rollouts(self.directory / FOLDER, self._log_entry(kind, number))
 
     def groups(self, number: int, kind: Literal["step", "evaluation"] = "step") -> pa.Table:
         """Return one row per prompt of a step or evaluation. Raises UserError if nothing was recorded."""
-        return read_groups(self.directory / FOLDER, self._moment(kind, number))
+        return read_groups(self.directory / FOLDER, self._log_entry(kind, number))
 
-    def _moment(self, kind: Literal["step", "evaluation"], number: int) -> Moment:
-        moment = Moment(kind, number)
-        if moment not in self.moments():
-            known = ", ".join(map(str, self.moments()))
-            raise UserError(f"{self.directory / FOLDER}: nothing is recorded of {moment}; there are: {known}")
-        return moment
+    def _log_entry(self, kind: Literal["step", "evaluation"], number: int) -> LogEntry:
+        entry = LogEntry(kind, number)
+        if entry not in self.log_entries():
+            known = ", ".join(map(str, self.log_entries()))
+            raise UserError(f"{self.directory / FOLDER}: nothing is recorded of {entry}; there are: {known}")
+        return entry
 
 
 def load_run(directory: str | Path) -> RunRecord:

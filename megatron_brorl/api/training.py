@@ -1,15 +1,18 @@
-"""`brorl train` from a Python program, with a function as its reward and with callbacks."""
+"""`brorl train` from a Python program, with functions as reward, advantage and policy loss, and with callbacks."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_brorl import signals
+from megatron_brorl.algo.functions import IN_PROCESS
 from megatron_brorl.api.runs import RunRecord, load_run
 from megatron_brorl.cli import train as command
 from megatron_brorl.cli.main import finished
@@ -28,6 +31,8 @@ def train(
     *,
     overrides: Sequence[str] = (),
     reward: RewardFunction | None = None,
+    advantage: Callable[..., Tensor] | None = None,
+    policy_loss: Callable[..., Tensor] | None = None,
     callbacks: Sequence[Callback | Any] = (),
 ) -> RunRecord:
     """Train in this process like `brorl train`, from the newest checkpoint in run.dir if there is one.
@@ -43,11 +48,18 @@ def train(
     limits. A hash of the function's source (or compiled code) is kept, and a run cannot be resumed with another
     function. Changes of the variables that it uses are not detected.
 
-    A finished run of the same configuration without a reward function is returned without training.
+    advantage, policy_loss: functions in place of algo.advantage and algo.policy_loss (docs/extending.md). A hash is
+    kept, too.
+
+    A finished run of the same configuration without a function is returned without training.
 
     Only the main rank writes the files, so the record of another rank may lack the last of them. Raises UserError for
     the mistakes that the command reports, and if a callback fails. In the latter case the run is saved first.
     """
+    given = {"algo.advantage": advantage, "algo.policy_loss": policy_loss}
+    algorithm = {key: function for key, function in given.items() if function is not None}
+    overrides = [*overrides, *(f"{key}={IN_PROCESS[key]}" for key in algorithm)]
+
     is_table = isinstance(config, Mapping)
     where = "the tables" if is_table else str(config)
     loaded = load_table(_as_toml(config), where, overrides) if isinstance(config, Mapping) else load(config, overrides)
@@ -58,7 +70,7 @@ def train(
         # Rows that name no verifier, and the fingerprint of the run, name the function.
         loaded = replace(loaded, data=replace(loaded.data, verifier=custom.IN_PROCESS))
     # With a function, the checkpoint decides whether it is the same run, because run.json does not have its source.
-    elif message := finished(loaded):
+    if not (reward or algorithm) and (message := finished(loaded)):
         if os.environ.get("RANK", "0") == "0":
             print(message, file=sys.stderr)
         return _record(directory, has_finished=True)
@@ -69,7 +81,8 @@ def train(
         signals.install(saves=True)
     cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
-    status = command.execute(loaded, lambda _: again, Program(reward, Callbacks(callbacks), continues=not launched))
+    program = Program(reward, algorithm, Callbacks(callbacks), continues=not launched)
+    status = command.execute(loaded, lambda _: again, program)
     return _record(directory, has_finished=status == 0)
 
 

@@ -125,7 +125,7 @@ def _lines(s: dict[str, Any]) -> list[str]:
 
 def _rollouts(args: argparse.Namespace) -> int:
     from megatron_brorl.report.rollout_browser import Filters, export, listed, print_prompt, print_prompts, read
-    from megatron_brorl.rollout_log import FOLDER, filter_rows, moments
+    from megatron_brorl.rollout_log import FOLDER, entries, filter_rows
 
     folder = args.run / FOLDER
     kind = "step" if args.step is not None else "evaluation" if args.evaluation is not None else ""
@@ -147,7 +147,7 @@ def _rollouts(args: argparse.Namespace) -> int:
 
     if args.prompt is None:
         print_prompts(found, whole, args.limit)
-        print(f"recorded: {listed(moments(folder))}")
+        print(f"recorded: {listed(entries(folder))}")
     else:
         for group in found.groups.to_pylist():
             print_prompt(found.moment, group, filter_rows(found.rollouts, "group", [group["group"]]).to_pylist())

@@ -28,9 +28,9 @@ _WRITING_MARGIN = 1.05  # upper bound of the file size of a checkpoint, relative
 
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
 Changes = dict[str, tuple[Any, Any]]  # section.key -> values before and now
-# Further sections of a fingerprint: the model's shape, and the SHA-256 of the user's own verifiers and of the data.
+# Further sections of a fingerprint: the model's shape, and the SHA-256 of the user's functions and of the data.
 _SHAPE = "shape"
-_VERIFIERS = "own_verifiers"
+_FUNCTIONS = "own_functions"
 _INPUTS = "inputs"
 
 
@@ -132,15 +132,15 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
 
 
 def fingerprint(
-    config: Config, shape: ModelShape, own_verifiers: Mapping[str, str], inputs: Mapping[str, str] | None = None
+    config: Config, shape: ModelShape, own_functions: Mapping[str, str], inputs: Mapping[str, str] | None = None
 ) -> Fingerprint:
     """Return the configuration of a run and the hashes of its inputs, which its checkpoints store.
 
-    own_verifiers: the SHA-256 of the file of each user-defined verifier, by name. inputs: the SHA-256 of "tokenizer",
-    "train" and "held_out" (Sources.digests), and the date of the chat template.
+    own_functions: the SHA-256 of the file of each verifier, advantage and policy loss of the user, by name. inputs: the
+    SHA-256 of "tokenizer", "train" and "held_out" (Sources.digests), and the date of the chat template.
     """
     kept = dataclasses.asdict(config)
-    kept |= {_SHAPE: dataclasses.asdict(shape), _VERIFIERS: dict(own_verifiers), _INPUTS: dict(inputs or {})}
+    kept |= {_SHAPE: dataclasses.asdict(shape), _FUNCTIONS: dict(own_functions), _INPUTS: dict(inputs or {})}
     # Convert tuples to lists, as in a checkpoint's JSON.
     plain: Fingerprint = json.loads(json.dumps(kept))
     return plain
@@ -157,12 +157,14 @@ def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> 
     changes: Changes = {}
     for section, values in current.items():
         before = saved.get(section, {})
-        fixed = section in (_SHAPE, _VERIFIERS, _INPUTS)
+        fixed = section in (_SHAPE, _FUNCTIONS, _INPUTS)
         for key, new in values.items():
             old = before.get(key)
             path = f"{section}.{key}"
             if key in before and old == new:
                 continue
+            if section == _FUNCTIONS and key not in before:
+                continue  # algo.advantage or algo.policy_loss has changed, which is allowed
             # A checkpoint without the key was written by another version.
             if fixed or key not in before or not may_change(path, old, new, saved.get("rollout", {})):
                 raise UserError(
@@ -180,8 +182,8 @@ def change_line(changes: Changes) -> str:
 
 def _difference(section: str, key: str, old: Any, new: Any) -> str:
     hashes = f"(sha256 {str(old)[:12]}, now {str(new)[:12]})"
-    if section == _VERIFIERS:
-        return f"another file of verifier {key} {hashes}: restore it"
+    if section == _FUNCTIONS:
+        return f"another version of {key} {hashes}: restore it"
     if section == _INPUTS and key == TEMPLATE_DATE:
         return f"the date {old} in the prompts' chat template, now {new}: write {old} into run.dir/{key}"
     if section == _INPUTS and key == "tokenizer":

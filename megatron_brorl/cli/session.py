@@ -18,6 +18,7 @@ import psutil
 import torch.distributed as dist
 
 from megatron_brorl import rollout_log, signals
+from megatron_brorl.algo import trial
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, model_card
@@ -54,6 +55,7 @@ from megatron_brorl.train.sampling_params import context
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
+from megatron_brorl.user_functions import source_sha256
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 T = TypeVar("T")
@@ -61,9 +63,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Program:
-    """Reward function and callbacks that a Python program adds to a command."""
+    """Functions and callbacks that a Python program adds to a command."""
 
     reward: custom.RewardFunction | None = None  # scores rows whose verifier is custom.IN_PROCESS
+    algorithm: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by key, see algo.functions.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
     on_check: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
@@ -233,14 +236,25 @@ class Session:
         reward = self.program.reward
         started = check_verifiers(self._verifiers - ({custom.IN_PROCESS} if reward else set()), self.config.reward)
         if reward:
-            started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: custom.sha256(reward)})
+            started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: source_sha256(reward)})
         if started.unsandboxed and self.is_main_rank:
             print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
         return started
 
+    @functools.cached_property
+    def own_algorithm(self) -> dict[str, str]:
+        """The SHA-256 of the user's advantage and policy loss by name, after a trial call of each; a collective.
+
+        Raises UserError, on all ranks, if one cannot be used.
+        """
+        rows = [prompt.row() for prompt in self.sources.representative_prompts()[:2]]
+        given = self.program.algorithm
+        return self.share_errors(lambda: trial.start(self.config.algo, self.config.rollout.n, rows, given))
+
     def fingerprint(self) -> Fingerprint:
         """Return the configuration and input hashes that a resumed run compares with those of its checkpoint."""
-        return run_folder.fingerprint(self.config, self.shape, self.started_verifiers.sha256, self.inputs())
+        functions = {**self.started_verifiers.sha256, **self.own_algorithm}
+        return run_folder.fingerprint(self.config, self.shape, functions, self.inputs())
 
     def inputs(self) -> dict[str, str]:
         """Return the SHA-256 of the tokenizer and the data, see Sources.digests."""

@@ -35,7 +35,7 @@ from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.state import RunState, mark_last_as_best, saved
+from megatron_brorl.train.state import RunState, mark_last_as_best, read_run_json
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import OptimizerStep, Worker
@@ -67,7 +67,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         found = session.newest_checkpoint()
         changes = Changes()
         if found:
-            changes = check_fingerprint(saved(found)["fingerprint"], trainer.fingerprint, found)
+            changes = check_fingerprint(read_run_json(found)["fingerprint"], trainer.fingerprint, found)
             trainer.restore(found)
         resume_step = trainer.state.step if found else None  # None creates new files
         writer = session.writer(resume_step)
@@ -110,7 +110,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 write_json(session.dir / SUMMARY, summary)
                 show(session.dir)
                 program.callbacks.call("on_end", summary)
-        program.callbacks.check(f"the run is complete in {session.dir}")
+        program.callbacks.raise_if_failed(f"the run is complete in {session.dir}")
     return 0
 
 
@@ -118,6 +118,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
     """Return models, engine and verifiers of a run before its first step. started: Unix time at which it began."""
     config = session.config
     session.preflight()
+    _ = session.own_algorithm  # A mistake in it must appear before the models are loaded.
     session.check_verifiers([*session.sources.representative_prompts(), *session.sources.held_out])
 
     # Start the engine last, because it uses the remaining memory.
@@ -211,6 +212,7 @@ def dry_run(config: Config) -> int:
     )
     session.preflight()  # memory and disk
 
+    _print_check("algorithm", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.own_algorithm.items()))
     _print_check("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
     _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session)))
     _print_check(
@@ -242,7 +244,7 @@ def _checkpoint(session: Session) -> str:
     found = checkpoint.find(root)
     if not found:
         return "none: the run starts from the beginning"
-    changes = change_line(check_fingerprint(saved(found)["fingerprint"], session.fingerprint(), found))
+    changes = change_line(check_fingerprint(read_run_json(found)["fingerprint"], session.fingerprint(), found))
     return f"continues from {found}" + (f"\nchanged since that checkpoint: {changes}" if changes else "")
 
 

@@ -8,15 +8,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.schema import Config
+from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
+from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.errors import UserError, shown
+from megatron_brorl.user_functions import is_function
 
 Rule = tuple[str, bool, str]  # key for the message, whether the rule is broken, what to do
 
 
 def check(config: Config, where: str) -> None:
     """Raise UserError that names `where` (the file) and the key of the first broken rule."""
-    for rules in (_rollout, _parallel, _fp8, _evaluation, _advantages, _updates, _learning_rate, _data):
+    for rules in (_functions, _rollout, _parallel, _fp8, _evaluation, _advantages, _updates, _learning_rate, _data):
         for key, broken, message in rules(config):
             if broken:
                 section, name = key.split(".")
@@ -29,6 +31,28 @@ def parse_benchmark(benchmark: str) -> tuple[str, str]:
     if equals and "/" not in name:  # a slash before = belongs to a folder such as lr=3/
         return name.strip(), file
     return Path(benchmark).stem, benchmark
+
+
+def _functions(config: Config) -> Iterator[Rule]:
+    algo = config.algo
+    for name, value, known in (
+        ("advantage", algo.advantage, ADVANTAGES),
+        ("policy_loss", algo.policy_loss, POLICY_LOSSES),
+    ):
+        choices = ", ".join(known)
+        unknown = value not in known and not is_function(value)
+        yield f"algo.{name}", unknown, f'known: {choices}; a function of your own is "my_algo.py:{name}"'
+
+    # A user's loss computes its own ratio and its own bounds, so these keys would have no effect.
+    own = is_function(algo.policy_loss)
+    for key in ("eps_low", "eps_high", "dual_clip", "ratio"):
+        default = getattr(AlgoConfig(), key)
+        yield (
+            f"algo.{key}",
+            own and getattr(algo, key) != default,
+            f"must be {default!r} (the default) with algo.policy_loss = {algo.policy_loss}, which does not receive it",
+        )
+    yield "algo.policy_loss", own and config.parallel.context > 1, "needs whole sequences: parallel.context must be 1"
 
 
 def _rollout(config: Config) -> Iterator[Rule]:
@@ -121,7 +145,7 @@ def _advantages(config: Config) -> Iterator[Rule]:
     yield "algo.pass_k", not at_k and algo.pass_k != 0, 'must be 0 without algo.advantage = "pass_at_k"'
 
     # These estimators divide by the mean reward, or count correct responses.
-    if algo.advantage in ("maxrl", "pass_at_k"):
+    if advantage(algo.advantage).binary:
         why = f'with algo.advantage = "{algo.advantage}", which needs rewards of 0 and 1'
         yield "reward.strict", not reward.strict, f"must be true {why}"
         yield "reward.cut_off_factor", reward.cut_off_factor not in (0, 1), f"must be 0 or 1 {why}"

@@ -14,6 +14,8 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
 
+from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
+
 T = TypeVar("T")
 # Values are not converted between types, and unknown keys, inf and nan are rejected.
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -311,19 +313,14 @@ class ShapingConfig:
         return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
 
 
-Advantage = Literal["reinforce_pp_baseline", "grpo", "maxrl", "pass_at_k", "gae"]
-
-
 @section
 class AlgoConfig:
     """Advantages and the policy loss."""
 
-    advantage: Advantage = key(
+    advantage: str = key(
         "reinforce_pp_baseline",
-        'Advantage estimator. "reinforce_pp_baseline": reward minus the mean of its group, normalised over the '
-        'step. "grpo": also divided by the standard deviation of the group. "maxrl": also divided by the mean of '
-        'the group. "pass_at_k": the contribution to pass@k, normalised over the step. "gae": generalised '
-        "advantage estimation with a critic, normalised over the tokens of the step.",
+        f"Advantage estimator. {listed({k: v.meaning for k, v in ADVANTAGES.items()}, 'my_algo.py:advantage')}",
+        examples=list(ADVANTAGES),
     )
     pass_k: int = key(0, 'The k of advantage = "pass_at_k", below rollout.n; 0 otherwise.', ge=0)
     gamma: float = key(1.0, 'Discount factor per token of advantage = "gae".', ge=0, le=1)
@@ -336,11 +333,8 @@ class AlgoConfig:
         "k2", "Estimator of the KL divergence. In the loss, only k2 has the gradient of KL(pi || reference)."
     )
     kl_in: Literal["loss", "reward"] = key("loss", "Add the KL divergence to the loss, or subtract it from the reward.")
-    policy_loss: Literal["clip", "cispo", "sapo"] = key(
-        "clip",
-        '"clip": the clipped surrogate of PPO with separate bounds (DAPO). "cispo": bounds only on the importance'
-        ' weight, so that every token keeps its gradient (MiniMax-M1). "sapo": a smooth gate instead of bounds '
-        "(SAPO).",
+    policy_loss: str = key(
+        "clip", f"Policy loss. {listed(POLICY_LOSSES, 'my_algo.py:loss')}", examples=list(POLICY_LOSSES)
     )
     eps_low: float = key(0.2, "The ratio is clipped below at 1 - eps_low.", gt=0, lt=1)
     eps_high: float = key(0.28, "The ratio is clipped above at 1 + eps_high.", gt=0)

@@ -155,12 +155,9 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
 
 def _replica(config: ParallelConfig, dp_size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return the group of this rank's replica, which Megatron has only without context parallelism."""
-    own = None
-    for ranks in _replicas(config.tensor * config.context, config.pipeline, dp_size):
-        group = _group_of(ranks, timeout)  # Every rank takes part in the creation of every group.
-        own = group if dist.get_rank() in ranks else own
-    assert own is not None
-    return own
+    replicas = _replicas(config.tensor * config.context, config.pipeline, dp_size)
+    groups = [_group_of(ranks, timeout) for ranks in replicas]  # Creating a group is a collective of all ranks.
+    return next(group for ranks, group in zip(replicas, groups, strict=True) if dist.get_rank() in ranks)
 
 
 def _replicas(stage_size: int, pp_size: int, dp_size: int) -> list[list[int]]:

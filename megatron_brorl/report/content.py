@@ -21,7 +21,7 @@ from megatron_brorl.algo.statistics import RESAMPLES, SHARE, SHARES, Bounds, boo
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 from megatron_brorl.report.findings import verdict
-from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups
+from megatron_brorl.rollout_log import FOLDER, LogEntry, entries, read_groups
 from megatron_brorl.tracking import metric_docs, run_info
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
 
@@ -44,8 +44,8 @@ class RecordedRun:
     summary: Row  # summary.json; {} until the run has ended
     config: Mapping[str, Any]  # section -> key -> value; {} if it is not recorded
     starts: list[Row]  # of run.json
-    moments: list[Moment]  # whose rollouts are recorded
-    _groups: dict[Moment, pa.Table] = field(default_factory=dict)  # cache of `groups`
+    moments: list[LogEntry]  # whose rollouts are recorded
+    _groups: dict[LogEntry, pa.Table] = field(default_factory=dict)  # cache of `groups`
 
     @property
     def steps(self) -> int:
@@ -56,11 +56,11 @@ class RecordedRun:
         """Return a value of the configuration."""
         return self.config.get(section, {}).get(name, default)
 
-    def of_kind(self, kind: str) -> list[Moment]:
+    def of_kind(self, kind: str) -> list[LogEntry]:
         """Return the recorded steps or evaluations, in order."""
         return [m for m in self.moments if m.kind == kind]
 
-    def groups(self, moment: Moment) -> pa.Table:
+    def groups(self, moment: LogEntry) -> pa.Table:
         """Return the groups of a moment (rollout_log.GROUPS). Raises UserError if the file is damaged."""
         if moment not in self._groups:
             self._groups[moment] = read_groups(self.folder / FOLDER, moment)
@@ -80,7 +80,7 @@ def read_run(folder: Path) -> RecordedRun:
         summary=read_object(summary, "delete it to report without it") if summary.exists() else {},
         config=record.get("config", {}),
         starts=record.get("starts", []),
-        moments=moments(folder / FOLDER) if any((folder / FOLDER).glob("*.groups.parquet")) else [],
+        moments=entries(folder / FOLDER) if any((folder / FOLDER).glob("*.groups.parquet")) else [],
     )
 
 
@@ -470,7 +470,7 @@ def _tenth(right: int, n: int) -> int:
     return 0 if not right else len(TENTHS) - 1 if right == n else 1 + 10 * right // n
 
 
-def _evenly(recorded: list[Moment]) -> list[Moment]:
+def _evenly(recorded: list[LogEntry]) -> list[LogEntry]:
     """Return at most MAX_MOMENTS moments at even distances, including the first and the last."""
     count = min(len(recorded), MAX_MOMENTS)
     return [recorded[i] for i in np.linspace(0, len(recorded) - 1, count).round().astype(int)]

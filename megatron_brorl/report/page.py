@@ -24,7 +24,7 @@ from markupsafe import Markup
 from megatron_brorl import __version__
 from megatron_brorl.files import nonfinite_to_none
 from megatron_brorl.report.content import RecordedRun, Row, content
-from megatron_brorl.rollout_log import FOLDER, Moment, filter_rows, one_line, prompt_sort_key, read_rollouts
+from megatron_brorl.rollout_log import FOLDER, LogEntry, filter_rows, one_line, prompt_sort_key, read_rollouts
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")
@@ -37,7 +37,7 @@ _ENTRY = 24  # bytes of "MOMENT/GROUP":CHUNK, at most
 _EXCERPT = 160  # characters of a prompt in a list
 _GROUP_KEYS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
 _ROLLOUT_KEYS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
-Unit = tuple[Moment, int, dict[str, Any]]  # moment, number of the group, content of the group on the page
+Unit = tuple[LogEntry, int, dict[str, Any]]  # moment, number of the group, content of the group on the page
 
 
 def page(folders: Sequence[Path], megabytes: float = MAX_MB) -> str:
@@ -91,7 +91,7 @@ def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
     """
     chunks = _Chunks(room)
     listed = []
-    tables: dict[Moment, list[Row]] = {}
+    tables: dict[LogEntry, list[Row]] = {}
     for moment in _most_informative_first(run)[:MAX_MOMENTS]:
         rows = run.groups(moment).to_pylist()
         own = [{**{key: g[key] for key in _GROUP_KEYS}, "excerpt": _excerpt(g)} for g in rows]
@@ -141,7 +141,7 @@ class _Chunks:
         return len(self.texts) - 1
 
 
-def _most_informative_first(run: RecordedRun) -> list[Moment]:
+def _most_informative_first(run: RecordedRun) -> list[LogEntry]:
     """Return the last and the first evaluation, the last and the first step, then the others, latest first."""
     evaluations = run.of_kind("evaluation")
     steps = run.of_kind("step")
@@ -149,11 +149,11 @@ def _most_informative_first(run: RecordedRun) -> list[Moment]:
     return list(dict.fromkeys([*ends, *evaluations[::-1], *steps[::-1]]))
 
 
-def _units(run: RecordedRun, tables: Mapping[Moment, list[Row]], moved: set[str]) -> Iterator[Unit]:
+def _units(run: RecordedRun, tables: Mapping[LogEntry, list[Row]], moved: set[str]) -> Iterator[Unit]:
     """Yield the groups of newly solved or lost prompts, then all groups by moment."""
     evaluations = [m for m in tables if m.kind == "evaluation"]
     passes = [(m, True) for m in evaluations[:2]] if moved else []
-    done: set[tuple[Moment, int]] = set()
+    done: set[tuple[LogEntry, int]] = set()
     for moment, only_moved in [*passes, *((m, False) for m in tables)]:
         wanted = [g for g in tables[moment] if g["recorded"] and (moment, g["group"]) not in done]
         if only_moved:

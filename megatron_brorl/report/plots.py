@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.report.content import RecordedEvaluation, evaluations, read_run
-from megatron_brorl.rollout_log import FOLDER, moments, read_groups
+from megatron_brorl.rollout_log import FOLDER, entries, read_groups
 from megatron_brorl.theory.pass_rates import SIZES, Floats, Ints
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Curves, Settings
 
@@ -284,7 +284,7 @@ def latest_groups(run: Path) -> tuple[str, Ints, Ints]:
     Groups of training steps are read, or those of evaluations if there are none. Raises UserError if nothing is
     recorded.
     """
-    there = moments(run / FOLDER)
+    there = entries(run / FOLDER)
     kind = "step" if any(m.kind == "step" for m in there) else "evaluation"
     last: dict[str, tuple[int, int]] = {}
     for moment in (m for m in there if m.kind == kind):

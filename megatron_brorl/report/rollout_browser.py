@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rollout_log import Moment, filter_rows, moments, one_line, printable, read_groups, read_rollouts
+from megatron_brorl.rollout_log import LogEntry, entries, filter_rows, one_line, printable, read_groups, read_rollouts
 
 Row = Mapping[str, Any]  # of rollout_log.GROUPS or ROLLOUTS
 EXPORTS = (".jsonl", ".parquet")
@@ -38,7 +38,7 @@ class Filters:
 class Recorded:
     """Groups and rollouts of one moment, possibly filtered."""
 
-    moment: Moment
+    moment: LogEntry
     groups: pa.Table  # rollout_log.GROUPS
     rollouts: pa.Table  # rollout_log.ROLLOUTS
 
@@ -67,7 +67,7 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
     kind. prompt: a prompt id; without a number, it selects the last moment with recorded rollouts of this prompt.
     Raises UserError if the moment or the prompt was not recorded, or if a file is damaged.
     """
-    there = moments(folder)
+    there = entries(folder)
     found = [m for m in there if kind in ("", m.kind) and number in (None, m.number)]
     if not found:
         raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} is recorded; try {listed(there)}")
@@ -84,7 +84,7 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
     raise UserError(f"{folder}: no rollout of prompt {prompt!r} is recorded; the most similar id is {near[0]}")
 
 
-def listed(there: Sequence[Moment]) -> str:
+def listed(there: Sequence[LogEntry]) -> str:
     """Return the numbers of recorded steps and evaluations in words."""
     parts = []
     for kind in ("step", "evaluation"):

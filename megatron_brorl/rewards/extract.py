@@ -57,7 +57,7 @@ _LEADS_ON = re.compile(r"\W*(?:(?:the|my|our|so|thus|hence|therefore|final|corre
 
 
 class Found(NamedTuple):
-    """The answer in a response, or the reason why it has none."""
+    """The answer in a response, or the reason why there is none."""
 
     answer: str | None
     no_answer_reason: str = ""

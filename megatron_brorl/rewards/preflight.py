@@ -14,7 +14,7 @@ from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.worker_process import call_in_worker
 from megatron_brorl.types import Prompt, ScoreResult
 
-_ROWS = 8  # rows to check, for each verifier and each of its tasks
+_ROWS_PER_TASK = 8  # rows to check for each verifier and each of its tasks
 
 Scored = list[tuple[Prompt, ScoreResult]]
 
@@ -25,14 +25,14 @@ class CheckedVerifiers:
 
     sha256: Mapping[str, str] = field(default_factory=dict)  # of the file of each custom verifier
     impure: frozenset[str] = frozenset()  # verifiers that may score equal answers differently
-    unsandboxed: bool = False  # programs of the model run without isolation
+    unsandboxed: bool = False  # whether programs that the model wrote run without isolation
 
 
 def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifiers:
     """Check that the verifiers of a run's rows can be used here. Raises UserError if not."""
     entries = {name: registry.entry(name, "verifier", config) for name in sorted(names)}
 
-    # Verifiers that run programs of the model need a sandbox.
+    # Verifiers that run programs written by the model need a sandbox.
     isolation.set_environment(config.unsandboxed, config.timeout_s)
     executing = [name for name, entry in entries.items() if entry.executes]
     if executing and not config.unsandboxed:
@@ -40,7 +40,7 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
         if reason:
             raise probe.refuse(f"verifier {executing[0]!r}", reason)
 
-    found = {name: custom.validate(name) for name, entry in entries.items() if entry.foreign}
+    found = {name: custom.validate(name) for name, entry in entries.items() if entry.is_custom}
     return CheckedVerifiers(
         sha256={name: sha256 for name, (sha256, _) in found.items()},
         impure=frozenset(name for name, (_, pure) in found.items() if not pure),
@@ -62,18 +62,18 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
     if not groups:
         return "no row has a reference answer to try a verifier on", []
 
-    judged: dict[str, Scored] = {}
-    found = []
+    scored: dict[str, Scored] = {}
+    lines = []
     for name, group in groups.items():
-        rows = group[:: -(-len(group) // _ROWS)]
+        rows = group[:: -(-len(group) // _ROWS_PER_TASK)]
         scores = pool.score([ScoreRequest(prompt, (prompt.answer or "").strip()) for prompt in rows])
-        judged[name] = list(zip(rows, scores, strict=True))
-        _check_status(name, judged[name])
+        scored[name] = list(zip(rows, scores, strict=True))
+        _check_status(name, scored[name])
         rewards = [score.reward for score in scores]
         low, high = min(rewards), max(rewards)
         span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        found.append(f"verifier {name!r} gives {span} to the reference answers of {len(rows)} rows")
-    return "\n".join(found), _refused(judged, config)
+        lines.append(f"verifier {name!r} gives {span} to the reference answers of {len(rows)} rows")
+    return "\n".join(lines), _warnings(scored, config)
 
 
 def _check_status(name: str, rows: Scored) -> None:
@@ -86,25 +86,25 @@ def _check_status(name: str, rows: Scored) -> None:
             )
 
 
-def _refused(judged: Mapping[str, Scored], config: RewardConfig) -> list[str]:
+def _warnings(scored: Mapping[str, Scored], config: RewardConfig) -> list[str]:
     """Return warnings about reference answers that do not count as correct."""
-    wrong = {name: [(p, v) for p, v in rows if not final_reward(v, False, config)[1]] for name, rows in judged.items()}
-    # A verifier with several tasks accepts references if it accepts those of any task.
-    accepting = {rows[0][0].verifier for name, rows in judged.items() if len(wrong[name]) < len(rows)}
+    wrong = {name: [(p, v) for p, v in rows if not final_reward(v, False, config)[1]] for name, rows in scored.items()}
+    # A verifier with several tasks must accept a reference of at least one task.
+    accepting = {rows[0][0].verifier for name, rows in scored.items() if len(wrong[name]) < len(rows)}
     warnings = []
     for name, rows in ((name, rows) for name, rows in wrong.items() if rows):
         prompt, score = rows[0]
-        judged_by = registry.entry(prompt.verifier, "verifier", config)
+        verifier = registry.entry(prompt.verifier, "verifier", config)
         what = (
             f"verifier {name!r} gives {score.reward:g} to the reference answer of row {prompt.id}, below "
-            f"reward.correct_at = {config.correct_at:g} ({len(rows)} of {len(judged[name])} rows checked)"
+            f"reward.correct_at = {config.correct_at:g} ({len(rows)} of {len(scored[name])} rows checked)"
         )
         # This package's verifiers compare with the reference, so no other response can score higher.
-        if judged_by.accepts_reference and prompt.verifier not in accepting:
+        if verifier.accepts_reference and prompt.verifier not in accepting:
             raise UserError(f"{what}: no response could be correct; fix the rows, or name another verifier")
-        if judged_by.accepts_reference:
+        if verifier.accepts_reference:
             warnings.append(f"{what}: perhaps no response to these rows is correct; check them")
         # A custom function may demand more than a reference contains, such as tags.
-        elif judged_by.foreign:
+        elif verifier.is_custom:
             warnings.append(f"{what}: check the verifier, or ignore this if references are not complete responses")
     return warnings

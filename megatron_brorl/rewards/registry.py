@@ -15,6 +15,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom, extract
 from megatron_brorl.rewards.verifier import Entry, Judge, Score, Verifier, VerifierRow, score_of
 from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, short_answer
+from megatron_brorl.user_functions import is_function
 
 ENTRIES: dict[str, Entry] = {
     "choice": Entry(load=lambda: choice.verify, find=choice.find, check_row=choice.check_row, accepts_reference=True),
@@ -46,7 +47,7 @@ def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry
     """
     if name in ENTRIES:
         found = ENTRIES[name]
-    elif custom.is_custom(name):
+    elif is_function(name):
         found = custom.entry(name)
     else:
         close = difflib.get_close_matches(name, sorted(ENTRIES), n=3)
@@ -67,8 +68,8 @@ def verify(name: str, response: str, row: VerifierRow) -> Score:
 
     A response without an answer scores 0.
     """
-    judged_by = entry(name, "verifier")
-    answer, why = extract.extract(response, judged_by.find, judged_by.max_chars)
+    verifier = entry(name, "verifier")
+    answer, why = extract.extract(response, verifier.find, verifier.max_chars)
     return Score(0.0, why) if answer is None else score_of(_load(name)(answer, row))
 
 

@@ -32,7 +32,7 @@ _RAISED = {
 @dataclass(frozen=True)
 class _Pending:
     cut_off: bool  # by rollout.max_tokens
-    unseen: bool  # No verifier scores it.
+    unscored: bool  # No verifier scores it, because it was cut off.
     answer: str | None
     score: Future[ScoreResult]
 
@@ -42,11 +42,11 @@ class Scores:
     """Rewards of B rollouts, and the results of their verifiers."""
 
     rewards: Tensor  # [B] float32
-    right: list[bool]  # whether each counts as correct
+    right: list[bool]  # whether each response counts as correct
     answers: list[str | None]  # the scored part of each response; None: it has no answer, or was not scored
     results: list[ScoreResult]
     counts: dict[str, int]  # rollouts of each status of ScoreResult, and "length": those that were not scored
-    raised: dict[str, str]  # by verifier: what failed, and the first reason
+    raised: dict[str, str]  # message about each failing verifier -> the reason of its first failure
 
 
 class Scorer:
@@ -75,7 +75,7 @@ class Scorer:
         self._ended: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()  # None is the last item
         self._error: BaseException | None = None
         self._cancelled = False
-        self._thread = threading.Thread(target=self._serve, name="scoring", daemon=True)
+        self._thread = threading.Thread(target=self._submit_rollouts, name="scoring", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Scorer:
@@ -108,7 +108,7 @@ class Scorer:
         graded = [final_reward(r, each.cut_off, self._config) for r, each in zip(results, pending, strict=True)]
 
         counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
-        counts.update("length" if each.unseen else r.status for r, each in zip(results, pending, strict=True))
+        counts.update("length" if each.unscored else r.status for r, each in zip(results, pending, strict=True))
         raised: dict[str, str] = {}
         for (request, _), result in zip(places, results, strict=True):
             if result.status in _RAISED:
@@ -124,7 +124,7 @@ class Scorer:
             raised=raised,
         )
 
-    def _serve(self) -> None:
+    def _submit_rollouts(self) -> None:
         try:
             while (ended := self._ended.get()) is not None and not self._cancelled:
                 request, rollout = ended
@@ -133,15 +133,15 @@ class Scorer:
             self._error = e  # raised by `finished` and `scores`
 
     def _submit(self, prompt: Prompt, rollout: Rollout) -> _Pending:
-        judged_by = self._entry(prompt.verifier, "verifier", self._config)
+        verifier = self._entry(prompt.verifier, "verifier", self._config)
         cut_off = rollout.finish == "length"
-        unseen = cut_off and not scores_cut_off(judged_by, self._config)
-        if unseen:
+        unscored = cut_off and not scores_cut_off(verifier, self._config)
+        if unscored:
             found = Found(None, "cut off")
         else:
             text = self._decode(without_stop(rollout.token_ids, self._stop_ids).tolist())
-            found = extract(text, judged_by.find, judged_by.max_chars)
-        return _Pending(cut_off, unseen, found.answer, self._pool.submit(ScoreRequest(prompt, *found)))
+            found = extract(text, verifier.find, verifier.max_chars)
+        return _Pending(cut_off, unscored, found.answer, self._pool.submit(ScoreRequest(prompt, *found)))
 
 
 def final_reward(score: ScoreResult, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:
@@ -159,9 +159,9 @@ def final_reward(score: ScoreResult, cut_off: bool, config: RewardConfig) -> tup
     return min(reward, config.cut_off_factor * reward), reaches and config.cut_off_factor == 1
 
 
-def scores_cut_off(judged_by: Entry, config: RewardConfig) -> bool:
+def scores_cut_off(verifier: Entry, config: RewardConfig) -> bool:
     """Return whether the reward of a cut-off response can differ from 0. If so, its verifier has to score it."""
-    return config.cut_off_factor > 0 or (judged_by.foreign and not config.strict)
+    return config.cut_off_factor > 0 or (verifier.is_custom and not config.strict)
 
 
 def without_stop(token_ids: Tensor, stop_ids: Sequence[int]) -> Tensor:

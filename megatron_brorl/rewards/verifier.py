@@ -52,9 +52,9 @@ class Entry:
     find: Find  # called in the trainer; must take linear time and execute nothing
     check_row: Callable[[VerifierRow, str], None]  # raises UserError that names `where` (file:row)
     max_chars: int = 4096  # a longer answer scores 0 without a call of the verifier
-    executes: bool = False  # It runs programs of the model, in a sandbox unless reward.unsandboxed.
+    executes: bool = False  # It runs programs that the model wrote, in a sandbox unless reward.unsandboxed.
     accepts_reference: bool = False  # It accepts the reference answer of every correct row.
-    foreign: bool = False  # A custom function: rewards may be negative, and a reference may not be a whole response.
+    is_custom: bool = False  # A user's function: rewards may be negative, and it may reject a bare reference answer.
 
 
 class NoScore(Exception):
@@ -62,7 +62,7 @@ class NoScore(Exception):
 
 
 class Judge:
-    """A verifier in a worker process. A call returns [status, reward, reason, parts]."""
+    """Wraps a verifier in a worker process. A call returns [status, reward, reason, parts] and never raises."""
 
     def __init__(self, verifier: Callable[[str, VerifierRow], Any]) -> None:
         self._verifier = verifier
@@ -70,8 +70,8 @@ class Judge:
     def __call__(self, answer: str, row: VerifierRow) -> list[Any]:
         """Score one answer.
 
-        Statuses: "ok"; "invalid": the verifier returned no score; "error": it raised; "broken": it also raises on the
-        reference answer. The reward is 0 unless the status is "ok".
+        Statuses: "ok"; "invalid": the verifier did not return a score; "error": it raised; "broken": it also raises on
+        the reference answer. The reward is 0 unless the status is "ok".
         """
         try:
             reward, reason, parts = score_of(self._verifier(answer, row))

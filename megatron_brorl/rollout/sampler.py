@@ -1,9 +1,9 @@
 """Distribution of a step's rollouts over the ranks, each of which has an engine.
 
-The rollouts of every prompt are split over all ranks, a run of consecutive ones for each. Response length depends on
-the prompt, so if ranks sampled whole prompts, all would wait for the one with the longest. Random numbers do not depend
-on the rank: they are keyed by (seed, round, prompt, sibling, position). The replica that trains on a rollout is chosen
-when all lengths are known (train.redistribute).
+The rollouts of every prompt are split over all ranks, and each rank gets consecutive ones. Response length depends on
+the prompt, so if a rank sampled all rollouts of its prompts, the others would wait for the one with the longest. Random
+numbers do not depend on the rank: they are keyed by (seed, round, prompt, sibling, position). The replica that trains
+on a rollout is chosen when all lengths are known (train.redistribute).
 
 A round can sample a prompt more than once, at the end of an epoch or if there are few prompts. Each occurrence is a
 group with its own random stream.
@@ -36,26 +36,26 @@ def make_groups(prompts: Sequence[Prompt], round: int | str, start: int = 0) -> 
 
     start: index of the first prompt in the prompt source.
     """
-    taken: Counter[str] = Counter()
+    occurrences: Counter[str] = Counter()
     groups = []
     for place, prompt in enumerate(prompts):
-        groups.append(PromptGroup(prompt, round, place, taken[prompt.id], start))
-        taken[prompt.id] += 1
+        groups.append(PromptGroup(prompt, round, place, occurrences[prompt.id], start))
+        occurrences[prompt.id] += 1
     return groups
 
 
 def even_shares(total: int, loads: Sequence[int]) -> list[int]:
     """Return how many of `total` new rows each part gets.
 
-    loads: rows that each part already has. The result is as even as possible: parts that get new rows differ by at most
-    one row, and no other part has fewer.
+    loads: rows that each part already has. New rows go to the parts with the fewest rows, which then differ by at most
+    one row.
     """
     by_load = sorted(range(len(loads)), key=lambda i: loads[i])
     filled = len(loads)  # number of least loaded parts that can be filled to one level
     while total + sum(loads[i] for i in by_load[:filled]) < filled * loads[by_load[filled - 1]]:
         filled -= 1
     chosen = sorted(by_load[:filled])
-    level = total + sum(loads[i] for i in chosen)  # times `filled`
+    level = total + sum(loads[i] for i in chosen)  # rows of all chosen parts
     shares = [0] * len(loads)
     for place, i in enumerate(chosen):
         shares[i] = level * (place + 1) // filled - level * place // filled - loads[i]

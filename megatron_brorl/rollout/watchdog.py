@@ -26,7 +26,7 @@ from megatron_brorl.types import Rollout
 OnFinished = Callable[[int, Rollout], None]
 
 GRACE_S = 30.0  # seconds that an engine has to stop; one decoding step takes far less
-_NAMED = 8  # maximum number of prompts in a log message
+_MAX_LOGGED = 8  # prompts per log message
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Watchdog:
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         # A daemon thread, because the process must be able to exit while the engine hangs.
         self._thread = threading.Thread(
-            target=_serve, args=(engine, self._calls, cpu_bridge.default_device()), name="rollouts", daemon=True
+            target=_run_calls, args=(engine, self._calls, cpu_bridge.default_device()), name="rollouts", daemon=True
         )
 
     def generate(
@@ -67,8 +67,7 @@ class Watchdog:
         of the result that is not "cut", as soon as it ends. If `finished` raises, the engine is asked to stop.
         Exceptions of `finished` and of the engine are raised here. Raises UserError if an earlier call never returned.
         """
-        # The thread is still in the abandoned call.
-        if self.stuck:
+        if self.stuck:  # The thread is still in the abandoned call.
             raise UserError(
                 f"rank {self.rank}: the rollout engine still hangs in an abandoned call: run the same command again to "
                 "continue from the last checkpoint"
@@ -83,14 +82,14 @@ class Watchdog:
 
         late = 0
         if not call.done.wait(self.timeout_s / 2):
-            late = self._name_missing(call, self.timeout_s / 2, "waiting")
+            late = self._log_missing(call, self.timeout_s / 2, "waiting")
             if not call.done.wait(self.timeout_s / 2):
-                self._name_missing(call, self.timeout_s, "asking the engine to stop")
+                self._log_missing(call, self.timeout_s, "asking the engine to stop")
                 call.cancel()
                 # The result includes all delivered rollouts, even if the engine does not stop.
                 if not call.done.wait(self.grace_s):
                     self.stuck = True  # permanently, because Python cannot kill a thread
-                    self._name_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is abandoned")
+                    self._log_missing(call, self.timeout_s + self.grace_s, "the engine did not stop and is abandoned")
 
         return call.result(late)
 
@@ -117,14 +116,14 @@ class Watchdog:
         """See RolloutEngine; a stuck engine is not called."""
         (self.engine.barrier if self.stuck else self.engine.wake)()
 
-    def _name_missing(self, call: _Call, seconds: float, then: str) -> int:
-        asked, missing = call.missing()
-        places = [f"{n} of prompt {r.prompt.id}" for r, n in zip(asked, missing, strict=True) if n]
-        if len(places) > _NAMED:
-            places[_NAMED:] = [f"and {len(places) - _NAMED} more"]
+    def _log_missing(self, call: _Call, seconds: float, action: str) -> int:
+        requests, missing = call.missing()
+        places = [f"{n} of prompt {r.prompt.id}" for r, n in zip(requests, missing, strict=True) if n]
+        if len(places) > _MAX_LOGGED:
+            places[_MAX_LOGGED:] = [f"and {len(places) - _MAX_LOGGED} more"]
         text = (
-            f"rank {self.rank}: {sum(missing)} of {sum(r.n for r in asked)} rollouts are unfinished after "
-            f"{seconds:g} s (rollout.timeout_s = {self.timeout_s:g}), {then}: {'; '.join(places)}"
+            f"rank {self.rank}: {sum(missing)} of {sum(r.n for r in requests)} rollouts are unfinished after "
+            f"{seconds:g} s (rollout.timeout_s = {self.timeout_s:g}), {action}: {'; '.join(places)}"
         )
         with contextlib.suppress(OSError):  # The reader of a piped stderr may be gone.
             print(text, file=sys.stderr, flush=True)
@@ -147,17 +146,15 @@ class _Call:
         self._lock = threading.Lock()
         self._found: list[dict[int, Rollout]] = [{} for _ in requests]  # by sibling, per request
         self._error: BaseException | None = None
-        self._taken = False
+        self._returned = False
 
     def finished(self, request: int, rollout: Rollout) -> None:
-        asked = self.requests[request]
-        if not asked.first <= rollout.index < asked.first + asked.n:
-            raise ValueError(
-                f"the engine returned sibling {rollout.index} of {asked.prompt.id}, which was not requested"
-            )
+        own = self.requests[request]
+        if not own.first <= rollout.index < own.first + own.n:
+            raise ValueError(f"the engine returned sibling {rollout.index} of {own.prompt.id}, which was not requested")
         # Rollouts that arrive after the result was returned are lost.
         with self._lock:
-            if self._taken or rollout.index in self._found[request]:
+            if self._returned or rollout.index in self._found[request]:
                 return
             self._found[request][rollout.index] = rollout
             if self._on_finished and rollout.finish != "cut" and self._error is None:
@@ -173,7 +170,7 @@ class _Call:
         assert self._supply is not None
         new = [] if self._cancelled.is_set() else self._supply.next_requests(room)
         with self._lock:
-            if self._taken:
+            if self._returned:
                 return []
             self.requests += new
             self._found += [{} for _ in new]
@@ -209,12 +206,12 @@ class _Call:
         if self._error is not None:
             raise self._error
         with self._lock:
-            self._taken = True
+            self._returned = True
             rollouts = [[found[i] for i in sorted(found)] for found in self._found]
             return GenerationResult(list(self.requests), rollouts, late)
 
 
-def _serve(engine: RolloutEngine, calls: SimpleQueue[_Call], device: torch.device) -> None:
+def _run_calls(engine: RolloutEngine, calls: SimpleQueue[_Call], device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # new threads start with device 0
     while True:

@@ -27,12 +27,13 @@ def receive(
     staged: dict[str, Tensor] = {}
     sums: list[Tensor] = []  # expected and found, in the order of `staged`
 
-    def store(name: str, tensor: Tensor, own: Tensor | None) -> None:
+    def store(name: str, tensor: Tensor, expected: Tensor | None) -> None:
         # The tensor is always copied, because the stream's tensors are views of reused buffers. The expected checksum
         # applies to the stream's dtype, so it cannot be compared with a copy in another dtype.
         staged[name] = tensor.detach().to(device, dtype, copy=True)
-        if own is not None:
-            sums.extend([own.to(device), checksum(name, staged[name] if dtype == tensor.dtype else tensor).to(device)])
+        if expected is not None:
+            found = checksum(name, staged[name] if dtype == tensor.dtype else tensor)
+            sums.extend([expected.to(device), found.to(device)])
 
     receive_each(tensors, names, store, staged.clear)
 
@@ -58,33 +59,33 @@ def receive_each(
     called at the first fault, after which nothing is stored. Raises UpdateRefused with the first fault, after reading
     the stream to its end, because the stream is a collective.
     """
-    taken: set[str] = set()
-    sealed: bool | None = None  # whether the first pair has a checksum
+    stored: set[str] = set()
+    has_checksums: bool | None = None  # whether the first pair has a checksum
     fault = ""
-    seen = 0
+    received = 0
 
     try:
         for pair in tensors:
-            seen += 1
+            received += 1
             if fault:
                 continue
             name, tensor = pair
 
-            # A stream with checksums on only some of its tensors has lost one.
-            own = pair.checksum if isinstance(pair, ChecksummedTensor) else None
-            sealed = own is not None if sealed is None else sealed
-            fault = _fault(name, tensor, names, taken, sealed == (own is not None))
+            # Refuse a stream in which only some of the tensors have a checksum.
+            expected = pair.checksum if isinstance(pair, ChecksummedTensor) else None
+            has_checksums = expected is not None if has_checksums is None else has_checksums
+            fault = _fault(name, tensor, names, stored, has_checksums == (expected is not None))
             if fault:
                 clear()
                 continue
-            taken.add(name)
-            store(name, tensor, own)
+            stored.add(name)
+            store(name, tensor, expected)
     except Exception as e:  # raised by the producer of the stream or by store
         what = f"{type(e).__name__}: {e}"
-        raise UpdateRefused(f"weight update: failed after {seen} of {len(names)} tensors: {what}") from e
+        raise UpdateRefused(f"weight update: failed after {received} of {len(names)} tensors: {what}") from e
 
     # The stream may end early without an exception.
-    missing = names.keys() - taken
+    missing = names.keys() - stored
     if not fault and missing:
         fault = f"{len(missing)} tensors missing, for example {min(missing)}"
 
@@ -92,9 +93,9 @@ def receive_each(
         raise UpdateRefused(f"weight update: {fault}")
 
 
-def _fault(name: str, tensor: Tensor, names: Mapping[str, tuple[int, ...]], taken: set[str], as_before: bool) -> str:
-    if name not in names or name in taken:
-        return f"{name} is {'sent twice' if name in taken else 'unknown'}"
+def _fault(name: str, tensor: Tensor, names: Mapping[str, tuple[int, ...]], stored: set[str], consistent: bool) -> str:
+    if name not in names or name in stored:
+        return f"{name} is {'sent twice' if name in stored else 'unknown'}"
     if tuple(tensor.shape) != names[name]:
         return f"{name} has shape {list(tensor.shape)}, not {names[name]}"
-    return "" if as_before else f"{name} comes {'without a' if taken else 'with a'} checksum, unlike those before it"
+    return "" if consistent else f"{name} comes {'without a' if stored else 'with a'} checksum, unlike those before it"

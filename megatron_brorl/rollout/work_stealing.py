@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.sampler import Slot
 
-_CALLS = count()  # shared by all instances of this process, because they share one store
+_CALL_NUMBERS = count()  # shared by all instances of this process, because they share one store
 
 
 class SharedSlots:
@@ -48,7 +48,7 @@ class SharedSlots:
         """Return whether a later claim may find slots."""
         return bool(self._order)
 
-    def forget(self) -> None:
+    def delete_counter(self) -> None:
         """Delete this rank's counter. All ranks must have finished the call."""
         self._order = []
         self._counters.delete_key(self._key(self._rank))
@@ -71,8 +71,8 @@ class WorkStealing:
         the slots of each rank, identical on all ranks.
         """
         if self.last:
-            self.last.forget()
-        self.last = SharedSlots(self.counters, str(next(_CALLS)), parts, rank) if len(parts) > 1 else None
+            self.last.delete_counter()
+        self.last = SharedSlots(self.counters, str(next(_CALL_NUMBERS)), parts, rank) if len(parts) > 1 else None
         return self.last
 
 

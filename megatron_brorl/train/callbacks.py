@@ -17,14 +17,14 @@ class StopTraining(Exception):
 class Callback(Protocol):
     """Methods that `train` calls on the main rank. A callback may have only some of them.
 
-    Any exception other than StopTraining also ends the run after the step, saved, and is reported as an error.
+    Any exception other than StopTraining is reported as an error. It, too, ends the run after the step, which is saved.
     """
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of a step, without times. step: as in metrics.jsonl, from 0."""
 
     def on_evaluation(self, step: int, results: Mapping[str, Any], samples: pa.Table) -> None:
-        """Receive an evaluation of the held-out prompts after `step` steps. results: as "before" in summary.json.
+        """Receive an evaluation of the held-out prompts after `step` steps. results: see "before" in summary.json.
 
         samples: the recorded rollouts (docs/rollouts.md); empty if none are recorded.
         """
@@ -34,7 +34,7 @@ class Callback(Protocol):
 
 
 class Callbacks:
-    """Calls the callbacks of a run in order, and keeps an exception until the run is saved."""
+    """Calls the callbacks of a run in order. An exception is stored, and raised after the run has been saved."""
 
     def __init__(self, callbacks: Sequence[Any] = ()) -> None:
         self._callbacks = callbacks
@@ -45,7 +45,7 @@ class Callbacks:
         return bool(self._callbacks)
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of each callback that has it. Raises nothing; see `stop` and `check`."""
+        """Call a method of each callback that has it. Raises nothing; see `stop` and `raise_if_failed`."""
         for callback in self._callbacks:
             function = getattr(callback, method, None)
             if function is None or self._error:
@@ -58,7 +58,7 @@ class Callbacks:
                 self._error = (f"{type(callback).__name__}.{method}", e)
                 self.stop = True
 
-    def check(self, state: str) -> None:
+    def raise_if_failed(self, state: str) -> None:
         """Raise UserError if a callback failed. state: text on the saved state, for the message."""
         if self._error:
             where, error = self._error

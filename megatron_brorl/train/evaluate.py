@@ -42,15 +42,10 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """Return the evaluation as it is written to files."""
         return {
+            **vars(self),
             "pass_at_1": self.pass_at_1.as_dict(),
             "pass_at_k": {str(k): v for k, v in self.pass_at_k.items()},
-            "by_task": self.by_task,
-            "verifiers": self.verifiers,
             "mean_reward": self.mean_reward.as_dict(),
-            "response_tokens": self.response_tokens,
-            "prompts": self.prompts,
-            "samples": self.samples,
-            "lost": self.lost,
         }
 
 

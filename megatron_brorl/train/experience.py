@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantages import ADVANTAGES, explained_variance, merge
+from megatron_brorl.algo.advantages import explained_variance, group_advantages, merge
 from megatron_brorl.algo.kl import kl_estimate
 from megatron_brorl.algo.policy_loss import mismatch_mask
 from megatron_brorl.algo.shaping import shaped
+from megatron_brorl.config.algorithms import advantage
 from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.interface import Backend
 from megatron_brorl.parallel import collectives
@@ -45,28 +46,26 @@ def shape_rewards(outcomes: Outcomes, config: Config, step: int) -> Outcomes:
     return replace(o, rewards=rewards)
 
 
-def rollout_advantages(outcomes: Outcomes, kept: Sequence[int], algo: AlgoConfig, ops: Backend) -> Tensor:
+def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: AlgoConfig, ops: Backend) -> Tensor:
     """Return the advantages of all survivors of the kept groups by algo.advantage, float32 [groups, N]; 0 elsewhere.
 
-    They are whitened over all survivors of kept groups, which are the global batch (BroRL, section 3.1), unless the
-    estimator is relative to its own group (AdvantageEstimator.whitened) or token_advantages whitens later.
+    groups: one for each row of the table. The advantages are whitened over all survivors of kept groups, which are the
+    global batch (BroRL, section 3.1), unless the estimator is relative to its own group (config.algorithms.Advantage)
+    or token_advantages whitens later.
     """
     table = torch.zeros_like(outcomes.rewards)
-    rewards = [outcomes.rewards_of(g) for g in kept]
-    if not rewards:
+    kept = outcomes.kept
+    if not kept:
         return table
 
-    estimator = ADVANTAGES[algo.advantage]
-    if estimator.fused:
-        starts = torch.tensor([0, *(len(r) for r in rewards)]).cumsum(0)
-        advantages = ops.group_advantages(torch.cat(rewards), starts, estimator.fused)
-    else:
-        advantages = torch.cat([estimator.of_group(r, algo) for r in rewards])
-    if estimator.whitened and algo.advantage != "gae" and not kl_in_reward(algo):
+    mask = outcomes.ended[kept]
+    rows = [groups[g].prompt.row() for g in kept]
+    advantages = group_advantages(outcomes.rewards[kept], mask, rows, algo)[mask].float()
+    if advantage(algo.advantage).whitened and algo.advantage != "gae" and not kl_in_reward(algo):
         advantages = ops.whiten(advantages, ops.moments(advantages))
 
     where = torch.zeros_like(outcomes.ended)
-    where[list(kept)] = outcomes.ended[list(kept)]
+    where[kept] = mask
     table[where] = advantages
     return table
 
@@ -98,7 +97,7 @@ def token_advantages(
 
     # An advantage is the residual of the critic: the return minus the value.
     of_returns, of_residuals = (merge(collectives.all_gather(ops.moments(x), replicas)) for x in (returns, advantages))
-    if ADVANTAGES[algo.advantage].whitened:
+    if advantage(algo.advantage).whitened:
         advantages = ops.whiten(advantages, of_residuals)
 
     sizes = list(lengths)

@@ -21,14 +21,14 @@ from megatron_brorl.types import FinishReason, ScoredRollout
 LOST, STOP, LENGTH, CUT = range(4)  # states; no rank has a lost rollout
 FINISH: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", CUT: "cut"}
 _STATE = {finish: state for state, finish in FINISH.items()}
-_NOTHING = float("nan")
+_NAN = float("nan")
 
 Index = TypeVar("Index", int, Tensor)  # of one rollout, or of many
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Tables [groups, N], the same on every rank; a rollout that has not ended has reward 0.
+    """Tables [groups, N], the same on every rank. The reward of a rollout without a reward is 0.
 
     closed and kept are indices of groups in ascending order.
     """
@@ -40,12 +40,12 @@ class Outcomes:
     repeats: Tensor  # int64, n-grams that had occurred before
     answers: Tensor  # int64, hashes of the final answers (rewards.extract.answer_hash)
     holder: Tensor  # int64, the rank that has the rollout; -1 if it is lost
-    closed: list[int] = field(default_factory=list)  # groups without a "cut" rollout
+    closed: list[int] = field(default_factory=list)  # groups without an unfinished ("cut") rollout
     kept: list[int] = field(default_factory=list)  # closed groups to train on
 
     @property
     def ended(self) -> Tensor:
-        """Mask of rollouts that are complete and have a reward, bool [groups, N]."""
+        """Mask of the rollouts that are complete and have a reward, the survivors: bool [groups, N]."""
         return (self.state == STOP) | (self.state == LENGTH)
 
     def rewards_of(self, group: int) -> Tensor:
@@ -93,16 +93,15 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
 
 def mark_unfinished_as_lost(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
     """Mark the "cut" rollouts of the given groups as lost; return the outcomes and the number of these rollouts."""
-    late = torch.zeros_like(outcomes.ended)
-    late[list(groups)] = outcomes.state[list(groups)] == CUT
-    return replace(outcomes, state=outcomes.state.masked_fill(late, LOST)), int(late.sum())
+    unfinished = torch.zeros_like(outcomes.ended)
+    unfinished[list(groups)] = outcomes.state[list(groups)] == CUT
+    return replace(outcomes, state=outcomes.state.masked_fill(unfinished, LOST)), int(unfinished.sum())
 
 
 def select_groups(outcomes: Outcomes, dynamic_sampling: bool = True) -> Outcomes:
-    """Set `closed` and `kept` by dynamic sampling over the survivors of all ranks.
+    """Set `closed` and `kept`. Dynamic sampling keeps the groups whose survivors have different rewards.
 
-    A group with fewer than two survivors has no signal. Without dynamic_sampling every closed group with a survivor is
-    kept.
+    Without dynamic_sampling every closed group with a survivor is kept.
     """
     closed = [g for g, state in enumerate(outcomes.state) if not bool((state == CUT).any())]
     alive = [g for g in closed if len(outcomes.rewards_of(g))]
@@ -121,11 +120,11 @@ def trained_mask(outcomes: Outcomes, overlong_filter: bool) -> Tensor:
 
 
 def mini_batch_of(place: Index, sibling: Index, count: int, of: Literal["prompts", "siblings"]) -> Index:
-    """Return the mini-batch of a rollout of a kept group; place: the position of the group among the kept groups.
+    """Return the index of the mini-batch that contains a rollout of a kept group.
 
-    of = "prompts": whole groups, group i in mini-batch i mod count. of = "siblings": sibling i of every group in
-    mini-batch i mod count, so that each optimizer step sees N / count rollouts of every prompt. The rows of an
-    optimizer step do not depend on the number of ranks.
+    place: the position of the group among the kept groups. sibling: the rollout's index in the group. count: number of
+    mini-batches. of = "prompts" assigns whole groups. of = "siblings" gives each optimizer step N / count rollouts of
+    every prompt. The rows of an optimizer step do not depend on the number of ranks.
     """
     return (place if of == "prompts" else sibling) % count
 
@@ -142,21 +141,22 @@ def mini_batches(
 
 
 def group_metrics(outcomes: Outcomes) -> dict[str, float]:
-    """Return the metrics of the closed groups; nan for means over nothing."""
+    """Return the metrics of the closed groups. Means over no groups or no rollouts are nan."""
     closed = torch.zeros(len(outcomes.state), 1, dtype=torch.bool)
     closed[outcomes.closed] = True
     counted = outcomes.ended & closed
 
     survivors = [right for g in outcomes.closed if len(right := outcomes.right[g][outcomes.ended[g]])]
-    groups = len(outcomes.closed) or _NOTHING
-    count = int(counted.sum()) or _NOTHING
+    groups = len(outcomes.closed) or _NAN
+    count = int(counted.sum()) or _NAN
     # In float64 the mean of float32 rewards does not depend on their order.
     rewards = outcomes.rewards[counted].double()
     return {
         "reward": float(rewards.sum()) / count,
-        "reward_std": _spread(rewards),
+        "reward_std": _std(rewards),
         "kept_share": len(outcomes.kept) / groups,
-        # Right means at least reward.correct_at. With partial credit, groups that are all wrong may have a signal.
+        # Right means a reward of at least reward.correct_at. With partial credit, a group without a right response
+        # may still have different rewards.
         "all_right_share": sum(bool(right.all()) for right in survivors) / groups,
         "all_wrong_share": sum(not bool(right.any()) for right in survivors) / groups,
         "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in outcomes.closed)),
@@ -167,8 +167,8 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     }
 
 
-def _spread(values: Tensor) -> float:
+def _std(values: Tensor) -> float:
     """Return the population standard deviation of values [K]; exactly 0 if they are equal, nan if there are none."""
     if not len(values):
-        return _NOTHING
+        return _NAN
     return float(values.std(correction=0)) if has_signal(values) else 0.0

@@ -1,7 +1,7 @@
 """Numbers that are not finite: rows are left out, updates are skipped, and too many such steps end the run.
 
-A response with a log-probability (of the engine, the actor or the reference) or a value that is NaN or infinite does
-not count in losses and their divisors. Its reward still counts in baselines and in the moments of a step's rollouts.
+A response with a NaN or infinite value, or log-probability of the engine, the actor or the reference, does not count in
+losses and their divisors. Its reward still counts in the baseline of its group and in whitening.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ def count_nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:
 
 
 def raise_if_too_many_nonfinite(steps: int, most: int, state: str) -> None:
-    """Raise UserError after train.max_nonfinite_steps such steps in a row."""
+    """Raise UserError if `steps`, from count_nonfinite_steps, reaches train.max_nonfinite_steps.
+
+    state: text on the saved state, for the message.
+    """
     if steps >= most:
         raise UserError(
-            f"{steps} steps in a row (train.max_nonfinite_steps = {most}) skipped an update whose gradient was not "
-            "finite, or left out more rollouts than they kept, whose log-probabilities were not (updates_skipped and "
-            f"nonfinite_rows in metrics.jsonl): {state}; see whether engine or trainer gives them, or start anew from "
-            "the saved weights (brorl convert to-hf) with a lower learning rate"
+            f"{steps} steps in a row (train.max_nonfinite_steps = {most}) skipped an update because its gradient was "
+            "not finite, or left out most of their rollouts because log-probabilities were not finite (updates_skipped "
+            f"and nonfinite_rows in metrics.jsonl): {state}; find out whether the engine or the trainer returns them, "
+            "or start a new run from the saved weights (brorl convert to-hf) with a lower learning rate"
         )

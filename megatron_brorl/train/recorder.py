@@ -1,14 +1,13 @@
-"""Write rollouts for people to read to run.dir/rollouts (rollout_log.files, docs/rollouts.md).
+"""Write rollouts for people to read to run.dir/rollouts (rollout_log, docs/rollouts.md).
 
-There is one row for every group of a step. Of some groups and of all held-out prompts, the rollouts themselves are
-written. Each rank writes the rollouts that it sampled. Training does not depend on any of it.
+Every group of a step has one row. For some groups and for all held-out prompts, the rollouts themselves are written,
+each by the rank that sampled it. Training does not depend on these files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,17 +32,17 @@ _MAX_CHARS = 240  # of a prompt or a response on the console
 
 
 def choose_recorded(
-    groups: Sequence[PromptGroup], outcomes: Outcomes, config: RunConfig, every: bool = False
+    groups: Sequence[PromptGroup], outcomes: Outcomes, config: RunConfig, all_groups: bool = False
 ) -> Tensor:
     """Return which rollouts to write, bool [groups, N]; the same on every rank.
 
-    The groups are the run.record_groups closed ones whose prompt ids have the smallest hashes, so a prompt that comes
-    again is likely to be written again; with `every`, all groups. Of each group the first rollouts are written, up to
-    MAX_TOKENS over all groups.
+    The groups are the run.record_groups closed ones whose prompt ids have the smallest hashes, so the same prompts are
+    likely to be written in later steps, too. With all_groups they are all groups. Of each group the first rollouts are
+    written, as many as fit MAX_TOKENS over all groups.
     """
-    among = range(len(groups)) if every else outcomes.closed
-    chosen = sorted(among, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))
-    chosen = chosen if every else chosen[: config.record_groups]
+    candidates = range(len(groups)) if all_groups else outcomes.closed
+    chosen = sorted(candidates, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))
+    chosen = chosen if all_groups else chosen[: config.record_groups]
 
     where = torch.zeros_like(outcomes.ended)
     where[chosen] = outcomes.ended[chosen]
@@ -75,33 +74,29 @@ class Recorder:
         outcomes: Outcomes,
         rollouts: Sequence[ScoredRollout],
         advantages: Tensor,
-    ) -> float:
-        """Write the rollouts of a step and return the seconds that this rank took.
-
-        rollouts: select_recorded of this rank's. advantages: [groups, N].
-        """
-        begun = time.monotonic()
+    ) -> None:
+        """Write the rollouts of a step. rollouts: from select_recorded. advantages: [groups, N]."""
         algo = self.config.algo
         is_trained = trained_mask(outcomes, algo.overlong_filter)
+        # These are the advantages of make_experience, which adds the boost to those of the estimator.
         advantages = (advantages + algo.correct_boost * outcomes.right).masked_fill(~is_trained, float("nan"))
         where = choose_recorded(groups, outcomes, self.config.run)
-        moment = rollout_log.Moment("step", step)
-        self._write(moment, groups, outcomes, where, outcomes.closed, rollouts, advantages)
-        return time.monotonic() - begun
+        log_entry = rollout_log.LogEntry("step", step)
+        self._write(log_entry, groups, outcomes, where, outcomes.closed, rollouts, advantages)
 
     def evaluation(
         self, steps: int, groups: Sequence[PromptGroup], outcomes: Outcomes, rollouts: Sequence[ScoredRollout]
     ) -> None:
         """Write the rollouts of an evaluation after `steps` steps. rollouts: all of this rank's."""
-        where = choose_recorded(groups, outcomes, self.config.run, every=True)
+        where = choose_recorded(groups, outcomes, self.config.run, all_groups=True)
         no_advantages = torch.full_like(outcomes.rewards, float("nan"))
-        moment = rollout_log.Moment("evaluation", steps)
+        log_entry = rollout_log.LogEntry("evaluation", steps)
         every = range(len(groups))
-        self._write(moment, groups, outcomes, where, every, select_recorded(rollouts, where), no_advantages)
+        self._write(log_entry, groups, outcomes, where, every, select_recorded(rollouts, where), no_advantages)
 
     def _write(
         self,
-        moment: rollout_log.Moment,
+        log_entry: rollout_log.LogEntry,
         groups: Sequence[PromptGroup],
         outcomes: Outcomes,
         where: Tensor,
@@ -112,15 +107,15 @@ class Recorder:
         try:
             if rollouts:
                 own = sorted(rollouts, key=lambda r: (r.group, r.rollout.index))
-                rollout_log.write_rollouts(self.folder, moment, self.rank, self._table(own, groups, advantages))
-            # The group table comes last, because readers take it as the sign that the moment is complete.
+                rollout_log.write_rollouts(self.folder, log_entry, self.rank, self._table(own, groups, advantages))
+            # The group table comes last, because readers take it as the sign that the entry is complete.
             if self.rank == 0:
-                rollout_log.write_groups(self.folder, moment, group_table(groups, outcomes, where, listed))
+                rollout_log.write_groups(self.folder, log_entry, group_table(groups, outcomes, where, listed))
         except OSError as e:
             if self.warnings:
                 return
             self.warnings.append(
-                f"warning: {self.folder}: {moment} is not recorded: {e.strerror or e}; training continues"
+                f"warning: {self.folder}: {log_entry} is not recorded: {e.strerror or e}; training continues"
             )
             with contextlib.suppress(OSError):  # stderr may be a file on the same full disk.
                 print(*self.warnings, file=sys.stderr, flush=True)

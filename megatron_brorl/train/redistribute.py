@@ -55,12 +55,13 @@ def assign_replicas(
     most = 0
     for i in range(algo.mini_batches):
         rows = (mini_batch == i).nonzero()[:, 0]
-        prompt_index = group[rows].numpy()
-        own, prompt_costs = costs.rows(prompts[rows].numpy(), responses[rows].numpy(), prompt_index)
-        assigned = assign(own, replicas, prompt_index, prompt_costs)
+        groups = group[rows].numpy()
+        # A replica computes a shared prompt once for all of its rollouts of a group.
+        own_costs, prompt_costs = costs.rows(prompts[rows].numpy(), responses[rows].numpy(), groups)
+        assigned = assign(own_costs, replicas, groups, prompt_costs)
         replica[group[rows], sibling[rows]] = torch.from_numpy(assigned)
 
-        loads = loads_of(replicas, assigned, own, prompt_index, prompt_costs)
+        loads = loads_of(replicas, assigned, own_costs, groups, prompt_costs)
         mean += float(loads.mean())
         most += int(loads.max())
     return replica, mean / most if most else 1.0
@@ -68,7 +69,7 @@ def assign_replicas(
 
 @dataclass(frozen=True)
 class _Transfers:
-    """The rollouts that are sent, in order; each field [K] int64."""
+    """The rollouts to send, in (group, sibling) order; each field [K] int64."""
 
     group: Tensor
     sibling: Tensor
@@ -116,7 +117,7 @@ def send_to_replicas(
 def _exchange(
     transfers: _Transfers, held: Mapping[tuple[int, int], Rollout], grid: Grid
 ) -> dict[tuple[int, int], Rollout]:
-    """Return the rollouts among these that this rank's replica gets, by group and rollout index. Collective."""
+    """Send the rollouts, and return those that this rank's replica receives, by group and rollout index. Collective."""
     # All ranks of a replica get the same message: ids and bits of log-probabilities, rollout by rollout.
     own = transfers.select(transfers.source == grid.rank)
     for_replica: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.int32)] for _ in range(grid.dp_size)]
@@ -131,7 +132,7 @@ def _exchange(
     sizes = 2 * _sums(coming.source, coming.tokens, grid.world_size)
     received = collectives.all_to_all([parts[replica_of[rank]] for rank in range(grid.world_size)], sizes.tolist())
 
-    # The order is that of sending: by rank, then by group and rollout.
+    # `received` has the order of `coming`: by sending rank, then by group and rollout.
     pieces = received.split(coming.tokens.repeat_interleave(2).tolist())
     rows = zip(coming.slots(), pieces[::2], pieces[1::2], strict=True)
     return {(g, s): Rollout(s, ids.long(), bits.view(torch.float32), "cut") for (g, s), ids, bits in rows}

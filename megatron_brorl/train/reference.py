@@ -45,14 +45,14 @@ class ReferencePolicy:
 
     def reset_if_due(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
         """Reset after `step` steps if that is due; set the metric reference_reset to 1 or 0."""
-        why = self.due(step)
+        why = self.reset_reason(step)
         metrics["reference_reset"] = float(bool(why))
         if why:
             self.reset()
             progress.note(f"{after_steps_text(step)} the reference is now the policy: {why}")
 
-    def due(self, step: int) -> str:
-        """Return why a reset is due after `step` steps, or ""."""
+    def reset_reason(self, step: int) -> str:
+        """Return the reason to reset the reference after `step` steps, or "" if no reset is due."""
         c = self.config
         if c.reset_every and step % c.reset_every == 0:
             return f"reference.reset_every = {c.reset_every} steps"
@@ -61,7 +61,7 @@ class ReferencePolicy:
         return ""
 
     def reset(self) -> None:
-        """Make the present actor the reference and reset the count of evaluations without a new best."""
+        """Copy the actor's weights to the reference, and reset the count of evaluations without a new best."""
         self.worker.reload()
         self.reload()
         for name, p in self.worker.actor.named_parameters():

@@ -21,7 +21,7 @@ from megatron_brorl.train.console import passes
 from megatron_brorl.train.early_stopping import EarlyStopping
 from megatron_brorl.train.models import TrainingModels
 
-# Types of the values in a checkpoint's run.json, apart from those that checkpoints.training adds.
+# Keys of a checkpoint's run.json and the types of their values, apart from those that checkpoints.training adds.
 _SAVED = {
     "updates": (int,),
     "critic_updates": (int,),
@@ -58,7 +58,7 @@ class RunState:
     began: float = 0.0  # Unix time at which the first process of the job began; 0 if unknown
 
     def in_critic_warmup(self, critic: CriticConfig) -> bool:
-        """Return whether only the critic has been updated so far (critic.warmup_steps)."""
+        """Return whether the critic has been updated, but not yet the actor (critic.warmup_steps)."""
         return 0 < self.critic_steps <= critic.warmup_steps
 
     def is_complete(self, config: TrainConfig) -> bool:
@@ -110,11 +110,11 @@ def begin_save(
     return save
 
 
-def saved(directory: Path) -> dict[str, Any]:
-    """Return a checkpoint's run.json. Raises UserError if it is not of this version."""
+def read_run_json(directory: Path) -> dict[str, Any]:
+    """Return a checkpoint's run.json. Raises UserError if another version wrote it."""
     run = checkpoint.read_run(directory)
     found = run.get(folders.BEST)
-    strange = [key for key, kinds in _SAVED.items() if type(run.get(key, key)) not in kinds]
+    strange = [key for key, kinds in _SAVED.items() if key not in run or type(run[key]) not in kinds]
     if found is not None and not (isinstance(found, list) and tuple(map(type, found)) == _BEST):
         strange.append(folders.BEST)
     if strange:
@@ -133,7 +133,7 @@ def restore(
     The caller has checked the fingerprint. state: that of a run before its first step.
     """
     # Read and check run.json before any weight changes.
-    run = saved(directory)
+    run = read_run_json(directory)
     checkpoint.load(directory, models.checkpoint_parts())
     restored = RunState(
         **{name: run[name] for name in _PLAIN},

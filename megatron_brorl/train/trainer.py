@@ -84,7 +84,7 @@ class Trainer:
         # Measure with the monotonic clock from here on.
         self._startup_seconds = max(0.0, time.time() - self.started)
         self._clock_start = time.monotonic()
-        self._must_save_again = False  # True after a checkpoint could not be written, until one is
+        self._must_save_again = False  # True: a checkpoint could not be written, so save after the next step
         self._nonfinite_steps = 0  # consecutive ones, see nonfinite.count_nonfinite_steps
         self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
@@ -172,7 +172,7 @@ class Trainer:
         # Rewards -> advantages -> log-probabilities, values.
         with _timed(seconds, "train"), span("experience"):
             outcomes = shape_rewards(collected.outcomes, config, state.step)
-            advantages = rollout_advantages(outcomes, outcomes.kept, config.algo, self.worker.options.ops)
+            advantages = rollout_advantages(outcomes, groups, config.algo, self.worker.options.ops)
             rollouts, experience, metrics = make_experience(
                 collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature
             )
@@ -223,8 +223,8 @@ class Trainer:
             self.grid.barrier()  # callbacks read the files of all ranks
         if self.callbacks:
             with span("callbacks"):
-                moment = rollout_log.Moment("evaluation", self.state.step)
-                samples = rollout_log.read_rollouts(Path(self.config.run.dir) / rollout_log.FOLDER, moment)
+                log_entry = rollout_log.LogEntry("evaluation", self.state.step)
+                samples = rollout_log.read_rollouts(Path(self.config.run.dir) / rollout_log.FOLDER, log_entry)
                 self.callbacks.call("on_evaluation", self.state.step, evaluation.as_dict(), samples)
         return evaluation
 
@@ -266,7 +266,7 @@ class Trainer:
             self.runner.raise_if_stuck(saved)
         elif ending is Ending.NONFINITE:
             raise_if_too_many_nonfinite(self._nonfinite_steps, self.config.train.max_nonfinite_steps, saved)
-        self.callbacks.check(saved)
+        self.callbacks.raise_if_failed(saved)
 
     def _save_after_step(self, ending: Ending | None, metrics: dict[str, float], progress: Progress) -> None:
         """Write a checkpoint if one is due, the run ends, the last one failed, or this one is the best."""

@@ -35,36 +35,36 @@ def update_models(
     models: TrainingModels,
     experience: Experience,
     batches: list[list[int]],
-    kept: int,
+    trained: int,
     config: Config,
     state: RunState,
 ) -> dict[str, float]:
     """Take one optimizer step per batch of rows on the critic and then on the actor; return metrics. Collective.
 
-    `state` counts the optimizer steps that were applied. kept: rollouts of all ranks that the step trains on. While the
-    critic warms up, the actor is not updated.
+    `state` counts the optimizer steps that were applied. trained: rollouts of all ranks that the step trains on. During
+    critic.warmup_steps the actor is not updated.
     """
-    c = config
     metrics = {}
     steps = config.train.steps
     if models.critic:
-        rates = with_decay_steps(critic_optim(c.critic, c.optim), c, steps)
-        metrics = update_critic(models.critic, experience, batches, c.critic.clip, rates, state.critic_updates)
+        optim = with_decay_steps(critic_optim(config.critic, config.optim), config, steps)
+        metrics = update_critic(models.critic, experience, batches, config.critic.clip, optim, state.critic_updates)
         # The actor's schedule has the training steps that are left after the critic's warm-up.
-        steps -= c.critic.warmup_steps
-        if state.critic_steps < c.critic.warmup_steps:
+        steps -= config.critic.warmup_steps
+        if state.critic_steps < config.critic.warmup_steps:
             batches = []
 
         # A step without a signal teaches the critic nothing, so it does not count towards the warm-up.
         state.critic_updates += int(metrics["critic_updates"])
         state.critic_steps += metrics["critic_updates"] > 0
 
-    optim = scaled(with_decay_steps(c.optim, c, steps), c.rollout.prompts * c.rollout.n, kept)
-    updated = update_policy(models.actor, experience, batches, c.algo, optim, c.rollout.temperature, state.updates)
+    rollout = config.rollout
+    optim = scaled(with_decay_steps(config.optim, config, steps), rollout.prompts * rollout.n, trained)
+    updated = update_policy(models.actor, experience, batches, config.algo, optim, rollout.temperature, state.updates)
     state.updates += int(updated["updates"])
 
     # After top-p or top-k, differences of log-probabilities do not show whether engine and trainer agree.
-    if c.rollout.top_p < 1 or c.rollout.top_k:
+    if rollout.top_p < 1 or rollout.top_k:
         del updated["logprob_gap_mean"], updated["logprob_gap_max"]
     return metrics | updated
 
@@ -249,7 +249,7 @@ class ActorLoss:
             weights=weights.to(where, compute_dtype(dtype)),
             old_log_probs=None if part.old_log_probs is None else gathered(part.old_log_probs),
             reference_log_probs=None if part.reference_log_probs is None else gathered(part.reference_log_probs),
-            sequences=batch.repeat(rows).to(where) if self.settings.ratio == "sequence" else None,
+            sequences=batch.repeat(rows).to(where) if self.settings.of_sequences else None,
         )
 
     def __call__(self, batch: Packed, head: Head) -> tuple[Tensor, Any]:

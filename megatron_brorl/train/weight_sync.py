@@ -41,13 +41,13 @@ def sync_engines(models: TrainingModels, runner: RolloutRunner, version: int, co
     # The engine needs the memory, but the actor's weights are sent next.
     models.offload(actor_weights=False)
     engine.wake()
-    again = sync_weights(models.actor, engine, version)
-    metrics = {"refit_again": float(again)}
+    repeats = sync_weights(models.actor, engine, version)
+    metrics = {"refit_again": float(repeats)}
     when = config.train.verify_reshard
     if when == "always" or (when == "auto" and config.rollout.engine in ENGINES):
         gap, restarts = verify_weights(models.actor, engine, version, config)
         metrics = {
-            "refit_again": float(again + restarts),
+            "refit_again": float(repeats + restarts),
             "reshard_gap_mean": gap.mean,
             "reshard_gap_p99": gap.p99,
             "reshard_gap_max": gap.max,
@@ -64,7 +64,7 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
     Raises UpdateRefused on all ranks if an engine refused the last try, or if ranks received different bytes. Engines
     may then hold different versions, so the caller must not sample from them.
     """
-    for again in range(TRIES):
+    for repeats in range(TRIES):
         checksums: list[int] = []
         refused = None
         try:
@@ -74,7 +74,7 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
             print(f"brorl: rank {worker.grid.rank}, version {version}: {e}", file=sys.stderr, flush=True)
         problem = _problem(sum(checksums), refused is not None)
         if not problem:
-            return again
+            return repeats
     raise refused or UpdateRefused(f"weight update: version {version}: {problem}")
 
 
@@ -102,7 +102,7 @@ class LogProbGap(NamedTuple):
     max: float
 
     def exceeds(self, tolerance: float) -> bool:
-        """Return whether the gap is above the limits: tolerance for the mean, 4 times that for p99, 10 for the max.
+        """Return whether the gap exceeds a limit: tolerance for the mean, 4 x tolerance for p99, 10 x for the maximum.
 
         In bfloat16 a logit near 32 moves in steps of 0.25, so single tokens are off by 0.5 nats in a healthy run. Such
         rounding does not move a mean. The limit for the max is for faults that few tokens show, such as one wrong
@@ -176,10 +176,10 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
     # The probe uses the same functions as a training step.
     groups = [PromptGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
     slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world_size)[grid.rank]
-    asked, group_of = requests(slots, groups, {}, 0)
+    own_requests, group_of = requests(slots, groups, {}, 0)
 
     sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
-    result = engine.generate(asked, sampling)
+    result = engine.generate(own_requests, sampling)
 
     # The probe is small, so every replica of the actor scores all responses.
     own = [(g, r) for g, rollouts in zip(group_of, result.rollouts, strict=True) for r in rollouts]

@@ -52,7 +52,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Settings of the stages of actor and critic."""
+    """Settings of a pipeline stage, the same for actor and critic."""
 
     tokens_per_micro_batch: int
     ops: Backend
@@ -84,7 +84,7 @@ class Stage:
         self._limit = options.tokens_per_micro_batch * self.grid.cp_size  # of a micro-batch, over its ranks
         self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if options.offload else None
         self._state = Offload(self._optimizer_tensors) if options.offload and optim is not None else None
-        # Every update starts from zeros, so gradients need no copy.
+        # Gradients need no copy in host memory, because every update starts from zeros.
         self._gradients = Offload(tuple, self._gradient_buffers) if optim is not None else None
         if optim is not None:
             with cpu_bridge.bridge():
@@ -147,7 +147,7 @@ class Stage:
 
     @property
     def _keeps_read(self) -> bool:
-        """Return whether the float32 masters can be filled from the tensors of a file (distributed optimizer only)."""
+        """Return whether load_hf keeps the tensors of the file to fill the float32 masters from them."""
         return self.options.distributed_optimizer and self.options.dtype != torch.float32
 
     def _fill_masters(self, read: Mapping[str, Tensor]) -> None:

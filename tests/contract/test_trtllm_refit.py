@@ -46,7 +46,7 @@ def test_worker_detects_damage_in_shared_memory(model, start, capfd):
     """The file changes after the trainer's check. The engine never generates with the damaged weights."""
     engine = start(config={"max_restarts": 1})
     engine.update_weights(model.stream(), 0)
-    stage = engine._stage
+    stage = engine._write_update
 
     def spoiled(tensors, version):
         weights = stage(tensors, version)
@@ -55,7 +55,7 @@ def test_worker_detects_damage_in_shared_memory(model, start, capfd):
             file.write(b"\x55")
         return weights
 
-    engine._stage = spoiled
+    engine._write_update = spoiled
     with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
         engine.update_weights(model.stream(0.5), 1)
     with pytest.raises(UserError, match="gave up"):

@@ -11,7 +11,7 @@ from dist.world import World, pairs
 
 from megatron_brorl.algo.pass_at_k import pass_at_k
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout_log import moments, read_groups, read_rollouts
+from megatron_brorl.rollout_log import entries, read_groups, read_rollouts
 
 pytestmark = pytest.mark.slow
 LAYOUTS = [
@@ -313,8 +313,8 @@ def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path, p
     assert [len(own) for own in parts] == [3, 3]
     one = tmp_path / "one"
     two = tmp_path / "two"
-    assert moments(one) == moments(two)
-    for moment in moments(one):
+    assert entries(one) == entries(two)
+    for moment in entries(one):
         for read in (read_groups, read_rollouts):
             rows = read(one, moment).to_pylist()
             assert rows

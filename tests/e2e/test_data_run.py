@@ -10,7 +10,7 @@ import pytest
 from e2e.runs import brorl, make_model, rows
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.rollout_log import FOLDER, moments, read_groups
+from megatron_brorl.rollout_log import FOLDER, entries, read_groups
 
 GSM8K = [{"question": f"Ann has {i} nuts and gets {i}. How many?", "answer": f"#### {2 * i}"} for i in range(12)]
 DEEPSCALER = [{"problem": f"Find ${i}^2$.", "answer": str(i * i), "solution": ""} for i in range(13)]
@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def prompts_of(run_dir: Path) -> list[tuple[int, str]]:
     """Return (step, prompt) of every recorded group, in order."""
-    steps = [m for m in moments(run_dir / FOLDER) if m.kind == "step"]
+    steps = [m for m in entries(run_dir / FOLDER) if m.kind == "step"]
     return [(m.number, name) for m in steps for name in read_groups(run_dir / FOLDER, m)["prompt_id"].to_pylist()]
 
 

@@ -51,7 +51,7 @@ def test_checkpoints_belong_to_one_version_of_the_reward_file(folder):
     again = train(folder, "data.verifier=lengths.py:score", "train.steps=3")
     assert again.returncode == 2
     line = again.stderr.splitlines()[-1]
-    assert "was written with another file of verifier lengths.py:score (sha256 " in line
+    assert "was written with another version of lengths.py:score (sha256 " in line
 
 
 def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):

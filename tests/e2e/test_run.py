@@ -19,7 +19,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_brorl.data.sentencepiece import train_sentencepiece
-from megatron_brorl.rollout_log import FOLDER, Moment, moments, read_groups, read_rollouts
+from megatron_brorl.rollout_log import FOLDER, LogEntry, entries, read_groups, read_rollouts
 
 
 def test_supervised_training_lowers_the_loss(warm):
@@ -56,17 +56,17 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
     # The rollout log has every step and all three evaluations; the console shows three samples of each evaluation.
-    there = moments(directory / "rollouts")
+    there = entries(directory / "rollouts")
     assert [m.number for m in there if m.kind == "step"] == list(range(8))
     assert [m.number for m in there if m.kind == "evaluation"] == [0, 4, 8]
     for line in lines:
-        groups = read_groups(directory / "rollouts", Moment("step", line["step"])).to_pylist()
+        groups = read_groups(directory / "rollouts", LogEntry("step", line["step"])).to_pylist()
         assert sum(g["right"] for g in groups) / (6 * 32) == pytest.approx(line["reward"])
         assert sum(g["trained"] for g in groups) / 6 == pytest.approx(line["kept_share"])
         assert sum(g["recorded"] for g in groups) == 4 * 32
-    groups = read_groups(directory / "rollouts", Moment("evaluation", 8)).to_pylist()
+    groups = read_groups(directory / "rollouts", LogEntry("evaluation", 8)).to_pylist()
     assert sum(g["right"] for g in groups) / (24 * 2) == pytest.approx(summary["pass_at_1_after"]["mean"])
-    assert len(read_rollouts(directory / "rollouts", Moment("evaluation", 8))) == 24 * 2
+    assert len(read_rollouts(directory / "rollouts", LogEntry("evaluation", 8))) == 24 * 2
     assert done.stderr.count("held-out sample") == 3 * 3
 
     # The console shows the numbers of metrics.jsonl.
@@ -135,7 +135,7 @@ def test_a_step_can_span_two_epochs(config, init, tmp_path):
     done = brorl("train", config, f"model.path={init}", f"run.dir={run}", *sizes, *files)
     assert done.returncode == 0, done.stderr
     assert [line["rollouts"] for line in rows(run)] == [4 * 8] * 4
-    steps = [read_groups(run / FOLDER, Moment("step", step))["prompt_id"].to_pylist() for step in range(4)]
+    steps = [read_groups(run / FOLDER, LogEntry("step", step))["prompt_id"].to_pylist() for step in range(4)]
     assert [(len(names), len(set(names))) for names in steps] == [(4, 4), (4, 4), (4, 3), (4, 4)]
 
 

@@ -3,61 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
+from pathlib import Path
 
 import pytest
 import torch
+from ops import own_algorithms
 from ops.linear_cases import SETTINGS, TEMPERATURE, TOLERANCE, close, make
+from ops.own_algorithms import BY_HAND, sequence_log_ratio
 
 from megatron_brorl.algo.policy_loss import POLICY_LOSSES, PolicyLossSettings
+from megatron_brorl.config import algorithms
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.ops.backend import backend
 
-EPS_LOW, EPS_HIGH = 0.2, 0.28
-
-
-def clip(r, a):
-    """Return min(r A, clip(r) A) by cases (Schulman et al. 2017, eq. 7)."""
-    stopped = ((a > 0) & (r > 1 + EPS_HIGH)) | ((a < 0) & (r < 1 - EPS_LOW))
-    return torch.where(stopped, r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH), r) * a
-
-
-def cispo(r, a):
-    """Return A log pi, weighted by the clipped ratio without gradient (MiniMax-M1, eq. 4)."""
-    return r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH) * a * r.log()
-
-
-def sapo(r, a):
-    """Return 4 / tau sigmoid(tau (r - 1)) A (SAPO, Gao et al. 2025), where sigmoid(x) = (1 + tanh(x / 2)) / 2."""
-    tau = 1.05 - 0.05 * (a > 0).double()
-    return 2 / tau * (1 + (tau * (r - 1) / 2).tanh()) * a
-
-
-BY_HAND = {"clip": clip, "cispo": cispo, "sapo": sapo}  # functions of ratio and advantage
+FILE = str(Path(own_algorithms.__file__))
 
 
 def test_every_policy_loss_has_a_formula_here():
-    known = typing.get_args(typing.get_type_hints(AlgoConfig)["policy_loss"])
-    assert set(known) == set(POLICY_LOSSES) == set(BY_HAND)
+    assert set(algorithms.POLICY_LOSSES) == set(POLICY_LOSSES) == set(BY_HAND)
     names = {field.name for field in dataclasses.fields(PolicyLossSettings)}
     assert names <= {field.name for field in dataclasses.fields(AlgoConfig)}
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["built in", "function of a user"])
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ops", ["fused", "reference"])
 @pytest.mark.parametrize("name", BY_HAND)
-def test_value_and_gradient(name, ops, dtype, ratio):
+def test_value_and_gradient(name, ops, dtype, ratio, own):
     case = make(240, 20, 90)
     settings = dataclasses.replace(SETTINGS, policy_loss=name, ratio=ratio)
+    if own:
+        settings = PolicyLossSettings(is_cap=SETTINGS.is_cap, policy_loss=f"{FILE}:{name}_{ratio}")
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     t = case.tokens
     log_pi = (hidden @ weight.T / TEMPERATURE).log_softmax(-1).gather(-1, case.ids[:, None]).squeeze(-1)
     log_r = log_pi - t.old_log_probs
     if ratio == "sequence":
-        live = t.weights != 0
-        rows = [(t.sequences == s) & live for s in t.sequences]
-        log_r = torch.stack([log_r[row].mean() if row.any() else log_r.sum() * 0 for row in rows])
+        log_r = sequence_log_ratio(log_r, t.weights != 0, t.sequences)
     importance = (t.old_log_probs - t.rollout_log_probs).exp().clamp(max=SETTINGS.is_cap)
     objective = BY_HAND[name](log_r.exp(), t.advantages)
     loss = -(t.weights * importance * objective).sum()
@@ -65,3 +48,30 @@ def test_value_and_gradient(name, ops, dtype, ratio):
     result, *grads = case.call(backend(ops, torch.device("cpu")).linear_ppo_loss, dtype, settings)
     assert result.loss.item() == pytest.approx(loss.item(), rel=10 * TOLERANCE[dtype], abs=TOLERANCE[dtype])
     assert all(close(a, b, TOLERANCE[dtype]) for a, b in zip(grads, (hidden.grad, weight.grad), strict=True))
+
+
+@pytest.mark.parametrize("ops", ["fused", "reference"])
+def test_a_users_loss_has_the_shared_terms(ops):
+    """KL, entropy bonus and importance weight are added as for a built-in loss."""
+    case = make(240, 20, 90)
+    shared = {"is_cap": 1.5, "kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.2}
+    op = backend(ops, torch.device("cpu")).linear_ppo_loss
+    wanted = case.call(op, settings=PolicyLossSettings(**shared, ratio="sequence"))
+    got = case.call(op, settings=PolicyLossSettings(**shared, policy_loss=f"{FILE}:gspo"))
+    assert got[0].loss.item() == pytest.approx(wanted[0].loss.item(), rel=1e-12)
+    assert all(close(a, b, 1e-12) for a, b in zip(got[1:], wanted[1:], strict=True))
+    for key in ("reference_kl", "rollout_gap", "entropy", "tokens"):
+        assert got[0].sums[key] == wanted[0].sums[key]
+
+
+def test_gradients_flow_through_the_entropy(tmp_path):
+    """A loss that is the entropy has its gradient, and that of a masked token is left out."""
+    (tmp_path / "mine.py").write_text("def loss(entropy, log_probs, **_):\n    return entropy\n")
+    case = make(30, 8, 40)
+    settings = PolicyLossSettings(policy_loss=f"{tmp_path / 'mine.py'}:loss")
+    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
+    log_p = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
+    (case.tokens.weights * -(log_p.exp() * log_p).sum(-1)).sum().backward()
+    for ops in ("fused", "reference"):
+        _, *grads = case.call(backend(ops, torch.device("cpu")).linear_ppo_loss, settings=settings)
+        assert all(close(a, b, 1e-12) for a, b in zip(grads, (hidden.grad, weight.grad), strict=True))

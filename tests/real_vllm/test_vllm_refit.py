@@ -78,7 +78,7 @@ def test_faulty_update_leaves_the_engine_unchanged(fault, model, shared):
 
 def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
     engine = start(model, config={"max_restarts": 1})
-    stage = engine._stage
+    stage = engine._write_update
 
     def spoiled(tensors, version):
         weights = stage(tensors, version)
@@ -87,7 +87,7 @@ def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
             file.write(b"\x55")
         return weights
 
-    engine._stage = spoiled
+    engine._write_update = spoiled
     with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
         engine.update_weights(model.stream(), 0)
     assert engine.version == -1

@@ -23,7 +23,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, WEIGHTS, read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.rope import inverse_frequencies
-from megatron_brorl.train.state import saved
+from megatron_brorl.train.state import read_run_json
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))
 KEYS = ["rollout.n", "optim.lr", "algo.kl_in", "optim.betas", "data.train", "train.checkpoint_async", "rollout.nn"]
@@ -157,7 +157,7 @@ def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
         folders.write_manifest(step)
         found = checkpoint.find(step.parent)
         assert found
-        check_fingerprint(saved(found)["fingerprint"], now, found)
+        check_fingerprint(read_run_json(found)["fingerprint"], now, found)
 
     (step / checkpoint.RUN).write_text(json.dumps(run))
     assert accepted(resume)

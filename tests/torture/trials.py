@@ -70,7 +70,7 @@ class Outcome:
             summary={k: v for k, v in summary.items() if k not in _TIMED},
             records={
                 str(m): (rollout_log.read_groups(folder, m), rollout_log.read_rollouts(folder, m))
-                for m in rollout_log.moments(folder)
+                for m in rollout_log.entries(folder)
             },
             weights=(directory / "model" / "model.safetensors").read_bytes(),
         )

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_brorl import rollout_log
 from megatron_brorl.errors import UserError
-from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment, one_line, printable
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, LogEntry, one_line, printable
 
-STEP = Moment("step", 3)
+STEP = LogEntry("step", 3)
 
 
 def rows(*slots: tuple[int, int]) -> pa.Table:
@@ -40,7 +40,7 @@ def test_ranks_are_merged_bit_for_bit(tmp_path):
     rollout_log.write_groups(tmp_path, STEP, groups(2, 0))
     assert rollout_log.read_rollouts(tmp_path, STEP).to_pylist() == rows((0, 0), (0, 1), (2, 0), (2, 1)).to_pylist()
     assert rollout_log.read_groups(tmp_path, STEP).to_pylist() == groups(0, 2).to_pylist()
-    assert rollout_log.moments(tmp_path) == [STEP]
+    assert rollout_log.entries(tmp_path) == [STEP]
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     rollout_log.write_rollouts(tmp_path, STEP, 0, rows((2, 1), (0, 0)))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before  # and no other file is left
@@ -57,12 +57,12 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
     rollout_log.prepare_folder(folder, None)
     for number in range(7):
         for kind in ("step", "evaluation"):
-            rollout_log.write_groups(folder, Moment(kind, number), groups(0))
-            rollout_log.write_rollouts(folder, Moment(kind, number), 5, rows((0, 0)))
+            rollout_log.write_groups(folder, LogEntry(kind, number), groups(0))
+            rollout_log.write_rollouts(folder, LogEntry(kind, number), 5, rows((0, 0)))
     (folder / ".step_000002.rollouts.00001.parquet.writing").write_bytes(b"half")  # left by a killed process
     rollout_log.prepare_folder(folder, 4)
-    there = rollout_log.moments(folder)
-    assert there == [*(Moment("step", n) for n in range(4)), *(Moment("evaluation", n) for n in range(5))]
+    there = rollout_log.entries(folder)
+    assert there == [*(LogEntry("step", n) for n in range(4)), *(LogEntry("evaluation", n) for n in range(5))]
     assert len(list(folder.iterdir())) == 2 * len(there)
 
     # A new run renames the folder and removes only the incomplete file of a killed process.
@@ -71,7 +71,7 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
         rollout_log.prepare_folder(folder, None)
         assert list(folder.iterdir()) == []
         assert (tmp_path / aside).is_dir()
-    assert rollout_log.moments(tmp_path / "rollouts.1") == there
+    assert rollout_log.entries(tmp_path / "rollouts.1") == there
     assert len(list((tmp_path / "rollouts.1").iterdir())) == 2 * len(there)
 
 
@@ -82,7 +82,7 @@ def test_unreadable_files_are_errors_of_one_line(tmp_path):
         assert "\n" not in str(e.value)
         return str(e.value)
 
-    assert "holds no recorded rollouts; give the run.dir" in told(lambda: rollout_log.moments(tmp_path / "nowhere"))
+    assert "holds no recorded rollouts; give the run.dir" in told(lambda: rollout_log.entries(tmp_path / "nowhere"))
     rollout_log.write_groups(tmp_path, STEP, groups(1))
     path = tmp_path / "step_000003.groups.parquet"
     whole = path.read_bytes()

@@ -6,7 +6,7 @@ csrc contains no communication. ops.reference.linear defines the results.
 
 A token's policy gradient depends only on its own log-probability, so linear_ppo_loss computes the gradients in the
 forward pass, with three products in total (as Liger-Kernel's fused losses do). A ratio over the whole sequence is known
-only after all of its tokens. It uses linear_log_probs and its backward pass, four products.
+only after all of its tokens. It and a loss of the user take linear_log_probs and its backward pass, four products.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ def linear_ppo_loss(
 ) -> PolicyLoss:
     """Compute reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
 
-    The log-probabilities are bitwise those of linear_log_probs on the same rows. With ratio = "token" the forward pass
-    computes the gradients and the backward pass scales them in place, so a second backward pass raises RuntimeError.
+    The log-probabilities are bitwise those of linear_log_probs on the same rows. Unless settings.of_sequences, the
+    forward pass computes the gradients and the backward pass scales them in place, so a second backward pass raises
+    RuntimeError.
     """
     shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
     check_devices("linear_ppo_loss", hidden, *vars(tokens).values())
-    if settings.ratio == "sequence":
+    if settings.of_sequences:
         log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
         return policy_loss(log_probs, entropy, tokens, settings)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)

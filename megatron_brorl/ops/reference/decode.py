@@ -33,23 +33,18 @@ class ReferenceDecode:
         keys[page, :, :, place % PAGE] = k.to(keys.dtype)
         values[page, :, place % PAGE, :dim] = v.to(values.dtype)
 
-        # List the pages of each row's prompt and own tokens, and the slots in them that hold a token.
+        # List the pages of each row's prompt and own tokens, and whether each slot in them holds a token.
         used = int(-(-batch.lengths.max() // PAGE))
         tables = torch.cat((batch.prompt_tables[batch.prompts], batch.tables[:, :used]), dim=1).long()
         slots = torch.arange(PAGE * used, device=qkv.device)
         prompt_slots = torch.arange(PAGE * batch.prompt_tables.shape[1], device=qkv.device)
-        there = torch.cat(
-            (
-                prompt_slots < batch.prompt_lengths[batch.prompts].unsqueeze(1),
-                slots < batch.lengths.unsqueeze(1),
-            ),
-            dim=1,
-        )
-        tables = tables.masked_fill(~there[:, ::PAGE], 0)  # entries beyond a length are arbitrary
+        prompt_filled = prompt_slots < batch.prompt_lengths[batch.prompts].unsqueeze(1)
+        filled = torch.cat((prompt_filled, slots < batch.lengths.unsqueeze(1)), dim=1)
+        tables = tables.masked_fill(~filled[:, ::PAGE], 0)  # entries beyond a length are arbitrary
 
         # Compute a few rows at a time, because every row gathers a copy of its keys and values.
-        size = max(1, GATHERED // (there.shape[1] * kv_heads * dim))
-        parts = zip((scale * q).split(size), tables.split(size), there.split(size), strict=True)
+        size = max(1, GATHERED // (filled.shape[1] * kv_heads * dim))
+        parts = zip((scale * q).split(size), tables.split(size), filled.split(size), strict=True)
         return torch.cat([_attention(*part, keys, values) for part in parts]).to(qkv.dtype)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -64,17 +59,17 @@ class ReferenceDecode:
         return silu(gate) * up
 
 
-def _attention(q: Tensor, tables: Tensor, there: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attention(q: Tensor, tables: Tensor, filled: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Softmax attention of scaled queries q [B, heads, d] over gathered slots (Vaswani et al. 2017, eq. 1).
 
-    tables [B, n]: pages. there [B, 16 n]: slots that hold a token. Returns [B, heads d] float32.
+    tables [B, n]: pages. filled [B, 16 n]: whether a slot holds a token. Returns [B, heads d] float32.
     """
     batch, _, dim = q.shape
     k = keys[tables].permute(0, 2, 3, 1, 4).flatten(3).float()  # [B, K, d, tokens]
     v = values[tables].transpose(1, 2).flatten(2, 3)[..., :dim].float()  # [B, K, tokens, d]
     # A slot without a token may hold NaN, and 0 * NaN is NaN.
-    v = v.masked_fill(~there[:, None, :, None], 0)
+    v = v.masked_fill(~filled[:, None, :, None], 0)
     # Consecutive query heads share a key and a value head.
     scores = q.view(batch, keys.shape[1], -1, dim) @ k
-    weights = scores.masked_fill(~there[:, None, None, :], float("-inf")).softmax(-1)
+    weights = scores.masked_fill(~filled[:, None, None, :], float("-inf")).softmax(-1)
     return (weights @ v).view(batch, -1)

@@ -28,10 +28,10 @@ class Limits:
     test_seconds: float  # for one test
     memory_mb: int = 512  # address space of one process
     processes: int = 8  # including threads; the sandbox itself needs three
-    output_bytes: int = 1 << 20  # of one test
-    file_mb: int = 8  # the largest file
-    scratch_mb: int = 16  # of /tmp, and as much again of /dev/shm
-    files: int = 64  # open at a time
+    output_bytes: int = 1 << 20  # output of one test
+    file_mb: int = 8  # size of a file
+    scratch_mb: int = 16  # size of /tmp, and also of /dev/shm
+    files: int = 64  # number of open files
 
 
 def set_environment(bare: bool, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ def unsandboxed() -> bool:
 
 
 def bare_command() -> list[str]:
-    """Return the command without isolation. Only the resource limits of the order apply."""
+    """Return the command without isolation. Only the resource limits of the job apply."""
     package = Path(__file__).parents[3]
     return [sys.executable, *_GUARD, "-c", _START.format(str(package), _MODULE)]
 
@@ -114,40 +114,41 @@ def _user_namespace() -> int:
     The limit on the number of processes does not hold for root, so the first process of a sandbox must become another
     user. Raises OSError if this machine permits no namespaces.
     """
-    (ready, tell), (go, permit) = os.pipe(), os.pipe()
+    ready_read, ready_write = os.pipe()  # written by the child
+    permit_read, permit_write = os.pipe()  # written by this process
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     child = os.fork()
     if child == 0:
-        os.close(permit)  # Otherwise the child would wait for itself.
-        _enter(unshare, tell, go)
-    os.close(tell)
-    os.close(go)
+        os.close(permit_write)  # Otherwise the child would wait for itself.
+        _enter(unshare, ready_write, permit_read)
+    os.close(ready_write)
+    os.close(permit_read)
 
     # Only a process outside may map two users. The open file keeps the namespace alive after its first process ends.
     try:
-        if os.read(ready, 1) != b"+":
+        if os.read(ready_read, 1) != b"+":
             raise OSError("this machine permits no user namespaces")
         for ids in ("uid_map", "gid_map"):
             _write(f"/proc/{child}/{ids}", f"0 0 1\n{USER} {_OUTSIDE} 1\n")
-        os.write(permit, b"+")
-        if os.read(ready, 1) != b"+":
+        os.write(permit_write, b"+")
+        if os.read(ready_read, 1) != b"+":
             raise OSError("the limit on further user namespaces cannot be set")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        os.close(ready)
-        os.close(permit)
+        os.close(ready_read)
+        os.close(permit_write)
         os.waitpid(child, 0)
 
 
-def _enter(unshare: ctypes._NamedFuncPointer, tell: int, go: int) -> None:
+def _enter(unshare: ctypes._NamedFuncPointer, ready: int, permit: int) -> None:
     """Enter a new namespace in which no further one can be made; the body of the child."""
     try:
         if unshare(_CLONE_NEWUSER) == 0:
-            os.write(tell, b"+")
-            if os.read(go, 1) == b"+":
+            os.write(ready, b"+")
+            if os.read(permit, 1) == b"+":
                 _write("/proc/sys/user/max_user_namespaces", "0")
-                os.write(tell, b"+")
-                os.read(go, 1)  # Wait until the parent has opened the namespace.
+                os.write(ready, b"+")
+                os.read(permit, 1)  # Wait until the parent has opened the namespace.
     finally:
         os._exit(0)
 

@@ -25,9 +25,9 @@ def problem() -> str | None:
         return "bubblewrap is missing; install it (apt-get install bubblewrap)"
 
     # A container may forbid namespaces, which only a trial run shows.
-    order = {"mode": "scripts", "program": "print(6 * 7)"}
+    job = {"mode": "scripts", "program": "print(6 * 7)"}
     try:
-        with SandboxProcess(order, Limits(seconds=20.0, test_seconds=20.0), isolated=True) as process:
+        with SandboxProcess(job, Limits(seconds=20.0, test_seconds=20.0), isolated=True) as process:
             process.send({"stdin": ""})
             if process.receive().get("stdout") == "42\n":
                 return None

@@ -25,13 +25,13 @@ class SandboxError(RuntimeError):
 
 
 class Ended(Exception):
-    """The program's time is up, it ended, or it wrote a malformed message."""
+    """The program exceeded its time limit, ended, or wrote a malformed message."""
 
 
 class SandboxProcess:
-    """A sandbox in which inside.guard carries out `order`; a context manager."""
+    """A sandbox in which inside.guard runs `job`; a context manager."""
 
-    def __init__(self, order: dict[str, Any], limits: Limits, isolated: bool) -> None:
+    def __init__(self, job: dict[str, Any], limits: Limits, isolated: bool) -> None:
         self._limits = limits
         self._isolated = isolated
         self._outgoing = self._incoming = b""
@@ -39,7 +39,7 @@ class SandboxProcess:
         self._folder = None if isolated else tempfile.TemporaryDirectory(prefix="brorl-")
         self._start()
         self._deadline = time.monotonic() + _START_S
-        self.send({**order, **self._order()})
+        self.send({**job, **self._limits_message()})
         try:
             if self.receive() != {"up": True}:
                 raise Ended("it sent an unexpected message")
@@ -109,24 +109,24 @@ class SandboxProcess:
             options |= {"cwd": self._folder.name, "env": {}, "start_new_session": True}
             self._process = subprocess.Popen(isolation.bare_command(), **options)
         else:
-            info, tell = os.pipe()
+            info_read, info_write = os.pipe()
             filter_ = _filled(seccomp.program())
             try:
-                arguments, fds = isolation.command(self._limits, filter_, tell)
+                arguments, fds = isolation.command(self._limits, filter_, info_write)
                 self._process = subprocess.Popen(arguments, pass_fds=fds, **options)
             finally:
                 # The child has its own copies. These would keep its pipes open.
-                os.close(tell)
+                os.close(info_write)
                 os.close(filter_)
-            # The kernel kills a namespace with its process 1, so `close` kills that one.
-            self._pidfd = _pidfd(info)
+            # `close` kills process 1 of the namespace, because the kernel then kills all other processes in it.
+            self._pidfd = _pidfd(info_read)
         assert self._process.stdin
         assert self._process.stdout
         self._sink = self._process.stdin.fileno()
         self._source = self._process.stdout.fileno()
         os.set_blocking(self._sink, False)
 
-    def _order(self) -> dict[str, Any]:
+    def _limits_message(self) -> dict[str, Any]:
         limits = self._limits
         return {
             "user": isolation.USER if self._isolated and os.geteuid() == 0 else None,
@@ -160,10 +160,10 @@ class SandboxProcess:
 
 def _filled(data: bytes) -> int:
     """Return the reading end of a pipe that holds `data`."""
-    end, fill = os.pipe()
-    os.write(fill, data)
-    os.close(fill)
-    return end
+    read_end, write_end = os.pipe()
+    os.write(write_end, data)
+    os.close(write_end)
+    return read_end
 
 
 def _pidfd(info: int) -> int | None:

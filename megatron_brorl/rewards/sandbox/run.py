@@ -46,13 +46,13 @@ class Sandbox:
 
     def scripts(self, program: str, stdins: Sequence[str]) -> list[Outcome]:
         """Run the program as a script, once per standard input."""
-        order = {"mode": "scripts", "program": program}
-        return self._outcomes(order, [{"stdin": stdin} for stdin in stdins])
+        job = {"mode": "scripts", "program": program}
+        return self._outcomes(job, [{"stdin": stdin} for stdin in stdins])
 
     def calls(self, program: str, function: str, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         """Call the program's function, once per {"args", "kwargs"}, which inside.codec has encoded."""
-        order = {"mode": "calls", "program": program, "function": function}
-        return self._outcomes(order, [{"args": c["args"], "kwargs": c.get("kwargs", {})} for c in calls])
+        job = {"mode": "calls", "program": program, "function": function}
+        return self._outcomes(job, [{"args": c["args"], "kwargs": c.get("kwargs", {})} for c in calls])
 
     def asserts(self, program: str, function: str, setup: str, tests: Sequence[str]) -> list[Outcome]:
         """Run test code that calls the program's function. The program runs in another sandbox than the tests."""
@@ -64,10 +64,10 @@ class Sandbox:
             outcomes += [Outcome("ended", str(e))] * (len(tests) - len(outcomes))
         return outcomes
 
-    def _outcomes(self, order: dict[str, Any], requests: Sequence[dict[str, Any]]) -> list[Outcome]:
+    def _outcomes(self, job: dict[str, Any], requests: Sequence[dict[str, Any]]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         try:
-            with SandboxProcess(order, self.limits, self.isolated) as process:
+            with SandboxProcess(job, self.limits, self.isolated) as process:
                 for request in requests:
                     process.send(request)
                 for _ in requests:
@@ -77,10 +77,10 @@ class Sandbox:
         return outcomes
 
     def _judged(self, program: str, function: str, setup: str, tests: Sequence[str]) -> Iterator[Outcome]:
-        order = {"mode": "calls", "program": program, "function": function}
+        job = {"mode": "calls", "program": program, "function": function}
         asks = {"mode": "asserts", "program": setup, "function": function}
         with (
-            SandboxProcess(order, self.limits, self.isolated) as candidate,
+            SandboxProcess(job, self.limits, self.isolated) as candidate,
             SandboxProcess(asks, self.limits, self.isolated) as judge,
         ):
             for test in tests:

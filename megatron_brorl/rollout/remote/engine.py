@@ -77,12 +77,12 @@ class RemoteEngine:
         self.decode = decode
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.version = -1
-        self.leads = devices is not None
+        self.is_leader = devices is not None
         self.supervisor: Supervisor | None = None
-        self.node = node or (NodeRanks.single(folder) if self.leads else None)
+        self.node = node or (NodeRanks.single(folder) if self.is_leader else None)
         self._barrier = barrier
         self._calls = self._updates = 0
-        self._open: set[int] = set()  # calls of the current generate that have not ended
+        self._open_calls: set[int] = set()  # calls of the current generate that have not ended
         self._link = Connection(address(folder))
 
         # If this fails, close() removes the process and the folder.
@@ -133,7 +133,7 @@ class RemoteEngine:
             self.version = version  # generate waits until the engine reports this version
             return
 
-        weights = self._stage(tensors, version)
+        weights = self._write_update(tensors, version)
         assert weights  # not None on a leader
         try:
             self.supervisor.update(weights)
@@ -148,21 +148,21 @@ class RemoteEngine:
             for _ in tensors:  # producing each tensor is a collective
                 pass
             return
-        weights = self._stage(tensors, self.version)
+        weights = self._write_update(tensors, self.version)
         if weights:
             weights.delete()
 
-    def _as_sent(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _encode(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensor in the engine's dtype, or FP8 blocks with scales if the engine loads them."""
         in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
         return (to_fp8_blocks if in_blocks else unchanged)(name, tensor.to(self.dtype))
 
-    def _stage(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights | None:
+    def _write_update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights | None:
         """Write and check an update in shared memory; None on ranks that do not lead. Collective of the node."""
         assert self.node
         self._updates += 1
-        update = WeightUpdate(self._updates, version, self.names, self.dtype, self._as_sent)
-        link = self.folder / f"weights_{self._updates}" if self.leads else None
+        update = WeightUpdate(self._updates, version, self.names, self.dtype, self._encode)
+        link = self.folder / f"weights_{self._updates}" if self.is_leader else None
         return write_update(tensors, update, self.node, link)
 
     def generate(
@@ -182,14 +182,14 @@ class RemoteEngine:
         check_context(requests, sampling, supply, self.options.context, "engine's")
 
         # Ignore answers to earlier calls, which may have ended by an exception.
-        self._open.clear()
+        self._open_calls.clear()
         pending = PendingRollouts(sampling, callbacks, supply, self.rows, self.options.vocab, self.decode)
         pending.add(requests)
         pending.admit()
 
         # Loop until every rollout has an answer or the caller cancels. Meanwhile the engine process may restart.
-        asked = 0
-        rows = pending.rows  # asked: pid of the process that received the requests
+        asked_pid = 0  # process that received the requests; 0 = none
+        rows = pending.rows
         self._link.say_hello()  # It answers with its current state.
         while rows and not (callbacks and callbacks.cancelled()):
             # The supervisor has given up. Ranks without a supervisor wait until the watchdog cancels them.
@@ -197,29 +197,29 @@ class RemoteEngine:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
 
             # A new process has no requests. Send all missing ones once it has this version of the weights.
-            if self._link.pid != asked and self._link.version == self.version:
-                self._open.clear()
-                asked = self._ask(rows, sampling)
+            if self._link.pid != asked_pid and self._link.version == self.version:
+                self._open_calls.clear()
+                asked_pid = self._ask(rows, sampling)
 
             before = len(rows)
             for message in self._link.poll(_POLL_S):
-                if message.fields.get("call") not in self._open:
+                if message.fields.get("call") not in self._open_calls:
                     continue  # answer to an abandoned call
                 if message.kind == "stale":  # The engine has other weights now: ask again when it has the right ones.
-                    asked = 0
-                    self._open.clear()
+                    asked_pid = 0
+                    self._open_calls.clear()
                 elif message.kind == "error":
                     raise RuntimeError(f"engine process: {message.fields['what']}")
                 else:
                     self._handle(message, pending)
 
             # If all calls have ended but answers are missing, request them again.
-            if asked and rows and not self._open:
-                asked = 0
+            if asked_pid and rows and not self._open_calls:
+                asked_pid = 0
 
             # Finished rollouts make room for new ones.
             new = pending.admit() if len(rows) < before else {}
-            if new and asked == self._link.pid:
+            if new and asked_pid == self._link.pid:
                 self._ask(new, sampling)
 
         if rows:
@@ -236,7 +236,7 @@ class RemoteEngine:
         """Request these rollouts in a new call. Return the pid of the process that receives it."""
         pid = self._link.pid
         self._calls += 1
-        self._open.add(self._calls)
+        self._open_calls.add(self._calls)
         self._link.send(generate_message(rows, sampling, {"call": self._calls, "version": self.version}))
         return pid
 
@@ -244,18 +244,18 @@ class RemoteEngine:
         if message.kind == "rollout":
             pending.answered(message, self.version)
         elif message.kind == "ended":
-            self._open.discard(message.fields["call"])
+            self._open_calls.discard(message.fields["call"])
 
     def _stop(self, pending: PendingRollouts) -> None:
         """Cancel all open calls. Restart an engine that does not end them in time."""
-        for call in self._open:
+        for call in self._open_calls:
             self._link.send(Message("cancel", {"call": call}))
         deadline = time.monotonic() + _STOP_S
-        while self._open and time.monotonic() < deadline:
+        while self._open_calls and time.monotonic() < deadline:
             for message in self._link.poll(_POLL_S):
-                if message.fields.get("call") in self._open:
+                if message.fields.get("call") in self._open_calls:
                     self._handle(message, pending)
-        if self._open and self.supervisor:
+        if self._open_calls and self.supervisor:
             self.supervisor.restart(f"engine process {self.supervisor.pid} did not cancel its requests")
 
     def kv_usage(self) -> KvUsage | None:
@@ -298,7 +298,7 @@ class RemoteEngine:
         self._link.close()
         if self.supervisor:
             self.supervisor.close()
-        if self.leads:
+        if self.is_leader:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -341,9 +341,9 @@ def connect_engine(
         )
 
     # Leaders create folders, and all ranks exchange the paths. The checks above fail on all ranks.
-    leads = local % tensor == 0
+    is_leader = local % tensor == 0
     folders: list[str] = [""] * dist.get_world_size()  # by rank; "" for ranks that do not lead
-    dist.all_gather_object(folders, str(make_folder(settings.shared_memory)) if leads else "")
+    dist.all_gather_object(folders, str(make_folder(settings.shared_memory)) if is_leader else "")
     exchange = _exchange(rank - local, per_node, config.parallel.timeout_s)
     engine_exchange = _exchange(rank - local % tensor, tensor, config.parallel.timeout_s)
 
@@ -366,7 +366,7 @@ def connect_engine(
         options,
         names,
         Path(folders[rank - local % tensor]),
-        range(local, local + tensor) if leads else None,  # the GPUs of the ranks that share it
+        range(local, local + tensor) if is_leader else None,  # the GPUs of the ranks that share it
         Path(config.run.dir) / "engines" / f"rank_{rank}.log",
         NodeRanks(local, per_node, Path(folders[rank - local]), exchange),
         decode,

@@ -23,7 +23,7 @@ class PendingRollout:
     request: int  # index of its request
     ids: tuple[int, ...]  # tokens of the prompt and of `begun`
     begun: Rollout  # the rollout before this call
-    tokens: int  # maximum number of new tokens
+    max_new_tokens: int
     seed: int
 
     def completed(self, answer: Message, sampling: Sampling, version: int) -> Rollout:
@@ -56,8 +56,8 @@ class PendingRollout:
         ids = answer.tensors["ids"]
         log_probs = answer.tensors["log_probs"]
         finish = answer.fields["finish"]
-        if len(ids) > self.tokens:
-            return f"{len(ids)} tokens where {self.tokens} were requested"
+        if len(ids) > self.max_new_tokens:
+            return f"{len(ids)} tokens where {self.max_new_tokens} were requested"
         outside = ids[(ids < 0) | (ids >= vocab)]
         if len(outside):
             return f"token {int(outside[0])} outside the vocabulary of {vocab}"
@@ -74,33 +74,33 @@ class PendingRollouts:
         sampling: Sampling,
         callbacks: GenerateCallbacks | None,
         supply: Supply | None,
-        most: int,
+        max_in_flight: int,
         vocab: int,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """most: maximum number of rollouts in flight. vocab: vocabulary size with padding. decode: see StopCriteria."""
+        """vocab: vocabulary size with padding. decode: see StopCriteria."""
         self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
         self._sampling = sampling
         self._callbacks = callbacks
         self._supply = supply
-        self._most = most
+        self._max_in_flight = max_in_flight
         self._vocab = vocab
         self.faults: list[str] = []  # reasons of invalid answers, whose rollouts are lost
         self.rows: dict[int, PendingRollout] = {}  # by the number in messages
-        self._found: list[list[Rollout]] = []  # by request
-        self._numbered = 0
+        self._results: list[list[Rollout]] = []  # by request
+        self._count = 0
 
     def add(self, requests: Sequence[Request]) -> dict[int, PendingRollout]:
         """Add requests and return their rollouts by number. Numbers continue those of earlier requests."""
         new = (
             self._pending(number, request, begun)
-            for number, request in enumerate(requests, start=len(self._found))
+            for number, request in enumerate(requests, start=len(self._results))
             for begun in request.rollouts()
         )
-        added = dict(enumerate(new, start=self._numbered))
+        added = dict(enumerate(new, start=self._count))
         self.rows.update(added)
-        self._found.extend([] for _ in requests)
-        self._numbered += len(added)
+        self._results.extend([] for _ in requests)
+        self._count += len(added)
         return added
 
     def _pending(self, number: int, request: Request, begun: Rollout) -> PendingRollout:
@@ -112,7 +112,7 @@ class PendingRollouts:
 
     def admit(self) -> dict[int, PendingRollout]:
         """Add as many rollouts from the supply as the engine has room for, and return them by number."""
-        room = self._most - len(self.rows)
+        room = self._max_in_flight - len(self.rows)
         return self.add(self._supply.next_requests(room)) if self._supply and room > 0 else {}
 
     def answered(self, answer: Message, version: int) -> None:
@@ -145,10 +145,10 @@ class PendingRollouts:
         """Return the rollouts of each request, by index. Those without an answer are in their state before the call."""
         for row in self.rows.values():
             self._deliver(row, row.begun)
-        return [sorted(rollouts, key=lambda x: x.index) for rollouts in self._found]
+        return [sorted(rollouts, key=lambda x: x.index) for rollouts in self._results]
 
     def _deliver(self, row: PendingRollout, rollout: Rollout) -> None:
-        self._found[row.request].append(rollout)
+        self._results[row.request].append(rollout)
         # A "cut" rollout is not finished, because it continues in a later call.
         if self._callbacks and rollout.finish != "cut":
             self._callbacks.finished(row.request, rollout)
@@ -169,7 +169,7 @@ def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fie
         "numbers": torch.tensor(list(rows)),
         "lengths": torch.tensor([len(row.ids) for row in rows.values()]),
         "ids": torch.tensor([i for row in rows.values() for i in row.ids], dtype=torch.int64),
-        "tokens": torch.tensor([row.tokens for row in rows.values()]),
+        "tokens": torch.tensor([row.max_new_tokens for row in rows.values()]),
         "seeds": torch.tensor([row.seed for row in rows.values()]),
     }
     return Message("generate", {**fields, "sampling": asdict(sampling)}, tensors)

@@ -29,8 +29,8 @@ from megatron_brorl.signals import LAUNCHER
 
 PREFIX = "brorl-engine-"
 _POLL_S = 0.2
-_SILENT_S = 1.5  # seconds without a heartbeat after which to say hello again, because a new process needs it
-# Without these variables, an engine's workers do not believe that they are ranks of the trainer's launcher.
+_SILENT_S = 1.5  # say hello again after this silence, because a restarted process does not know this client
+# Variables to remove, because with them an engine's workers would act as ranks of the trainer's launcher.
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
 # Names of shared memory by Python's multiprocessing.
@@ -69,7 +69,7 @@ def address(folder: Path) -> str:
 
 
 def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the process's environment: the trainer's without its launcher's variables, plus `own`."""
+    """Return the engine's environment: the trainer's without the variables of its launcher, plus `own`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     seen = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
@@ -99,8 +99,8 @@ class Connection:
         self.pid = 0  # of the process that sent the last heartbeat; 0 = none yet
         self.version = -1  # version of its weights
         self.capabilities: Capabilities | None = None
-        self.heard = time.monotonic()
-        self._greeted = 0.0
+        self.last_heard = time.monotonic()
+        self._last_hello = 0.0
         self._socket = self._connect()
 
     def _connect(self) -> zmq.Socket[bytes]:
@@ -116,8 +116,8 @@ class Connection:
         self._socket = self._connect()
         self.pid = 0
         self.version = -1
-        self._greeted = 0.0
-        self.heard = time.monotonic()
+        self._last_hello = 0.0
+        self.last_heard = time.monotonic()
 
     def send(self, message: Message) -> None:
         """Queue a message. Only an answer confirms that it arrived."""
@@ -125,7 +125,7 @@ class Connection:
 
     def say_hello(self) -> None:
         """Ask the process for its capabilities and state, and for heartbeats."""
-        self._greeted = time.monotonic()
+        self._last_hello = time.monotonic()
         self.send(Message("hello"))
 
     def poll(self, seconds: float) -> list[Message]:
@@ -134,22 +134,22 @@ class Connection:
         Heartbeats and hellos only update the state of this connection. Raises ProtocolError.
         """
         now = time.monotonic()
-        if now - max(self.heard, self._greeted) > _SILENT_S or not self._greeted:
+        if now - max(self.last_heard, self._last_hello) > _SILENT_S or not self._last_hello:
             self.say_hello()
 
-        found = []
+        messages = []
         if self._socket.poll(int(seconds * 1000)):
             while self._socket.poll(0):
                 message = decode(self._socket.recv_multipart())
-                self.heard = time.monotonic()
+                self.last_heard = time.monotonic()
                 if message.kind == "heartbeat":
                     self.pid = message.fields["pid"]
                     self.version = message.fields["version"]
                 elif message.kind == "hello":
                     self.capabilities = Capabilities(**message.fields)
                 else:
-                    found.append(message)
-        return found
+                    messages.append(message)
+        return messages
 
     def close(self) -> None:
         """Close the socket."""
@@ -339,7 +339,7 @@ class Supervisor:
         ended = self._process.ended()
         if ended:
             return ended
-        silent = time.monotonic() - self._link.heard
+        silent = time.monotonic() - self._link.last_heard
         too_long = silent > self.settings.heartbeat_timeout_s
         return f"engine process {self.pid} is silent for {silent:.0f} s" if too_long else ""
 

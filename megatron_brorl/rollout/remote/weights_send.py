@@ -27,7 +27,7 @@ from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive_each
 BUCKET_BYTES = 256 << 20  # size of the tensors that a worker loads together
 THREADS = 4  # per rank
 SCALE = "_scale_inv"  # suffix of the name of a weight's scales
-_WAITING = 2 * THREADS  # maximum number of copies that wait for a thread
+_MAX_WAITING = 2 * THREADS  # maximum number of copies that wait for a thread
 _ALIGN = 64  # alignment of tensors in bytes
 _LINEARS = tuple(f"{x}_proj.weight" for x in ("q", "k", "v", "o", "gate", "up", "down"))
 
@@ -183,7 +183,7 @@ def file_layout(
 
 
 def assign_writers(names: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Assign each tensor to the rank with the fewest elements so far, and return the ranks by name."""
+    """Assign each tensor to the rank with the fewest elements so far. Return the rank of each tensor by name."""
     load = [0] * ranks
     owner = {}
     for name, shape in names.items():
@@ -237,7 +237,7 @@ def _write(
             # Copy the tensor, because the stream reuses its buffers.
             waiting.append(pool.submit(write, name, tensor.detach().clone(), expected))
             # Without this limit, copies of the whole model could accumulate on the device.
-            if len(waiting) > _WAITING:
+            if len(waiting) > _MAX_WAITING:
                 waiting.pop(0).result()
 
         receive_each(tensors, update.names, write_own)

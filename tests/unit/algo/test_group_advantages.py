@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Callable
 from itertools import combinations, product
 from math import comb
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo.advantages import (
-    ADVANTAGES,
     Moments,
     group_baseline,
     has_signal,
@@ -23,8 +21,6 @@ from megatron_brorl.algo.advantages import (
     whiten,
 )
 from megatron_brorl.algo.pass_at_k import pass_at_k_advantages
-from megatron_brorl.config.schema import AlgoConfig
-from megatron_brorl.ops.backend import backend
 
 RIGHT = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)  # two of three outcomes are right
 POLICIES = pytest.mark.parametrize("logits", [[0.3, -1.0, 0.8], [2.5, 0.0, -3.0]])
@@ -104,20 +100,6 @@ def test_groups_without_a_signal_are_exactly_zero():
         for rewards in ([0.0] * 4, [1.0] * 4, [1.0] * 512, [0.0]):
             assert torch.equal(make(torch.tensor(rewards)), torch.zeros(len(rewards)))
     assert torch.equal(over_group_mean(torch.tensor([0.95] * 512)), torch.zeros(512))
-
-
-def test_names_are_those_of_the_configuration():
-    assert set(typing.get_args(typing.get_type_hints(AlgoConfig)["advantage"])) == set(ADVANTAGES)
-
-
-@pytest.mark.parametrize("name", [name for name, estimator in ADVANTAGES.items() if estimator.fused])
-def test_the_fused_op_computes_the_estimator_of_the_group(name):
-    rewards = torch.tensor([0.0, 1.0, 0.25, 1.0, 1.0, 0.0, 0.0])
-    found = backend("fused", torch.device("cpu")).group_advantages(
-        rewards, torch.tensor([0, 3, 5, 7]), ADVANTAGES[name].fused
-    )
-    expected = [ADVANTAGES[name].of_group(group, AlgoConfig()) for group in rewards.split([3, 2, 2])]
-    torch.testing.assert_close(found, torch.cat(expected))
 
 
 def test_only_different_rewards_are_a_signal():

@@ -136,7 +136,7 @@ def test_stopped_runs_resume_bit_exactly(whole, tables, tmp_path, raised):
         message = "callback Watched.on_step: ValueError: plot failed; the state after 1 step is saved"
         with pytest.raises(UserError, match=message):
             train(tables, callbacks=[Watched(raised)], **asked)
-        with pytest.raises(UserError, match="was written with another file of verifier this_process"):
+        with pytest.raises(UserError, match="was written with another version of this_process"):
             train(tables, overrides=asked["overrides"], reward=lambda response, row: 0.5)
     assert without_time(train(tables, **asked).metrics) == without_time(whole[0].metrics)
 

@@ -133,13 +133,20 @@ def test_another_model_is_refused():
         check_fingerprint(before, now, WHERE)
 
 
-def test_a_changed_verifier_file_is_refused():
+def test_an_algorithm_may_become_a_function_of_the_user():
+    before = fingerprint(Config(), SHAPE, {}, INPUTS)
+    now = fingerprint(load_table({"algo": {"advantage": "mine.py:f"}}, ""), SHAPE, {"mine.py:f": "a" * 64}, INPUTS)
+    assert check_fingerprint(before, now, WHERE) == {"algo.advantage": ("reinforce_pp_baseline", "mine.py:f")}
+    assert check_fingerprint(now, before, WHERE) == {"algo.advantage": ("mine.py:f", "reinforce_pp_baseline")}
+
+
+def test_a_changed_file_of_a_function_is_refused():
     before, now = (fingerprint(Config(), SHAPE, {"mine.py:score": x * 64}, INPUTS) for x in "ab")
     assert check_fingerprint(before, before, WHERE) == {}
     with pytest.raises(UserError) as error:
         check_fingerprint(before, now, WHERE)
     assert str(error.value) == (
-        f"{WHERE}: was written with another file of verifier mine.py:score (sha256 aaaaaaaaaaaa, now bbbbbbbbbbbb): "
+        f"{WHERE}: was written with another version of mine.py:score (sha256 aaaaaaaaaaaa, now bbbbbbbbbbbb): "
         "restore it, or start a new run with another run.dir or train.resume=never"
     )
 

@@ -11,6 +11,7 @@ from megatron_brorl.config.rules import parse_benchmark
 from megatron_brorl.errors import UserError
 
 GAE = ["algo.advantage=gae"]
+OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,14 @@ GAE = ["algo.advantage=gae"]
         (["algo.advantage=maxrl", "reward.strict=true", "shaping.overlong_tokens=9"], "or remove [shaping]"),
         (["rollout.n=1"], "rollout.n = 1: a group baseline needs at least 2 rollouts per prompt"),
         (["rollout.n=1", *GAE], "rollout.n = 1: a group baseline needs at least 2 rollouts per prompt"),
+        (["algo.advantage=grop"], "known: reinforce_pp_baseline, grpo, maxrl, pass_at_k, gae; a function of your own"),
+        (["algo.policy_loss=os:system"], "known: clip, cispo, sapo; a function of your own is"),
+        ([*OWN_LOSS, "algo.eps_low=0.1"], "must be 0.2 (the default) with algo.policy_loss = mine.py:loss"),
+        ([*OWN_LOSS, "algo.ratio=sequence"], "algo.ratio = 'sequence': must be 'token' (the default) with"),
+        (
+            [*OWN_LOSS, "parallel.context=2", "train.share_prompt=false"],
+            "needs whole sequences: parallel.context must be",
+        ),
         (["algo.dual_clip=1.2"], "algo.dual_clip = 1.2: must be 0 (off) or above 1 + algo.eps_high"),
         (["algo.dual_clip=3", "algo.policy_loss=cispo"], 'must be 0 (off) with algo.policy_loss = "cispo"'),
         (["algo.mini_batches=9", "rollout.prompts=8"], "algo.mini_batches = 9: cannot divide 8 prompts"),

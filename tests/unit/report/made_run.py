@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_brorl import rollout_log
-from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, LogEntry
 from megatron_brorl.tracking.metrics import MetricsWriter
 
 TASKS = ("gcd", "spell_backward")
@@ -53,13 +53,13 @@ def make_run(
         if recorded:
             names = [f"held/{i} & <b>" for i in range(prompts)]
             mean = rewards and rewards[0] + (rewards[1] - rewards[0]) * number / last
-            _write(folder, Moment("evaluation", number), names, rights, samples, samples, mean=mean)
+            _write(folder, LogEntry("evaluation", number), names, rights, samples, samples, mean=mean)
     with MetricsWriter(folder) as writer:
         for step in range(steps):
             rights = random.binomial(n, rate(step), 6)
             names = [f"train/{(step + i) % 8}" for i in range(6)]
             if recorded:
-                _write(folder, Moment("step", step), names, rights, n, 8, first=2)
+                _write(folder, LogEntry("step", step), names, rights, n, 8, first=2)
             writer.write(step, _metrics(step, rights, n, shares.get(step + 1)), _seconds(step))
 
     if ended:
@@ -127,7 +127,7 @@ def group(number: int, rollouts: list[dict[str, Any]], recorded: int, **own: Any
 
 def _write(
     folder: Path,
-    moment: Moment,
+    moment: LogEntry,
     names: list[str],
     rights: Any,
     n: int,
@@ -149,7 +149,7 @@ def _write(
     rollout_log.write_rollouts(folder / "rollouts", moment, 0, pa.Table.from_pylist(rollouts, ROLLOUTS))
 
 
-def _rollout(number: int, name: str, sibling: int, right: bool, moment: Moment) -> dict[str, Any]:
+def _rollout(number: int, name: str, sibling: int, right: bool, moment: LogEntry) -> dict[str, Any]:
     answer = "7" if right else f"{sibling % 3}" if sibling % 4 else None
     advantage = None if moment.kind == "evaluation" else (0.8 if right else -0.4) / (number + 1)
     text = f"\U0001f600 it is {answer}" if sibling % 2 else f"{HOSTILE} {answer}"

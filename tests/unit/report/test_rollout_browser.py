@@ -11,9 +11,9 @@ from made_run import group, rollout
 
 from megatron_brorl import rollout_log
 from megatron_brorl.cli.main import main
-from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, Moment
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, LogEntry
 
-LAST = Moment("evaluation", 4)
+LAST = LogEntry("evaluation", 4)
 # Answers to each prompt. A star marks a right one. None is a response without an answer.
 ASKED = {"a": ["7*", "7*", "7*"], "b": ["1", "2*", "1"], "c": [None, "9", "9"]}
 
@@ -44,11 +44,11 @@ def run(tmp_path_factory):
     folder.mkdir()
     asked = [made(g, p, own) for g, (p, own) in enumerate(ASKED.items())]
     groups = [group(g, own, 3) for g, own in enumerate(asked)]
-    for moment in (Moment("evaluation", 0), LAST):
+    for moment in (LogEntry("evaluation", 0), LAST):
         write(folder, moment, groups, [r for own in asked for r in own], ranks=2)
     first = made(0, "t/0", ["1*", "1", "2"])
     second = made(3, "t/3", ["8", "8", "8"])
-    write(folder, Moment("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
+    write(folder, LogEntry("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
     return run
 
 

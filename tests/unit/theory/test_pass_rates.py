@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.rollout_log import FOLDER, GROUPS, Moment, write_groups
+from megatron_brorl.rollout_log import FOLDER, GROUPS, LogEntry, write_groups
 from megatron_brorl.theory.pass_rates import mixed_share
 
 
@@ -43,7 +43,7 @@ def test_command_reads_an_evaluation(tmp_path, capsys):
 def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, capsys):
     for step, right in enumerate(([0, 1], [2, 4])):
         rows = [{"group": i, "prompt_id": f"p{i}", "rollouts": 4, "right": r} for i, r in enumerate(right)]
-        write_groups(tmp_path / FOLDER, Moment("step", step), pa.Table.from_pylist(rows, schema=GROUPS))
+        write_groups(tmp_path / FOLDER, LogEntry("step", step), pa.Table.from_pylist(rows, schema=GROUPS))
     with pytest.raises(SystemExit) as end:
         main(["pass-rates", str(tmp_path)])
     assert not end.value.code

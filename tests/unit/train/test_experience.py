@@ -13,6 +13,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.experience import rollout_advantages, token_advantages
 from megatron_brorl.train.groups import LENGTH, LOST, STOP, Outcomes
+from megatron_brorl.types import Prompt, PromptGroup
 
 LENGTHS = [3, 1, 5, 2]
 EARNED = [0.75, -1.5, 0.25, 1.0]
@@ -109,6 +110,7 @@ def test_no_rows_and_equal_returns(replicas, ops):
     assert math.isnan(metrics["explained_variance"])
 
 
+GROUPS = [PromptGroup(Prompt(f"row{i}", "", (1,), "4", "exact"), 0, i) for i in range(3)]
 REWARDS = [[0.0, 1.0, None, 0.0], [1.0] * 4, [0.25, 0.5, 0.25, None]]
 
 
@@ -117,7 +119,8 @@ def outcomes():
     state = [[LOST if r is None else (STOP, LENGTH)[i % 2] for i, r in enumerate(row)] for row in REWARDS]
     none = torch.zeros(3, 4).long()
     rewards = torch.tensor(table).nan_to_num(0.0)
-    return Outcomes(torch.tensor(state), rewards, rewards == 1, torch.ones(3, 4).long(), none, none, none)
+    tokens = torch.ones(3, 4).long()
+    return Outcomes(torch.tensor(state), rewards, rewards == 1, tokens, none, none, none, kept=[0, 1, 2])
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -125,7 +128,7 @@ def outcomes():
 def test_rollout_advantages(ops, kind):
     """Mixed, all-right and partly-right groups with lost siblings."""
     algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"))
-    got = rollout_advantages(outcomes(), [0, 1, 2], algo, ops)
+    got = rollout_advantages(outcomes(), GROUPS, algo, ops)
     alive = [[r for r in row if r is not None] for row in REWARDS]
     centred = [[r - statistics.fmean(row) for r in row] for row in alive]
     if kind == "grpo":
@@ -143,7 +146,7 @@ def test_rollout_advantages(ops, kind):
         mean = statistics.fmean(flat)
         std = statistics.pstdev(flat)
         kl = replace(algo, kl_coef=0.1, kl_in="reward")  # token_advantages whitens in that case
-        table = rollout_advantages(outcomes(), [0, 1, 2], kl, ops)
+        table = rollout_advantages(outcomes(), GROUPS, kl, ops)
         assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
         expected = [[(x - mean) / std for x in row] for row in expected]
     for row, rewards, want in zip(got.tolist(), REWARDS, expected, strict=True):
@@ -152,5 +155,5 @@ def test_rollout_advantages(ops, kind):
 
 
 def test_rollouts_with_a_critic_have_their_rewards():
-    got = rollout_advantages(outcomes(), [0, 1, 2], AlgoConfig(advantage="gae"), OPS[0])
+    got = rollout_advantages(outcomes(), GROUPS, AlgoConfig(advantage="gae"), OPS[0])
     assert got.tolist() == [[r or 0.0 for r in row] for row in REWARDS]

@@ -14,7 +14,7 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.data.source import FileSource
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout_log import Moment, moments, read_groups, read_rollouts
+from megatron_brorl.rollout_log import LogEntry, entries, read_groups, read_rollouts
 from megatron_brorl.train import recorder
 from megatron_brorl.train.recorder import Recorder
 
@@ -65,7 +65,7 @@ def test_step_is_recorded(processes, model, tmp_path):
     rewards = np.array([[reward(row) for row in group] for group in rows])
     kept = [i for i, r in enumerate(rewards) if 0 < r.sum() < N]
 
-    groups = read_groups(tmp_path / "rollouts", Moment("step", 1)).to_pylist()
+    groups = read_groups(tmp_path / "rollouts", LogEntry("step", 1)).to_pylist()
     assert [g["prompt_id"] for g in groups] == [p.id for p in prompts]
     assert [g["right"] for g in groups] == rewards.sum(1).tolist()
     assert [g["rollouts"] for g in groups] == [N] * PROMPTS
@@ -81,7 +81,7 @@ def test_step_is_recorded(processes, model, tmp_path):
     # Advantages are relative to the group's mean and whitened over the trained rollouts.
     centred = rewards[kept] - rewards[kept].mean(1, keepdims=True)
     advantages = dict(zip(kept, centred / centred.std() + 0.25 * rewards[kept], strict=True))
-    found = read_rollouts(tmp_path / "rollouts", Moment("step", 1)).to_pylist()
+    found = read_rollouts(tmp_path / "rollouts", LogEntry("step", 1)).to_pylist()
     assert len(found) == 2 * N
     for r in found:
         g, i = r["group"], r["sibling"]
@@ -123,7 +123,7 @@ def test_recording_does_not_change_training(processes, model, tmp_path, monkeypa
         chosen = in_order_of_hash(prompts)[:3]
         lengths = {p.id: [len(response(step, p, i)) for i in range(N)] for p in prompts if p.id in chosen}
         most = max(m for m in range(N + 1) if sum(sum(own[:m]) for own in lengths.values()) <= 60)
-        found = read_rollouts(tmp_path / "rollouts", Moment("step", step)).to_pylist()
+        found = read_rollouts(tmp_path / "rollouts", LogEntry("step", step)).to_pylist()
         assert {(r["prompt_id"], r["sibling"]) for r in found} == {(c, i) for c in chosen for i in range(most)}
         assert 0 < most < N
 
@@ -149,7 +149,7 @@ def test_resumed_run_records_the_same_bytes(processes, model, tmp_path):
             first.save()
     there = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "parts").iterdir()} == there
-    late = read_rollouts(tmp_path / "whole", Moment("step", 2)).to_pylist()
+    late = read_rollouts(tmp_path / "whole", LogEntry("step", 2)).to_pylist()
     assert any(len(r["versions"]) > 1 for r in late)
     waited = [r for r in late if r["versions"][-1]["version"] < 2]
     assert waited
@@ -163,13 +163,13 @@ def test_evaluation_is_recorded_and_printed(processes, model, tmp_path):
     evaluation = trainer.evaluate(seen)
     prompts = fakes.prompts(5, 1000)
     rows = {(p.id, i): response("evaluate", p, i) for p in prompts for i in range(4)}
-    assert moments(tmp_path / "rollouts") == [Moment("step", 0), Moment("evaluation", 1)]
-    groups = read_groups(tmp_path / "rollouts", Moment("evaluation", 1)).to_pylist()
+    assert entries(tmp_path / "rollouts") == [LogEntry("step", 0), LogEntry("evaluation", 1)]
+    groups = read_groups(tmp_path / "rollouts", LogEntry("evaluation", 1)).to_pylist()
     assert [(g["prompt_id"], g["right"], g["trained"], g["recorded"]) for g in groups] == [
         (p.id, sum(reward(rows[p.id, i]) for i in range(4)), False, 4) for p in prompts
     ]
     assert sum(g["right"] for g in groups) / 20 == pytest.approx(evaluation.pass_at_1.mean)
-    found = read_rollouts(tmp_path / "rollouts", Moment("evaluation", 1)).to_pylist()
+    found = read_rollouts(tmp_path / "rollouts", LogEntry("evaluation", 1)).to_pylist()
     assert {(r["prompt_id"], r["sibling"]): r["token_ids"] for r in found} == rows
     assert {r["advantage"] for r in found} == {None}
 

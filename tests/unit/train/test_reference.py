@@ -26,7 +26,7 @@ def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch
 
 def test_reset_every_n_steps():
     reference, _, _ = make(reset_every=3)
-    assert [step for step in range(1, 8) if reference.due(step)] == [3, 6]
+    assert [step for step in range(1, 8) if reference.reset_reason(step)] == [3, 6]
 
 
 def test_reset_after_evaluations_without_improvement():
@@ -34,7 +34,7 @@ def test_reset_after_evaluations_without_improvement():
     found = []
     for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
         reference.early_stopping.record(score)
-        found.append(bool(reference.due(1)))
+        found.append(bool(reference.reset_reason(1)))
         if found[-1]:
             reference.reset()
     # 0.4 is the best until 0.41. The second evaluation without a new best resets the reference and the count.

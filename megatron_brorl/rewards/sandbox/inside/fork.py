@@ -15,13 +15,13 @@ _CHUNK = 1 << 16
 
 
 class Fork:
-    """Runs a function once in a child with `stdin`; its output and result become a message."""
+    """Runs a function once in a child process with `stdin`, and returns its output and result as a message."""
 
-    def __init__(self, order: dict[str, Any], stdin: bytes = b"") -> None:
+    def __init__(self, job: dict[str, Any], stdin: bytes = b"") -> None:
         self._stdin = memoryview(stdin)
-        self._seconds = order["test_seconds"]
-        self._max_bytes = order["output_bytes"]
-        self._has_namespace = order["has_namespace"]
+        self._seconds = job["test_seconds"]
+        self._max_bytes = job["output_bytes"]
+        self._has_namespace = job["has_namespace"]
         self._texts: dict[int, bytearray] = {}
         self._open: set[int] = set()
         self._stopped = ""
@@ -32,35 +32,37 @@ class Fork:
         If `body` raises SystemExit, the child ends as CPython does at the end of a script. The status is also "ok" if
         the process exits with 0 before `body` returns; the result is "" then.
         """
-        (stdin, give), (out, stdout), (told, tell) = os.pipe(), os.pipe(), os.pipe()
+        stdin_read, stdin_write = os.pipe()
+        stdout_read, stdout_write = os.pipe()
+        result_read, result_write = os.pipe()
         child = os.fork()
         if child == 0:
-            _child(stdin, stdout, tell, body)
-        for end in (stdin, stdout, tell):
+            _child(stdin_read, stdout_write, result_write, body)
+        for end in (stdin_read, stdout_write, result_write):
             os.close(end)
-        self._open = {give, out, told}
+        self._open = {stdin_write, stdout_read, result_read}
 
         # Processes that the test started end with it.
         try:
-            self._watch(child, give, out, told)
+            self._watch(child, stdin_write, stdout_read, result_read)
         finally:
             os.kill(child, signal.SIGKILL)
-            _, ended = os.waitpid(child, 0)
+            _, status = os.waitpid(child, 0)
             if self._has_namespace:
                 _kill_all()
             for end in self._open:
                 os.close(end)
-        return self._message(ended, bytes(self._texts[out]), bytes(self._texts[told]))
+        return self._message(status, bytes(self._texts[stdout_read]), bytes(self._texts[result_read]))
 
-    def _watch(self, child: int, give: int, out: int, told: int) -> None:
+    def _watch(self, child: int, stdin: int, stdout: int, result: int) -> None:
         """Wait until the child ends, its time is up, or it writes too much."""
         exited = os.pidfd_open(child)
         poll = select.poll()
-        self._texts = {out: bytearray(), told: bytearray()}
-        for fd in (out, told, exited):
+        self._texts = {stdout: bytearray(), result: bytearray()}
+        for fd in (stdout, result, exited):
             poll.register(fd, select.POLLIN)
-        os.set_blocking(give, False)
-        poll.register(give, select.POLLOUT)
+        os.set_blocking(stdin, False)
+        poll.register(stdin, select.POLLOUT)
         deadline = time.monotonic() + self._seconds
 
         # The exit counts only after all output has been read from the pipes.
@@ -73,16 +75,16 @@ class Fork:
             if ready == {exited}:
                 break
             for fd in ready - {exited}:
-                if not (self._feed(give) if fd == give else self._drain(fd)):
+                if not (self._feed(stdin) if fd == stdin else self._drain(fd)):
                     poll.unregister(fd)
-                    if fd == give:
-                        self._open.remove(give)
-                        os.close(give)  # the end of its input
+                    if fd == stdin:
+                        self._open.remove(stdin)
+                        os.close(stdin)  # ends the input of the child
         os.close(exited)
 
-    def _feed(self, give: int) -> bool:
+    def _feed(self, stdin: int) -> bool:
         try:
-            self._stdin = self._stdin[os.write(give, self._stdin[:_CHUNK]) :]
+            self._stdin = self._stdin[os.write(stdin, self._stdin[:_CHUNK]) :]
         except BlockingIOError:
             return True
         except BrokenPipeError:
@@ -96,36 +98,36 @@ class Fork:
             self._stopped = "output"
         return bool(data)
 
-    def _message(self, ended: int, out: bytes, told: bytes) -> dict[str, Any]:
-        text = out.decode("utf-8", "replace")
-        why = told.decode("utf-8", "replace")
+    def _message(self, status: int, stdout: bytes, result: bytes) -> dict[str, Any]:
+        text = stdout.decode("utf-8", "replace")
+        why = result.decode("utf-8", "replace")
         if self._stopped:
             return {"status": self._stopped, "why": "", "stdout": ""}
-        if os.WIFSIGNALED(ended):
-            return {"status": "crash", "why": signal.Signals(os.WTERMSIG(ended)).name, "stdout": text}
-        if os.WEXITSTATUS(ended):
-            return {"status": "error", "why": why or f"exit code {os.WEXITSTATUS(ended)}", "stdout": text}
+        if os.WIFSIGNALED(status):
+            return {"status": "crash", "why": signal.Signals(os.WTERMSIG(status)).name, "stdout": text}
+        if os.WEXITSTATUS(status):
+            return {"status": "error", "why": why or f"exit code {os.WEXITSTATUS(status)}", "stdout": text}
         return {"status": "ok", "why": "", "stdout": text, "result": why}
 
 
-def _child(stdin: int, stdout: int, tell: int, body: Callable[[], bytes]) -> NoReturn:
+def _child(stdin: int, stdout: int, result: int, body: Callable[[], bytes]) -> NoReturn:
     pid = os.getpid()
     # The pipes get the usual numbers, and every other file is closed.
-    for end, number in ((os.dup(stdin), 0), (os.dup(stdout), 1), (os.dup(tell), 3)):
+    for end, number in ((os.dup(stdin), 0), (os.dup(stdout), 1), (os.dup(result), 3)):
         os.dup2(end, number)
     os.closerange(4, 256)
     try:
-        result = body()
+        returned = body()
     except SystemExit:
         raise  # The interpreter runs its own shutdown.
     except BaseException as e:
-        _tell(pid, type(e).__name__.encode("utf-8", "replace")[:100])
+        _write_result(pid, type(e).__name__.encode("utf-8", "replace")[:100])
         sys.exit(1)
-    _tell(pid, result)
+    _write_result(pid, returned)
     os._exit(0)
 
 
-def _tell(pid: int, text: bytes) -> None:
+def _write_result(pid: int, text: bytes) -> None:
     # A process that the program forked may reach this line. Only process `pid` may write the result.
     if os.getpid() == pid:
         os.write(3, text)

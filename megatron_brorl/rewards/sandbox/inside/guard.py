@@ -1,6 +1,6 @@
 """The first process of a sandbox: it limits itself, starts the runner, and ends with it or with the caller.
 
-`python -m megatron_brorl.rewards.sandbox.inside.guard`, with the order on standard input: a line of JSON, then one per
+`python -m megatron_brorl.rewards.sandbox.inside.guard`, with the job on standard input: a line of JSON, then one per
 request. It runs no code of the program. As process 1 of its own namespace it receives no signals from inside, and when
 it ends, the kernel ends every process in the namespace.
 """
@@ -20,13 +20,13 @@ _MODES = {"scripts": runner.scripts, "calls": runner.calls, "asserts": runner.as
 
 
 def main() -> None:
-    """Carry out one order."""
-    # The program must not reach the pipes under the numbers 0 and 1.
+    """Run one job."""
+    # Move the pipes to other file descriptors than 0 and 1, which the program could use.
     wire = Wire(os.dup(0), os.dup(1))
     silence = os.open(os.devnull, os.O_RDWR)
-    order = codec.parse(wire.read() or b"{}")
-    order["has_namespace"] = os.getpid() == 1  # In a namespace of its own it may kill every process.
-    confine(order)
+    job = codec.parse(wire.read() or b"{}")
+    job["has_namespace"] = os.getpid() == 1  # In a namespace of its own it may kill every process.
+    confine(job)
     wire.write({"up": True})
     for number in (0, 1, 2):
         os.dup2(silence, number)
@@ -37,7 +37,7 @@ def main() -> None:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _MODES[order["mode"]](wire, order)
+        _MODES[job["mode"]](wire, job)
         os._exit(0)
 
     # The pipe closes when the caller ends, even if it was killed.
@@ -45,18 +45,18 @@ def main() -> None:
     poll.register(wire.source, 0)
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.poll()
-    if not order["has_namespace"]:
+    if not job["has_namespace"]:
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
-def confine(order: dict[str, Any]) -> None:
-    """Change to the unprivileged user and set the limits of the order, irrevocably."""
-    if order["user"] is not None:
+def confine(job: dict[str, Any]) -> None:
+    """Change to the unprivileged user and set the limits of the job, irrevocably."""
+    if job["user"] is not None:
         os.setgroups([])
-        os.setresgid(*(order["user"],) * 3)
-        os.setresuid(*(order["user"],) * 3)
-    for name, value in order["limits"].items():
+        os.setresgid(*(job["user"],) * 3)
+        os.setresuid(*(job["user"],) * 3)
+    for name, value in job["limits"].items():
         what = getattr(resource, name)
         hard = resource.getrlimit(what)[1]
         least = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -34,20 +34,20 @@ class ProgramError(Exception):
     """The program raised another exception, or gave no result."""
 
 
-def scripts(wire: Wire, order: dict[str, Any]) -> None:
+def scripts(wire: Wire, job: dict[str, Any]) -> None:
     """Run the program as a script once per request {"stdin"}."""
-    code = _compiled(wire, order)
+    code = _compiled(wire, job)
     gc.freeze()  # The garbage collection at a script's end then skips the objects that exist now.
     while code and (line := wire.read()) is not None:
-        fork = Fork(order, codec.parse(line)["stdin"].encode("utf-8", "surrogatepass"))
+        fork = Fork(job, codec.parse(line)["stdin"].encode("utf-8", "surrogatepass"))
 
         # The exit code and the text are the result.
         wire.write(fork.run(functools.partial(_run_script, code)) | {"result": "null"})
 
 
-def calls(wire: Wire, order: dict[str, Any]) -> None:
+def calls(wire: Wire, job: dict[str, Any]) -> None:
     """Load the program once, then call its function once per request {"args", "kwargs"}."""
-    code = _compiled(wire, order)
+    code = _compiled(wire, job)
     if not code:
         return
     module = ModuleType("solution")
@@ -55,30 +55,30 @@ def calls(wire: Wire, order: dict[str, Any]) -> None:
     function: Callable[..., Any] | str
     try:
         _load(code, module)
-        function = _function(module, order["function"])
+        function = _function(module, job["function"])
     except BaseException as e:  # includes SystemExit
         function = f"{type(e).__name__} while the program was loaded"
     while (line := wire.read()) is not None:
         if isinstance(function, str):
             wire.write({"status": "error", "why": function})
             continue
-        message = Fork(order).run(functools.partial(_call, function, line))
+        message = Fork(job).run(functools.partial(_call, function, line))
         if message["status"] == "ok" and not message["result"]:
             message = {"status": "error", "why": "the program exited before the function returned"}
         wire.write(message)
 
 
-def asserts(wire: Wire, order: dict[str, Any]) -> None:
+def asserts(wire: Wire, job: dict[str, Any]) -> None:
     """Run the test {"test"} of each request. Write {"call"} for each call, and {"passed", "why"} at the end.
 
     The tests call a substitute for the program's function. The substitute sends the arguments out as JSON and returns
     the decoded result, which has only builtin types. The program therefore cannot read or change a test.
     """
-    function = _stand_in(wire)
+    function = _remote_function(wire)
     while (line := wire.read()) is not None:
-        names: dict[str, Any] = {"__name__": "tests", order["function"]: function}
+        names: dict[str, Any] = {"__name__": "tests", job["function"]: function}
         try:
-            exec(compile(order["program"], "setup.py", "exec", dont_inherit=True), names)
+            exec(compile(job["program"], "setup.py", "exec", dont_inherit=True), names)
             exec(compile(codec.parse(line)["test"], "test.py", "exec", dont_inherit=True), names)
             if callable(names.get("check")):  # HumanEval's form
                 names["check"](function)
@@ -110,10 +110,10 @@ def _load(code: CodeType, module: ModuleType) -> None:
             os._exit(0)  # A process that the program forked must not answer requests.
 
 
-def _compiled(wire: Wire, order: dict[str, Any]) -> CodeType | None:
+def _compiled(wire: Wire, job: dict[str, Any]) -> CodeType | None:
     site.setquit()  # Defines exit() and quit(), which the option -S leaves out.
     try:
-        return compile(order["program"], "solution.py", "exec", dont_inherit=True)
+        return compile(job["program"], "solution.py", "exec", dont_inherit=True)
     except BaseException as e:  # SyntaxError, ValueError of null bytes, MemoryError of deep nesting
         wire.write({"status": "syntax", "why": f"{type(e).__name__}: the program does not compile"})
         return None
@@ -137,7 +137,7 @@ def _call(function: Callable[..., Any], line: bytes) -> bytes:
         os._exit(0)  # `calls` reports the missing result.
 
 
-def _stand_in(wire: Wire) -> Callable[..., Any]:
+def _remote_function(wire: Wire) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         """Call the program's function in its own sandbox."""
         wire.write({"call": {"args": codec.encode(list(args)), "kwargs": codec.encode(kwargs)}})

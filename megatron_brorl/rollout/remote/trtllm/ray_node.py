@@ -30,9 +30,8 @@ _SERVICES = (
     "--dashboard-agent-grpc-port",
     "--dashboard-agent-listen-port",
 )
-_CLIENT = (
-    "--ray-client-server-port"  # refused if Ray has no client (needs grpc); its default is 10001 for every instance
-)
+# Ray refuses this option if it has no client (needs grpc). The default port is 10001 for every instance.
+_CLIENT = "--ray-client-server-port"
 
 
 def start(gpus: int) -> socket.socket:

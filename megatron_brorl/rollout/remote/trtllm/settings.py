@@ -31,7 +31,7 @@ def graph_sizes(rows: int) -> list[int]:
     return [size for size in sizes if size < rows] + [rows]
 
 
-def rows_at_a_time(kv_tokens: int, context: int, most: int) -> int:
+def rows_at_a_time(kv_tokens: int, context: int, max_rows: int) -> int:
     """Return how many requests run together if keys and values of `kv_tokens` tokens fit.
 
     The scheduler reserves `context` tokens for each request. Raises ValueError if not even one request fits.
@@ -42,4 +42,4 @@ def rows_at_a_time(kv_tokens: int, context: int, most: int) -> int:
             f"keys and values of {kv_tokens} tokens fit, and one response with its prompt may take {context}: raise "
             "engine.memory_fraction or engine.tensor, set train.offload = true, or lower rollout.max_tokens"
         )
-    return min(most, fitting)
+    return min(max_rows, fitting)

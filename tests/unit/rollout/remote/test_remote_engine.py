@@ -79,16 +79,14 @@ class Backend(EngineBackend):
         self.heard.append("wake caches")
 
 
-@pytest.fixture
-def backend(tmp_path, request):
-    """Yield a backend whose server runs in a thread. With a parameter it is slow; the parameter is its keeps_cut."""
-    backend, ready = Backend(OPTIONS), threading.Event()
-    backend.slow = hasattr(request, "param")
-    backend.keeps_cut = getattr(request, "param", False)
+@contextlib.contextmanager
+def served(backend: EngineBackend, folder: Path):
+    """Run the server of a backend in a thread."""
+    ready = threading.Event()
     running: list[Any] = []
 
     async def serve():
-        server = Server(backend, await backend.start(), address(tmp_path))
+        server = Server(backend, await backend.start(), address(folder))
         running.extend((asyncio.get_running_loop(), asyncio.current_task()))
         ready.set()
         with contextlib.suppress(asyncio.CancelledError):
@@ -98,11 +96,21 @@ def backend(tmp_path, request):
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert ready.wait(30)
-    yield backend
+    yield
     loop, task = running
     loop.call_soon_threadsafe(task.cancel)
     thread.join(30)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def backend(tmp_path, request):
+    """Yield a backend with its server. With a parameter it is slow; the parameter is its keeps_cut."""
+    backend = Backend(OPTIONS)
+    backend.slow = hasattr(request, "param")
+    backend.keeps_cut = getattr(request, "param", False)
+    with served(backend, tmp_path):
+        yield backend
 
 
 def ask(link: Connection, message: Message) -> None:
@@ -153,7 +161,7 @@ def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, tm
             raise AssertionError("no rollout has finished")
 
         def cancelled(self):
-            return bool(engine._open)  # as soon as the requests are sent
+            return bool(engine._open_calls)  # as soon as the requests are sent
 
     engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     leader = Connection(address(tmp_path))

@@ -1,0 +1,81 @@
+"""The functions that algo.advantage and algo.policy_loss name: those of this package and those of users.
+
+Every mistake of a function ends the run with one line that names its file.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.user_functions import describe, import_function, is_function, source_sha256
+
+IN_PROCESS = {  # values of the keys for functions that a Python program passes
+    "algo.advantage": "this_process:advantage",
+    "algo.policy_loss": "this_process:policy_loss",
+}
+PARAMETERS = {  # each is passed by name
+    "algo.advantage": ("rewards", "mask", "rows"),
+    "algo.policy_loss": ("log_probs", "old_log_probs", "advantages", "mask", "entropy", "sequence"),
+}
+
+
+class AlgorithmFunction:
+    """A function with the checks of its results. `name` is the key and its value, for messages."""
+
+    def __init__(self, name: str, function: Callable[..., Any], sha256: str) -> None:
+        self.name = name
+        self.sha256 = sha256
+        self._function = function
+
+    def check_parameters(self, parameters: Sequence[str]) -> None:
+        """Raise UserError unless the function can be called with these names."""
+        try:
+            inspect.signature(self._function).bind(**dict.fromkeys(parameters))
+        except (TypeError, ValueError) as e:
+            self.refuse(f"must take ({', '.join(parameters)}): {e}")
+
+    def __call__(self, shape: Sequence[int], entries: str, **arguments: Any) -> Tensor:
+        """Return the result, a float tensor of this shape, which `entries` explains. Raises UserError."""
+        try:
+            found = self._function(**arguments)
+        except Exception as e:
+            raise UserError(f"{self.name}: {describe(e, self._function)}") from e
+        if not isinstance(found, Tensor):
+            self.refuse(f"returned a {type(found).__name__}, not a tensor {list(shape)} with {entries}")
+        if found.shape != tuple(shape) or not found.is_floating_point():
+            self.refuse(f"returned {found.dtype} {list(found.shape)}, not floats {list(shape)} with {entries}")
+        return found
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise UserError that names the function."""
+        raise UserError(f"{self.name}: {problem}")
+
+
+_found: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this process's run
+
+
+def find(key: str, value: str) -> AlgorithmFunction:
+    """Return the function that a key names, which is imported on first use. Raises UserError."""
+    if value not in _found:
+        found = AlgorithmFunction(f"{key} = {value}", *import_function(value, f"{key} ="))
+        found.check_parameters(PARAMETERS[key])
+        _found[value] = found
+    return _found[value]
+
+
+def start(values: Mapping[str, str], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Import the users' functions of a run, also files that have changed since the last run of this process.
+
+    values: algo.advantage and algo.policy_loss. given: the functions of a Python program, by key. Returns the SHA-256
+    of each function's file, or of the source of a given function, by value. Raises UserError.
+    """
+    _found.clear()
+    for key, function in given.items():
+        _found[IN_PROCESS[key]] = AlgorithmFunction(key, function, source_sha256(function))
+        _found[IN_PROCESS[key]].check_parameters(PARAMETERS[key])
+    return {value: find(key, value).sha256 for key, value in values.items() if is_function(value)}

@@ -1,0 +1,37 @@
+"""Trial calls of a user's advantage and policy loss, so that their mistakes appear before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_brorl.algo import functions
+from megatron_brorl.algo.advantages import group_advantages
+from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens, policy_loss
+from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.user_functions import is_function
+
+
+def start(
+    algo: AlgoConfig, n: int, rows: Sequence[Mapping[str, Any]], given: Mapping[str, Callable[..., Any]]
+) -> dict[str, str]:
+    """Import the users' functions of a run, call each once, and return their SHA-256 by name (functions.start).
+
+    The advantage is called with n rollouts for each of `rows`, every second one right, and the policy loss with two
+    responses of three tokens. Raises UserError.
+    """
+    values = {"algo.advantage": algo.advantage, "algo.policy_loss": algo.policy_loss}
+    hashes = functions.start(values, given)
+    if is_function(algo.advantage):
+        rewards = (torch.arange(n) % 2).float().repeat(len(rows), 1)
+        group_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool), rows, algo)
+    if is_function(algo.policy_loss):
+        log_probs = torch.linspace(-2, -1, 6, requires_grad=True)
+        signs = torch.tensor([1.0, 1, 1, -1, -1, -1])
+        tokens = PolicyTokens(log_probs.detach(), signs, torch.ones(6), sequences=(signs < 0).long())
+        policy_loss(
+            log_probs, torch.ones(6, requires_grad=True), tokens, PolicyLossSettings(policy_loss=algo.policy_loss)
+        )
+    return hashes

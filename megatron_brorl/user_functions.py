@@ -1,0 +1,86 @@
+"""Functions that users write. A configuration names them "my_file.py:function" or "package.module:function"."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import marshal
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_brorl.errors import UserError
+
+_NAME = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
+
+
+def is_function(name: str) -> bool:
+    """Return whether a name has the form "module:function".
+
+    Modules of the standard library are excluded, because a downloaded data file could name builtins:exec.
+    """
+    match = _NAME.fullmatch(name)
+    return match is not None and match["module"].split(".")[0] not in sys.stdlib_module_names
+
+
+def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
+    """Import a function. Return it and the SHA-256 of the file of its module.
+
+    what: words before the name in messages. Raises UserError if there is no such function or the module has no file.
+    """
+    path, _, function = name.rpartition(":")
+    file = Path(path).absolute()
+    if path.endswith(".py") and not file.is_file():
+        where = f"no such file in {file.parent}; paths start at the working directory"
+        raise UserError(f"{what} {name}: {where}")
+    try:
+        module = _import_file(file) if path.endswith(".py") else importlib.import_module(path)
+    except BaseException as e:  # A user's module may raise anything.
+        raise UserError(f"{what} {name}: cannot be imported: {describe(e)}") from None
+
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise UserError(f"{what} {name}: {path} has no function {function!r}; define it, or name another")
+    source = Path(module.__file__ or "")
+    if not source.is_file():
+        raise UserError(f"{what} {name}: its module has no file to compute a hash of; put it into a .py file")
+    return found, hashlib.sha256(source.read_bytes()).hexdigest()
+
+
+def source_sha256(function: Callable[..., Any]) -> str:
+    """Return the hash of a function's source, or of its bytecode or name if the source is not available."""
+    try:
+        text = inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        text = marshal.dumps(code).hex() if code else name
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """Return type, message and place of an exception in one line. The place is the last line in the function's file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+    place = "" if isinstance(error, SyntaxError) else f" ({Path(last.filename).name}, line {last.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file, which may import other files of its folder. A changed file is imported again."""
+    source = path.read_bytes()
+    key = f"user_file_{hashlib.sha256(str(path).encode() + source).hexdigest()[:16]}"
+    if key not in sys.modules:
+        module = ModuleType(key)
+        module.__file__ = str(path)
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        exec(compile(source, str(path), "exec"), module.__dict__)
+        sys.modules[key] = module
+    return sys.modules[key]

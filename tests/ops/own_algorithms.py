@@ -1,0 +1,59 @@
+"""Published losses and MaxRL's advantage as functions of a user. Tests hold the built-in ones to the same formulas."""
+
+from __future__ import annotations
+
+import torch
+
+EPS_LOW, EPS_HIGH = 0.2, 0.28
+
+
+def clip(r, a):
+    """Return min(r A, clip(r) A) by cases (Schulman et al. 2017, eq. 7)."""
+    stopped = ((a > 0) & (r > 1 + EPS_HIGH)) | ((a < 0) & (r < 1 - EPS_LOW))
+    return torch.where(stopped, r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH), r) * a
+
+
+def cispo(r, a):
+    """Return A log pi, weighted by the clipped ratio without gradient (MiniMax-M1, eq. 4)."""
+    return r.detach().clamp(1 - EPS_LOW, 1 + EPS_HIGH) * a * r.log()
+
+
+def sapo(r, a):
+    """Return 4 / tau sigmoid(tau (r - 1)) A (SAPO, Gao et al. 2025), where sigmoid(x) = (1 + tanh(x / 2)) / 2."""
+    tau = 1.05 - 0.05 * (a > 0).double()
+    return 2 / tau * (1 + (tau * (r - 1) / 2).tanh()) * a
+
+
+BY_HAND = {"clip": clip, "cispo": cispo, "sapo": sapo}  # functions of ratio and advantage
+
+
+def sequence_log_ratio(log_ratio, mask, sequence):
+    """Return the mean log-ratio of each token's response (GSPO, Zheng et al. 2025, eq. 7)."""
+    rows = sequence == sequence.unique()[:, None]
+    sums = (rows * log_ratio * mask).sum(1)
+    return (sums / (rows * mask).sum(1).clamp(min=1))[sequence.unique(return_inverse=True)[1]]
+
+
+def of_tokens(formula):
+    def loss(log_probs, old_log_probs, advantages, **_):
+        return -formula((log_probs - old_log_probs).exp(), advantages)
+
+    return loss
+
+
+def of_sequences(formula):
+    def loss(log_probs, old_log_probs, advantages, mask, entropy, sequence):
+        return -formula(sequence_log_ratio(log_probs - old_log_probs, mask, sequence).exp(), advantages)
+
+    return loss
+
+
+clip_token, cispo_token, sapo_token = map(of_tokens, BY_HAND.values())
+gspo = clip_sequence = of_sequences(clip)
+cispo_sequence, sapo_sequence = of_sequences(cispo), of_sequences(sapo)
+
+
+def maxrl(rewards, mask, rows):
+    """Return r / mean - 1 over the rollouts that are there (Tajwar et al. 2026)."""
+    mean = (rewards * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    return torch.where(mean > 0, rewards / mean - 1, 0.0)

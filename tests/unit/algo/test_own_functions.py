@@ -1,0 +1,111 @@
+"""Advantages and losses that users write: the same results as the built-in ones, and one line for every mistake."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from ops import own_algorithms
+
+from megatron_brorl.algo import trial
+from megatron_brorl.algo.advantages import group_advantages
+from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.errors import UserError
+
+ROWS = [{"id": f"row{i}", "prompt": "2 + 2", "answer": "4", "metadata": {"level": i}} for i in range(3)]
+MASK = torch.tensor([[True] * 4, [True, False, True, True], [True, True, True, False]])
+
+
+def start(folder: Path, source: str, **names: str) -> dict[str, str]:
+    """Write a file, and start a run that names functions in it: advantage="f"."""
+    (folder / "mine.py").write_text(source)
+    algo = AlgoConfig(**{key: f"{folder / 'mine.py'}:{function}" for key, function in names.items()})
+    return trial.start(algo, 4, ROWS, {})
+
+
+def test_maxrl_as_a_function_of_a_user_equals_the_built_in_one():
+    rewards = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * MASK
+    own = AlgoConfig(advantage=f"{own_algorithms.__file__}:maxrl")
+    found, wanted = (group_advantages(rewards, MASK, ROWS, algo) for algo in (own, AlgoConfig(advantage="maxrl")))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_an_advantage_receives_the_rows_and_lost_rollouts_have_none(tmp_path):
+    source = """
+import torch
+def by_level(rewards, mask, rows):
+    levels = torch.tensor([row["metadata"]["level"] for row in rows])
+    return torch.where(mask, rewards * levels[:, None], float("nan"))
+"""
+    start(tmp_path, source, advantage="by_level")
+    algo = AlgoConfig(advantage=f"{tmp_path / 'mine.py'}:by_level")
+    found = group_advantages(torch.ones(3, 4), MASK, ROWS, algo)
+    assert found.tolist() == [[0, 0, 0, 0], [1, 0, 1, 1], [2, 2, 2, 0]]
+
+
+def test_a_run_takes_the_current_content_of_a_file(tmp_path):
+    algo = AlgoConfig(advantage=f"{tmp_path / 'mine.py'}:f")
+    for factor in (2, 3):
+        source = f"def f(rewards, **_): return rewards * {factor}\n"
+        hashes = start(tmp_path, source, advantage="f")
+        assert hashes == {algo.advantage: hashlib.sha256(source.encode()).hexdigest()}
+        assert group_advantages(torch.ones(1, 2), MASK[:1, :2], ROWS[:1], algo).tolist() == [[factor, factor]]
+
+
+LOSS = "def f(log_probs, old_log_probs, advantages, mask, entropy, sequence):\n    "
+ADVANTAGE = "def f(rewards, mask, rows):\n    "
+
+
+@pytest.mark.parametrize(
+    ("key", "source", "message"),
+    [
+        ("advantage", "", "has no function 'f'; define it, or name another"),
+        ("advantage", "1 / 0", "cannot be imported: ZeroDivisionError: division by zero (mine.py, line 1)"),
+        ("advantage", "def f(rewards): return rewards", "must take (rewards, mask, rows): got an unexpected"),
+        ("advantage", ADVANTAGE + "return rows[0]['level']", "KeyError: 'level' (mine.py, line 2)"),
+        (
+            "advantage",
+            ADVANTAGE + "return rewards.view(7)",
+            "RuntimeError: shape '[7]' is invalid for input of size 12 (",
+        ),
+        (
+            "advantage",
+            ADVANTAGE + "return rewards.tolist()",
+            "returned a list, not a tensor [3, 4] with an advantage per",
+        ),
+        ("advantage", ADVANTAGE + "return rewards.mean(1)", "returned torch.float64 [3], not floats [3, 4] with"),
+        ("advantage", ADVANTAGE + "return mask", "returned torch.bool [3, 4], not floats [3, 4]"),
+        ("advantage", ADVANTAGE + "return 1 / rewards", "returned inf for rollout 0 of row 'row0'"),
+        (
+            "policy_loss",
+            "def f(log_probs): return log_probs",
+            "must take (log_probs, old_log_probs, advantages, mask, ",
+        ),
+        (
+            "policy_loss",
+            LOSS + "return -(advantages * log_probs).mean()",
+            "returned torch.float32 [], not floats [6] with",
+        ),
+        ("policy_loss", LOSS + "return -advantages * log_probs.detach()", "returned a loss without gradient"),
+        (
+            "policy_loss",
+            LOSS + "return (log_probs + 1.5).log()",
+            "returned nan for a token with log_probs -2, old_log_",
+        ),
+        ("policy_loss", LOSS + "raise ValueError('two\\nlines')", "ValueError: two lines (mine.py, line 2)"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_file_and_function(tmp_path, key, source, message):
+    with pytest.raises(UserError) as error:
+        start(tmp_path, source, **{key: "f"})
+    assert re.match(rf"algo\.{key} = {re.escape(str(tmp_path))}/mine\.py:f: ", str(error.value))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_one_line():
+    with pytest.raises(UserError, match=r"^algo\.policy_loss = none\.py:f: no such file in /.*"):
+        trial.start(AlgoConfig(policy_loss="none.py:f"), 4, ROWS, {})

@@ -1,0 +1,140 @@
+"""Run the examples of docs/extending.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import tiny
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+from unit.api.test_train_api import even, tables  # noqa: F401  (a fixture)
+from unit.rollout.remote.test_remote_engine import ask, served
+
+from megatron_brorl import UserError, score, train
+from megatron_brorl.config.schema import EngineConfig
+from megatron_brorl.families import shape as shapes
+from megatron_brorl.models.weights.names import hf_shapes
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.remote.engine import RemoteEngine
+from megatron_brorl.rollout.remote.process import Connection, address
+from megatron_brorl.rollout.remote.protocol import EngineOptions, Message
+from megatron_brorl.rollout.remote.weights_send import NodeRanks, WeightUpdate, unchanged, write_update
+from megatron_brorl.train.worker import StageOptions, Worker
+from megatron_brorl.types import Prompt
+
+PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
+CODE = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+CPU = torch.device("cpu")
+
+
+def source(file: str) -> str:
+    """Return the blocks of a file."""
+    return "\n".join(code for name, code in CODE if name == file)
+
+
+def module(file: str) -> ModuleType:
+    made = ModuleType("example")
+    exec(compile(source(file), file, "exec"), made.__dict__)
+    return made
+
+
+def test_the_verifier(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(source("my_rewards.py"))
+    rows = [{"answer": "4", "metadata": {"words": 3}}] * 4
+    found = score(["it is 4", "so the sum is 4", "5", ""], rows, "my_rewards.py:score")
+    assert [r.reward for r in found] == [1.0, 0.9, 0.1, 0.1]
+
+
+def test_the_advantage_and_the_loss(tables, tmp_path, monkeypatch):  # noqa: F811
+    """MaxRL and GSPO in a file, or as functions of the program, take the same steps as the built-in ones."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_algo.py").write_text(source("my_algo.py"))
+    functions = module("my_algo.py")
+    shared = ["reward.strict=true", "algo.mini_batches=2"]
+
+    def run(name, *overrides, **given):
+        return train(tables, overrides=[f"run.dir={name}", *shared, *overrides], reward=even, **given)
+
+    expected = run("built_in", "algo.advantage=maxrl", "algo.ratio=sequence")
+    in_file = run("in_file", "algo.advantage=my_algo.py:maxrl", "algo.policy_loss=my_algo.py:gspo")
+    passed = run("passed", advantage=functions.maxrl, policy_loss=functions.gspo)
+    assert expected.metrics[1]["grad_norm"] > 0
+    for found in (in_file, passed):
+        for a, b in zip(found.metrics, expected.metrics, strict=True):
+            for key in ("loss", "grad_norm", "entropy", "reward", "trained_tokens"):
+                assert a[key] == pytest.approx(b[key], rel=1e-5), key
+
+    (tmp_path / "my_algo.py").write_text(source("my_algo.py") + "# a comment\n")
+    with pytest.raises(UserError, match=r"was written with another version of my_algo\.py:maxrl \(sha256 "):
+        run("in_file", "algo.advantage=my_algo.py:maxrl", "algo.policy_loss=my_algo.py:gspo")
+    with pytest.raises(UserError, match="was written with another version of this_process:policy_loss"):
+        run("passed", advantage=functions.maxrl, policy_loss=lambda log_probs, **_: -log_probs)
+    with pytest.raises(UserError, match=r"^algo\.policy_loss: returned a loss without gradient"):
+        run("passed", advantage=functions.maxrl, policy_loss=lambda advantages, **_: -advantages)
+
+
+def test_the_model_family(processes, tmp_path, monkeypatch):
+    """Log-probabilities of actor and built-in engine against transformers."""
+    family = module("megatron_brorl/families/mistral.py").FAMILY
+    monkeypatch.setitem(shapes.FAMILIES, family.architecture, family)
+    monkeypatch.setitem(shapes._BY_NAME, family.name, family)
+    made = tiny.Family(MistralConfig, MistralForCausalLM, {"sliding_window": None})
+    monkeypatch.setitem(tiny.FAMILIES, "mistral", made)
+    model = tiny.make_model(tmp_path, "mistral", False)
+    shape = shapes.read_shape(tmp_path)
+    worker = Worker(shape, processes, StageOptions(200, backend("fused", CPU)))
+    worker.load_hf(tmp_path)
+    engine = TorchEngine(shape, hf_shapes(shape), CPU, torch.float32, 8, backend("fused", CPU).sample_tokens)
+    engine.update_weights(worker.hf_tensors(), 0)
+    request = Request(Prompt("p", "", (5, 6, 7), None, "exact"), 11, 4)
+    (group,) = engine.generate([request], Sampling(0.9, 1.0, 0, 12, (2,)))
+    responses = [rollout.token_ids for rollout in group]
+    scored = worker.log_probs([torch.tensor([5, 6, 7])] * 4, responses, 0.9)
+    for rollout, of_actor in zip(group, scored, strict=True):
+        expected = by_transformers(model, [5, 6, 7], rollout.token_ids, 0.9)
+        torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(of_actor, expected, atol=1e-4, rtol=0)
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "sliding_window"}))
+    with pytest.raises(UserError, match="sliding_window = 4096 is not supported: only full attention"):
+        shapes.read_shape(tmp_path)
+
+
+def by_transformers(model, prompt, response, temperature):
+    with torch.no_grad():
+        logits = model(torch.cat((torch.tensor(prompt), response))[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
+
+
+def test_the_engine(model, tmp_path):
+    """It samples from the weights that it was sent, repeatably, with the log-probabilities of transformers."""
+    directory, of_transformers = model
+    shape = shapes.read_shape(directory)
+    options = EngineOptions("transformers", str(directory), shape.vocab, 40, "float32", 8, (2,), {})
+    made = module("megatron_brorl/rollout/remote/transformers/llm.py").TransformersBackend(options)
+    update = WeightUpdate(1, 0, hf_shapes(shape), torch.float32, unchanged)
+    weights = write_update(tiny.weights(directory).items(), update, NodeRanks.single(tmp_path), tmp_path / "weights")
+    with served(made, tmp_path):
+        engine = RemoteEngine(EngineConfig(), options, hf_shapes(shape), tmp_path, None, tmp_path / "log")
+        leader = Connection(address(tmp_path))
+        ask(leader, Message("begin"))
+        for bucket in weights.buckets(20_000):
+            ask(leader, Message("load", {"bucket": {"path": str(weights.path), "records": bucket}}))
+        ask(leader, Message("finish", {"names": list(hf_shapes(shape)), "version": 0}))
+        engine.update_weights([], 0)
+        requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 4)]
+        sampling = Sampling(0.8, 1.0, 0, 12, (2,))
+        (group,), (again,) = engine.generate(requests, sampling), engine.generate(requests, sampling)
+        for rollout, same in zip(group, again, strict=True):
+            assert rollout.token_ids.tolist() == same.token_ids.tolist()
+            expected = by_transformers(of_transformers, [5, 6], rollout.token_ids, 0.8)
+            torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
+        assert len({tuple(r.token_ids.tolist()) for r in group}) > 1
