@@ -46,7 +46,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.report.comparison import table
 from megatron_brorl.report.plots import BLUE, ORANGE, figure_of, panel, save
 
-SIZES = ["rollout.n=64", "rollout.prompts=4", "train.steps=6"]
+SIZES = ["rollout.n=32", "rollout.prompts=4", "train.steps=8"]
 SAME = [
     "algo.advantage=grpo", "algo.dynamic_sampling=false", "algo.policy_loss=clip", "algo.ratio=token",
     "algo.dual_clip=0.0", "algo.aggregation=token_mean", "algo.kl_coef=0.0", "algo.epochs=1",
