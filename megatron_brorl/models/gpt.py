@@ -71,8 +71,8 @@ class Actor(GPTModel):
             self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(cpu_bridge.default_device())
 
         # A fused linear layer also computes the norm before it. The weight stays the norm's own parameter, so that
-        # names and checkpoints are the same with and without fusion. ops.fused_layers is true only on CPUs, where there are
-        # no layers of Transformer Engine.
+        # names and checkpoints are the same with and without fusion. On a GPU, where layers can be from Transformer
+        # Engine, ops.fused_layers is false.
         if fused_layers:
             for layer in self.decoder.layers:
                 layer.self_attention.linear_qkv.fuse_norm(layer.input_layernorm)
