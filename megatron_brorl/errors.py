@@ -20,6 +20,10 @@ class UserError(Exception):
         super().__init__(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...")
 
 
+class RankError(UserError):
+    """A UserError that only some ranks may meet. Each of them prints it; any other is printed once per node."""
+
+
 def shown(value: object, most: int = 200) -> str:
     """Return the text of an exception or the repr of another value on one line, cut after `most` characters."""
     try:

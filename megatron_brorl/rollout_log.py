@@ -31,7 +31,7 @@ GROUPS = pa.schema(
     [
         ("group", pa.int32()),
         ("prompt_id", pa.string()),
-        ("verifier", pa.string()),
+        ("task", pa.string()),
         ("rollouts", pa.int32()),
         ("right", pa.int32()),
         ("distinct", pa.int32()),

@@ -34,6 +34,11 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # additional data for the verifier
     target: str | None = None  # the response for supervised training; None: the answer
 
+    @property
+    def task(self) -> str:
+        """Return the name under which results are reported: metadata.task, the reasoning-gym task, or the verifier."""
+        return str(self.metadata.get("task") or self.metadata.get("source_dataset") or self.verifier)
+
     def row(self) -> dict[str, Any]:
         """Return the data row as users' functions receive it (rewards.verifier.VerifierRow)."""
         return {"id": self.id, "prompt": self.text, "answer": self.answer, "metadata": self.metadata}

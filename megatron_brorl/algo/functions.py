@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import RankError, UserError
 from megatron_brorl.user_functions import describe, import_function, is_function, source_sha256
 
 IN_PROCESS = {  # values of the keys for functions that a Python program passes
@@ -25,12 +25,14 @@ PARAMETERS = {  # each is passed by name
 
 
 class AlgorithmFunction:
-    """A function with the checks of its results. `name` is the key and its value, for messages."""
+    """A function with the checks of its results. `label` begins its messages."""
 
-    def __init__(self, name: str, function: Callable[..., Any], sha256: str) -> None:
-        self.name = name
+    def __init__(self, key: str, label: str, function: Callable[..., Any], sha256: str) -> None:
         self.sha256 = sha256
+        self._label = label
         self._function = function
+        # All ranks compute the same advantages, but only the last pipeline stage the loss of its own tokens.
+        self._error = RankError if key == "algo.policy_loss" else UserError
 
     def check_parameters(self, parameters: Sequence[str]) -> None:
         """Raise UserError unless the function can be called with these names."""
@@ -44,7 +46,7 @@ class AlgorithmFunction:
         try:
             found = self._function(**arguments)
         except Exception as e:
-            raise UserError(f"{self.name}: {describe(e, self._function)}") from e
+            raise self._error(f"{self._label}: {describe(e, self._function)}") from e
         if not isinstance(found, Tensor):
             self.refuse(f"returned a {type(found).__name__}, not a tensor {list(shape)} with {entries}")
         if found.shape != tuple(shape) or not found.is_floating_point():
@@ -53,7 +55,7 @@ class AlgorithmFunction:
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise UserError that names the function."""
-        raise UserError(f"{self.name}: {problem}")
+        raise self._error(f"{self._label}: {problem}")
 
 
 _found: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this process's run
@@ -62,7 +64,7 @@ _found: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this pr
 def find(key: str, value: str) -> AlgorithmFunction:
     """Return the function that a key names, which is imported on first use. Raises UserError."""
     if value not in _found:
-        found = AlgorithmFunction(f"{key} = {value}", *import_function(value, f"{key} ="))
+        found = AlgorithmFunction(key, f"{key} = {value}", *import_function(value, f"{key} ="))
         found.check_parameters(PARAMETERS[key])
         _found[value] = found
     return _found[value]
@@ -76,6 +78,6 @@ def start(values: Mapping[str, str], given: Mapping[str, Callable[..., Any]]) ->
     """
     _found.clear()
     for key, function in given.items():
-        _found[IN_PROCESS[key]] = AlgorithmFunction(key, function, source_sha256(function))
+        _found[IN_PROCESS[key]] = AlgorithmFunction(key, key, function, source_sha256(function))
         _found[IN_PROCESS[key]].check_parameters(PARAMETERS[key])
     return {value: find(key, value).sha256 for key, value in values.items() if is_function(value)}

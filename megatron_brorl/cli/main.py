@@ -22,7 +22,7 @@ from megatron_brorl.cli import report as report_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import RankError, UserError
 from megatron_brorl.files import check_outputs, read_object
 from megatron_brorl.tracking import run_info
 
@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         status = _run_ranks(args) if hasattr(args, "processes") else args.command(args)
     except UserError as e:
-        # The error is the same on all ranks of a node.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        # Most errors are the same on all ranks of a node.
+        if isinstance(e, RankError) or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"brorl: {e}", file=sys.stderr)
         status = 2
     except BrokenPipeError:  # the reader, such as head or less, has closed the pipe

@@ -120,7 +120,25 @@ def _lines(s: dict[str, Any]) -> list[str]:
     if best := s.get("best_checkpoint"):
         name = best["figure"].replace("_at_", "@")
         lines.append(f"best     after {best['step']} steps, {name} {best['value']:.4f}: checkpoints/best")
-    return [*lines, f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes"]
+    tasks = _task_lines(s["before"], s["after"]) if s["before"] and s["after"] else []
+    return [*lines, *tasks, f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes"]
+
+
+def _task_lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return pass@1 of each task before and after, if there are several tasks."""
+    from megatron_brorl.rollout_log import one_line
+
+    tasks = {one_line(name): (before["by_task"].get(name), p) for name, p in after["by_task"].items()}
+    if len(tasks) < 2:
+        return []
+    width = max(map(len, tasks))
+    lines = [f"  {name:{width}}  {_percent(first)} -> {_percent(last)}" for name, (first, last) in tasks.items()]
+    return ["pass@1 by task, with 95% intervals:", *lines]
+
+
+def _percent(p: dict[str, float] | None) -> str:
+    """Return the interval of a share, in percent."""
+    return f"{p['mean']:.1%} ({100 * p['low']:.1f} to {100 * p['high']:.1f})" if p else "not measured"
 
 
 def _rollouts(args: argparse.Namespace) -> int:

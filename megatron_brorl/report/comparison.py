@@ -46,8 +46,8 @@ def evaluation_markdown(result: Mapping[str, Any]) -> str:
         counts = ["", str(result["prompts"]), str(result["samples"])]
         means = _intervals(result["mean_of_benchmarks"])
         rows.append(["mean of benchmarks", *counts, *means, *wide, f"{tokens:.1f}"])
-    tasks = [[name, f"{value:.2%}"] for name, value in result["by_task"].items()]
-    return table(rows) + "\n" + table([["task", "pass@1"], *tasks])
+    tasks = [[name, _accuracy(p)] for name, p in result["by_task"].items()]
+    return table(rows) + "\n" + table([["task", "pass@1 (95% interval)"], *tasks])
 
 
 def evaluation_figure(result: Mapping[str, Any]) -> Figure:
@@ -212,12 +212,12 @@ def _error(p: Mapping[str, float]) -> list[list[float]]:
 
 
 def _intervals(part: Mapping[str, Any]) -> list[str]:
-    accuracy = part["pass_at_1"]
     reward = part["mean_reward"]
-    return [
-        f"{accuracy['mean']:.2%} ({accuracy['low']:.2%} to {accuracy['high']:.2%})",
-        f"{reward['mean']:.4g} ({reward['low']:.4g} to {reward['high']:.4g})",
-    ]
+    return [_accuracy(part["pass_at_1"]), f"{reward['mean']:.4g} ({reward['low']:.4g} to {reward['high']:.4g})"]
+
+
+def _accuracy(p: Mapping[str, float]) -> str:
+    return f"{p['mean']:.2%} ({p['low']:.2%} to {p['high']:.2%})"
 
 
 def _percent(value: float | None) -> str:

@@ -165,7 +165,7 @@ class RecordedEvaluation:
     steps: int  # finished before the evaluation
     prompts: Mapping[Key, PromptSamples]  # {} if the rollouts are not recorded
     passes: Mapping[int, Mapping[str, float]]  # k -> mean, and low and high if they are known
-    tasks: Mapping[str, float]  # pass@1 by task
+    tasks: Mapping[str, Mapping[str, float]]  # task -> pass@1: mean, low and high
     reward: Mapping[str, float] | None = None  # mean, low and high; None if the mean reward equals pass@1
 
     def as_dict(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
             key = g["prompt_id"], times[g["prompt_id"]]
             times[g["prompt_id"]] += 1
             if g["rollouts"]:
-                prompts[key] = PromptSamples(g["right"], g["rollouts"], g["verifier"] or "", g["reward"])
+                prompts[key] = PromptSamples(g["right"], g["rollouts"], g["task"] or "", g["reward"])
         if prompts:
             found[moment.number] = _computed(run, moment.number, prompts)
     return [found[steps] for steps in sorted(found)]
@@ -213,9 +213,8 @@ def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]
     tasks: dict[str, list[float]] = {}
     for a in asked:
         tasks.setdefault(a.task, []).append(a.right / a.samples)
-    return RecordedEvaluation(
-        steps, prompts, passes, {name: sum(v) / len(v) for name, v in sorted(tasks.items())}, reward
-    )
+    by_task = {name: bootstrap_mean(own, RESAMPLES, seed, SHARE).as_dict() for name, own in sorted(tasks.items())}
+    return RecordedEvaluation(steps, prompts, passes, by_task, reward)
 
 
 def _from_summaries(run: RecordedRun) -> list[RecordedEvaluation]:
@@ -235,7 +234,10 @@ def _from_summaries(run: RecordedRun) -> list[RecordedEvaluation]:
 
 
 def _without_prompts(
-    steps: int, passes: Mapping[int, Mapping[str, float]], tasks: Mapping[str, float], reward: Mapping[str, float]
+    steps: int,
+    passes: Mapping[int, Mapping[str, float]],
+    tasks: Mapping[str, Mapping[str, float]],
+    reward: Mapping[str, float],
 ) -> RecordedEvaluation:
     other = reward if reward and reward["mean"] != passes[1]["mean"] else None
     return RecordedEvaluation(steps, {}, passes, tasks, other)
@@ -266,8 +268,8 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
 
     passes: for each k, the means before and after, and their difference with the 95% interval of the paired bootstrap
     and the two-tailed p-value of Student's t-test. reward: the same values for the mean reward; None if the reward
-    equals pass@1. solved: prompts with a right sample only in the second evaluation. lost: prompts with a right sample
-    only in the first.
+    equals pass@1. tasks: the same values for pass@1 of each task. solved: prompts with a right sample only in the
+    second evaluation. lost: prompts with a right sample only in the first.
     """
     a = before.prompts
     b = after.prompts
@@ -281,6 +283,11 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
             one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
             passes.append({"k": k, **_paired(one, two, seed, SHARES)})
     first, last = ([side[key].reward for key in keys] for side in (a, b))
+    tasks = []
+    for task in sorted({b[key].task for key in keys}):
+        one, two = ([side[key].right / side[key].samples for key in keys if b[key].task == task] for side in (a, b))
+        if len(one) > 1:
+            tasks.append({"task": task, "prompts": len(one), **_paired(one, two, seed, SHARES)})
 
     def moved(without: Mapping[Key, PromptSamples], having: Mapping[Key, PromptSamples]) -> list[dict[str, Any]]:
         own = [key for key in keys if without[key].right == 0 < having[key].right]
@@ -294,6 +301,7 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
         "samples": most,
         "passes": passes,
         "reward": _paired(first, last, seed) if before.reward or after.reward else None,
+        "tasks": tasks,
         "solved": moved(a, b),
         "lost": moved(b, a),
     }
@@ -427,10 +435,10 @@ def by_task(run: RecordedRun) -> dict[str, Any]:
     found: list[dict[str, list[float]]] = []
     distinct: list[float | None] = []
     for moment in steps:
-        rows = run.groups(moment).select(["verifier", "right", "rollouts", "distinct"]).to_pylist()
+        rows = run.groups(moment).select(["task", "right", "rollouts", "distinct"]).to_pylist()
         shares: dict[str, list[float]] = {}
         for g in (g for g in rows if g["rollouts"]):
-            shares.setdefault(g["verifier"] or "", []).append(g["right"] / g["rollouts"])
+            shares.setdefault(g["task"] or "", []).append(g["right"] / g["rollouts"])
         found.append(shares)
         distinct.append(_mean([g["distinct"] for g in rows if g["rollouts"]]))
     names = sorted({name for shares in found for name in shares})

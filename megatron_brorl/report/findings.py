@@ -53,7 +53,8 @@ def findings(
         )
     elif after and after["pass_at_1"]["mean"] > 0:
         # If no response at all was right, another finding reports it.
-        tasks = [name for name, share in after["by_task"].items() if share == 0 == before["by_task"].get(name)]
+        never = [{name for name, p in e["by_task"].items() if p["mean"] == 0} for e in (before, after)]
+        tasks = sorted(set.intersection(*never))
         if tasks:
             found["task never right"] = (
                 f"no held-out response to {', '.join(tasks)} was right, before or after: use easier prompts of that "

@@ -35,7 +35,7 @@ MAX_TOKENS = 32_768  # of these rollouts, except for the first right and the fir
 LISTS_SHARE = 0.25  # share of the size that lists of prompts may take
 _ENTRY = 24  # bytes of "MOMENT/GROUP":CHUNK, at most
 _EXCERPT = 160  # characters of a prompt in a list
-_GROUP_KEYS = ("group", "prompt_id", "verifier", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
+_GROUP_KEYS = ("group", "prompt_id", "task", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
 _ROLLOUT_KEYS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
 Unit = tuple[LogEntry, int, dict[str, Any]]  # moment, number of the group, content of the group on the page
 

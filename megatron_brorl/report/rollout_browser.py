@@ -121,11 +121,11 @@ def export(recorded: Recorded, path: Path) -> int:
 
 
 def _joined(recorded: Recorded) -> pa.Table:
-    """Return the rollouts with columns for the moment, the verifier, the prompt and the reference."""
+    """Return the rollouts with columns for the moment, the task, the prompt and the reference."""
     rollouts = recorded.rollouts
     moment = recorded.moment
     rows = {g["group"]: g for g in recorded.groups.to_pylist()}
-    for name in ("reference", "prompt", "verifier"):
+    for name in ("reference", "prompt", "task"):
         column = pa.array([rows[g][name] for g in rollouts["group"].to_pylist()], pa.string())
         rollouts = rollouts.add_column(2, name, column)
     count = len(rollouts)
@@ -162,7 +162,7 @@ def print_prompts(recorded: Recorded, unfiltered: Recorded, limit: int) -> None:
 def print_prompt(moment: object, group: Row, rollouts: list[Row]) -> None:
     """Print a group: its prompt, its distinct answers with counts, and a right and a wrong response."""
     count = f"right {group['right']} of {group['rollouts']}, {group['distinct']} distinct answers"
-    print(f"{moment}, prompt {one_line(group['prompt_id'])} ({group['verifier']}): {count}")
+    print(f"{moment}, prompt {one_line(group['prompt_id'])} ({group['task']}): {count}")
     print(f"\n{printable(group['prompt'] or '(not recorded)')}\n")
     if group["reference"] is not None:
         print(f"reference answer: {one_line(group['reference'])}\n")

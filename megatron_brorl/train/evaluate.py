@@ -26,7 +26,7 @@ OnSamples = Callable[[Sequence[PromptGroup], Sequence[ScoredRollout], Outcomes],
 class Evaluation:
     pass_at_1: Interval  # 95% bootstrap interval over prompts
     pass_at_k: dict[int, float]
-    by_task: dict[str, float]  # pass@1 of each verifier task
+    by_task: dict[str, Interval]  # pass@1 of the prompts of each task (Prompt.task)
     verifiers: list[str]  # that scored the samples
     mean_reward: Interval  # over prompts
     response_tokens: float
@@ -45,6 +45,7 @@ class Evaluation:
             **vars(self),
             "pass_at_1": self.pass_at_1.as_dict(),
             "pass_at_k": {str(k): v for k, v in self.pass_at_k.items()},
+            "by_task": {name: p.as_dict() for name, p in self.by_task.items()},
             "mean_reward": self.mean_reward.as_dict(),
         }
 
@@ -60,15 +61,10 @@ class PromptResult:
     reward: float  # mean
     tokens: float  # mean of the responses
 
-    @property
-    def task(self) -> str:
-        """The verifier's task if it has several, otherwise the verifier."""
-        return str(self.prompt.metadata.get("source_dataset", self.prompt.verifier))
-
     def as_dict(self) -> dict[str, Any]:
         """Return the line for an evaluation's file."""
         counted = {"samples": self.samples, "right": self.right, "reward": self.reward, "tokens": self.tokens}
-        return {"id": self.prompt.id, "task": self.task, **counted}
+        return {"id": self.prompt.id, "task": self.prompt.task, **counted}
 
 
 def evaluate(
@@ -144,14 +140,14 @@ def summarize(answers: Sequence[PromptResult], prompts: int, config: EvaluateCon
 
     tasks: dict[str, list[float]] = {}
     for a in answers:
-        tasks.setdefault(a.task, []).append(a.right / a.samples)
+        tasks.setdefault(a.prompt.task, []).append(a.right / a.samples)
     ks = _powers(max(a.samples for a in answers))
     passes = {k: [pass_at_k(a.samples, a.right, k) for a in answers if a.samples >= k] for k in ks}
 
     return Evaluation(
         pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], RESAMPLES, seed, SHARE),
         pass_at_k={k: _mean(values) for k, values in passes.items() if values},
-        by_task={name: _mean(values) for name, values in sorted(tasks.items())},
+        by_task={name: bootstrap_mean(own, RESAMPLES, seed, SHARE) for name, own in sorted(tasks.items())},
         verifiers=sorted({a.prompt.verifier for a in answers}),
         # Only rewards of 0 and 1 have known bounds, which equal values need for an interval.
         mean_reward=bootstrap_mean([a.reward for a in answers], RESAMPLES, seed, _bounds(answers)),

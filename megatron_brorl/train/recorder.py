@@ -198,7 +198,7 @@ def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, where: Tensor
             {
                 "group": g,
                 "prompt_id": _valid(prompt.id),
-                "verifier": _valid(str(prompt.metadata.get("source_dataset", prompt.verifier))),
+                "task": _valid(prompt.task),
                 "rollouts": count,
                 "right": right,
                 "distinct": len(outcomes.answers[g][ended].unique()),

@@ -37,6 +37,18 @@ def test_the_launcher_reports_an_unknown_key_once(config):
     assert output.count("\n") == 1
 
 
+def test_a_loss_that_fails_on_the_last_stage_is_reported_by_its_rank(config, model, tmp_path):
+    """The other stage does not call the loss. The trial call before the run has six tokens."""
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(log_probs, **_):\n    return -log_probs if len(log_probs) == 6 else log_probs[1:]\n")
+    options = ("--processes", 2, "parallel.pipeline=2", "algo.dynamic_sampling=false", f"algo.policy_loss={file}:loss")
+    done = train(config, model, tmp_path, *options)
+    assert done.returncode in (1, 2)
+    (line,) = [line for line in done.stderr.splitlines() if "mine.py" in line]
+    assert line.startswith(f"brorl: algo.policy_loss = {file}:loss: returned torch.float32 [")
+    assert "Traceback" not in done.stderr
+
+
 def test_missing_model(config, tmp_path):
     assert_refused(train(config, tmp_path / "nowhere", tmp_path), "nowhere: no such Hugging Face directory")
 

@@ -110,7 +110,7 @@ function show(pane, run, m, g, unit) {
   pane.scrollTop = 0;
   const trained = m.kind === "step" ? (g.trained ? ", trained on" : ", not trained on") : "";
   const counts = `right ${g.right} of ${g.rollouts}, ${g.distinct} distinct answers, ${g.tokens === null ? "-" : g.tokens.toFixed(1)} tokens on average`;
-  const head = [make("h3", null, g.prompt_id), make("p", null, `${momentName(m)}: ${counts}${trained}; verifier ${g.verifier}`)];
+  const head = [make("h3", null, g.prompt_id), make("p", null, `${momentName(m)}: ${counts}${trained}; task ${g.task}`)];
   const rest = make("code", null, command(run, m, g));
   if (!unit && g.excerpt === null) return pane.replaceChildren(...head, said("The rollouts of this group are not recorded (run.record_groups)."));
   if (!unit) return pane.replaceChildren(...head, said("Its rollouts are not in this file. Show them:"), rest);

@@ -33,7 +33,11 @@ function passes(run) {
     const d = run.change && run.change.reward && run.change.reward.difference;
     rows.push(row("mean reward", first.reward, last && last.reward, d, short, short));
   }
-  return [table("pass@k before and after", ["", when(first.steps), last ? when(last.steps) : "later", "change, points", "p"], rows),
+  const tasks = run.change && run.change.tasks.length > 1 ? run.change.tasks : [];
+  const of_tasks = tasks.map((t) => [t.task, t.prompts, interval(first.tasks[t.task]), interval(last.tasks[t.task]), interval(t.difference, points), of_p(t.difference.p)]);
+  const times = [when(first.steps), last ? when(last.steps) : "later", "change, points", "p"];
+  return [table("pass@k before and after", ["", ...times], rows),
+    tasks.length ? table("pass@1 by task before and after", ["pass@1 by task", "prompts", ...times], of_tasks) : null,
     note("In brackets: 95% bootstrap intervals over prompts. The change is paired by prompt; p is that of Student's two-tailed paired test. Neither covers differences between seeds.")];
 }
 
@@ -51,7 +55,7 @@ function held_out(run) {
   const tasks = [...new Set(es.flatMap((e) => Object.keys(e.tasks)))];
   return [
     lines("Held-out accuracy", "Bands: 95% intervals over prompts.", some.map((k) => of_run(run, `pass@${k}`, `pass@${k}`)), { y: "pass@k", format: ".0%", points: true }),
-    tasks.length > 1 ? lines("Held-out pass@1 by task", "", tasks.map((t) => of_run(run, `pass@1 of ${t}`, t)), { y: "pass@1", format: ".0%", points: true }) : null,
+    tasks.length > 1 ? lines("Held-out pass@1 by task", "Bands: 95% intervals over prompts.", tasks.map((t) => of_run(run, `pass@1 of ${t}`, t)), { y: "pass@1", format: ".0%", points: true }) : null,
   ];
 }
 
@@ -122,7 +126,7 @@ function of_run(run, name, label, over) {
   if (!name.startsWith("pass@")) return { name: label, x: over ? run.curves.elapsed : run.curves.step, y: run.curves.values[name] || [] };
   const task = name.startsWith("pass@1 of ") ? name.slice(10) : null;
   const of_k = (e) => e.passes.find((p) => p.k === Number(name.slice(5)));
-  const of_task = (e) => (task in e.tasks ? { mean: e.tasks[task] } : null);
+  const of_task = (e) => e.tasks[task];
   const found = run.evaluations.map((e) => [e.steps, task === null ? of_k(e) : of_task(e)]).filter(([, p]) => p);
   const end = (key) => (found.some(([, p]) => key in p) ? found.map(([, p]) => (key in p ? p[key] : null)) : undefined);
   return { name: label, x: found.map(([s]) => (over ? elapsed(run, s) : s)), y: found.map(([, p]) => p.mean), low: end("low"), high: end("high") };

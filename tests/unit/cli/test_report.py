@@ -8,6 +8,7 @@ import metric_faults
 import pytest
 
 from megatron_brorl.cli.main import main
+from megatron_brorl.cli.report import show
 from megatron_brorl.files import write_json
 from megatron_brorl.tracking.metrics import MetricsWriter
 
@@ -43,6 +44,14 @@ def test_the_summary_shows_missing_evaluations_and_findings(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
     assert "best     after 12 steps, pass@k 0.5312: checkpoints/best" in capsys.readouterr().out.splitlines()
+
+    for when, mean in (("before", 0.0625), ("after", 0.75)):
+        p = {"mean": mean, "low": 0.03125, "high": 0.8125}
+        found = {"pass_at_1": p, "mean_reward": p, "pass_at_k": {"1": mean}, "by_task": {"gcd": p, "with\ncarry": p}}
+        summary |= {when: found, f"pass_at_1_{when}": p, f"mean_reward_{when}": p}
+    write_json(tmp_path / "summary.json", summary)
+    show(tmp_path, "page")
+    assert "  with carry  6.2% (3.1 to 81.2) -> 75.0% (3.1 to 81.2)" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,17 @@ def test_digests_of_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     digests.append(tokenizer_digest(tmp_path))
     assert len(set(digests)) == 4
+
+
+@pytest.mark.parametrize(
+    ("metadata", "task"),
+    [
+        ({}, "exact"),
+        ({"source_dataset": "gcd"}, "gcd"),
+        ({"source_dataset": "gcd", "task": "with carry"}, "with carry"),
+    ],
+)
+def test_task_of_a_row(tokenizer: Tokenizer, tmp_path: Path, metadata: dict[str, str], task: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2", "metadata": metadata}) + "\n")
+    config = DataConfig(train=(str(tmp_path / "rows.jsonl"),), verifier="exact")
+    assert load_sources(config, tokenizer, 100, 0).train.prompts(0, 1)[0].task == task

@@ -110,7 +110,7 @@ def group(number: int, rollouts: list[dict[str, Any]], recorded: int, **own: Any
     return {
         "group": number,
         "prompt_id": prompt,
-        "verifier": "exact",
+        "task": "exact",
         "rollouts": n,
         "right": right,
         "distinct": len({r["answer"] for r in rollouts}),
@@ -144,7 +144,7 @@ def _write(
         rollouts += own[:recorded]
         reward = right / n if mean is None else mean + 0.1 * (-1) ** g
         trained = moment.kind == "step" and 0 < right < n
-        groups.append(group(g, own, recorded, verifier=TASKS[g % 2], reward=reward, trained=trained))
+        groups.append(group(g, own, recorded, task=TASKS[g % 2], reward=reward, trained=trained))
     rollout_log.write_groups(folder / "rollouts", moment, pa.Table.from_pylist(groups, GROUPS))
     rollout_log.write_rollouts(folder / "rollouts", moment, 0, pa.Table.from_pylist(rollouts, ROLLOUTS))
 

@@ -100,7 +100,7 @@ def part(mean, passes, tokens):
 def test_table_and_figure_of_an_evaluation():
     result = {
         **part(0.4, {"1": 0.4, "8": 0.7}, 20.0),
-        "by_task": {"gcd": 0.25},
+        "by_task": {"gcd": {"mean": 0.25, "low": 0.125, "high": 0.5}},
         "mean_of_benchmarks": part(0.45, {}, 0.0),
         "benchmarks": {"aime": part(0.3, {"1": 0.3, "8": 0.6}, 30.0), "amc": part(0.6, {"1": 0.6, "8": 0.9}, 11.0)},
     }
@@ -109,7 +109,7 @@ def test_table_and_figure_of_an_evaluation():
     assert f"| aime | exact, math | 7 | 8 | {rest}" in text
     rest = "45.00% (35.00% to 55.00%) | 0.5 (0.45 to 0.55) | 75.00% | 20.5 |"
     assert f"| mean of benchmarks |  | 7 | 8 | {rest}" in text
-    assert "| gcd | 25.00% |" in text
+    assert "| gcd | 25.00% (12.50% to 50.00%) |" in text
     figure = comparison.evaluation_figure(result)
     assert [bar.get_height() for bar in figure.axes[0].patches] == [0.3, 0.6]
     assert [list(line.get_ydata()) for line in figure.axes[1].lines] == [[0.3, 0.6], [0.6, 0.9]]

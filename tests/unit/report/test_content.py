@@ -101,11 +101,20 @@ def test_pass_at_k_and_solved_and_lost_prompts(folder, run):
     assert [p["right"] for p in found["solved"]] == sorted(solved.values(), reverse=True)
 
 
+def test_pass_at_1_of_each_task_is_compared(folder, run):
+    sides = [groups(folder, f"evaluation_00000{n}") for n in (0, 4)]
+    found = run["change"]["tasks"]
+    assert [(t["task"], t["prompts"]) for t in found] == [(name, 20) for name in TASKS]
+    for t in found:
+        before, after = (sum(g["right"] for g in side if g["task"] == t["task"]) / 80 for side in sides)
+        assert [t["before"], t["after"], t["difference"]["mean"]] == pytest.approx([before, after, after - before])
+
+
 def test_intervals_match_the_evaluation_of_the_run(folder):
     """train.evaluate computes the intervals of summary.json from its own counts."""
     for found in evaluations(read_run(folder)):
         rows = groups(folder, f"evaluation_{found.steps:06d}")
-        prompts = [SimpleNamespace(id=g["prompt_id"], verifier=g["verifier"], metadata={}) for g in rows]
+        prompts = [SimpleNamespace(id=g["prompt_id"], verifier="exact", task=g["task"]) for g in rows]
         answers = [
             PromptResult(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
             for i, (p, g) in enumerate(zip(prompts, rows, strict=True))
@@ -113,13 +122,13 @@ def test_intervals_match_the_evaluation_of_the_run(folder):
         told = summarize(answers, len(rows), EvaluateConfig(), seed=7)
         assert found.passes[1] == told.pass_at_1.as_dict()
         assert {k: p["mean"] for k, p in found.passes.items()} == pytest.approx(told.pass_at_k)
-        assert found.tasks == pytest.approx(told.by_task)
+        assert found.tasks == {name: p.as_dict() for name, p in told.by_task.items()}
 
 
 def test_tasks_and_spread(folder, run):
     steps = [groups(folder, f"step_00000{n}") for n in range(4)]
     for place, name in enumerate(TASKS):
-        own = [[g["right"] / 32 for g in rows if g["verifier"] == name] for rows in steps]
+        own = [[g["right"] / 32 for g in rows if g["task"] == name] for rows in steps]
         assert run["by_task"]["tasks"][TASKS[place]] == pytest.approx([sum(v) / len(v) for v in own])
     assert run["by_task"]["step"] == [0, 1, 2, 3]
     assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])

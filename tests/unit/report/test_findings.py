@@ -23,7 +23,10 @@ FINE = {
 
 
 def evaluation(**by_task):
-    return {"pass_at_1": {"mean": sum(by_task.values()) / len(by_task)}, "by_task": by_task}
+    return {
+        "pass_at_1": {"mean": sum(by_task.values()) / len(by_task)},
+        "by_task": {name: {"mean": share} for name, share in by_task.items()},
+    }
 
 
 HELD_OUT = evaluation(gcd=0.5, spell=0.2)

@@ -126,7 +126,7 @@ def test_filters_and_exports(ask, tmp_path, options, left):
         assert line == {
             "kind": "evaluation",
             "number": 4,
-            "verifier": "exact",
+            "task": "exact",
             "reference": "7",
             "prompt": f"what is\n{row['prompt_id']}?",
             **row,

@@ -41,7 +41,8 @@ def test_undocumented_and_invalid_metrics_are_found():
     assert metric_faults.of_row(row) == []
     row |= {"kept_share": 1.5, "rewards": 1.0, "time": {"reward": 1.0}}
     assert [fault.partition(":")[0] for fault in metric_faults.of_row(row)] == ["kept_share = 1.5", "rewards", "reward"]
-    summary = {"steps": 3, "before": None, "after": {"pass_at_1": {"mean": 2.0}, "by_task": {"a.b": 0.5}}, "more": {}}
+    after = {"pass_at_1": {"mean": 2.0}, "by_task": {"a.b": {"low": 0.5}}}
+    summary = {"steps": 3, "before": None, "after": after, "more": {}}
     assert [fault.partition(":")[0] for fault in metric_faults.of_summary(summary)] == [
         "after.pass_at_1.mean = 2.0",
         "more",
