@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.report.content import RecordedEvaluation, evaluations, read_run
-from megatron_brorl.rollout_log import FOLDER, entries, read_groups
+from megatron_brorl.rollout_log import FOLDER, entries, one_line, read_groups
 from megatron_brorl.theory.pass_rates import SIZES, Floats, Ints
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Curves, Settings
 
@@ -30,6 +30,7 @@ BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E0
 GREY = "#8C8C8C"
 PHASES = {"generate": BLUE, "score": ORANGE, "train": GREEN, "refit": PURPLE}
 _ENDS = ("low", "high")
+_TASK_COLORS = (GREEN, ORANGE, PURPLE, BLUE)
 _COLORS = (RED, ORANGE, GREEN, SKY, BLUE, PURPLE)
 _PARTS = {"drawn, right": GREEN, "drawn, wrong": SKY, "not drawn": RED, "weight decay": GREY}
 _MAX_MARKERS = 40  # Longer curves have a running mean instead of markers.
@@ -182,7 +183,7 @@ def _curve(axes: Axes, steps: npt.NDArray[np.int64], values: Floats, color: str,
 
 
 def _accuracy(axes: Axes, evaluated: Sequence[RecordedEvaluation]) -> None:
-    """Draw pass@1 with its interval, and pass@k of the largest k."""
+    """Draw pass@1 with its interval, pass@k of the largest k, and pass@1 of each task if there are a few tasks."""
     if not evaluated:
         draw_text(axes, "no evaluation yet")
         return
@@ -207,6 +208,12 @@ def _accuracy(axes: Axes, evaluated: Sequence[RecordedEvaluation]) -> None:
         axes.plot(
             list(wide), list(wide.values()), color=SKY, marker="s", markersize=4, linewidth=1.4, label=f"pass@{k}"
         )
+    tasks = sorted({task for e in evaluated for task in e.tasks})
+    if 1 < len(tasks) <= len(_TASK_COLORS):
+        for task, color in zip(tasks, _TASK_COLORS, strict=False):
+            means = {e.steps: e.tasks[task]["mean"] for e in evaluated if task in e.tasks}
+            label = one_line(f"pass@1, {task}").replace("$", r"\$")  # Matplotlib would read $ as a formula.
+            axes.plot(list(means), list(means.values()), color=color, linestyle="--", linewidth=1, label=label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.legend(frameon=False, fontsize=9)
