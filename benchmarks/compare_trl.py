@@ -164,7 +164,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for row, color in zip(rows[1::2], (ORANGE, BLUE), strict=True):
             rewards = [step["reward"] for step in row["steps"]]
             axes.plot(row[key], rewards, color=color, marker="o", markersize=3, label=row["run"].partition(",")[0])
-        panel(axes, f"N = {rows[0]['n']}, {rows[0]['threads']} threads", "training reward", key)
+        panel(axes, f"N = {rows[0]['n']}, threads: {rows[0]['threads']}", "training reward", key)
         axes.legend()
     save(figure, path)
 
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--trl-python", required=True, help="interpreter of an environment with trl")
-    parser.add_argument("--out", type=Path, default=Path("compare_trl"), help="new folder (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare_trl"), help="new folder (%(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     if args.out.exists():
