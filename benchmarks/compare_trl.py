@@ -181,7 +181,7 @@ def main() -> None:
         parser.error(f"--out {args.out} exists: name a new folder")
     try:
         rows = measure(args)
-    except (EngineFailed, UserError) as e:
+    except (EngineFailed, UserError, OSError) as e:
         sys.exit(f"compare_trl: {e}")
     show(rows)
     draw(rows, args.out / "compare_trl.png")
