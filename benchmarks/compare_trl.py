@@ -71,9 +71,7 @@ def trl_job(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     sources = load_sources(config.data, tokenizer, sys.maxsize, config.run.seed, config.reward)
     prompts = sources.train.prompts(0, config.train.steps * rollout.prompts)
     if sources.verifiers != {"exact"}:
-        raise UserError(
-            f"{args.config}: rows have the verifier {', '.join(sources.verifiers)}; TRL's side has only exact"
-        )
+        raise UserError(f"{args.config}: rows have the verifier {', '.join(sources.verifiers)}; use exact")
     mini_batch = rollout.prompts * rollout.n // algo.mini_batches
     micro_batch = math.gcd(MICRO_BATCH, mini_batch)
 
