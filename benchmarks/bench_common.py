@@ -6,6 +6,7 @@ import argparse
 import concurrent.futures
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import EngineFailed, run
 
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.weights.names import hf_shapes
@@ -62,6 +64,30 @@ def peak_flops(args: tuple[str, int]) -> float:
         torch.mm(a, b)
         best = min(best, time.perf_counter() - start)
     return 2 * 4096**3 / best
+
+
+def brorl(arguments: Sequence[str], threads: int) -> float:
+    """Run a command of this project as a user does, and return the share of the machine that others used (measure.run).
+
+    Raises EngineFailed with its last lines."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
+    done, others = run([sys.executable, "-m", "megatron_brorl", *arguments], environment)
+    if done.returncode:
+        raise EngineFailed(f"brorl {arguments[0]} failed:\n" + "\n".join(done.stderr.strip().splitlines()[-15:]))
+    return others
+
+
+def train(directory: Path, arguments: Sequence[str], threads: int) -> dict[str, Any]:
+    """Run `brorl train` with the run.dir `directory`, and return what trainer_trl.py returns for TRL."""
+    others = brorl(["train", *arguments], threads)
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {
+        "steps": [line["time"] | {"tokens": line["trained_tokens"], "reward": line["reward"]} for line in lines],
+        "model": str(directory / "model"),
+        "peak_mib": json.loads((directory / "summary.json").read_text(encoding="utf-8"))["peak_rss_mib"],
+        "others_cpu_share": others,
+        "version": None,
+    }
 
 
 def write_model(name: str, directory: Path) -> None:

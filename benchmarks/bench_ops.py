@@ -5,10 +5,11 @@
                               [--clipped SHARE] [--threads N] [--repeat N]
 
 Every row is measured in a separate process, after one call that compiles and warms up: the median of the seconds and
-the growth of the resident set at its peak. gemm_peak_share counts three products, 6 T H V operations, against the speed
-of a product of 4096 x 4096 matrices in the same dtype, the faster of one before and one after the rows. The fused op
-returns the entropy as well; the others do not. It also leaves tokens without a gradient (clipped ones) out of two of
-the three products; "clipped" is their share, by default that of the random old log-probabilities. Linux only.
+the growth of the resident set at its peak. "own" is the fused op with the loss as a user's function (algo.policy_loss).
+gemm_peak_share counts three products, 6 T H V operations, against the speed of a product of 4096 x 4096 matrices in the
+same dtype, the faster of one before and one after the rows. "fused" and "own" return the entropy as well; the others do
+not. They also leave tokens without a gradient (clipped ones) out of two of their products; "clipped" is their share, by
+default that of the random old log-probabilities. Linux only.
 """
 
 from __future__ import annotations
@@ -52,11 +53,28 @@ def backward(loss: Callable[..., Tensor]) -> Callable[..., float]:
     return run
 
 
-def fused(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> float:
+def clip(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **_: Tensor) -> Tensor:
+    """Return the clipped loss of each token, as a function of a user for algo.policy_loss."""
+    ratio = (log_probs - old_log_probs).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - LIMITS[0], 1 + LIMITS[1]) * advantages)
+
+
+def fused(
+    h: Tensor,
+    w: Tensor,
+    ids: Tensor,
+    old: Tensor,
+    rollout: Tensor,
+    advantages: Tensor,
+    *,
+    policy_loss: str = "clip",
+) -> float:
     eps_low, eps_high, is_cap = LIMITS
     weights = torch.full((len(h),), 1 / len(h), device=h.device)
-    tokens = PolicyTokens(rollout, advantages, weights, old)
-    loss = linear_ppo_loss(h, w, ids, tokens, PolicyLossSettings(eps_low, eps_high, is_cap=is_cap), 1.0).loss
+    sequences = torch.arange(len(h), device=h.device) // CHUNK
+    tokens = PolicyTokens(rollout, advantages, weights, old, sequences=sequences)
+    settings = PolicyLossSettings(eps_low, eps_high, is_cap=is_cap, policy_loss=policy_loss)
+    loss = linear_ppo_loss(h, w, ids, tokens, settings, 1.0).loss
     loss.backward()
     return loss.item()
 
@@ -110,6 +128,7 @@ def trl_like(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, ad
 
 IMPLEMENTATIONS: dict[str, Callable[[], Callable[..., float]]] = {
     "fused": lambda: fused,
+    "own": lambda: partial(fused, policy_loss=f"{__file__}:clip"),
     "eager": lambda: backward(full_loss),
     "compile": lambda: backward(torch.compile(full_loss, dynamic=False)),
     "compile_chunked": lambda: chunked(torch.compile(full_loss, dynamic=False)),

@@ -23,7 +23,6 @@ during the run; above a few percent, measure again. Linux only.
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import sys
@@ -32,8 +31,8 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, write_model, write_rows
-from measure import EngineFailed, ask, run
+from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, train, write_model, write_rows
+from measure import EngineFailed, ask
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
@@ -44,28 +43,6 @@ PHASES = ("generate", "score", "train", "refit", "step")
 WORDS_PER_ANSWER = 32  # Half of the answers are right.
 BYTES = 256
 END = "<|endoftext|>"
-RUN = """
-[run]
-dir = "{dir}"
-[model]
-path = "{model}"
-dtype = "{dtype}"
-[data]
-train = ["{data}"]
-[rollout]
-n = {n}
-dtype = "{dtype}"
-prompts = {groups}
-max_tokens = {response}
-[reward]
-extract = "answer_tag"
-strict = false
-cut_off_factor = 1.0  # a response that ends at the length limit counts
-[train]
-steps = {steps}
-checkpoint_every = 0
-tokens_per_micro_batch = {tokens}
-"""
 
 
 def words(vocab: int) -> tuple[list[str], list[str]]:
@@ -82,54 +59,40 @@ def write_tokenizer(vocab: int, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def prompts(vocab: int, tokens: int, count: int) -> list[str]:
-    """Return `count` different prompts of the given number of plain words."""
+def questions(vocab: int, tokens: int, count: int) -> list[dict[str, str]]:
+    """Return `count` rows with different prompts of the given number of plain words."""
     draw = random.Random(tokens)
     _, plain = words(vocab)
-    return ["".join(draw.choices(plain, k=tokens)) for _ in range(count)]
+    return [{"prompt": "".join(draw.choices(plain, k=tokens)), "answer": "1"} for _ in range(count)]
 
 
 def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Run `brorl train` on the prompts of the job."""
+    """Run `brorl train` on the rows of the job."""
     data = directory / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in job["rows"]), encoding="utf-8")
     config = directory / "run.toml"
-    out = directory / "run"
-    rows = [{"prompt": text, "answer": "1"} for text in job["prompts"]]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-    # The configuration of one run on these prompts.
-    text = RUN.format(
-        dir=out,
-        model=job["model"],
-        data=data,
-        n=job["n"],
-        dtype=job["dtype"],
-        response=job["response"],
-        groups=job["groups"],
-        steps=len(rows) // job["groups"],
-        tokens=job["tokens_per_micro_batch"],
-    )
-    config.write_text(text, encoding="utf-8")
-
-    # The command of a user, in a separate process.
-    command = [sys.executable, "-m", "megatron_brorl", "train", str(config)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "TRANSFORMERS_VERBOSITY": "error"}
-    done, others = run(command, environment)
-    if done.returncode:
-        raise EngineFailed("brorl train failed:\n" + "\n".join(done.stderr.strip().splitlines()[-15:]))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {
-        "steps": [line["time"] | {"tokens": line["trained_tokens"]} for line in lines],
-        "rewards": [line["reward"] for line in lines],
-        "peak_mib": json.loads((out / "summary.json").read_text(encoding="utf-8"))["peak_rss_mib"],
-        "others_cpu_share": others,
-        "version": None,
-    }
+    config.touch()
+    overrides = [
+        f"run.dir={directory / 'run'}",
+        f"model.path={job['model']}",
+        f"model.dtype={job['dtype']}",
+        f'data.train=["{data}"]',
+        f"rollout.n={job['n']}",
+        f"rollout.dtype={job['dtype']}",
+        f"rollout.prompts={job['groups']}",
+        f"rollout.max_tokens={job['response']}",
+        "reward.extract=answer_tag",
+        "reward.cut_off_factor=1.0",  # a response that ends at the length limit counts
+        f"train.steps={len(job['rows']) // job['groups']}",
+        "train.checkpoint_every=0",
+        f"train.tokens_per_micro_batch={job['tokens_per_micro_batch']}",
+    ]
+    return train(directory / "run", [str(config), *overrides], job["threads"])
 
 
 def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
     """Return one row, with gemm_peak_share in operations per second."""
-    if not all(0 < reward < 1 for reward in found["rewards"]):
+    if not all(0 < step["reward"] < 1 for step in found["steps"]):
         raise EngineFailed(f"{engine}: all rewards of a step are the same, so there was nothing to train on")
     timed = found["steps"][1:]
     seconds = {p: statistics.median(s[p] for s in timed) for p in PHASES if p in timed[0]}
@@ -204,18 +167,30 @@ def main() -> None:
             write_model(args.model, model)
             shape = read_shape(model)
             write_tokenizer(shape.vocab, model)
+            micro_batch = min(args.trl_micro_batch, args.n)
+            arguments = {  # generated in one go, one optimizer step
+                "max_steps": 1 + args.repeat,
+                "per_device_train_batch_size": micro_batch,
+                "gradient_accumulation_steps": args.groups * args.n // micro_batch,
+                "num_generations": args.n,
+                "max_completion_length": args.response,
+                "epsilon_high": 0.28,
+                "learning_rate": 1e-6,
+            }
             job = {
                 "name": args.model,
                 "model": str(model),
                 "scratch": scratch,
                 "threads": args.threads,
-                "prompts": prompts(shape.vocab, prompt, args.groups * (1 + args.repeat)),
+                "rows": questions(shape.vocab, prompt, args.groups * (1 + args.repeat)),
                 "groups": args.groups,
                 "n": args.n,
                 "dtype": dtype,
                 "response": args.response,
                 "micro_batch": args.trl_micro_batch,
                 "tokens_per_micro_batch": args.tokens_per_micro_batch,
+                "pattern": "<answer>(.*?)</answer>",
+                "arguments": arguments,
             }
             try:
                 found = {"brorl": ours(job, directory)}

@@ -1,122 +1,104 @@
-"""TRL's GRPOTrainer on a CPU, for benchmarks/bench_step.py --trl-python. Imports nothing from this project.
+"""TRL's GRPOTrainer on a CPU, for bench_step.py and compare_trl.py. Imports nothing from this project.
 
-One optimizer step per generation batch: all siblings of a prompt are generated in one call of transformers' generate,
-then trained on in micro-batches. Options are TRL's defaults, except the dtype, no gradient checkpointing (there is
-enough memory), no saving, and one log line per step. There is no reference model (beta = 0 is TRL's default).
+All siblings of a step are generated in one call of transformers' generate, then trained on in micro-batches. The job
+has the rows in their order, the options of GRPOConfig that are specific to the benchmark, and the reward: a response
+is right if the last match of `pattern` is the answer of its row. Other options are TRL's defaults, except the dtype, no
+gradient checkpointing (there is enough memory), no saving of checkpoints, and one log line per optimizer step. There is
+no reference model (beta = 0 is TRL's default).
 """
 
 from __future__ import annotations
 
 import re
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import trl
 from datasets import Dataset
 from measure import answer, forget_peak, read_job, status_kib
-from transformers import AutoTokenizer, TrainerCallback
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+JOB: dict[str, Any] = {"stop_ids": [], "cut_off_factor": 1.0, "warmup_steps": 0} | read_job()
+STOP_IDS = set(JOB["stop_ids"])
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-def reward(completions: list[str], **_: Any) -> list[float]:
-    """Return 1 if the text inside the last <answer>...</answer> is 1, as the verifier of the other side does."""
-    found = [re.findall(r"<answer>(.*?)</answer>", text) for text in completions]
-    return [float(bool(answers) and answers[-1] == "1") for answers in found]
+
+def reward(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+    """Return 1 for a right response, times the factor of the job if it ended at the length limit."""
+    found = [re.findall(JOB["pattern"], text) for text in completions]
+    right = [bool(texts) and texts[-1].strip() == a for texts, a in zip(found, answer, strict=True)]
+    factors = [1.0 if ids[-1] in STOP_IDS else JOB["cut_off_factor"] for ids in completion_ids]
+    return [r * factor for r, factor in zip(right, factors, strict=True)]
 
 
 class Timed(GRPOTrainer):
-    """Sums the seconds of the two phases of a step. The rest of the step is training."""
+    """Measures steps. A step begins with the generation of its responses, and ends where the next one begins."""
 
-    generating = scoring = 0.0
-    completion_tokens = 0
+    steps: ClassVar[list[dict[str, float]]] = []
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = super()._generate(*args, **kwargs)
-        self.generating += time.perf_counter() - start
+        self.steps.append({"start": start, "generate": time.perf_counter() - start})
         return result
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = super()._calculate_rewards(*args, **kwargs)
-        self.scoring += time.perf_counter() - start
-        self.completion_tokens += sum(map(len, args[-1] if args else kwargs["completion_ids_list"]))
+        tokens = sum(map(len, args[-1] if args else kwargs["completion_ids_list"]))
+        self.steps[-1] |= {"score": time.perf_counter() - start, "tokens": tokens, "reward": result.mean().item()}
         return result
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)
+        ends = [step["start"] for step in self.steps[1:]] + [time.perf_counter()]
+        for step, end in zip(self.steps, ends, strict=True):
+            step["step"] = end - step["start"]
+            step["train"] = step["step"] - step["generate"] - step["score"]
+        return result
 
-class Steps(TrainerCallback):
-    """The seconds of every optimizer step by phase."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.trainer: Timed
-        self.started = 0.0
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.started = time.perf_counter()
-        self.trainer.generating = self.trainer.scoring = 0.0
-        self.trainer.completion_tokens = 0
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        step = time.perf_counter() - self.started
-        t = self.trainer
-        self.rows.append(
-            {
-                "generate": t.generating,
-                "score": t.scoring,
-                "train": step - t.generating - t.scoring,
-                "step": step,
-                "tokens": t.completion_tokens,
-            }
-        )
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
+        """Use the warm-up of this project. In that of transformers, the first update has a learning rate of 0."""
+        warmup = max(JOB["warmup_steps"], 1)
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda update: min(1.0, (update + 1) / warmup))
+        return self.lr_scheduler
 
 
 def main() -> None:
-    job = read_job()
-    torch.set_num_threads(job["threads"])
-    n = job["n"]
-    groups = job["groups"]
-    micro_batch = min(job["micro_batch"], n)
-
-    # The options of TRL that are closest to a step of this project.
+    torch.set_num_threads(JOB["threads"])
+    output = f"{JOB['scratch']}/trl"
+    model: Any = AutoModelForCausalLM.from_pretrained(JOB["model"], dtype=DTYPES[JOB["dtype"]])
+    model.generation_config.eos_token_id = JOB["stop_ids"]
     arguments = GRPOConfig(
-        output_dir=f"{job['scratch']}/trl",
+        output_dir=output,
         use_cpu=True,
         bf16=False,
-        model_init_kwargs={"dtype": {"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]]},
-        max_steps=len(job["prompts"]) // groups,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=groups * n // micro_batch,  # generated in one go, one optimizer step
-        num_generations=n,
-        max_completion_length=job["response"],
         gradient_checkpointing=False,
         shuffle_dataset=False,
-        epsilon_high=0.28,
-        learning_rate=1e-6,
         save_strategy="no",
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
+        **JOB["arguments"],
     )
 
-    # TRL's trainer, timed by callbacks.
-    steps = Steps()
     trainer = Timed(
-        model=job["model"],
+        model=model,
         reward_funcs=reward,
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": job["prompts"]}),
-        processing_class=AutoTokenizer.from_pretrained(job["model"]),
-        callbacks=[steps],
+        train_dataset=Dataset.from_list(JOB["rows"]),
+        processing_class=AutoTokenizer.from_pretrained(JOB["model"]),
     )
-    steps.trainer = trainer
 
-    # Memory is measured from here on.
+    # Memory is measured from here on, until the model is saved.
     forget_peak()
     trainer.train()
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    answer(steps=steps.rows, rewards=rewards, peak_mib=status_kib("VmHWM") / 1024, version=f"trl {trl.__version__}")
+    peak_mib = status_kib("VmHWM") / 1024
+    trainer.save_model()
+    answer(steps=trainer.steps, model=output, peak_mib=peak_mib, version=f"trl {trl.__version__}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ TORCH_LIBRARY(brorl, library) {
       "(Tensor loss, Tensor gradient, Tensor clipped)");
   library.def(
       "gae(Tensor rewards, Tensor values, Tensor starts, float gamma, float lam) -> (Tensor advantages, Tensor returns)");
-  library.def("group_advantages(Tensor rewards, Tensor starts, bool by_std) -> Tensor");
   library.def(
       "decode_attention_(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, "
       "Tensor(a!) keys, Tensor(b!) values, Tensor tables, Tensor lengths, Tensor prompt_tables, "

@@ -182,7 +182,6 @@ def _token_ops(job: Job) -> dict[str, Callable[[str, Any], Any]]:
 
     return {
         "gae": op(lambda ops, x: ops.gae(x[0], x[1], starts(x[0]), gamma=0.99, lam=0.95)[0]),
-        "group_advantages": op(lambda ops, x: ops.group_advantages(x[0], starts(x[0]), "mean_std")),
         "moments": op(lambda ops, x: torch.tensor([ops.moments(x[0]).mean, ops.moments(x[0]).m2])),
         "whiten": op(lambda ops, x: ops.whiten(x[0], Moments(10.0, 0.5, 40.0))),
         "value_loss": op(value_loss),

@@ -15,6 +15,5 @@
   library.impl("ppo_tokens", &brorl::ppo_tokens);                 \
   library.impl("value_loss", &brorl::value_loss);                 \
   library.impl("gae", &brorl::gae);                                \
-  library.impl("group_advantages", &brorl::group_advantages);     \
   library.impl("moments", &brorl::moments);                       \
   library.impl("whiten_", &brorl::whiten);

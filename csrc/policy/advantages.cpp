@@ -1,5 +1,5 @@
-// Segments and groups are independent, so threads process them in parallel. Moments use one thread, because the result
-// must not depend on the number of threads.
+// Segments are independent, so threads process them in parallel. Moments use one thread, because the result must not
+// depend on the number of threads.
 #include "policy/advantages.h"
 
 #include <ATen/Parallel.h>
@@ -18,15 +18,15 @@ namespace {
 using at::Tensor;
 
 // Starts are offsets into memory, so they are checked one by one. On CUDA this waits for the device.
-Tensor check_starts(const Tensor& starts, const Tensor& first, const char* counted) {
+Tensor check_starts(const Tensor& starts, const Tensor& first) {
   TORCH_CHECK_VALUE(starts.dim() == 1 && starts.size(0) > 0, "starts must be [S + 1], got ", starts.sizes());
   const Tensor result = matching(starts, "starts", starts.sizes(), at::kLong, first);
   const Tensor host = result.cpu();
   const int64_t* const start = host.const_data_ptr<int64_t>();
   const int64_t last = host.size(0) - 1;
   TORCH_CHECK_VALUE(
-      start[0] == 0 && start[last] == first.size(0), "starts must go from 0 to the ", first.size(0), " ", counted,
-      ", goes from ", start[0], " to ", start[last]);
+      start[0] == 0 && start[last] == first.size(0), "starts must go from 0 to the ", first.size(0),
+      " tokens, goes from ", start[0], " to ", start[last]);
   for (int64_t s = 0; s < last; ++s) {
     TORCH_CHECK_VALUE(
         start[s] <= start[s + 1], "starts must not fall: starts[", s, "] is ", start[s], ", starts[", s + 1, "] is ",
@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> gae(
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor r = floating_vector(rewards, "rewards", "[T]");
   const Tensor v = matching(values, "values", r.sizes(), r.scalar_type(), r);
-  const Tensor start = check_starts(starts, r, "tokens");
+  const Tensor start = check_starts(starts, r);
   TORCH_CHECK_VALUE(gamma >= 0 && gamma <= 1, "gamma must be in [0, 1], got ", gamma);
   TORCH_CHECK_VALUE(lam >= 0 && lam <= 1, "lam must be in [0, 1], got ", lam);
   const Tensor advantages = at::empty_like(r), returns = at::empty_like(r);
@@ -86,32 +86,6 @@ std::tuple<Tensor, Tensor> gae(
     }
   });
   return {advantages, returns};
-}
-
-Tensor group_advantages(const Tensor& rewards, const Tensor& starts, bool by_std) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Tensor r = floating_vector(rewards, "rewards", "[B]");
-  const Tensor start = check_starts(starts, r, "rewards");
-  const Tensor advantages = at::empty_like(r);
-  const int64_t groups = start.size(0) - 1;
-  const auto* const begin = start.const_data_ptr<int64_t>();
-  with_type(r, [&](auto zero) {
-    using S = decltype(zero);
-    const S* const reward = r.const_data_ptr<S>();
-    S* const a = advantages.mutable_data_ptr<S>();
-#ifdef BRORL_CUDA
-    if (on_device(r)) {
-      const c10::DeviceGuard guard(r.device());
-      check_launch("group_advantages", group_advantages_launch(reward, begin, groups, by_std, a, current_stream(r)));
-      return;
-    }
-#endif
-#pragma omp parallel for schedule(dynamic, 16) num_threads(at::get_num_threads())
-    for (int64_t g = 0; g < groups; ++g) {
-      advantages_of_group(reward + begin[g], begin[g + 1] - begin[g], by_std, a + begin[g]);
-    }
-  });
-  return advantages;
 }
 
 Tensor moments(const Tensor& values, const std::optional<Tensor>& weights) {

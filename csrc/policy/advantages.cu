@@ -1,4 +1,4 @@
-// One thread per segment or group, and one block for the moments: these ops are a small part of a training step, so the
+// One thread per segment, and one block for the moments: these ops are a small part of a training step, so the
 // kernels are kept simple.
 #include "policy/advantages_cuda.h"
 
@@ -23,14 +23,6 @@ __global__ void gae_kernel(
   const int64_t begin = starts[s];
   gae_segment(
       rewards + begin, values + begin, starts[s + 1] - begin, gamma, lambda, advantages + begin, returns + begin);
-}
-
-template <typename S>
-__global__ void group_kernel(const S* rewards, const int64_t* starts, int64_t groups, bool by_std, S* advantages) {
-  const int64_t g = thread_index();
-  if (g >= groups) return;
-  const int64_t begin = starts[g];
-  advantages_of_group(rewards + begin, starts[g + 1] - begin, by_std, advantages + begin);
 }
 
 // Return the sum of x over the block to every thread, in a fixed order. All threads must call it.
@@ -89,14 +81,6 @@ const char* gae_launch(
 }
 
 template <typename S>
-const char* group_advantages_launch(
-    const S* rewards, const int64_t* starts, int64_t groups, bool by_std, S* advantages, cudaStream_t stream) {
-  if (!groups) return nullptr;
-  return launch_kernel(
-      group_kernel<S>, blocks_of(groups), kThreads, stream, rewards, starts, groups, by_std, advantages);
-}
-
-template <typename S>
 const char* moments_launch(const S* values, const S* weights, int64_t n, double* result, cudaStream_t stream) {
   return launch_kernel(moments_kernel<S>, 1, kThreads, stream, values, weights, n, result);
 }
@@ -107,11 +91,10 @@ const char* whiten_launch(S* values, int64_t n, double mean, double inverse_std,
   return launch_kernel(whiten_kernel<S>, blocks_of(n), kThreads, stream, values, n, mean, inverse_std);
 }
 
-#define BRORL_INSTANTIATE(S)                                                                                \
-  template const char* gae_launch<S>(                                                                       \
-      const S*, const S*, const int64_t*, int64_t, double, double, S*, S*, cudaStream_t);                   \
-  template const char* group_advantages_launch<S>(const S*, const int64_t*, int64_t, bool, S*, cudaStream_t); \
-  template const char* moments_launch<S>(const S*, const S*, int64_t, double*, cudaStream_t);                         \
+#define BRORL_INSTANTIATE(S)                                                                              \
+  template const char* gae_launch<S>(                                                                     \
+      const S*, const S*, const int64_t*, int64_t, double, double, S*, S*, cudaStream_t);                 \
+  template const char* moments_launch<S>(const S*, const S*, int64_t, double*, cudaStream_t);             \
   template const char* whiten_launch<S>(S*, int64_t, double, double, cudaStream_t);
 BRORL_INSTANTIATE(float)
 BRORL_INSTANTIATE(double)

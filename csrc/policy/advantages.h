@@ -1,4 +1,4 @@
-// Advantages of tokens (GAE) and of whole rollouts (group-relative), moments and whitening.
+// Advantages of tokens (GAE), moments and whitening.
 // megatron_brorl/ops/reference/advantages.py and algo/advantages.py define them. Tensors are float32 or float64, on the
 // CPU or on CUDA. Results do not depend on the number of threads.
 #pragma once
@@ -14,10 +14,6 @@ namespace brorl {
 // both [T].
 std::tuple<at::Tensor, at::Tensor> gae(
     const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& starts, double gamma, double lam);
-
-// rewards [B]; group g is starts[g]..starts[g + 1]. Returns [B]: rewards minus their group's mean, over the group's
-// sample standard deviation with by_std.
-at::Tensor group_advantages(const at::Tensor& rewards, const at::Tensor& starts, bool by_std);
 
 // values of any shape; weights: the same shape and dtype. Elements of weight 0 are left out, even NaN; other
 // weights count once. Returns [3] float64: count, mean, sum of squared deviations from the mean.

@@ -12,10 +12,6 @@ const char* gae_launch(
     const S* rewards, const S* values, const int64_t* starts, int64_t segments, double gamma, double lambda,
     S* advantages, S* returns, CUstream_st* stream);
 
-template <typename S>
-const char* group_advantages_launch(
-    const S* rewards, const int64_t* starts, int64_t groups, bool by_std, S* advantages, CUstream_st* stream);
-
 // weights: null or [n]; elements of weight 0 are left out. result [3]: count, mean, sum of squared deviations.
 template <typename S>
 const char* moments_launch(const S* values, const S* weights, int64_t n, double* result, CUstream_st* stream);

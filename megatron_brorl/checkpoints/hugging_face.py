@@ -156,13 +156,13 @@ def load(
     shape: ModelShape,
     grid: Grid,
     directory: str | Path,
-    fused_norms: bool,
+    te_names: bool,
     own: Sequence[str] = (),
     keep: bool = False,
 ) -> dict[str, Tensor]:
     """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
 
-    fused_norms: whether the actor's norms are in Transformer Engine's linear layers. own: parameters that no Hugging
+    te_names: whether the norms have Transformer Engine's names. own: parameters that no Hugging
     Face directory has, which are not changed. keep: return this rank's part of each tensor in the dtype of the file, by
     the module's own parameter names. Raises UserError if the directory does not have the model of its config.json.
     """
@@ -175,7 +175,7 @@ def load(
     local_names = {id(parameter): name for name, parameter in actor.named_parameters()}
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
-        for entry in names.entries(shape, grid.pp_size, fused_norms):
+        for entry in names.entries(shape, grid.pp_size, te_names):
             targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
             if entry.layout == "vocab" and shape.tied and "output_layer.weight" in parameters:
                 targets.append(parameters.pop("output_layer.weight"))  # the last stage's copy of a tied embedding

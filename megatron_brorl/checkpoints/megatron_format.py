@@ -50,7 +50,7 @@ _EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp
 
 def parameter_entries(shape: ModelShape, pipeline: int = 1) -> list[WeightEntry]:
     """Return every parameter under its name in a checkpoint, which is Transformer Engine's name for norms."""
-    return names.entries(shape, pipeline, fused_norms=True)
+    return names.entries(shape, pipeline, te_names=True)
 
 
 def write(

@@ -6,14 +6,14 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors.torch import save
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 1 << 30  # also the memory that `write` needs, unless a single tensor is larger
+MAX_SHARD_BYTES = 1 << 30
 TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 ShapeAndType = tuple[tuple[int, ...], torch.dtype]
@@ -23,7 +23,7 @@ Layout = Mapping[str, ShapeAndType]  # by tensor name, in the order of the files
 def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path) -> None:
     """Write exactly the tensors of `layout` to `directory`, as one file or as several with an index.
 
-    A file has at most MAX_SHARD_BYTES of tensors, or one tensor, and is written when all of its tensors have arrived.
+    A file has at most MAX_SHARD_BYTES of tensors, or one tensor. A tensor is written when it arrives, so none is kept.
     Raises ValueError if a tensor is missing, unknown, sent twice or of another shape or type.
     """
     split = split_state_dict_into_shards_factory(
@@ -33,7 +33,9 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
         max_shard_size=MAX_SHARD_BYTES,
     )
     missing = dict.fromkeys(layout)  # an ordered set
-    shards: dict[str, dict[str, Tensor]] = {}
+    places: dict[str, int] = {}
+    for file, names in split.filename_to_tensors.items():
+        places |= _create(directory / file, {name: layout[name] for name in names})
     for name, tensor in tensors:
         if name not in missing:
             raise ValueError(f"export: {name} is {'sent twice' if name in layout else 'unknown'}")
@@ -41,18 +43,33 @@ def write(tensors: Iterable[tuple[str, Tensor]], layout: Layout, directory: Path
             raise ValueError(f"export: {name} is {list(tensor.shape)} {tensor.dtype}, expected {layout[name]}")
         del missing[name]
 
-        # The sender may reuse the memory of a tensor.
-        file = split.tensor_to_filename[name]
-        shard = shards.setdefault(file, {})
-        shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        if len(shard) == len(split.filename_to_tensors[file]):
-            (directory / file).write_bytes(save(shards.pop(file), {"format": "pt"}))
+        with (directory / split.tensor_to_filename[name]).open("r+b") as f:
+            f.seek(places[name])
+            f.write(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
 
     if missing:
         raise ValueError(f"export: {len(missing)} tensors missing, for example {next(iter(missing))}")
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _create(path: Path, layout: Layout) -> dict[str, int]:
+    """Write the header of a file and return the place of each tensor.
+
+    The format is the length of the header, the header in JSON, and the tensors without gaps.
+    """
+    names = {dtype: name for name, dtype in TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (shape, dtype) in sorted(layout.items(), key=lambda item: -item[1][1].itemsize):  # keeps them aligned
+        end = offset + _bytes((shape, dtype))
+        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in layout}
 
 
 def _bytes(entry: ShapeAndType) -> int:

@@ -94,6 +94,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
     from megatron_brorl.parallel import cpu_bridge
 
     cpu_bridge.disable_compiler()
+    cpu_bridge.keep_freed_memory()
     status: int = args.command(args)
     return status
 

@@ -29,9 +29,9 @@ class Parameter:
     init: Init = "normal"
     fused: str = ""  # Megatron's name where Transformer Engine keeps this norm in the linear layer that follows it
 
-    def name(self, fused_norms: bool) -> str:
+    def name(self, te_names: bool) -> str:
         """Return Megatron's name, with or without Transformer Engine's fused norms."""
-        return self.fused if fused_norms and self.fused else self.megatron
+        return self.fused if te_names and self.fused else self.megatron
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def build_critic(
     check_layout(shape, grid.tp_size, grid.pp_size)
     with cpu_bridge.bridge():
         critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
-    mark_sharded(critic, names.entries(body(shape), grid.pp_size, critic.fused_norms))
+    mark_sharded(critic, names.entries(body(shape), grid.pp_size, critic.uses_te))
     return critic.to(device=cpu_bridge.default_device(), dtype=dtype)
 
 

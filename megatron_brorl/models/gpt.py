@@ -56,22 +56,23 @@ class Actor(GPTModel):
             pre_process=grid.first_stage,
             post_process=grid.last_stage,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="none",  # forward_packed passes the angles of RoPE to the attention layers
+            position_embedding_type="none",  # forward_packed and _preprocess pass the angles of RoPE
             pg_collection=grid.groups,
         )
 
         self.shape = shape
-        self.fused_norms = uses_te_layers(shape)  # Transformer Engine's linear layers contain the norms.
+        self.uses_te = uses_te_layers(shape)
         self.grid = grid
         self.ops = ops
 
-        # Plain tensors, not buffers: they stay in float32 when the module is cast and are not saved.
+        # Plain tensors instead of buffers, so that they are not saved and stay in float32 when the module is cast.
         self._inv_freq = rope.inverse_frequencies(shape)[0].to(cpu_bridge.default_device())
         if shape.local_layers:
             self._local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(cpu_bridge.default_device())
 
         # A fused linear layer also computes the norm before it. The weight stays the norm's own parameter, so that
-        # names and checkpoints are the same with and without fusion.
+        # names and checkpoints are the same with and without fusion. On a GPU, where layers can be from Transformer
+        # Engine, ops.fused_layers is false.
         if fused_layers:
             for layer in self.decoder.layers:
                 layer.self_attention.linear_qkv.fuse_norm(layer.input_layernorm)
@@ -82,7 +83,7 @@ class Actor(GPTModel):
         prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         if self.pre_process and self.shape.embedding_scale is not None:
             prepared = (prepared[0] * prepared[0].new_tensor(self.shape.embedding_scale), *prepared[1:])
-        if not self.fused_norms:
+        if not self.uses_te:
             return prepared  # layers.attention applies the rotation
         angles = rope.angles(position_ids.reshape(-1), self._frequencies())
         return (prepared[0], angles[:, None, None, :], *prepared[2:])
@@ -103,12 +104,11 @@ class Actor(GPTModel):
 
         ddp: Megatron's DistributedDataParallel around this module, if any. It must be called in place of the module.
         """
-        # All global layers use the same rotary angles, and so do all local layers, so they are computed once.
+        # Compute the rotary angles once for all layers. The sliding-window (local) layers of Gemma 3 have their own.
         device = cpu_bridge.default_device()
         positions = batch.position_ids.to(device)
         angles = positions.to(self._frequencies().dtype).unsqueeze(-1) * self._frequencies()
 
-        # The sliding-window (local) layers of Gemma 3 have their own rotary frequencies.
         local = None
         if self.shape.local_layers:
             local_angles = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
@@ -255,7 +255,7 @@ def transformer_config(
         sequence_parallel=grid.sequence_parallel,
         variable_seq_lengths=True,  # packed streams differ in length
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
-        calculate_per_token_loss=True,  # sum gradients over ranks: losses are already divided by the global token count
+        calculate_per_token_loss=True,  # sum gradients over ranks: losses are already normalized over the global batch
         # Initialization and fused kernels.
         use_cpu_initialization=not gpu,
         perform_initialization=False,  # weights always come from a Hugging Face directory
@@ -287,7 +287,8 @@ def build_actor(
     check_layout(shape, grid.tp_size, grid.pp_size)
     with cpu_bridge.bridge():
         actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
-    mark_sharded(actor, entries(shape, grid.pp_size, actor.fused_norms))
+    mark_sharded(actor, entries(shape, grid.pp_size, actor.uses_te))
+    # With several stages, the last one has its own copy of a tied embedding, which `entries` does not list.
     if actor.post_process and not actor.pre_process and shape.tied:
         weight = actor.output_layer.weight
         if not hasattr(weight, "tensor_model_parallel"):  # Megatron-Core 0.19 already sets this for a tied head.
@@ -306,7 +307,7 @@ def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
         parameter = parameters.get(entry.megatron)
         if parameter is not None and entry.layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
             dim = int(entry.layout == "columns")
-            stride = 1 + int(entry.layout == "gate_up")  # A shard has a part of the gate and a part of up.
+            stride = 1 + int(entry.layout == "gate_up")  # A shard holds a part of gate_proj and a part of up_proj.
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
 
 

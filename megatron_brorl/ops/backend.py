@@ -20,7 +20,6 @@ class ReferenceBackend:
     linear_logits = staticmethod(linear.linear_logits)
     value_loss = staticmethod(advantages.value_loss)
     gae = staticmethod(advantages.gae)
-    group_advantages = staticmethod(advantages.group_advantages)
     moments = staticmethod(moments)
     whiten = staticmethod(whiten)
     sample_tokens = staticmethod(sampling.sample_tokens)

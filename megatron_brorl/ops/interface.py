@@ -10,7 +10,7 @@ heads and head size d, keys are [pages, K, d, 16] and values [pages, K, 16, d'],
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from megatron_brorl.algo.advantages import Moments
 from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyLossSettings, PolicyTokens
 
 PAGE = 16  # tokens
-GroupKind = Literal["mean", "mean_std"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -123,9 +122,6 @@ class Backend(Protocol):
         self, rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """rewards and values [T] of segments that begin at starts [S + 1] -> advantages and returns [T]."""
-
-    def group_advantages(self, rewards: Tensor, starts: Tensor, kind: GroupKind = "mean") -> Tensor:
-        """rewards [B] of groups that begin at starts [G + 1] -> advantages [B]."""
 
     def moments(self, values: Tensor) -> Moments:
         """Return the moments of a tensor of any shape; waits for the device."""

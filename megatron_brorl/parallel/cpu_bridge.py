@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+_MALLOC = {-1: -1, -4: 0, -8: 1}  # M_TRIM_THRESHOLD: never; M_MMAP_MAX: no block of its own; M_ARENA_MAX: 1
 
 
 def on_gpu() -> bool:
@@ -44,6 +47,18 @@ def disable_compiler() -> None:
     """
     if not on_gpu():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep freed memory for later tensors, on CPUs. Call this before other threads start.
+
+    By default it returns large blocks to the system, and the kernel has to clear each page again when the next tensor
+    is written. With one arena, training also uses the memory that the engine's thread has freed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt and not on_gpu():
+        for parameter, value in _MALLOC.items():
+            mallopt(parameter, value)
 
 
 @lru_cache(maxsize=1)

@@ -23,7 +23,7 @@ from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt, Rollout, ScoreResult, Status
 
 _RAISED = {
-    "error": "verifier {} raised on an answer, which scores 0 (metric verdict_errors)",
+    "error": "verifier {} raised on an answer, which scores 0 (metric verifier_errors)",
     "broken": "verifier {} is broken: it raises on a reference answer too",
     "invalid": "verifier {} returned no valid score, so its answer scores 0",
 }

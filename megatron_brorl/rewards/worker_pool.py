@@ -38,7 +38,7 @@ class ScoreRequest:
 class PoolStats:
     """Counts since the last `RewardPool.reset`."""
 
-    answers: int = 0  # requests with an answer
+    answers: int = 0  # requests with an answer, without those scored in process
     hits: int = 0  # requests answered from the cache
     restarts: int = 0  # worker processes that were replaced because they died or exceeded the timeout
     latency_max_s: float = 0.0  # the longest time from a request to its score
@@ -98,9 +98,10 @@ class RewardPool:
         self.close()
 
     def submit(self, request: ScoreRequest) -> Future[ScoreResult]:
-        """Return the future score. Scores are cached until `reset`, except those of impure verifiers.
+        """Return a future for the score. Scores are cached until `reset`, except those of impure verifiers.
 
-        The future raises UserError if no worker process can be started. Raises RuntimeError if the pool is closed.
+        The future raises UserError if a thread has failed _MAX_FAILED_STARTS times in a row to start its process.
+        Raises RuntimeError if the pool is closed.
         """
         self._check_open()
         prompt = request.prompt
@@ -117,6 +118,7 @@ class RewardPool:
         pure = prompt.verifier not in self._impure
         job = _Job(prompt.verifier, answer, row)
         with self._condition:
+            self._check_open()  # again, because another thread may have closed the pool since
             self.stats.answers += 1
             if pure and key in self._cache:
                 self.stats.hits += 1
@@ -131,7 +133,7 @@ class RewardPool:
         return job.future
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
-        """Return one score per request, in order."""
+        """Return one score per request, in order. An error cancels all pending scores, also those of other callers."""
         self._check_open()
         try:
             futures = [self.submit(request) for request in requests]
@@ -162,7 +164,7 @@ class RewardPool:
 
     def _start(self) -> None:
         self._stopped = False
-        self._start_error: UserError | None = None  # set if a worker process cannot be started
+        self._start_error: UserError | None = None  # set once a thread gives up starting its worker process
         self._threads = []
         for _ in range(self._worker_count):
             # Daemon threads let the program exit even if the pool was not closed.
@@ -237,7 +239,10 @@ class RewardPool:
         job.future.set_result(score)
 
     def _handle_lost_worker(self, lost: WorkerLostError, jobs: deque[_Job]) -> None:
-        """Score the job that a lost worker was running, or let it run a second time. jobs: those without a score."""
+        """Give reward 0 to the job that a lost worker was running, or leave it in `jobs` to run once more.
+
+        jobs: those without a score. If the worker was lost during a call, the first one was running.
+        """
         if self._stopped:
             return
         # Count first, because the trainer reads the statistics once it has all scores.
@@ -260,7 +265,10 @@ def _completed(score: ScoreResult) -> Future[ScoreResult]:
 
 
 def _score_result(reply: Any) -> ScoreResult:
-    """Return the score in the reply of a Judge. Raises WorkerLostError if the reply is not a valid score."""
+    """Return the score in the reply of a Judge. Raises WorkerLostError if the reply is not a valid score.
+
+    A Judge replies with valid scores only, so any other reply means that its process is corrupted.
+    """
     try:
         status, reward, reason, parts = reply
         numbers = [reward, *parts.values()]

@@ -179,8 +179,8 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     """Pack scored rollouts into a few tensors, because every object in a checkpoint file costs time.
 
     heads [B, 7] int64: group, sibling, number of tokens, finish, number of spans, right, answer. token_ids [tokens]
-    int64 and log_probs [tokens] float32 of all rollouts. spans [spans, 2] int64. rewards [B] float32. verdicts [bytes]
-    uint8: JSON of the distinct score results. verdict [B] int64: index of each rollout's score result, -1 for none.
+    int64 and log_probs [tokens] float32 of all rollouts. spans [spans, 2] int64. rewards [B] float32. scores [bytes]
+    uint8: JSON of the distinct ScoreResults. score [B] int64: index of each rollout's ScoreResult, -1 for none.
     """
     rollouts = [row.rollout for row in rows]
     heads = [
@@ -198,8 +198,8 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         "log_probs": torch.cat([torch.zeros(0), *(r.log_probs for r in rollouts)]),
         "spans": torch.tensor(spans, dtype=torch.int64).view(-1, 2),
         "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),
-        "verdicts": torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8),
-        "verdict": torch.tensor([place.get(id(row.score), -1) for row in rows], dtype=torch.int64),
+        "scores": torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8),
+        "score": torch.tensor([place.get(id(row.score), -1) for row in rows], dtype=torch.int64),
     }
 
 
@@ -210,16 +210,16 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     ids = tensors["token_ids"].split(lengths)
     log_probs = tensors["log_probs"].split(lengths)
     spans = tensors["spans"].tolist()
-    texts = json.loads(bytes(tensors["verdicts"].tolist()))
-    verdicts = [*(ScoreResult(*each) for each in texts), None]  # index -1 selects None
+    texts = json.loads(bytes(tensors["scores"].tolist()))
+    scores = [*(ScoreResult(*each) for each in texts), None]  # index -1 selects None
     rows = []
     at = 0
     for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
-        heads, ids, log_probs, tensors["rewards"].tolist(), tensors["verdict"].tolist(), strict=True
+        heads, ids, log_probs, tensors["rewards"].tolist(), tensors["score"].tolist(), strict=True
     ):
         own = tuple((version, tokens) for version, tokens in spans[at : at + count])
         rollout = Rollout(sibling, i, lp, _FINISH[finish], own)
-        rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, verdicts[v]))
+        rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, scores[v]))
         at += count
     return rows
 

@@ -1,7 +1,8 @@
 """The first half of a training step: prompts -> N rollouts each -> rewards -> groups whose rewards differ.
 
-A rollout may be lost, or continue over several steps. A group is closed when none of its rollouts continues, and is
-then trained on with those that are not lost (its survivors).
+A rollout is lost if its engine does not deliver it in time, or if its group has waited for too many steps
+(rollout.max_carried_steps). With rollout.partial_tokens, a rollout may continue over several steps. A group is closed
+when none of its rollouts continues. If it is kept, it is trained on with those that are not lost (its survivors).
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class SourcePosition:
         return replace(self, rounds=self.rounds + 1, prompts=self.prompts + prompts)
 
     def with_kept(self, start: SourcePosition, kept: int) -> SourcePosition:
-        """Update the share of kept groups. start: the position before the step. kept: groups that the step has kept."""
+        """Return the position with a new share of kept groups, which replaces that of an earlier round of the step.
+
+        start: the position before the step. kept: kept groups whose prompts were sampled since, without carried groups.
+        """
         prompts = DECAY * start.recent_prompts + (self.prompts - start.prompts)
         return replace(self, recent_prompts=prompts, recent_kept=DECAY * start.recent_kept + kept)
 
@@ -75,7 +79,8 @@ def round_size(missing: int, position: SourcePosition, config: RolloutConfig) ->
         return config.prompts
     largest = MAX_OVERSAMPLE * config.prompts
     if missing <= 0:
-        return 1  # Surplus groups suffice, but the share of kept groups must follow the current policy.
+        # The carried groups suffice. Sample a prompt anyway, so that the recent share of kept groups stays up to date.
+        return 1
 
     # Squared, it is quadratic in m: (m p - missing)^2 = SAFETY^2 p (1 - p) (m + m^2 / a). Take the larger root.
     p = min(position.recent_kept / position.recent_prompts, 1.0)
@@ -142,7 +147,8 @@ class Collector:
             _add(counts, collectives.all_reduce_sum(own_counts))
             _add(seconds, own_seconds)
 
-            # Groups are unfinished only without refills. Then each step is one round, so ages in rounds are in steps.
+            # Only runs without refills have unfinished groups. Their steps have one round each, so a difference of
+            # rounds is an age in steps.
             limit = config.rollout.max_carried_steps
             too_old = [i for i, g in enumerate(groups) if start.rounds - int(g.round) >= limit]
             outcomes = gather_outcomes(scored, len(groups), config.rollout.n, config.shaping.repetition_ngram)
@@ -159,7 +165,7 @@ class Collector:
                 break
 
         surplus = outcomes.kept[target:] if config.rollout.refills else []
-        outcomes = outcomes.without(surplus)
+        outcomes = outcomes.reopen(surplus)  # carry_over() carries the groups that are not closed
 
         begun = time.monotonic()
         with span("exchange"):
@@ -167,13 +173,13 @@ class Collector:
             replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size)
             received, moved_bytes = send_to_replicas(scored, outcomes, replica, self.grid)
         seconds["exchange"] = time.monotonic() - begun
-        seconds["verdict_latency_max"] = self.runner.pool.stats.latency_max_s
+        seconds["score_latency_max"] = self.runner.pool.stats.latency_max_s
 
         metrics = self._metrics(outcomes, counts, lost) | self.runner.reward_metrics()
         metrics |= {"update_balance": balance, "moved_mib": moved_bytes / 2**20}
         if config.rollout.refills:
             metrics["prompts_sampled"] = counts["requested"] / config.rollout.n
-            metrics["carried_groups"] = float(len(surplus))
+            metrics["surplus_groups"] = float(len(surplus))
             metrics["rounds"] = float(position.rounds - start.rounds)
         if config.rollout.partial_tokens or config.rollout.refills:
             metrics |= staleness([r for r in scored if replica[r.group, r.rollout.index] >= 0], version)
@@ -203,13 +209,13 @@ class Collector:
         metrics = {
             **group_metrics(outcomes),
             "unscored_share": counts["unscored"] / (counts["scored"] or 1.0),
-            "verdict_errors": counts["errors"],
-            "verdict_timeouts": counts["timeouts"],
+            "verifier_errors": counts["errors"],
+            "verifier_timeouts": counts["timeouts"],
             "lost_share": lost / counts["requested"],
-            "late": counts["late"],
+            "slow_rollouts": counts["slow"],
         }
         if self.config.rollout.partial_tokens:
-            metrics["carried"] = float((outcomes.state == CUT).sum())
+            metrics["carried_rollouts"] = float((outcomes.state == CUT).sum())
         return metrics
 
 

@@ -69,8 +69,8 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
     if metrics["updates_skipped"]:
         shown["updates skipped (gradient not finite)"] = f"{metrics['updates_skipped']:.0f}"
     # Answers on which a verifier raised count as wrong, although the verifier may be at fault.
-    if metrics["verdict_errors"]:
-        shown["verifier raised"] = f"{metrics['verdict_errors']:.0f}x"
+    if metrics["verifier_errors"]:
+        shown["verifier raised"] = f"{metrics['verifier_errors']:.0f}x"
     if metrics["nonfinite_rows"]:
         shown["rows left out (not finite)"] = f"{metrics['nonfinite_rows']:.0f}"
     if metrics["lost_share"]:
@@ -78,8 +78,8 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
 
     if "explained_variance" in metrics:
         shown["explained"] = f"{100 * metrics['explained_variance']:.0f}%"
-    if "carried" in metrics:
-        shown["carried"] = f"{metrics['carried']:.0f}"
+    if "carried_rollouts" in metrics:
+        shown["carried"] = f"{metrics['carried_rollouts']:.0f}"
 
     if "pass_at_1" in metrics:
         shown["pass@1"] = f"{100 * metrics['pass_at_1']:.1f}%"

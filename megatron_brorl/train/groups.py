@@ -52,8 +52,8 @@ class Outcomes:
         """Return the rewards [survivors] of a group, in sibling order."""
         return self.rewards[group][self.ended[group]]
 
-    def without(self, groups: Sequence[int]) -> Outcomes:
-        """Return the outcomes as if these groups had not closed yet."""
+    def reopen(self, groups: Sequence[int]) -> Outcomes:
+        """Return the outcomes with these groups neither closed nor kept."""
         out = set(groups)
         closed, kept = ([g for g in chosen if g not in out] for chosen in (self.closed, self.kept))
         return replace(self, closed=closed, kept=kept)

@@ -31,8 +31,9 @@ class CriticWorker(Stage):
     def load_hf(self, directory: str | Path) -> None:
         """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""
         own = ["output_layer.weight"]
-        norms = self.critic.fused_norms
-        read = hugging_face.load(self.critic, body(self.shape), self.grid, directory, norms, own, keep=self._keeps_read)
+        te_names = self.critic.uses_te
+        body_shape = body(self.shape)
+        read = hugging_face.load(self.critic, body_shape, self.grid, directory, te_names, own, keep=self._keeps_read)
         self.critic.zero_value_head()
         self._fill_masters(read)
 

@@ -60,7 +60,7 @@ class RolloutRunner:
 
         Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
         lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
-        "requested", "lost" and "late"; responses "scored", and "unscored" ones, on which the verifier failed; "errors"
+        "requested", "lost" and "slow"; responses "scored", and "unscored" ones, on which the verifier failed; "errors"
         and "timeouts" of a verifier that can score other answers. Seconds: "generate", and "score" for scoring after
         generation.
         """
@@ -98,7 +98,7 @@ class RolloutRunner:
             generated = time.monotonic()
 
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
-            with span("verdicts", limit_s=self.reward.timeout_s):
+            with span("score", limit_s=self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers become hashes, because ranks exchange tables of numbers.
         columns = scores.rewards.tolist(), scores.right, map(answer_hash, scores.answers), scores.results
@@ -118,7 +118,7 @@ class RolloutRunner:
         counts = {
             "requested": len(own),
             "lost": len(own) - len(cut) - len(scored),
-            "late": result.late,
+            "slow": result.late,
             "scored": len(scored),
             "unscored": sum(scores.counts[s] for s in _FAILED),
             "errors": scores.counts["error"],
@@ -133,7 +133,7 @@ class RolloutRunner:
         own = {"answers": stats.answers, "hits": stats.hits, "restarts": stats.restarts}
         sums = collectives.all_reduce_sum({name: float(value) for name, value in own.items()})
         return {
-            "verdict_hit_share": sums["hits"] / (sums["answers"] or 1.0),
+            "score_cache_hit_share": sums["hits"] / (sums["answers"] or 1.0),
             "reward_worker_restarts": sums["restarts"],
         }
 

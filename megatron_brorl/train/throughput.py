@@ -50,7 +50,7 @@ def rank_values(timeline: Timeline) -> dict[str, float]:
     usage = [s.values for s in timeline.spans if s.name == "generate" and "kv_turns" in s.values]
     return {
         "generate": timeline.seconds("generate") - timeline.total("generate", "idle"),
-        "score": timeline.seconds("verdicts"),
+        "score": timeline.seconds("score"),
         "exchange": timeline.seconds("exchange"),
         "train": sum(map(timeline.seconds, _TRAINING)) - timeline.seconds("reduce gradients"),
         "refit": timeline.seconds("refit"),

@@ -57,7 +57,7 @@ class Ending(Enum):
     ENGINE_STUCK = "a rollout engine hangs"
     NONFINITE = "train.max_nonfinite_steps is reached"
     COMPLETE = "train.steps, train.max_seconds or train.patience is reached"
-    STOPPED = "a signal, the end of the job or a callback"
+    STOPPED = "a signal, the end of the scheduler's job, or a callback"
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Trainer:
     held_out: list[Prompt]
     stop_ids: tuple[int, ...]
     fingerprint: dict[str, Any]  # settings that a resumed run must share, see cli.run_folder
-    started: float  # Unix time when this process started; a job may span several processes
+    started: float  # Unix time when this process started; a resumed run has had earlier processes
     state: RunState = field(default_factory=RunState)
     critic: CriticWorker | None = None  # if algo.advantage = "gae"
     reference: ReferencePolicy | None = None  # if algo.kl_coef > 0
@@ -84,7 +84,7 @@ class Trainer:
         # Measure with the monotonic clock from here on.
         self._startup_seconds = max(0.0, time.time() - self.started)
         self._clock_start = time.monotonic()
-        self._must_save_again = False  # True: a checkpoint could not be written, so save after the next step
+        self._must_save_again = False  # True: a checkpoint could not be written; save after a step even if none is due
         self._nonfinite_steps = 0  # consecutive ones, see nonfinite.count_nonfinite_steps
         self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
@@ -93,7 +93,7 @@ class Trainer:
         return TrainingModels(self.worker, self.critic, self.reference)
 
     def job_seconds(self) -> float:
-        """Return the wall-clock seconds of the job. Earlier processes count up to the checkpoint that was resumed."""
+        """Return the wall-clock seconds of the run over all its processes, earlier ones up to their last checkpoint."""
         return self.state.spent + self._startup_seconds + time.monotonic() - self._clock_start
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
@@ -133,7 +133,8 @@ class Trainer:
             if writer:
                 writer.write(step, metrics, seconds)
             progress.update(state.step, console_line(step, metrics, seconds))
-            is_first_update = metrics["updates"] == state.updates  # also true before it, when approx_kl is 0
+            # True in the first step that updates the actor, and in earlier steps, whose approx_kl is 0.
+            is_first_update = metrics["updates"] == state.updates
             if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):
                 progress.note(f"warning: {advice}")
             with span("callbacks"):
@@ -164,7 +165,7 @@ class Trainer:
         groups = collected.groups
         seconds = dict(collected.seconds)
 
-        # Training uses the engine's memory. The engine wakes up when it receives the new weights.
+        # Free the engine's memory for training. sync_weights() wakes the engine up again.
         self.runner.engine.sleep()
         with _timed(seconds, "diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.worker, sampling)
@@ -173,6 +174,7 @@ class Trainer:
         with _timed(seconds, "train"), span("experience"):
             outcomes = shape_rewards(collected.outcomes, config, state.step)
             advantages = rollout_advantages(outcomes, groups, config.algo, self.worker.options.ops)
+            # rollouts: one per row of experience, without those whose log-probabilities or values are not finite.
             rollouts, experience, metrics = make_experience(
                 collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature
             )
@@ -201,7 +203,7 @@ class Trainer:
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the engines; see weight_sync.sync_engines."""
-        # An engine process may be restarted here, while the other ranks wait. The built-in engine is no process.
+        # The other ranks wait while an engine process restarts. The built-in engine ("torch") has no process.
         restart_s = 0.0 if self.config.rollout.engine == "torch" else self.config.engine.start_timeout_s
         with span("refit", limit_s=restart_s):
             return sync_engines(self.models(), self.runner, self.state.updates, self.config)
@@ -244,7 +246,8 @@ class Trainer:
             evaluation = self.evaluate(progress)
         progress.note(f"held-out {after_steps_text(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)
-        # The actor does not change during the warm-up of the critic, so such evaluations do not count.
+        # The actor does not change during the warm-up of the critic, so these evaluations do not count
+        # for train.patience and for resets of the reference policy.
         if not self.state.in_critic_warmup(self.config.critic):
             run_state.record_evaluation(self.state, self.models(), metrics["pass_at_1"])
         return metrics
@@ -273,7 +276,7 @@ class Trainer:
         config = self.config.train
         every = config.checkpoint_every
         is_due = bool(ending or (every and self.state.step % every == 0))
-        # The best checkpoint so far may still be being written. new_best must know whether that succeeds.
+        # A new save waits for the one in the background anyway, and new_best depends on whether that one succeeds.
         needs_result = is_due or bool(config.keep_best and "pass_at_1" in metrics)
         self.check_background_save(progress, wait=needs_result)
         best = run_state.new_best(self.config, self.state, metrics)
@@ -287,7 +290,8 @@ class Trainer:
             if ending and ending is not Ending.COMPLETE:
                 raise
             self._must_save_again = True
-            progress.note(f"warning: {e}; training continues, and the next step tries again")
+            next_try = "the model is still exported" if ending else "the next step tries again"
+            progress.note(f"warning: {e}; {next_try}")
 
     def save(self, new_best: Best | None = None, in_background: bool = False) -> None:
         """Write a checkpoint. Raises NotWritten on all ranks if it cannot be written.
@@ -317,7 +321,7 @@ class Trainer:
         self._checkpoint_seconds["checkpoint"] += time.monotonic() - begun
 
     def check_background_save(self, progress: Progress, wait: bool) -> None:
-        """Log a warning and mark the checkpoint as failed if the one in the background could not be written.
+        """If the checkpoint in the background could not be written, log a warning and set _must_save_again.
 
         wait: wait if it is still being written. Otherwise a later call checks it.
         """
@@ -327,7 +331,7 @@ class Trainer:
                 self._wait_for_background_save()
         except NotWritten as e:
             self._must_save_again = True
-            progress.note(f"warning: {e}; training continues and saves its current state")
+            progress.note(f"warning: {e}; saving the current state instead")
         finally:
             self._checkpoint_seconds["checkpoint_wait"] += time.monotonic() - begun
 

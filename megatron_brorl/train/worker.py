@@ -315,14 +315,14 @@ class Worker(Stage):
         self.shape = shape
         self.outputs = shape.vocab
         self.actor = build_actor(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
-        table = names.entries(shape, grid.pp_size, self.actor.fused_norms)
+        table = names.entries(shape, grid.pp_size, self.actor.uses_te)
         self.buckets = make_buckets(table, options.dtype.itemsize)
         super().__init__(self.actor, options, optim)
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the weights, and the optimizer's float32 masters, from a Hugging Face directory."""
-        norms = self.actor.fused_norms
-        read = hugging_face.load(self.actor, self.shape, self.grid, directory, norms, keep=self._keeps_read)
+        te_names = self.actor.uses_te
+        read = hugging_face.load(self.actor, self.shape, self.grid, directory, te_names, keep=self._keeps_read)
         if self.optim is not None:
             self._fill_masters(read)
 

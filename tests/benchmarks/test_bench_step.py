@@ -43,14 +43,14 @@ def test_prompts_have_the_requested_tokens(tmp_path):
     bench_step.write_tokenizer(vocab, tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.vocab_size == vocab
-    for text in bench_step.prompts(vocab, 64, 3):
-        assert len(tokenizer.encode_prompt(text)) == 64
+    for row in bench_step.questions(vocab, 64, 3):
+        assert len(tokenizer.encode_prompt(row["prompt"])) == 64
     text = "<answer>1</answer>1<w500>"
     assert len(tokenizer.encode(text)) == 2
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_a_step_without_a_signal_is_refused():
-    found = {"rewards": [0.5, 0.0]}
+    found = {"steps": [{"reward": 0.5}, {"reward": 0.0}]}
     with pytest.raises(bench_step.EngineFailed, match="nothing to train on"):
         bench_step.row("brorl", found, {"n": 2, "response": 1}, 1, 1)

@@ -148,7 +148,7 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
             f = metrics[step]
             assert f["prompts_sampled"] == sampled
             assert f["rounds"] == rounds - first
-            assert f["carried_groups"] == len(waiting)
+            assert f["surplus_groups"] == len(waiting)
             assert f["kept_share"] == pytest.approx(len(kept[:2]) / len(closed))
             assert f["rollouts"] == 3 * len(closed)
             assert f["updates"] == (1 if kept else 0)

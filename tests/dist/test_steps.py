@@ -183,7 +183,7 @@ def test_partial_rollouts_are_carried(single):
         closing -= waiting
         trained = [key for key in lengths if key[:2] in closing]
         assert metrics[now]["rollouts"] == len(trained)
-        assert metrics[now]["carried"] == sum(
+        assert metrics[now]["carried_rollouts"] == sum(
             1 for (s, _, _), n in lengths.items() if s <= now and n > 4 * (now - s + 1)
         )
         if trained:

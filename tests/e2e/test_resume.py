@@ -71,7 +71,7 @@ def test_resume_with_partial_rollouts_is_bit_exact(config, warm, tmp_path):
     """Responses of up to 6 tokens, 2 per step; some groups are partial at the checkpoint."""
     options = ["rollout.partial_tokens=2", "rollout.max_carried_steps=2", "evaluate.every=0"]
     lines = in_parts(config, warm, tmp_path, options, [2, 4])
-    assert lines[1]["carried"] > 0
+    assert lines[1]["carried_rollouts"] > 0
     # The first groups are complete in the third step. Its two updates lie between the second step and the fourth.
     assert [row["updates"] for row in lines] == [0, 0, 2, 2]
     assert [row["staleness_max"] for row in lines] == [0, 0, 0, 2]

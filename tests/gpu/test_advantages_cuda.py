@@ -7,11 +7,9 @@ import torch
 from kernel_device import DEVICE, MARKS
 from ops.advantage_cases import (
     GAE_CASES,
-    GROUP_CASES,
     MOMENT_CASES,
     TOLERANCE,
     check_gae,
-    check_groups,
     check_moments,
     sample,
 )
@@ -27,13 +25,6 @@ pytestmark = MARKS
 @pytest.mark.parametrize("name", GAE_CASES)
 def test_gae(name, dtype):
     check_gae(fused.gae, name, dtype, DEVICE)
-
-
-@pytest.mark.parametrize("kind", ["mean", "mean_std"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", GROUP_CASES)
-def test_group_advantages(name, dtype, kind):
-    check_groups(fused.group_advantages, name, kind, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("name", MOMENT_CASES)

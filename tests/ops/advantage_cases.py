@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from typing import Any
 
 import torch
@@ -19,14 +18,6 @@ GAE_CASES: dict[str, tuple[list[int], float, float]] = {  # segment lengths, gam
     "one segment": ([700], 0.999, 0.98),
     "no segments": ([], 0.9, 0.9),
     "no tokens": ([0, 0], 0.9, 0.9),
-}
-SIZES = [0, 1, 2, 3, 0, 31, 32, 33, 1, 512, 513, 100, 700]
-GROUP_CASES: dict[str, tuple[list[int], str]] = {  # group sizes, kind of rewards
-    "plain": (SIZES, "normal"),
-    "binary": ([8] * 40, "binary"),
-    "equal": ([100, 1, 411], "equal"),
-    "no groups": ([], "normal"),
-    "no members": ([0, 0], "normal"),
 }
 
 
@@ -63,25 +54,6 @@ def check_gae(op: Any, name: str, dtype: torch.dtype, device: str = "cpu") -> No
     for got, expected in zip(found, gae_by_hand(rewards, values, starts, gamma, lam), strict=True):
         assert got.dtype == dtype
         torch.testing.assert_close(got.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
-
-
-def check_groups(op: Any, name: str, kind: str, dtype: torch.dtype, device: str = "cpu") -> None:
-    sizes, rewards_kind = GROUP_CASES[name]
-    rewards = sample(sum(sizes)).float().double()
-    if rewards_kind == "binary":
-        rewards = (rewards > 1).double()
-    if rewards_kind == "equal":
-        rewards = torch.full_like(rewards, 0.95).float().double()
-
-    expected = []
-    for group in rewards.split(sizes):
-        r = group.tolist()
-        divisor = statistics.stdev(r) + 1e-6 if kind == "mean_std" and len(r) > 1 else 1.0
-        expected += [(x - statistics.mean(r)) / divisor if len(set(r)) > 1 else 0.0 for x in r]
-    wanted = torch.tensor(expected, dtype=torch.float64)
-    got = op(rewards.to(device, dtype), starts_of(sizes).to(device), kind).cpu().double()
-    torch.testing.assert_close(got, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert torch.equal(got == 0, wanted == 0)
 
 
 MOMENT_CASES: dict[str, Tensor] = {

@@ -1,4 +1,4 @@
-"""GAE, group advantages, moments and whitening against loops over Python floats and closed forms."""
+"""GAE, moments and whitening against loops over Python floats and closed forms."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import pytest
 import torch
 from ops.advantage_cases import (
     GAE_CASES,
-    GROUP_CASES,
     MOMENT_CASES,
     TOLERANCE,
     check_gae,
-    check_groups,
     check_moments,
     sample,
 )
@@ -56,14 +54,6 @@ def test_gae_segments_are_independent():
         assert b[5:305].isnan().all()
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("kind", ["mean", "mean_std"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", GROUP_CASES)
-def test_group_advantages_equal_a_loop(name, dtype, kind, layer):
-    check_groups(layer.group_advantages, name, kind, dtype)
-
-
 @pytest.mark.parametrize("op", [fused.moments, algo.moments])
 @pytest.mark.parametrize("name", MOMENT_CASES)
 def test_moments_equal_exact_sums(name, op):
@@ -99,7 +89,6 @@ def test_results_do_not_depend_on_the_number_of_threads():
     calls: list[Callable[[], Any]] = [
         lambda: fused.moments(values),
         lambda: [x.tolist() for x in fused.gae(values, other, starts, 0.99, 0.9)],
-        lambda: fused.group_advantages(values, starts, "mean_std").tolist(),
     ]
     before = torch.get_num_threads()
     found: list[list[Any]] = []
@@ -116,7 +105,6 @@ def test_results_have_no_gradient():
     x = torch.randn(10, requires_grad=True)
     starts = torch.tensor([0, 10])
     assert not any(y.requires_grad for y in fused.gae(x, x, starts))
-    assert not fused.group_advantages(x, starts).requires_grad
     with pytest.raises(ValueError, match="values require a gradient"):
         fused.whiten(x, Moments(10.0, 0.0, 1.0))
 
@@ -125,8 +113,8 @@ def test_results_have_no_gradient():
     ("starts", "message"),
     [
         (torch.zeros(0, dtype=torch.int64), r"starts must be \[S \+ 1\]"),
-        (torch.tensor([1, 5]), "starts must go from 0 to the 5 rewards, goes from 1 to 5"),
-        (torch.tensor([0, 4]), "starts must go from 0 to the 5 rewards, goes from 0 to 4"),
+        (torch.tensor([1, 5]), "starts must go from 0 to the 5 tokens, goes from 1 to 5"),
+        (torch.tensor([0, 4]), "starts must go from 0 to the 5 tokens, goes from 0 to 4"),
         (torch.tensor([0, 4, 3, 5]), r"starts must not fall: starts\[1\] is 4, starts\[2\] is 3"),
         (torch.tensor([0, 900, 5]), "starts must not fall"),
         (torch.tensor([0, 5], device="meta"), "tensors are on cpu, meta"),
@@ -134,7 +122,7 @@ def test_results_have_no_gradient():
 )
 def test_starts_outside_of_memory_are_refused(starts, message):
     with pytest.raises(ValueError, match=message):
-        fused.group_advantages(torch.zeros(5), starts)
+        fused.gae(torch.zeros(5), torch.zeros(5), starts)
 
 
 def test_other_shapes_and_dtypes_are_refused():

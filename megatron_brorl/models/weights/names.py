@@ -12,10 +12,10 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.weights.layouts import WeightEntry
 
 
-def entries(shape: ModelShape, pp_size: int, fused_norms: bool = False) -> list[WeightEntry]:
+def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[WeightEntry]:
     """Return every parameter once, with the pipeline stage that owns it, in the order in which weights are sent.
 
-    fused_norms: whether norms have the names that Transformer Engine gives them.
+    te_names: whether norms have the names that Transformer Engine gives them.
     """
     table = []
     for layer, parameter in _parameters(shape):
@@ -29,7 +29,7 @@ def entries(shape: ModelShape, pp_size: int, fused_norms: bool = False) -> list[
 
         table.append(
             WeightEntry(
-                _in_layer("decoder.layers", layer) + parameter.name(fused_norms),  # layers are counted over all stages
+                _in_layer("decoder.layers", layer) + parameter.name(te_names),  # layers are counted over all stages
                 tuple(of_hf + name for name in parameter.hf),  # several if Megatron has them in one matrix
                 tuple(_sizes(shape, parameter).values()),  # of the whole tensors, not of a rank's part
                 parameter.layout,

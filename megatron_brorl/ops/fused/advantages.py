@@ -1,4 +1,4 @@
-"""GAE, group advantages, moments, whitening and the value loss by csrc/policy/{advantages,value_loss}.*.
+"""GAE, moments, whitening and the value loss by csrc/policy/{advantages,value_loss}.*.
 
 The ops take float32 or float64 tensors on one device: the CPU, or CUDA if the extension was built for it. Only
 value_loss is differentiable. Results do not depend on the number of CPU threads.
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_brorl.algo.advantages import Moments
 from megatron_brorl.ops.fused.native import check_devices
-from megatron_brorl.ops.interface import GroupKind, ValueLoss
+from megatron_brorl.ops.interface import ValueLoss
 
 
 def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -22,13 +22,6 @@ def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam
     check_devices("gae", rewards, values, starts)
     with torch.no_grad():
         return torch.ops.brorl.gae(rewards, values, starts, gamma, lam)
-
-
-def group_advantages(rewards: Tensor, starts: Tensor, kind: GroupKind = "mean") -> Tensor:
-    """Return advantages [B] as ops.reference.advantages.group_advantages does."""
-    check_devices("group_advantages", rewards, starts)
-    with torch.no_grad():
-        return torch.ops.brorl.group_advantages(rewards, starts, kind == "mean_std")
 
 
 def moments(values: Tensor, weights: Tensor | None = None) -> Moments:

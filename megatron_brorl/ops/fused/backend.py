@@ -19,7 +19,6 @@ class FusedBackend:
     linear_logits = staticmethod(linear.linear_logits)
     value_loss = staticmethod(advantages.value_loss)
     gae = staticmethod(advantages.gae)
-    group_advantages = staticmethod(advantages.group_advantages)
     moments = staticmethod(advantages.moments)
     whiten = staticmethod(advantages.whiten)
 

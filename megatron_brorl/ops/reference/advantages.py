@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.advantages import group_baseline, group_normalised, moments
-from megatron_brorl.ops.interface import GroupKind, ValueLoss
+from megatron_brorl.algo.advantages import moments
+from megatron_brorl.ops.interface import ValueLoss
 
 
 def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -30,20 +30,6 @@ def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam
             next_value = value
             advantages[t], returns[t] = advantage, advantage + value
     return advantages, returns
-
-
-def group_advantages(rewards: Tensor, starts: Tensor, kind: GroupKind = "mean") -> Tensor:
-    """Return advantages [B] of rollouts in their group: starts[g]:starts[g + 1] of rewards [B] (starts as in gae).
-
-    "mean": algo.advantages.group_baseline, the first step of REINFORCE++-baseline; "mean_std": group_normalised there,
-    as in GRPO. The advantage is exactly 0 in groups of one and in groups whose rewards are all equal.
-    """
-    formula = group_baseline if kind == "mean" else group_normalised
-    result = torch.zeros_like(rewards)
-    for begin, end in pairwise(starts.tolist()):
-        if end - begin > 1:
-            result[begin:end] = formula(rewards[begin:end])
-    return result
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:

@@ -20,7 +20,7 @@ from megatron_brorl.rollout.native.decoder import Decoder, PrefillChunk
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import FinishReason, Rollout
 
-PREFILL_TOKENS = 8192  # tokens per prefill batch, padding included
+PREFILL_TOKENS = 8192  # tokens per prefill batch, including padding and the stored tokens before each chunk
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Scheduler:
         self.slot_pages = torch.zeros(slots, pages_for(sampling.max_tokens), dtype=torch.int32)  # of response tokens
 
         # State per distinct prompt. The KV cache holds one copy of a prompt for all its requests, from the start of its
-        # first rollout to the end of its last one.
+        # first rollout to the end of its last one, or until eviction leaves none of its rollouts active.
         self.prefixes = PrefixCache(pool)
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         longest = max(longest, supply.prompt_tokens if supply else 0)
@@ -127,14 +127,13 @@ class Scheduler:
                 self.prompt_pages[prompt, : len(pages)] = pages
                 self.prompt_lengths[prompt] = len(prompt_tokens)
                 first = cached // PAGE
-                chunks.append(PrefillChunk(prompt_tokens[cached:], 0, pages[first:], pages[:first]))
+                chunks.append(PrefillChunk(prompt_tokens[cached:], start=0, pages=pages[first:], before=pages[:first]))
                 outputs.append((self.prompt_hidden, prompt))
 
             slot = self._assign_slot(queued)
             response = queued.so_far.token_ids.tolist()
-            # A continued rollout has response tokens. A chunk can attend only to full blocks before it, so the last,
-            # incomplete block of the prompt is computed again with these tokens. Only the keys and values of the
-            # response are stored.
+            # A continued rollout has response tokens. Its chunk starts with the block that contains the prompt's last
+            # token and attends to the blocks before it. Only the keys and values of the response are stored.
             if response:
                 shared = (len(prompt_tokens) - 1) // BLOCK * BLOCK
                 cached = min(cached, shared)
@@ -142,7 +141,8 @@ class Scheduler:
                 self.slot_pages[slot, : len(pages)] = pages
                 tokens = (*prompt_tokens[shared:], *response)
                 before = self.prompt_pages[prompt, : shared // PAGE]
-                chunks.append(PrefillChunk(tokens, len(prompt_tokens) - shared, pages, before))
+                start = len(prompt_tokens) - shared
+                chunks.append(PrefillChunk(tokens, start=start, pages=pages, before=before))
                 outputs.append((slot_hidden, slot))
             self.pool.record_prompt(len(prompt_tokens), cached)
             slots.append(slot)
@@ -293,7 +293,7 @@ def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> 
 def _batches(chunks: Sequence[PrefillChunk]) -> list[list[int]]:
     """Batch chunks of similar length and with the same number of pages before them, up to PREFILL_TOKENS a batch.
 
-    Chunks with fewer pages before them come first, because other chunks may attend to them.
+    Chunks with fewer pages before them come first, because they may compute the pages before other chunks.
     """
     batches: list[list[int]] = [[]]
     sizes = [(len(c.before), len(c.ids)) for c in chunks]

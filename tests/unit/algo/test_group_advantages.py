@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_brorl.algo.advantages import (
     Moments,
     group_baseline,
+    group_normalised,
     has_signal,
     merge,
     moments,
@@ -96,7 +97,7 @@ def test_pass_at_k_is_accurate_for_large_groups():
 
 def test_groups_without_a_signal_are_exactly_zero():
     """Groups that algo.dynamic_sampling drops would add nothing to the gradient."""
-    for make in (over_group_mean, lambda r: pass_at_k_advantages(r, 3)):
+    for make in (group_baseline, group_normalised, over_group_mean, lambda r: pass_at_k_advantages(r, 3)):
         for rewards in ([0.0] * 4, [1.0] * 4, [1.0] * 512, [0.0]):
             assert torch.equal(make(torch.tensor(rewards)), torch.zeros(len(rewards)))
     assert torch.equal(over_group_mean(torch.tensor([0.95] * 512)), torch.zeros(512))

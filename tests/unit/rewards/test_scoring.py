@@ -76,7 +76,7 @@ def test_the_first_exception_of_each_verifier_is_reported(pool: RewardPool) -> N
     assert scores.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
     assert (scores.counts["ok"], scores.counts["error"], scores.counts["broken"]) == (2, 2, 2)
     assert scores.raised == {
-        "verifier reasoning_gym (prime_factorization) raised on an answer, which scores 0 (metric verdict_errors)": (
+        "verifier reasoning_gym (prime_factorization) raised on an answer, which scores 0 (metric verifier_errors)": (
             "ValueError: invalid literal for int() with base 10: 'six'"
         ),
         "verifier reasoning_gym (maze) is broken: it raises on a reference answer too": "KeyError: 'answer'",

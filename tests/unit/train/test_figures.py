@@ -125,7 +125,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
     found = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
     for inner, outer in [
         ("generate", "round"),
-        ("verdicts", "round"),
+        ("score", "round"),
         ("round", "collect"),
         ("exchange", "collect"),
         ("forward", "experience"),

@@ -100,7 +100,7 @@ def test_refused_background_save_is_repeated(processes, model, tmp_path, writes,
     (said,) = (note for note in told.notes if note.startswith("warning: "))
     place = tmp_path / "checkpoints" / "step_00000002"
     assert said.startswith(f"warning: {place}: cannot be written: {os.strerror(errno.ENOSPC)}")
-    assert said.endswith("training continues and saves its current state")
+    assert said.endswith("saving the current state instead")
     assert steps(tmp_path) == ["latest", "step_00000003", "step_00000004"]
 
 

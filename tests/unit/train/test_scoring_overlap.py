@@ -101,14 +101,14 @@ def test_early_rollouts_are_scored_before_generation_ends(processes, pool, model
     # Cut-off responses are not scored; equal answers to a prompt are scored once.
     told = {f"{name}: {' '.join(map(str, row))}".strip() for name, row in stopped}
     assert sorted(line.strip() for line in log.read_text().splitlines()) == sorted(told)
-    assert values["verdict_hit_share"] == (len(stopped) - len(told)) / len(stopped)
-    assert values["verdict_timeouts"] == values["reward_worker_restarts"] == 0
+    assert values["score_cache_hit_share"] == (len(stopped) - len(told)) / len(stopped)
+    assert values["verifier_timeouts"] == values["reward_worker_restarts"] == 0
     assert values["reward"] == pytest.approx(sum(sum(row) % 2 == 0 for _, row in stopped) / (2 * N))
-    assert seconds["verdict_latency_max"] > 0
+    assert seconds["score_latency_max"] > 0
     # The same step with an engine that delivers in another order, scored afterwards by one worker.
     again = trainer_of(model, processes, fakes.Pool(), fakes.Engine(), other)
     expected, _ = again.train_step()
-    np.testing.assert_equal(values | {"verdict_hit_share": 0.0}, expected)  # bit for bit; nan where it is unknown
+    np.testing.assert_equal(values | {"score_cache_hit_share": 0.0}, expected)  # bit for bit; nan where it is unknown
     for (name, a), (_, b) in zip(trainer.worker.hf_tensors(), again.worker.hf_tensors(), strict=True):
         assert torch.equal(a, b), name
 

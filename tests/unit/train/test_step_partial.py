@@ -81,7 +81,7 @@ def test_rollouts_cut_by_the_watchdog_continue(processes, model):
             engine.stall.clear()
         values, _ = trainer.train_step()
         assert values["lost_share"] == 0
-        assert values["carried"] == (1 if step < 2 else 0)
+        assert values["carried_rollouts"] == (1 if step < 2 else 0)
         assert values["rollouts"] == {0: N, 1: 2 * N, 2: 3 * N}[step]  # the prompt of step 0 closes in step 2
         asked = [(r.prompt.id, r.first, r.n, [b.index for b in r.begun]) for r in engine.calls[-1]]
         new = [(p.id, 0, N, []) for p in fakes.prompts(PROMPTS, PROMPTS * step)]
@@ -95,8 +95,8 @@ def test_old_group_closes_without_unfinished_rollouts(processes, model):
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
     trainer.sync_weights()
     first, _ = trainer.train_step()
-    assert (first["lost_share"], first["carried"], first["rollouts"]) == (0, 1, N)
+    assert (first["lost_share"], first["carried_rollouts"], first["rollouts"]) == (0, 1, N)
     second, _ = trainer.train_step()
     assert second["lost_share"] == 1 / (2 * N + 1)
-    assert (second["carried"], second["rollouts"]) == (0, 3 * N - 1)
+    assert (second["carried_rollouts"], second["rollouts"]) == (0, 3 * N - 1)
     assert not trainer.state.carried.groups

@@ -138,13 +138,13 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
     prompts = fakes.prompts(3)
     rows = [row for p in prompts for row in responses(trainer.config.run.seed, p, N, TOKENS)]
     odd = sum(sum(row[:-1] if row[-1] == fakes.STOP else row) % 2 for row in rows)
-    assert values["verdict_errors"] == odd > 0
+    assert values["verifier_errors"] == odd > 0
     assert values["unscored_share"] == 0
     assert values["reward"] == pytest.approx(1 - odd / (3 * N))
     assert console_line(0, values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
     trainer.train_step()
     said = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
-    what = "verifier picky raised on an answer, which scores 0 (metric verdict_errors)"
+    what = "verifier picky raised on an answer, which scores 0 (metric verifier_errors)"
     assert said == [f"{what}: ZeroDivisionError: division by zero"]
 
 

@@ -48,7 +48,7 @@ def test_one_of_512_rollouts_lost_and_one_stalled(processes, model, deaf, capfd)
     assert abs(values["loss"] - whole[0]) > 1e-4 * abs(whole[0])  # the two do matter
     assert values["rollouts"] == 2 * N - 2
     assert values["lost_share"] == 2 / (2 * N)
-    assert values["late"] == 2
+    assert values["slow_rollouts"] == 2
     told = capfd.readouterr().err.splitlines()
     assert len(told) == (3 if deaf else 2)
     assert all("1 of prompt p/0" in line and "1 of prompt p/1" in line for line in told[:2])
@@ -96,5 +96,5 @@ def test_stuck_engine_ends_the_run_after_saving(processes, model, tmp_path):
     expected = [undisturbed.train_step()[0] for _ in range(3)]
     assert expected[1]["lost_share"] == 1 / 128
     for metrics in (got, expected[2]):
-        metrics.pop("late")  # The number of slow answers depends on the machine.
+        metrics.pop("slow_rollouts")  # The number of slow answers depends on the machine.
     np.testing.assert_equal(got, expected[2])  # bit for bit; unknown metrics are nan in both

@@ -15,7 +15,7 @@ def recorded(*ticks: float) -> Timeline:
     with timeline.span("collect"):
         with timeline.span("generate") as came_to:
             came_to["tokens"] = 12.0
-        with timeline.span("verdicts"):
+        with timeline.span("score"):
             pass
     return timeline
 
@@ -36,10 +36,10 @@ def test_two_ranks_in_one_file(monkeypatch, tmp_path):
     assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in spans] == [
         (0, "collect", 0.5e6, 3.5e6),
         (0, "generate", 1e6, 2e6),
-        (0, "verdicts", 3e6, 0.25e6),
+        (0, "score", 3e6, 0.25e6),
         (1, "collect", 0.0, 8e6),
         (1, "generate", 1e6, 4e6),
-        (1, "verdicts", 5e6, 1e6),
+        (1, "score", 5e6, 1e6),
     ]
     assert [e["args"] for e in spans[:3]] == [{}, {"tokens": 12.0}, {}]
     assert all(e["tid"] == 0 for e in events)

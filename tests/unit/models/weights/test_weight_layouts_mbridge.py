@@ -44,7 +44,7 @@ def test_names_and_shards_equal_mbridge(tmp_path, family, tied, tensor):
     other = bridge(AutoConfig.from_pretrained(tmp_path), tensor)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     seen = []
-    for entry in entries(shape, 1, fused_norms=True):
+    for entry in entries(shape, 1, te_names=True):
         assert list(entry.hf) == other._weight_name_mapping_mcore_to_hf(entry.megatron)
         seen += entry.hf
         full = [weights[name] for name in entry.hf]
