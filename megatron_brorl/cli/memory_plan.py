@@ -35,6 +35,7 @@ from megatron_brorl.train.sampling_params import context
 
 GIB = 2**30
 LIBRARIES = GIB // 2  # of a process on a CPU: code, Python objects, tokenizer and data
+ROLLOUT = 10 * 2**10  # bytes of the objects of a response on a CPU (measured)
 LOGITS_ROWS = 512  # rows of logits that ops.fused.linear holds at a time on a CPU
 UNUSED = 6  # on a CPU, free gaps between tensors take a 6th of their memory (measured, docs/measurements.md)
 Parts = Mapping[str, int]  # bytes by purpose
@@ -151,13 +152,15 @@ def engine_parts(config: Config, shape: ModelShape, ranks: int, prompts: PromptS
         rows = min(rollout.max_num_seqs, -(-count * n // ranks))
         return -(-count // ranks) * pages_for(prompts.longest) + rows * pages_for(rollout.max_tokens)
 
-    most = max(pages(rollout.prompts, rollout.n), pages(prompts.held_out, config.evaluate.samples))
+    calls = [(rollout.prompts, rollout.n), (prompts.held_out, config.evaluate.samples)]
+    most = max(pages(count, n) for count, n in calls)
     limit = rollout.kv_cache_mib * 2**20 or sys.maxsize
     # A tied head has the embedding once more, in oneDNN's layout.
     elements = sum(map(math.prod, hf_shapes(shape).values())) + shape.tied * shape.vocab * shape.hidden
     return {
         "engine's weights": elements * dtype.itemsize,
         "keys and values": min(most * page_bytes(shape, dtype), limit),
+        "rollouts": ROLLOUT * max(count * n for count, n in calls) // ranks,
     }
 
 
@@ -196,7 +199,8 @@ def plan_stage(
     if built_in and not machines.gpu:
         head = head_bytes(shape, parallel.tensor, tokens) if stage == parallel.pipeline - 1 else 0
         generation = {**staying, **engine_parts(config, shape, machines.ranks, prompts)}
-        return Plan(with_overhead({**training, "LM head": head}), with_overhead(generation), offloaded)
+        training |= {"LM head": head, "rollouts": ROLLOUT * config.rollout.prompts * config.rollout.n // machines.ranks}
+        return Plan(with_overhead(training), with_overhead(generation), offloaded)
     if built_in:  # it uses the free memory
         return Plan(training, left, offloaded)
 

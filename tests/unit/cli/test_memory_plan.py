@@ -124,6 +124,7 @@ def test_a_rank_on_a_cpu_has_the_engine_in_the_same_process():
     assert generation["engine's weights"] == 4 * (weights + embedding)
     page = 30 * 3 * 16 * 2 * 64 * 4
     assert generation["keys and values"] == (250 * 4 + 250 * 8) * page  # four pages per prompt, one per response
+    assert training["rollouts"] == generation["rollouts"] == 10 * 2**10 * 4 * 512
     assert "gradients" not in generation
 
     # Here a mini-batch is shorter than a micro-batch, and the limit of keys and values is lower.
