@@ -71,9 +71,7 @@ def trl_job(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     sources = load_sources(config.data, tokenizer, sys.maxsize, config.run.seed, config.reward)
     prompts = sources.train.prompts(0, config.train.steps * rollout.prompts)
     if sources.verifiers != {"exact"}:
-        raise UserError(
-            f"{args.config}: rows have the verifier {', '.join(sources.verifiers)}; TRL's side has only exact"
-        )
+        raise UserError(f"{args.config}: rows have the verifier {', '.join(sources.verifiers)}; use exact")
     mini_batch = rollout.prompts * rollout.n // algo.mini_batches
     micro_batch = math.gcd(MICRO_BATCH, mini_batch)
 
@@ -164,7 +162,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for row, color in zip(rows[1::2], (ORANGE, BLUE), strict=True):
             rewards = [step["reward"] for step in row["steps"]]
             axes.plot(row[key], rewards, color=color, marker="o", markersize=3, label=row["run"].partition(",")[0])
-        panel(axes, f"N = {rows[0]['n']}, {rows[0]['threads']} threads", "training reward", key)
+        panel(axes, f"N = {rows[0]['n']}, threads: {rows[0]['threads']}", "training reward", key)
         axes.legend()
     save(figure, path)
 
@@ -174,14 +172,14 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--trl-python", required=True, help="interpreter of an environment with trl")
-    parser.add_argument("--out", type=Path, default=Path("compare_trl"), help="new folder (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare_trl"), help="new folder (%(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"--out {args.out} exists: name a new folder")
     try:
         rows = measure(args)
-    except (EngineFailed, UserError) as e:
+    except (EngineFailed, UserError, OSError) as e:
         sys.exit(f"compare_trl: {e}")
     show(rows)
     draw(rows, args.out / "compare_trl.png")

@@ -72,8 +72,8 @@ class ScoreResult:
     """The reward of one request; 0 unless the status is ok.
 
     timeout: scoring took longer than the deadline. error: the verifier raised an exception. broken: it also raises one
-    for the reference answer. invalid: it did not return a finite number. crash: its process died twice. no_answer: the
-    response has no answer.
+    for the reference answer. invalid: it did not return a finite number. crash: its process died or wrote an
+    invalid result twice. no_answer: the response has no answer.
     """
 
     reward: float

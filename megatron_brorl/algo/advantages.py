@@ -87,7 +87,7 @@ def group_advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, 
     found = function(rewards.shape, "an advantage per reward", rewards=rewards.double(), mask=mask, rows=rows, **k)
     for group, rollout in (mask & ~found.isfinite()).nonzero()[:1].tolist():
         function.refuse(f"returned {found[group, rollout]:g} for rollout {rollout} of row {rows[group]['id']!r}")
-    return torch.where(mask, found.double(), 0.0)
+    return torch.where(mask, found.detach().double(), 0.0)
 
 
 def _by_group(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -189,7 +189,7 @@ def _summary(
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
         "best_checkpoint": {"step": best.step, "figure": best.metric, "value": best.value} if best else None,
-        "job_seconds": trainer.job_seconds(),
+        "job_seconds": trainer.run_seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,
         "after": after,

@@ -1,4 +1,4 @@
-"""The actor of one pipeline stage: Megatron-Core's GPTModel for the dense model families in families/."""
+"""One pipeline stage of the actor: Megatron-Core's GPTModel for the dense model families in families/."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
 
+# By ModelShape.activation. None is SiLU, as in Llama.
 _ACTIVATIONS = {None: torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 # Megatron-Core 0.19 logs a warning for every GPTModel. Its successor, HybridModel, supports only Transformer Engine.
 logging.getLogger(GPTModel.__module__).addFilter(
@@ -258,7 +259,7 @@ def transformer_config(
         calculate_per_token_loss=True,  # sum gradients over ranks: losses are already normalized over the global batch
         # Initialization and fused kernels.
         use_cpu_initialization=not gpu,
-        perform_initialization=False,  # weights always come from a Hugging Face directory
+        perform_initialization=False,  # the caller loads all weights
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=gpu and shape.activation is None,
@@ -280,7 +281,7 @@ def build_actor(
     recompute: bool = False,
     fields: Mapping[str, Any] | None = None,
 ) -> Actor:
-    """Build this rank's stage with uninitialised weights, which checkpoints.hugging_face fills.
+    """Build this rank's stage with uninitialised weights, which the caller loads.
 
     fields: see transformer_config.
     """
@@ -324,7 +325,10 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
 
     # Only Transformer Engine layers support FP8. Raise instead of training in higher precision.
     if config.fp8:
-        raise UserError(f'fp8.recipe = "{config.fp8_recipe}": {shape.family} has no Transformer Engine layers here')
+        raise UserError(
+            f'fp8.recipe = "{config.fp8_recipe}": only Llama-like models on a GPU with Transformer Engine support FP8; '
+            f"this is a {shape.family} model"
+        )
 
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer = spec.submodules

@@ -1,8 +1,8 @@
 """Keyed random numbers: Philox4x32-10 (Salmon et al., SC 2011), the same on every device and in any order.
 
 The uniform of a rollout's next token is a function of (key, rollout index, position) only. The key is a hash of (run
-seed, step, prompt id), and of the occurrence if a step samples a prompt more than once. So the numbers do not depend on
-the batch in which a rollout is decoded (the last bits of the logits may), rollouts of a prompt never share a stream,
+seed, round, prompt id), and of the occurrence if a round samples a prompt more than once. So the numbers do not depend
+on the batch in which a rollout is decoded (the last bits of the logits may), rollouts of a prompt never share a stream,
 and a resumed step draws the same numbers again.
 """
 

@@ -22,9 +22,9 @@ MIN_SHARING_GAIN = 1.1
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Consecutive segments of a stream that attend to the same prompt."""
+    """Consecutive part of a stream: the responses that share a prompt, or rows that each include their own prompt."""
 
-    prefix: int  # tokens of the prompt before the segments; 0 if every segment includes its own prompt
+    prefix: int  # tokens of the shared prompt; 0 if every segment includes its own prompt
     segments: tuple[tuple[int, int], ...]  # runs of equally long segments as (count, length), in stream order
 
 

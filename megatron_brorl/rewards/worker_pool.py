@@ -38,7 +38,7 @@ class ScoreRequest:
 class PoolStats:
     """Counts since the last `RewardPool.reset`."""
 
-    answers: int = 0  # requests with an answer, without those scored in process
+    answers: int = 0  # requests with an answer, without those of verifier IN_PROCESS
     hits: int = 0  # requests answered from the cache
     restarts: int = 0  # worker processes that were replaced because they died or exceeded the timeout
     latency_max_s: float = 0.0  # the longest time from a request to its score
@@ -85,7 +85,9 @@ class RewardPool:
         self._judge_factory = judge_factory
         self._impure = impure
         self._in_process_judge = Judge(function) if function else None
-        self._condition = threading.Condition()  # guards stats and the members below; notified when they change
+        self._condition = (
+            threading.Condition()
+        )  # guards stats and the members below; notified of new jobs and of a stop
         self._queue: deque[_Job] = deque()
         self._cache: dict[Hashable, tuple[Future[ScoreResult], object]] = {}
         self._processes: set[WorkerProcess] = set()
@@ -226,7 +228,7 @@ class RewardPool:
                     self._queue.popleft().future.set_exception(self._start_error)
 
     def _next_jobs(self) -> deque[_Job]:
-        """Wait for jobs and take some from the queue. Return none after `_stop`."""
+        """Wait for jobs and take some from the queue. Return an empty deque after `_stop`."""
         with self._condition:
             self._condition.wait_for(lambda: self._queue or self._stopped)
             # Take a quarter of this thread's share, so that all workers finish at about the same time.
@@ -253,7 +255,10 @@ class RewardPool:
         if lost.timed_out:
             self._deliver(jobs.popleft(), ScoreResult(0.0, "timeout", f"no score in {self._timeout_s:g} s"))
         elif jobs[0].crashed_once:
-            self._deliver(jobs.popleft(), ScoreResult(0.0, "crash", "the worker process died twice on this answer"))
+            self._deliver(
+                jobs.popleft(),
+                ScoreResult(0.0, "crash", "the worker process died or wrote an invalid result twice on this answer"),
+            )
         else:
             jobs[0].crashed_once = True
 

@@ -61,9 +61,9 @@ _dump_after_s = 0.0
 
 
 def dump_stacks_after(seconds: float) -> None:
-    """Print the stacks of all threads to stderr if no span begins or ends for `seconds` plus the limit of open spans.
+    """Print the stacks of all threads to stderr if no span begins or ends for `seconds`; 0 turns this off.
 
-    0 turns this off.
+    The longest allowance of the open spans is added to `seconds`.
     """
     global _dump_after_s
     _dump_after_s = seconds
@@ -84,12 +84,12 @@ def record(timeline: Timeline | None) -> None:
 
 
 @contextlib.contextmanager
-def span(name: str, limit_s: float = 0.0) -> Iterator[dict[str, float]]:
+def span(name: str, allowance_s: float = 0.0) -> Iterator[dict[str, float]]:
     """Record the body in the timeline that is being recorded, if there is one.
 
-    limit_s: a timeout that ends the body by itself, such as rollout.timeout_s, in seconds; 0 = none.
+    allowance_s: a timeout that ends the body by itself, such as rollout.timeout_s, in seconds; 0 = none.
     """
-    _limits.append(limit_s)
+    _limits.append(allowance_s)
     _restart_countdown()
     try:
         with (_current.get() or Timeline()).span(name) as values:

@@ -2,7 +2,9 @@
 
 A rollout is lost if its engine does not deliver it in time, or if its group has waited for too many steps
 (rollout.max_carried_steps). With rollout.partial_tokens, a rollout may continue over several steps. A group is closed
-when none of its rollouts continues. If it is kept, it is trained on with those that are not lost (its survivors).
+when none of its rollouts continues, unless it is surplus (rollout.refills) and waits for the next step. Its survivors
+are the rollouts that are not lost. A closed group is kept, which means trained on, if the rewards of its survivors
+differ, or with algo.dynamic_sampling = false if it has any survivors.
 """
 
 from __future__ import annotations
@@ -156,7 +158,7 @@ class Collector:
             # Fail here rather than train on the few rollouts that are left.
             lost = counts["lost"] + given_up
             check_lost(f"step {step}", lost, counts["requested"], config.rollout.max_lost_share)
-            check_scored(f"step {step}", counts["unscored"], counts["scored"])
+            check_scored(f"step {step}", counts["unscored"], counts["responses"])
 
             outcomes = select_groups(outcomes, config.algo.dynamic_sampling)
             position = position.with_kept(start, sum(g >= len(carried.groups) for g in outcomes.kept))
@@ -165,11 +167,12 @@ class Collector:
                 break
 
         surplus = outcomes.kept[target:] if config.rollout.refills else []
-        outcomes = outcomes.reopen(surplus)  # carry_over() carries the groups that are not closed
+        outcomes = outcomes.reopen(surplus)  # Surplus groups no longer count as closed, so carry_over() carries them.
 
         begun = time.monotonic()
         with span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
+            # replica: int64 [groups, N], -1 for rollouts that no replica trains on
             replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size)
             received, moved_bytes = send_to_replicas(scored, outcomes, replica, self.grid)
         seconds["exchange"] = time.monotonic() - begun
@@ -208,7 +211,7 @@ class Collector:
     def _metrics(self, outcomes: Outcomes, counts: Mapping[str, float], lost: float) -> dict[str, float]:
         metrics = {
             **group_metrics(outcomes),
-            "unscored_share": counts["unscored"] / (counts["scored"] or 1.0),
+            "unscored_share": counts["unscored"] / (counts["responses"] or 1.0),
             "verifier_errors": counts["errors"],
             "verifier_timeouts": counts["timeouts"],
             "lost_share": lost / counts["requested"],

@@ -60,7 +60,7 @@ class RolloutRunner:
 
         Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
         lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
-        "requested", "lost" and "slow"; responses "scored", and "unscored" ones, on which the verifier failed; "errors"
+        "requested", "lost" and "slow"; "responses", and "unscored" ones, on which the verifier failed; "errors"
         and "timeouts" of a verifier that can score other answers. Seconds: "generate", and "score" for scoring after
         generation.
         """
@@ -90,7 +90,7 @@ class RolloutRunner:
                 if on_end:
                     on_end()
 
-            with span("generate", limit_s=self.engine.timeout_s + self.engine.grace_s) as values:
+            with span("generate", allowance_s=self.engine.timeout_s + self.engine.grace_s) as values:
                 result = self.engine.generate(first_requests, sampling, finished, supply)
             values |= _generation_counts(result, self.engine.kv_usage())
             # Repeated rollouts would count as independent ones, so this check comes before any score is used.
@@ -98,7 +98,7 @@ class RolloutRunner:
             generated = time.monotonic()
 
             done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
-            with span("score", limit_s=self.reward.timeout_s):
+            with span("score", allowance_s=self.reward.timeout_s):
                 scores = scorer.scores([(i, r.index) for i, r in done])
         # Answers become hashes, because ranks exchange tables of numbers.
         columns = scores.rewards.tolist(), scores.right, map(answer_hash, scores.answers), scores.results
@@ -119,7 +119,7 @@ class RolloutRunner:
             "requested": len(own),
             "lost": len(own) - len(cut) - len(scored),
             "slow": result.late,
-            "scored": len(scored),
+            "responses": len(scored),
             "unscored": sum(scores.counts[s] for s in _FAILED),
             "errors": scores.counts["error"],
             "timeouts": scores.counts["timeout"],

@@ -1,7 +1,7 @@
 """The training loop of BroRL.
 
 One step: prompts -> N rollouts each -> rewards -> groups whose rewards differ -> advantages -> clipped updates -> new
-weights for the engine. A step in which no group has different rewards updates nothing.
+weights for the engine. With algo.dynamic_sampling, a step in which no group has different rewards updates nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Ending(Enum):
     ENGINE_STUCK = "a rollout engine hangs"
     NONFINITE = "train.max_nonfinite_steps is reached"
     COMPLETE = "train.steps, train.max_seconds or train.patience is reached"
-    STOPPED = "a signal, the end of the scheduler's job, or a callback"
+    STOPPED = "a signal, the end of the Slurm job, or a callback"
 
 
 @dataclass
@@ -92,19 +92,21 @@ class Trainer:
         """Return the actor, and critic and reference policy if there are any."""
         return TrainingModels(self.worker, self.critic, self.reference)
 
-    def job_seconds(self) -> float:
+    def run_seconds(self) -> float:
         """Return the wall-clock seconds of the run over all its processes, earlier ones up to their last checkpoint."""
         return self.state.spent + self._startup_seconds + time.monotonic() - self._clock_start
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         """Train until the run is complete (Ending.COMPLETE), with evaluations and checkpoints between steps.
 
-        Returns False if stop() or a callback ended the run early. stop is called after every step. Raises UserError,
-        after saving, if a rollout engine hangs or train.max_nonfinite_steps is reached.
+        Returns False if stop() ended the run early. stop is called after every step and must also report
+        callbacks.stop. Raises UserError if a rollout engine hangs, if train.max_nonfinite_steps is reached, or if a
+        callback fails before the last step. The completed steps are saved before.
         """
         try:
             return self._run(writer, progress, stop)
         finally:
+            # Only an error leaves a background save open here, because a save at the end waits for it.
             self.background_saver.wait_on_error(progress.note)
 
     def _run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
@@ -119,21 +121,22 @@ class Trainer:
         while not state.is_complete(self.config.train):
             step = state.step  # the number in metrics.jsonl; train_step() adds 1 to state.step
             trace = StepTrace(self.config.run, step, self.grid)  # records the spans of this rank from here on
-            metrics, seconds = self.train_step()
-            seconds |= cluster_metrics(trace.timeline, seconds, metrics["trained_tokens"], peak)
-            seconds |= self._pop_checkpoint_seconds()  # those of checkpoints since the last step
+            # metrics depend only on the configuration and the seed, timings on the machine.
+            metrics, timings = self.train_step()
+            timings |= cluster_metrics(trace.timeline, timings, metrics["trained_tokens"], peak)
+            timings |= self._pop_checkpoint_seconds()  # of saving after the previous step
             # The slowest rank's seconds count, so that all ranks reach train.max_seconds together.
-            state.trained_s += seconds["ranks/step_slowest"]
+            state.trained_s += timings["ranks/step_slowest"]
 
             if self._evaluation_is_due():
-                metrics |= self._evaluate_step(progress, seconds)
+                metrics |= self._evaluate_step(progress, timings)
             if self.reference:
                 self.reference.reset_if_due(state.step, metrics, progress)
 
             if writer:
-                writer.write(step, metrics, seconds)
-            progress.update(state.step, console_line(step, metrics, seconds))
-            # True in the first step that updates the actor, and in earlier steps, whose approx_kl is 0.
+                writer.write(step, metrics, timings)
+            progress.update(state.step, console_line(step, metrics, timings))
+            # True up to the first step that updates the actor. Earlier steps have approx_kl = 0, so they get no advice.
             is_first_update = metrics["updates"] == state.updates
             if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):
                 progress.note(f"warning: {advice}")
@@ -203,9 +206,10 @@ class Trainer:
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the engines; see weight_sync.sync_engines."""
-        # The other ranks wait while an engine process restarts. The built-in engine ("torch") has no process.
-        restart_s = 0.0 if self.config.rollout.engine == "torch" else self.config.engine.start_timeout_s
-        with span("refit", limit_s=restart_s):
+        # Ranks may wait here for the restart of an engine process, which must not count as a hang. The built-in engine
+        # ("torch") has no process.
+        allowance_s = 0.0 if self.config.rollout.engine == "torch" else self.config.engine.start_timeout_s
+        with span("refit", allowance_s=allowance_s):
             return sync_engines(self.models(), self.runner, self.state.updates, self.config)
 
     def evaluate(self, progress: Progress) -> Evaluation:
@@ -246,8 +250,8 @@ class Trainer:
             evaluation = self.evaluate(progress)
         progress.note(f"held-out {after_steps_text(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)
-        # The actor does not change during the warm-up of the critic, so these evaluations do not count
-        # for train.patience and for resets of the reference policy.
+        # The actor does not change during the warm-up of the critic, so these evaluations count
+        # neither towards train.patience nor towards resets of the reference policy.
         if not self.state.in_critic_warmup(self.config.critic):
             run_state.record_evaluation(self.state, self.models(), metrics["pass_at_1"])
         return metrics
@@ -308,7 +312,7 @@ class Trainer:
                 self.config,
                 self.grid,
                 self.fingerprint,
-                self.job_seconds(),
+                self.run_seconds(),
                 in_background,
                 new_best,
             )

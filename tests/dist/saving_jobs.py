@@ -23,7 +23,7 @@ def both_ways(
 
     Return metrics, the files of the second checkpoint during the third step, and whether it was unfinished then."""
     trainer = make_trainer(directory, grid_of(**parallel), configured(changes), fakes.Engine())
-    trainer.job_seconds = lambda: 7.5  # type: ignore[method-assign]  # wall-clock time, which run.json holds
+    trainer.run_seconds = lambda: 7.5  # type: ignore[method-assign]  # wall-clock time, which run.json holds
     trainer.sync_weights()
     metrics = [trainer.train_step()[0] for _ in range(2)]
 
@@ -61,7 +61,7 @@ def both_ways(
 def saves_over_dirty_memory(_rank: int, directory: str, changes: dict[str, Any], roots: list[str]) -> None:
     """Save one state twice; the second time new tensors of `torch.empty` are full of sevens."""
     trainer = make_trainer(directory, grid_of(), configured(changes), fakes.Engine())
-    trainer.job_seconds = lambda: 7.5  # type: ignore[method-assign]
+    trainer.run_seconds = lambda: 7.5  # type: ignore[method-assign]
     trainer.sync_weights()
     trainer.train_step()
     empty = torch.empty

@@ -62,8 +62,8 @@ class PrefillChunk:
     """Tokens to compute in one pass, and the pages for the keys and values of the last ones."""
 
     ids: Sequence[int]
-    start: int  # index in `ids` of the first token that is stored; earlier ones are only computed
-    pages: Tensor  # for tokens from `start` on, [pages] int32
+    store_from: int  # index in `ids` of the first token that is stored; earlier ones are only computed
+    pages: Tensor  # for tokens from `store_from` on, [pages] int32
     before: Tensor  # [n] int32: the full pages before `ids`
 
 
@@ -249,9 +249,9 @@ def _fused(weights: Mapping[str, Tensor], prefix: str, parameter: Parameter) -> 
 def _store(keys: Tensor, values: Tensor, chunk: PrefillChunk, key: Tensor, value: Tensor) -> None:
     """Write key and value [K, tokens, d] of a chunk to its pages."""
     pages = chunk.pages.long().to(keys.device)
-    count = len(chunk.ids) - chunk.start
+    count = len(chunk.ids) - chunk.store_from
     padding = (0, 0, 0, -count % PAGE)
-    stored = slice(chunk.start, len(chunk.ids))
+    stored = slice(chunk.store_from, len(chunk.ids))
     k, v = (pad(x[:, stored], padding).unflatten(1, (-1, PAGE)) for x in (key, value))  # [K, pages, 16, d]
     keys[pages] = k.permute(1, 0, 3, 2)
     values[pages, :, :, : v.shape[-1]] = v.transpose(0, 1)

@@ -2,7 +2,7 @@
 
 Queued rollouts start as others end. If pages run out, the rows that started last give up their pages and go back to the
 queue. They continue later from the tokens that they have. Random numbers are a function of (key, sibling, position), so
-eviction does not change the tokens.
+a continued row draws the same ones. Its tokens change only if rounding differs in the keys and values computed again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Scheduler:
         self.prompts: list[tuple[int, ...]] = []  # tokens
         self.prompt_pages = torch.zeros(0, pages_for(longest), dtype=torch.int32)
         self.prompt_lengths = torch.zeros(0, dtype=torch.int64)  # 0: not in the KV cache
-        self.prompt_hidden: dict[int, Tensor] = {}  # last hidden state of each prompt in the KV cache
+        self.prompt_hidden: dict[int, Tensor] = {}  # [H], of the last token of each prompt in the KV cache
         self.prompt_unfinished: list[int] = []  # number of rollouts that have not ended
         self.prompt_index: dict[tuple[int, ...], int] = {}  # index in `prompts`, by tokens
         self.request_prompt: list[int] = []  # index in `prompts`, by request
@@ -127,13 +127,16 @@ class Scheduler:
                 self.prompt_pages[prompt, : len(pages)] = pages
                 self.prompt_lengths[prompt] = len(prompt_tokens)
                 first = cached // PAGE
-                chunks.append(PrefillChunk(prompt_tokens[cached:], start=0, pages=pages[first:], before=pages[:first]))
+                chunks.append(
+                    PrefillChunk(prompt_tokens[cached:], store_from=0, pages=pages[first:], before=pages[:first])
+                )
                 outputs.append((self.prompt_hidden, prompt))
 
             slot = self._assign_slot(queued)
             response = queued.so_far.token_ids.tolist()
             # A continued rollout has response tokens. Its chunk starts with the block that contains the prompt's last
             # token and attends to the blocks before it. Only the keys and values of the response are stored.
+            # The prompt's tokens from `shared` on are computed again, so they do not count as cached.
             if response:
                 shared = (len(prompt_tokens) - 1) // BLOCK * BLOCK
                 cached = min(cached, shared)
@@ -141,8 +144,8 @@ class Scheduler:
                 self.slot_pages[slot, : len(pages)] = pages
                 tokens = (*prompt_tokens[shared:], *response)
                 before = self.prompt_pages[prompt, : shared // PAGE]
-                start = len(prompt_tokens) - shared
-                chunks.append(PrefillChunk(tokens, start=start, pages=pages, before=before))
+                store_from = len(prompt_tokens) - shared
+                chunks.append(PrefillChunk(tokens, store_from=store_from, pages=pages, before=before))
                 outputs.append((slot_hidden, slot))
             self.pool.record_prompt(len(prompt_tokens), cached)
             slots.append(slot)
@@ -158,7 +161,7 @@ class Scheduler:
 
         # Append new rows, because reserve_pages evicts rows from the end.
         self.active = torch.cat((self.active, torch.tensor(slots)))
-        # All rows without tokens sample from the last hidden state of their prompt.
+        # All rows without tokens sample from the hidden state of their prompt's last token.
         return torch.stack(
             [slot_hidden[s] if s in slot_hidden else self.prompt_hidden[int(self.slot_prompt[s])] for s in slots]
         )
@@ -263,7 +266,7 @@ class Scheduler:
         assert queued is not None
         before = queued.so_far
         spans = extend_spans(before.spans, self.version, end - len(before.token_ids))
-        # Clone, so that a short response does not keep the whole buffer alive.
+        # Clone, because the next rollout in this slot overwrites the buffer.
         ids, log_probs = self.slot_tokens[slot, :end].clone(), self.slot_log_probs[slot, :end].clone()
         return Rollout(before.index, ids, log_probs, finish, spans)
 
@@ -293,7 +296,7 @@ def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> 
 def _batches(chunks: Sequence[PrefillChunk]) -> list[list[int]]:
     """Batch chunks of similar length and with the same number of pages before them, up to PREFILL_TOKENS a batch.
 
-    Chunks with fewer pages before them come first, because they may compute the pages before other chunks.
+    Chunks with fewer pages before them come first, because they may compute pages that later chunks attend to.
     """
     batches: list[list[int]] = [[]]
     sizes = [(len(c.before), len(c.ids)) for c in chunks]

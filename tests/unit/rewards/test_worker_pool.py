@@ -73,7 +73,7 @@ def test_an_answer_that_crashes_twice_scores_0(pool: RewardPool, tmp_path: Path)
     log = tmp_path / "log"
     verdicts = pool.score(ask("die", *map(str, range(20)), "die", *map(str, range(20, 40)), log=str(log)))
     assert verdicts == [*[OK] * 20, ScoreResult(0.0, "crash"), *[OK] * 20]
-    assert verdicts[20].reason == "the worker process died twice on this answer"
+    assert verdicts[20].reason == "the worker process died or wrote an invalid result twice on this answer"
     assert log.read_text() == "died\ndied\n"
 
 
