@@ -2,6 +2,9 @@
 
 A rank trains and generates on one GPU in turn. While it trains, its engine has released all of its memory; while the
 engine generates, gradients are dropped, and train.offload moves weights and optimizer to host memory.
+
+On a CPU, both phases use the memory of one process (parallel.cpu_bridge.keep_freed_memory), so its peak is that of the
+larger phase.
 """
 
 from __future__ import annotations
@@ -25,11 +28,16 @@ from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.weights.layouts import local_shape
 from megatron_brorl.models.weights.names import entries, hf_shapes
+from megatron_brorl.rollout.native.pages import page_bytes, pages_for
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.weights_send import file_layout, to_fp8_blocks, unchanged
 from megatron_brorl.train.sampling_params import context
 
 GIB = 2**30
+LIBRARIES = GIB // 2  # of a process on a CPU: code, Python objects, tokenizer and data
+ROLLOUT = 10 * 2**10  # bytes of the objects of a response on a CPU (measured)
+LOGITS_ROWS = 512  # rows of logits that ops.fused.linear holds at a time on a CPU
+UNUSED = 6  # on a CPU, free gaps between tensors take a 6th of their memory (measured, docs/measurements.md)
 Parts = Mapping[str, int]  # bytes by purpose
 
 
@@ -44,11 +52,19 @@ class Machines:
 
 
 @dataclass(frozen=True)
+class PromptSizes:
+    """Sizes of the prompts of a run; 0 in `brorl doctor`, which does not read the data."""
+
+    longest: int = 0  # tokens
+    held_out: int = 0  # number of prompts
+
+
+@dataclass(frozen=True)
 class Plan:
     """Bytes on a GPU in both phases, and in host memory."""
 
     training: Parts
-    generation: Parts  # without keys and values; with the built-in engine, only the states of the trainer
+    generation: Parts  # on a GPU without keys and values, and with the built-in engine only the trainer's states
     offloaded: int  # bytes that a rank moves to host memory while the engine generates
     shared: int = 0  # bytes of shared memory per node: the current weights and those of an update
     kv_per_token: int = 0  # bytes of keys and values per token, on each GPU of an engine; 0 for the built-in engine
@@ -84,17 +100,19 @@ def training_parts(
     }
 
 
-def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int) -> int:
+def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int, fused: bool) -> int:
     """Return an estimate of the activations that the backward pass of a micro-batch needs.
 
     Per token and layer, in elements: the inputs of both norms and of both parts (4 H), queries, keys, values and the
     output of attention (2 Q + 2 K), gate, up and their product (3 F), of which tensor parallelism cuts all but the
-    first. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
-    itself and for each following stage.
+    first. models.layers.fused keeps neither the outputs of norms nor that product (2 H and 2 F). With recomputation:
+    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and for each
+    following stage.
     """
     parallel = config.parallel
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    per_layer = 4 * shape.hidden + (attention + 3 * shape.ffn) // parallel.tensor
+    inputs, wide = (2, 2) if fused else (4, 3)
+    per_layer = inputs * shape.hidden + (attention + wide * shape.ffn) // parallel.tensor
     layers_in_flight = (parallel.pipeline - stage) * (shape.layers // parallel.pipeline)
     if config.train.recompute == "full":
         per_token = layers_in_flight * shape.hidden + per_layer
@@ -108,7 +126,52 @@ def micro_batch_tokens(config: Config, on_gpu: bool) -> int:
     return config.train.tokens_per_micro_batch or (16384 if on_gpu else 2048)
 
 
-def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int = 0) -> Plan:
+def largest_micro_batch(config: Config, machines: Machines, prompts: PromptSizes) -> int:
+    """Return the tokens of a full micro-batch, or of the longest mini-batch of a rank if that is known to be less."""
+    limit = micro_batch_tokens(config, bool(machines.gpu))
+    if not prompts.longest:
+        return limit
+    parallel, rollout = config.parallel, config.rollout
+    replicas = machines.ranks // (parallel.tensor * parallel.pipeline * parallel.context)
+    rows = -(-rollout.prompts * rollout.n // (config.algo.mini_batches * replicas))
+    prefixes = min(rows, rollout.prompts) if config.train.share_prompt else rows
+    return min(limit, rows * rollout.max_tokens + prefixes * prompts.longest)
+
+
+def head_bytes(shape: ModelShape, tensor: int, tokens: int) -> int:
+    """Return the float32 logits of a chunk on a CPU, and the gradient of the head's weight."""
+    return 4 * (min(tokens, LOGITS_ROWS) + shape.hidden) * shape.vocab // tensor
+
+
+def engine_parts(config: Config, shape: ModelShape, ranks: int, prompts: PromptSizes) -> Parts:
+    """Return the memory of the built-in engine on a CPU in its largest call, of a step or of an evaluation."""
+    rollout = config.rollout
+    dtype = DTYPES[rollout.dtype]
+
+    def pages(count: int, n: int) -> int:
+        rows = min(rollout.max_num_seqs, -(-count * n // ranks))
+        return -(-count // ranks) * pages_for(prompts.longest) + rows * pages_for(rollout.max_tokens)
+
+    calls = [(rollout.prompts, rollout.n), (prompts.held_out, config.evaluate.samples)]
+    most = max(pages(count, n) for count, n in calls)
+    limit = rollout.kv_cache_mib * 2**20 or sys.maxsize
+    # A tied head has the embedding once more, in oneDNN's layout.
+    elements = sum(map(math.prod, hf_shapes(shape).values())) + shape.tied * shape.vocab * shape.hidden
+    return {
+        "engine's weights": elements * dtype.itemsize,
+        "keys and values": min(most * page_bytes(shape, dtype), limit),
+        "rollouts": ROLLOUT * max(count * n for count, n in calls) // ranks,
+    }
+
+
+def with_overhead(parts: Parts) -> Parts:
+    """Add what a process on a CPU needs next to its tensors."""
+    return {**parts, "gaps (estimate)": sum(parts.values()) // UNUSED, "libraries": LIBRARIES}
+
+
+def plan_stage(
+    config: Config, shape: ModelShape, machines: Machines, stage: int = 0, prompts: PromptSizes = PromptSizes()
+) -> Plan:
     """Return the plan of a rank of a pipeline stage. Raises UserError if [parallel] does not fit the ranks."""
     parallel = config.parallel
     of_a_model = parallel.tensor * parallel.pipeline
@@ -125,13 +188,20 @@ def plan_stage(config: Config, shape: ModelShape, machines: Machines, stage: int
     staying = {f"{of}{name}": x for of, own in models.items() for name, x in own.items() if name != "gradients"}
     staying |= {"reference": parts["weights"]} if config.algo.kl_coef > 0 else {}
     gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
-    activations = activation_bytes(config, shape, micro_batch_tokens(config, bool(machines.gpu)), stage)
+    tokens = largest_micro_batch(config, machines, prompts)
+    fused = not machines.gpu and config.ops.implementation == "fused" and shape.is_llama_like
+    activations = activation_bytes(config, shape, tokens, stage, fused)
     training = {**staying, **gradients, "activations (estimate)": activations}
     offloaded = sum(staying.values()) if config.train.offload else 0
     left = {} if config.train.offload else {f"trainer's {name}": x for name, x in staying.items()}
 
-    # The built-in engine uses the free memory.
-    if config.rollout.engine not in ENGINES:
+    built_in = config.rollout.engine not in ENGINES
+    if built_in and not machines.gpu:
+        head = head_bytes(shape, parallel.tensor, tokens) if stage == parallel.pipeline - 1 else 0
+        generation = {**staying, **engine_parts(config, shape, machines.ranks, prompts)}
+        training |= {"LM head": head, "rollouts": ROLLOUT * config.rollout.prompts * config.rollout.n // machines.ranks}
+        return Plan(with_overhead(training), with_overhead(generation), offloaded)
+    if built_in:  # it uses the free memory
         return Plan(training, left, offloaded)
 
     # The sampler of TensorRT-LLM has a table of log-probs for the longest response of every sequence.
@@ -157,7 +227,8 @@ def plan_lines(plan: Plan, machines: Machines) -> list[str]:
     """Return the plan in words."""
     gpu = machines.gpu
     if not gpu:
-        found = [f"memory of a rank, training: {amount(sum(plan.training.values()))} ({_amounts(plan.training)})"]
+        phases = [("training", plan.training), *([("generating", plan.generation)] if plan.generation else [])]
+        found = [f"memory of a rank, {phase}: {amount(sum(p.values()))} ({_amounts(p)})" for phase, p in phases]
     else:
         kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
         found = [
@@ -230,9 +301,11 @@ def gpu_bytes() -> int:
     return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
 
 
-def plan_run(config: Config, shape: ModelShape, machines: Machines) -> tuple[Plan, list[str]]:
+def plan_run(
+    config: Config, shape: ModelShape, machines: Machines, prompts: PromptSizes = PromptSizes()
+) -> tuple[Plan, list[str]]:
     """Return the plan of the largest pipeline stage, and its lines to print. Raises UserError if it does not fit."""
-    plans = [plan_stage(config, shape, machines, stage) for stage in range(config.parallel.pipeline)]
+    plans = [plan_stage(config, shape, machines, stage, prompts) for stage in range(config.parallel.pipeline)]
     largest = max(plans, key=lambda plan: sum(plan.training.values()))
     folder = config.engine.shared_memory
     host = shared = sys.maxsize

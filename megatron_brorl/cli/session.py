@@ -169,7 +169,10 @@ class Session:
         """Plan memory and disk space, and print the plan; a collective. Raises UserError if something does not fit."""
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         machines = memory_plan.Machines(self.grid.world_size, per_node, memory_plan.gpu_bytes())
-        plan, lines = self.share_errors(lambda: memory_plan.plan_run(self.config, self.shape, machines))
+        sources = self.sources
+        lengths = [len(p.token_ids) for p in (*sources.representative_prompts(), *sources.held_out)]
+        prompts = memory_plan.PromptSizes(max(lengths), len(sources.held_out))
+        plan, lines = self.share_errors(lambda: memory_plan.plan_run(self.config, self.shape, machines, prompts))
         self._kv_tokens = plan.kv_tokens(machines.gpu)
         room = self.share_errors(lambda: run_folder.check_disk(self.config, self.shape, self.dir))
         if self.is_main_rank:

@@ -93,6 +93,46 @@ def test_tensor_and_pipeline_parallelism_with_zero_1():
     assert last["activations (estimate)"] == 1000 * 2 * 14 * whole
 
 
+def test_a_rank_on_a_cpu_has_the_engine_in_the_same_process():
+    """SmolLM2-135M, counted as above, with 250 held-out prompts of at most 49 tokens."""
+    sizes = {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536, "vocab": 49152, "context": 8192}
+    shape = replace(parse_shape(qwen2_config(**sizes), "test"), family="llama")
+    embedding = 49152 * 576
+    layer = (9 + 3 + 3 + 9) * 64 * 576 + 3 * 576 * 1536 + 2 * 576
+    weights = 30 * layer + embedding + 576
+    assert weights == 134_515_008
+
+    def parts_of(**rollout):
+        keys = {"prompts": 4, "max_tokens": 6, **rollout}
+        config = load_table({"rollout": keys, "algo": {"mini_batches": 4}}, "test", ())
+        plan = memory.plan_stage(config, shape, memory.Machines(1, 1, 0), prompts=memory.PromptSizes(49, 250))
+        for parts in (plan.training, plan.generation):
+            assert sum(parts.values()) == 2**29 + sum(list(parts.values())[:-2]) * 7 // 6
+        return plan.training, plan.generation
+
+    training, generation = parts_of(n=512)
+    assert (training["weights"], training["gradients"], training["optimizer"]) == (
+        4 * weights,
+        4 * weights,
+        8 * weights,
+    )
+    per_token = 30 * (
+        2 * 576 + (9 + 2 * 3 + 9) * 64 + 2 * 1536
+    )  # norms' inputs, attention with its output, gate and up
+    assert training["activations (estimate)"] == 4 * 2048 * per_token
+    assert training["LM head"] == 4 * (512 * 49152 + embedding)
+    assert generation["engine's weights"] == 4 * (weights + embedding)
+    page = 30 * 3 * 16 * 2 * 64 * 4
+    assert generation["keys and values"] == (250 * 4 + 250 * 8) * page  # four pages per prompt, one per response
+    assert training["rollouts"] == generation["rollouts"] == 10 * 2**10 * 4 * 512
+    assert "gradients" not in generation
+
+    # Here a mini-batch is shorter than a micro-batch, and the limit of keys and values is lower.
+    training, generation = parts_of(n=128, kv_cache_mib=100)
+    assert training["activations (estimate)"] == 4 * (128 * 6 + 4 * 49) * per_token
+    assert generation["keys and values"] == 100 * 2**20
+
+
 def test_critic_and_reference_are_added():
     algo = {"advantage": "gae", "kl_coef": 0.1}
     plan = plan_of(algo=algo, model={"dtype": "fp32"}, engine={"kv_dtype": "fp8"})
