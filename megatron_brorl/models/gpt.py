@@ -307,6 +307,7 @@ def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
     for entry in table:
         parameter = parameters.get(entry.megatron)
         if parameter is not None and entry.layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
+            # "columns" are the weights of row-parallel linears, which split dim 1 of [out, in]. All others split dim 0.
             dim = int(entry.layout == "columns")
             stride = 1 + int(entry.layout == "gate_up")  # A shard holds a part of gate_proj and a part of up_proj.
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)

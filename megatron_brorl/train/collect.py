@@ -1,10 +1,11 @@
 """The first half of a training step: prompts -> N rollouts each -> rewards -> groups whose rewards differ.
 
-A rollout is lost if its engine does not deliver it in time, or if its group has waited for too many steps
-(rollout.max_carried_steps). With rollout.partial_tokens, a rollout may continue over several steps. A group is closed
-when none of its rollouts continues, unless it is surplus (rollout.refills) and waits for the next step. Its survivors
-are the rollouts that are not lost. A closed group is kept, which means trained on, if the rewards of its survivors
-differ, or with algo.dynamic_sampling = false if it has any survivors.
+With rollout.partial_tokens, a rollout may continue over several steps. A rollout is lost if its engine does not
+deliver it in time, or if it is still unfinished when its group is rollout.max_carried_steps steps old. A group is
+closed when none of its rollouts continues, and its survivors are the rollouts that are not lost. A closed group is
+kept, which means trained on, if the rewards of its survivors differ, or with algo.dynamic_sampling = false if it has
+any survivors. With rollout.refills, kept groups beyond rollout.prompts are surplus: they are reopened and trained on
+in the next step.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Collector:
                 break
 
         surplus = outcomes.kept[target:] if config.rollout.refills else []
-        outcomes = outcomes.reopen(surplus)  # Surplus groups no longer count as closed, so carry_over() carries them.
+        outcomes = outcomes.reopen(surplus)  # carry_over() carries the groups that are not closed
 
         begun = time.monotonic()
         with span("exchange"):

@@ -136,9 +136,9 @@ class Trainer:
             if writer:
                 writer.write(step, metrics, timings)
             progress.update(state.step, console_line(step, metrics, timings))
-            # True up to the first step that updates the actor. Earlier steps have approx_kl = 0, so they get no advice.
-            is_first_update = metrics["updates"] == state.updates
-            if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):
+            # metrics["updates"] counts those of this step. Without any, approx_kl is 0, and there is no advice.
+            no_earlier_updates = metrics["updates"] == state.updates
+            if no_earlier_updates and (advice := large_first_update(metrics, self.config.optim.lr)):
                 progress.note(f"warning: {advice}")
             with span("callbacks"):
                 self.callbacks.call("on_step", step, metrics)  # errors are raised after the state is saved

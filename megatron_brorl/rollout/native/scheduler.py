@@ -1,8 +1,9 @@
 """Scheduling of rollouts: which are decoded now, which are queued, and which are evicted.
 
 Queued rollouts start as others end. If pages run out, the rows that started last give up their pages and go back to the
-queue. They continue later from the tokens that they have. Random numbers are a function of (key, sibling, position), so
-a continued row draws the same ones. Its tokens change only if rounding differs in the keys and values computed again.
+queue. They continue later from the tokens that they have. Random numbers are a function of (Request.key, sibling,
+position), so a continued row draws the same ones. Its tokens change only if rounding differs in the attention keys and
+values that are computed again.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class QueuedRollout:
 
     request: int  # index of its request
     so_far: Rollout  # tokens of earlier calls, or from before its eviction
-    limit: int  # response length at which this call stops; a rollout that stops below max_tokens is "cut"
+    limit: int  # response length at which this call leaves the rollout: as "cut" below max_tokens, else as "length"
 
 
 class Scheduler:
     """Assigns rollouts to slots and pages.
 
-    Row: a rollout that is being decoded. Slot: an index of the tensors below that have one entry per row. `active` [B]
-    lists the slots of the rows; the row that started last is at the end. Page: the keys and values of PAGE tokens, the
-    unit of allocation. Block: BLOCK tokens of a prompt; prompts share pages only in whole blocks. "cut": the finish
-    reason of a rollout that a call of generate leaves unfinished. A later call may continue it.
+    Row: a rollout that is being decoded. Slot: an index into the slot_* state below, which holds one row or is free.
+    `active` [B] lists the slots of the rows; the row that started last is at the end. Page: the keys and values of PAGE
+    tokens, the unit of allocation. Block: BLOCK tokens of a prompt; prompts share pages only in whole blocks. "cut":
+    the finish reason of a rollout that a call of generate leaves unfinished. A later call may continue it.
     """
 
     def __init__(
