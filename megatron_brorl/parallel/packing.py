@@ -22,7 +22,7 @@ MIN_SHARING_GAIN = 1.1
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Consecutive part of a stream: a prompt and several responses to it, or rollouts that each include their prompt."""
+    """Consecutive part of a stream: a prompt and several responses to it, or rollouts that each include one."""
 
     prefix: int  # tokens of the shared prompt; 0 if every segment includes its own prompt
     segments: tuple[tuple[int, int], ...]  # runs of equally long segments as (count, length), in stream order
