@@ -37,7 +37,7 @@ GIB = 2**30
 LIBRARIES = GIB // 2  # of a process on a CPU: code, Python objects, tokenizer and data
 ROLLOUT = 10 * 2**10  # bytes of the objects of a response on a CPU (measured)
 LOGITS_ROWS = 512  # rows of logits that ops.fused.linear holds at a time on a CPU
-UNUSED = 6  # on a CPU, free gaps between tensors take a 6th of their memory (measured, docs/measurements.md)
+UNUSED = 5  # on a CPU, free gaps between tensors take a 5th of their memory (docs/measurements.md)
 Parts = Mapping[str, int]  # bytes by purpose
 
 
