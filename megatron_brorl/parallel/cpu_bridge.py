@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_MALLOC = {-1: -1, -4: 0, -8: 1}  # M_TRIM_THRESHOLD: never; M_MMAP_MAX: no block of its own; M_ARENA_MAX: 1
+# Parameters of mallopt(3): M_TRIM_THRESHOLD (-1: never), M_MMAP_MAX (no block is mapped alone) and M_ARENA_MAX.
+_MALLOC = {-1: -1, -4: 0, -8: 1}
 
 
 def on_gpu() -> bool:
