@@ -76,7 +76,7 @@ def round_size(missing: int, position: SourcePosition, config: RolloutConfig) ->
 
         m p - SAFETY sqrt(m p (1 - p) (1 + m / a)) >= missing
 
-    between 1 and MAX_OVERSAMPLE x rollout.prompts. Surplus groups are trained on in the next step.
+    but at least 1 and at most MAX_OVERSAMPLE x rollout.prompts. Surplus groups are trained on in the next step.
     """
     if not config.refills or not position.recent_prompts:
         return config.prompts
@@ -156,7 +156,7 @@ class Collector:
             too_old = [i for i, g in enumerate(groups) if start.rounds - int(g.round) >= limit]
             outcomes = gather_outcomes(scored, len(groups), config.rollout.n, config.shaping.repetition_ngram)
             outcomes, given_up = mark_unfinished_as_lost(outcomes, too_old)
-            # Fail here rather than train on the few rollouts that are left.
+            # Fail here rather than train on a step that lacks too many rollouts or rewards.
             lost = counts["lost"] + given_up
             check_lost(f"step {step}", lost, counts["requested"], config.rollout.max_lost_share)
             check_scored(f"step {step}", counts["unscored"], counts["responses"])
