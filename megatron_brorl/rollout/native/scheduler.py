@@ -30,7 +30,7 @@ class QueuedRollout:
 
     request: int  # index of its request
     so_far: Rollout  # tokens of earlier calls, or from before its eviction
-    limit: int  # response length at which it stops, with the finish reason "length" at max_tokens, "cut" below
+    limit: int  # response length at which it stops: with finish reason "length" if it equals max_tokens, else "cut"
 
 
 class Scheduler:
@@ -137,15 +137,15 @@ class Scheduler:
             response = queued.so_far.token_ids.tolist()
             # A continued rollout has response tokens. Its chunk starts with the block that contains the prompt's last
             # token and attends to the blocks before it. Only the keys and values of the response are stored.
-            # The prompt's tokens from `shared` on are computed again, so they do not count as cached.
+            # The prompt's tokens after the first `reused` ones are computed again, so they do not count as cached.
             if response:
-                shared = (len(prompt_tokens) - 1) // BLOCK * BLOCK
-                cached = min(cached, shared)
+                reused = (len(prompt_tokens) - 1) // BLOCK * BLOCK
+                cached = min(cached, reused)
                 pages = self.pool.allocate(pages_for(len(response)))
                 self.slot_pages[slot, : len(pages)] = pages
-                tokens = (*prompt_tokens[shared:], *response)
-                before = self.prompt_pages[prompt, : shared // PAGE]
-                store_from = len(prompt_tokens) - shared
+                tokens = (*prompt_tokens[reused:], *response)
+                before = self.prompt_pages[prompt, : reused // PAGE]
+                store_from = len(prompt_tokens) - reused
                 chunks.append(PrefillChunk(tokens, store_from=store_from, pages=pages, before=before))
                 outputs.append((slot_hidden, slot))
             self.pool.record_prompt(len(prompt_tokens), cached)
