@@ -327,8 +327,8 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
     # Only Transformer Engine layers support FP8. Raise instead of training in higher precision.
     if config.fp8:
         raise UserError(
-            f'fp8.recipe = "{config.fp8_recipe}": only Llama-like models on a GPU with Transformer Engine support FP8; '
-            f"this is a {shape.family} model"
+            f'fp8.recipe = "{config.fp8_recipe}": needs layers of Transformer Engine, which this {shape.family} '
+            "model cannot use: they need a GPU, Transformer Engine and a Llama-like model"
         )
 
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")

@@ -1,8 +1,9 @@
 """A pool of worker processes that score answers.
 
-Verifiers run on text that the policy wrote. If a verifier hangs, crashes, raises or returns an invalid value, only
-the answer that it was scoring gets reward 0. The failure is counted and the step continues. Scores do not depend on
-the number of workers or on the order of requests.
+Verifiers run on text that the policy wrote. If a verifier hangs, crashes, raises or returns an invalid value, only the
+answer that it was scoring gets reward 0. The failure is counted and the step continues. The reward function that a
+Python program passes (verifier IN_PROCESS) runs in the thread that calls `submit` instead, where a hang or a crash is
+not contained. Scores do not depend on the number of workers or on the order of requests.
 """
 
 from __future__ import annotations

@@ -58,9 +58,10 @@ class SourcePosition:
         return replace(self, rounds=self.rounds + 1, prompts=self.prompts + prompts)
 
     def with_kept(self, start: SourcePosition, kept: int) -> SourcePosition:
-        """Return the position with a new share of kept groups, which replaces that of an earlier round of the step.
+        """Return the position with the share of kept groups updated by all rounds of the step so far.
 
         start: the position before the step. kept: kept groups whose prompts were sampled since, without carried groups.
+        The share is computed from `start`, so that a call after every round counts each round once.
         """
         prompts = DECAY * start.recent_prompts + (self.prompts - start.prompts)
         return replace(self, recent_prompts=prompts, recent_kept=DECAY * start.recent_kept + kept)
@@ -76,7 +77,7 @@ def round_size(missing: int, position: SourcePosition, config: RolloutConfig) ->
 
         m p - SAFETY sqrt(m p (1 - p) (1 + m / a)) >= missing
 
-    between 1 and MAX_OVERSAMPLE x rollout.prompts. Surplus groups are trained on in the next step.
+    but at least 1 and at most MAX_OVERSAMPLE x rollout.prompts. Surplus groups are trained on in the next step.
     """
     if not config.refills or not position.recent_prompts:
         return config.prompts
@@ -91,7 +92,7 @@ def round_size(missing: int, position: SourcePosition, config: RolloutConfig) ->
     square = p**2 - variance / position.recent_prompts
     linear = 2 * p * missing + variance
     if square <= 0:
-        return largest  # No number of prompts is safe at such a low kept share.
+        return largest  # No number is safe: the kept share is too low for an estimate from so few prompts.
     m = (linear + math.sqrt(max(linear**2 - 4 * square * missing**2, 0.0))) / (2 * square)
     return min(math.ceil(m - 1e-9), largest)  # 1e-9: floating-point rounding must not add a prompt if p is 1.
 
@@ -156,7 +157,7 @@ class Collector:
             too_old = [i for i, g in enumerate(groups) if start.rounds - int(g.round) >= limit]
             outcomes = gather_outcomes(scored, len(groups), config.rollout.n, config.shaping.repetition_ngram)
             outcomes, given_up = mark_unfinished_as_lost(outcomes, too_old)
-            # Fail here rather than train on the few rollouts that are left.
+            # Fail here rather than train on a step that lacks too many rollouts or rewards.
             lost = counts["lost"] + given_up
             check_lost(f"step {step}", lost, counts["requested"], config.rollout.max_lost_share)
             check_scored(f"step {step}", counts["unscored"], counts["responses"])

@@ -93,7 +93,7 @@ class Trainer:
         return TrainingModels(self.worker, self.critic, self.reference)
 
     def run_seconds(self) -> float:
-        """Return the wall-clock seconds of the run over all its processes, earlier ones up to their last checkpoint."""
+        """Return the wall-clock seconds of the run, including those before the checkpoint that it was resumed from."""
         return self.state.spent + self._startup_seconds + time.monotonic() - self._clock_start
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
@@ -121,7 +121,7 @@ class Trainer:
         while not state.is_complete(self.config.train):
             step = state.step  # the number in metrics.jsonl; train_step() adds 1 to state.step
             trace = StepTrace(self.config.run, step, self.grid)  # records the spans of this rank from here on
-            # metrics depend only on the configuration and the seed, timings on the machine.
+            # A repeated run has the same metrics unless rollouts or verifiers are too slow. Timings differ.
             metrics, timings = self.train_step()
             timings |= cluster_metrics(trace.timeline, timings, metrics["trained_tokens"], peak)
             timings |= self._pop_checkpoint_seconds()  # of saving after the previous step

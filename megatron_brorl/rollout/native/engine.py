@@ -200,7 +200,7 @@ class TorchEngine:
         """Return token ids and log-probs [rows], on the CPU, given the hidden states [rows, H] of the active rows."""
         assert self._decoder is not None
         active = scheduler.active
-        stream = (scheduler.slot_key[active], scheduler.slot_sibling[active], scheduler.slot_length[active])
+        stream = (scheduler.slot_key[active], scheduler.slot_rollout_index[active], scheduler.slot_length[active])
         settings = (sampling.temperature, sampling.top_p, sampling.top_k)
         parts = zip(*(x.to(self.device).split(SAMPLED_ROWS) for x in (hidden, *stream)), strict=True)
         drawn = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]

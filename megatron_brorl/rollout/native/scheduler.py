@@ -1,7 +1,7 @@
 """Scheduling of rollouts: which are decoded now, which are queued, and which are evicted.
 
 Queued rollouts start as others end. If pages run out, the rows that started last give up their pages and go back to the
-queue. They continue later from the tokens that they have. Random numbers are a function of (Request.key, sibling,
+queue. They continue later from the tokens that they have. Random numbers are a function of (Request.key, Rollout.index,
 position), so a continued row draws the same ones. Its tokens change only if rounding differs in the attention keys and
 values that are computed again.
 """
@@ -30,7 +30,7 @@ class QueuedRollout:
 
     request: int  # index of its request
     so_far: Rollout  # tokens of earlier calls, or from before its eviction
-    limit: int  # response length at which this call leaves the rollout: as "cut" below max_tokens, else as "length"
+    limit: int  # response length at which it stops: with finish reason "length" if it equals max_tokens, else "cut"
 
 
 class Scheduler:
@@ -65,7 +65,7 @@ class Scheduler:
         self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
         self.slot_rollout: list[QueuedRollout | None] = [None] * slots  # as it was when it entered the slot
-        self.slot_request, self.slot_prompt, self.slot_sibling = torch.zeros(3, slots, dtype=torch.int64)
+        self.slot_request, self.slot_prompt, self.slot_rollout_index = torch.zeros(3, slots, dtype=torch.int64)
         self.slot_key, self.slot_length, self.slot_limit = torch.zeros(3, slots, dtype=torch.int64)
         self.slot_tokens = torch.empty(slots, sampling.max_tokens, dtype=torch.int64)  # the first slot_length are valid
         self.slot_log_probs = torch.empty(slots, sampling.max_tokens)
@@ -137,15 +137,15 @@ class Scheduler:
             response = queued.so_far.token_ids.tolist()
             # A continued rollout has response tokens. Its chunk starts with the block that contains the prompt's last
             # token and attends to the blocks before it. Only the keys and values of the response are stored.
-            # The prompt's tokens from `shared` on are computed again, so they do not count as cached.
+            # The prompt's tokens after the first `reused` ones are computed again, so they do not count as cached.
             if response:
-                shared = (len(prompt_tokens) - 1) // BLOCK * BLOCK
-                cached = min(cached, shared)
+                reused = (len(prompt_tokens) - 1) // BLOCK * BLOCK
+                cached = min(cached, reused)
                 pages = self.pool.allocate(pages_for(len(response)))
                 self.slot_pages[slot, : len(pages)] = pages
-                tokens = (*prompt_tokens[shared:], *response)
-                before = self.prompt_pages[prompt, : shared // PAGE]
-                store_from = len(prompt_tokens) - shared
+                tokens = (*prompt_tokens[reused:], *response)
+                before = self.prompt_pages[prompt, : reused // PAGE]
+                store_from = len(prompt_tokens) - reused
                 chunks.append(PrefillChunk(tokens, store_from=store_from, pages=pages, before=before))
                 outputs.append((slot_hidden, slot))
             self.pool.record_prompt(len(prompt_tokens), cached)
@@ -183,7 +183,7 @@ class Scheduler:
         length = len(queued.so_far.token_ids)
         self.slot_rollout[slot] = queued
         self.slot_request[slot] = queued.request
-        self.slot_sibling[slot] = queued.so_far.index
+        self.slot_rollout_index[slot] = queued.so_far.index
         self.slot_prompt[slot] = self.request_prompt[queued.request]
         self.slot_key[slot] = self.requests[queued.request].key
         self.slot_length[slot] = length
