@@ -115,7 +115,7 @@ class Actor(GPTModel):
             local_angles = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
             local = (local_angles.cos(), local_angles.sin())
 
-        # Only the first stage reads the ids. Megatron's pipeline passes hidden states to the others.
+        # Only the first stage reads input_ids. Megatron's pipeline passes hidden states to the others.
         return (ddp or self)(
             input_ids=batch.input_ids.to(device).unsqueeze(0),
             position_ids=positions.unsqueeze(0),

@@ -136,7 +136,8 @@ class Trainer:
             if writer:
                 writer.write(step, metrics, timings)
             progress.update(state.step, console_line(step, metrics, timings))
-            # metrics["updates"] counts those of this step. Without any, approx_kl is 0, and there is no advice.
+            # metrics["updates"] is the number of updates in this step, state.updates that of the run. While both are 0,
+            # approx_kl is 0, so there is no advice.
             no_earlier_updates = metrics["updates"] == state.updates
             if no_earlier_updates and (advice := large_first_update(metrics, self.config.optim.lr)):
                 progress.note(f"warning: {advice}")

@@ -244,7 +244,7 @@ class Scheduler:
         return len(self.active)
 
     def decode_batch(self) -> DecodeBatch:
-        """Return the inputs of a decode step that feeds the newest token of each active row."""
+        """Return positions and pages of the active rows, for a decode step that feeds the newest token of each."""
         active = self.active
         device = self.decoder.device
         prompts = self.slot_prompt[active]
