@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,15 +46,6 @@ def nothing_left_of(engine):
     assert not [path for path in memory if path.exists()]
 
 
-def during(engine, seconds, act):
-    """Sample 512 siblings, call act after `seconds` and return the siblings."""
-    timer = threading.Timer(seconds, act)
-    timer.start()
-    found = draw(engine, 512)
-    timer.join()
-    return found
-
-
 @pytest.fixture(scope="module")
 def hurt(tmp_path_factory):
     """Yield a model and an engine for tests that change the weights and restart the engine."""
@@ -73,13 +63,21 @@ def victim_in(engine, which) -> psutil.Process:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("which", ["server", "worker"])
-def test_fault_in_generate(which, number, hurt, capfd):
+def test_fault_in_generate(which, number, hurt, monkeypatch, capfd):
     """A new process samples the same 512 siblings. Killing the worker imitates the kernel's OOM killer."""
     _, engine = hurt
     expected, first = tokens(draw(engine, 512)), engine.supervisor.pid
-    victim = victim_in(engine, which)
+    ask, victim = engine._ask, victim_in(engine, which)
+
+    def hurt_after(rows, sampling):
+        asked = ask(rows, sampling)
+        if asked == first:
+            victim.send_signal(number)
+        return asked
+
+    monkeypatch.setattr(engine, "_ask", hurt_after)
     with nothing_left_of(engine):
-        found = during(engine, 0.3, lambda: victim.send_signal(number))
+        found = draw(engine, 512)
         assert engine.supervisor.pid != first
     assert tokens(found) == expected
     said = capfd.readouterr().err
