@@ -31,7 +31,8 @@ def is_function(name: str) -> bool:
 def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
     """Import a function. Return it and the SHA-256 of the file of its module.
 
-    what: words before the name in messages. Raises UserError if there is no such function or the module has no file.
+    what: words before the name in messages. Raises UserError if the import fails, the module lacks the function, or the
+    module has no file.
     """
     path, _, function = name.rpartition(":")
     file = Path(path).absolute()

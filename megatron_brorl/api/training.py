@@ -48,8 +48,8 @@ def train(
     limits. A hash of the function's source (or compiled code) is kept, and a run cannot be resumed with another
     function. Changes of the variables that it uses are not detected.
 
-    advantage, policy_loss: functions in place of algo.advantage and algo.policy_loss (docs/extending.md). A hash is
-    kept, too.
+    advantage, policy_loss: functions in place of algo.advantage and algo.policy_loss (docs/extending.md). Checkpoints
+    store a hash of each.
 
     A finished run of the same configuration without a function is returned without training.
 

@@ -162,9 +162,9 @@ def load(
 ) -> dict[str, Tensor]:
     """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
 
-    te_names: whether the norms have Transformer Engine's names. own: parameters that no Hugging
-    Face directory has, which are not changed. keep: return this rank's part of each tensor in the dtype of the file, by
-    the module's own parameter names. Raises UserError if the directory does not have the model of its config.json.
+    te_names: whether the norms have Transformer Engine's names. own: parameters that no Hugging Face directory has,
+    which are not changed. keep: return this rank's part of each tensor in the dtype of the file, by the module's own
+    parameter names. Raises UserError if the directory does not have the model of its config.json.
     """
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(names.hf_shapes(shape))

@@ -37,7 +37,7 @@ GIB = 2**30
 LIBRARIES = GIB // 2  # of a process on a CPU: code, Python objects, tokenizer and data
 ROLLOUT = 10 * 2**10  # bytes of the objects of a response on a CPU (measured)
 LOGITS_ROWS = 512  # rows of logits that ops.fused.linear holds at a time on a CPU
-GAPS = 0.4  # free gaps between tensors on a CPU, relative to their memory (docs/measurements.md)
+GAPS = 0.4  # free gaps between tensors on a CPU, relative to their memory; fitted to runs in docs/measurements.md
 Parts = Mapping[str, int]  # bytes by purpose
 
 
@@ -165,7 +165,7 @@ def engine_parts(config: Config, shape: ModelShape, ranks: int, prompts: PromptS
 
 
 def with_overhead(parts: Parts) -> Parts:
-    """Add what a process on a CPU needs next to its tensors."""
+    """Return the parts of a process on a CPU with its libraries and the gaps in its heap."""
     return {**parts, "gaps (estimate)": int(GAPS * sum(parts.values())), "libraries": LIBRARIES}
 
 

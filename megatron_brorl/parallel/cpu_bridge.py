@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Parameters of mallopt(3): M_TRIM_THRESHOLD (-1: never), M_MMAP_MAX (no block is mapped alone) and M_ARENA_MAX.
+# mallopt(3): M_TRIM_THRESHOLD = -1 never returns memory to the system, M_MMAP_MAX = 0 takes all blocks from the heap
+# instead of mmap, and M_ARENA_MAX = 1 makes all threads use one heap.
 _MALLOC = {-1: -1, -4: 0, -8: 1}
 
 

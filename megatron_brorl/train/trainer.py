@@ -136,10 +136,9 @@ class Trainer:
             if writer:
                 writer.write(step, metrics, timings)
             progress.update(state.step, console_line(step, metrics, timings))
-            # metrics["updates"] is the number of updates in this step, state.updates that of the run. While both are 0,
-            # approx_kl is 0, so there is no advice.
-            no_earlier_updates = metrics["updates"] == state.updates
-            if no_earlier_updates and (advice := large_first_update(metrics, self.config.optim.lr)):
+            # The first update is in this step if the run has no others than those of this step.
+            is_first_update = 0 < metrics["updates"] == state.updates
+            if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):
                 progress.note(f"warning: {advice}")
             with span("callbacks"):
                 self.callbacks.call("on_step", step, metrics)  # errors are raised after the state is saved
