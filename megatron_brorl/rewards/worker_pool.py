@@ -86,9 +86,8 @@ class RewardPool:
         self._judge_factory = judge_factory
         self._impure = impure
         self._in_process_judge = Judge(function) if function else None
-        self._condition = (
-            threading.Condition()
-        )  # guards stats and the members below; notified of new jobs and of a stop
+        # Guards stats and the members below. Threads are notified of new jobs and of a stop.
+        self._condition = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._cache: dict[Hashable, tuple[Future[ScoreResult], object]] = {}
         self._processes: set[WorkerProcess] = set()
