@@ -24,12 +24,13 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, model_card
 from megatron_brorl.cli import memory_plan, run_folder
 from megatron_brorl.cli.run_folder import Fingerprint
+from megatron_brorl.cli.teacher import check_teacher, teacher_directory
 from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
-from megatron_brorl.families.shape import read_shape
+from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.files import rename_aside
 from megatron_brorl.models import fp8
 from megatron_brorl.models.gpt import DTYPES, RECOMPUTE_ATTENTION
@@ -172,6 +173,9 @@ class Session:
         sources = self.sources
         lengths = [len(p.token_ids) for p in (*sources.representative_prompts(), *sources.held_out)]
         prompts = memory_plan.PromptSizes(max(lengths), len(sources.held_out))
+        teacher = self.share_errors(lambda: self.teacher_shape)
+        if teacher:
+            self.program.on_check("teacher", f"{teacher.layers} layers of {teacher.hidden}, tokenizer as model.path")
         plan, lines = self.share_errors(lambda: memory_plan.plan_run(self.config, self.shape, machines, prompts))
         self._kv_tokens = plan.kv_tokens(machines.gpu)
         room = self.share_errors(lambda: run_folder.check_disk(self.config, self.shape, self.dir))
@@ -201,14 +205,30 @@ class Session:
 
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
         """Return the model with the weights of model.path. optim: None for a model that is not trained."""
-        return self._load_weights(kind(self.shape, self.grid, self._stage_options(), optim))
+        worker = kind(self.shape, self.grid, self._stage_options(), optim)
+        return _load_weights(worker, "model.path", self.config.model.path)
+
+    @functools.cached_property
+    def teacher_shape(self) -> ModelShape | None:
+        """The shape of the teacher, or None without one. Raises UserError if it cannot score the rollouts."""
+        if not self.config.teacher.path:
+            return None
+        return check_teacher(self.config, self.tokenizer, context(self.config, self.shape))
+
+    def teacher(self) -> Worker | None:
+        """Return the model with the weights of teacher.path, which is not trained, or None without one."""
+        if self.teacher_shape is None:
+            return None
+        worker = Worker(self.teacher_shape, self.grid, self._stage_options())
+        return _load_weights(worker, "teacher.path", str(teacher_directory(self.config)))
 
     def critic(self) -> CriticWorker | None:
         """Return the critic with the weights of model.path, or None if algo.advantage needs none."""
         if self.config.algo.advantage != "gae":
             return None
         optim = critic_optim(self.config.critic, self.config.optim)
-        return self._load_weights(CriticWorker(self.shape, self.grid, self._stage_options(), optim))
+        critic = CriticWorker(self.shape, self.grid, self._stage_options(), optim)
+        return _load_weights(critic, "model.path", self.config.model.path)
 
     def _stage_options(self) -> StageOptions:
         train = self.config.train
@@ -225,13 +245,6 @@ class Session:
             overlap=parallel.overlap,
             fields={**fp8.settings(self.config.fp8), **attention_only},
         )
-
-    def _load_weights(self, stage: AnyStage) -> AnyStage:
-        """Load the weights of model.path. Raises UserError if one is not finite."""
-        path = self.config.model.path
-        stage.load_hf(path)
-        stage.require_finite(f"model.path = {path}", "give a model whose training did not diverge")
-        return stage
 
     @functools.cached_property
     def started_verifiers(self) -> CheckedVerifiers:
@@ -257,7 +270,7 @@ class Session:
     def fingerprint(self) -> Fingerprint:
         """Return the configuration and input hashes that a resumed run compares with those of its checkpoint."""
         functions = {**self.started_verifiers.sha256, **self.own_algorithm}
-        return run_folder.fingerprint(self.config, self.shape, functions, self.inputs())
+        return run_folder.fingerprint(self.config, self.shape, functions, self.inputs(), self.teacher_shape)
 
     def inputs(self) -> dict[str, str]:
         """Return the SHA-256 of the tokenizer and the data, see Sources.digests."""
@@ -401,6 +414,13 @@ class Session:
         # A forked process shares most of its pages with its parent.
         children = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
         return collectives.all_reduce_sum({"mib": own + children})["mib"]
+
+
+def _load_weights(stage: AnyStage, key: str, path: str) -> AnyStage:
+    """Load the weights of `path`, the value of a key. Raises UserError if one is not finite."""
+    stage.load_hf(path)
+    stage.require_finite(f"{key} = {path}", "give a model whose training did not diverge")
+    return stage
 
 
 SLURM_END = "SLURM_JOB_END_TIME"  # Unix time, in the environment of a job's steps

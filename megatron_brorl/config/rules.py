@@ -18,7 +18,8 @@ Rule = tuple[str, bool, str]  # key for the message, whether the rule is broken,
 
 def check(config: Config, where: str) -> None:
     """Raise UserError that names `where` (the file) and the key of the first broken rule."""
-    for rules in (_functions, _rollout, _parallel, _fp8, _evaluation, _advantages, _updates, _learning_rate, _data):
+    of_training = _advantages, _updates, _distillation, _learning_rate
+    for rules in (_functions, _rollout, _parallel, _fp8, _evaluation, *of_training, _data):
         for key, broken, message in rules(config):
             if broken:
                 section, name = key.split(".")
@@ -151,10 +152,11 @@ def _advantages(config: Config) -> Iterator[Rule]:
         yield "reward.cut_off_factor", reward.cut_off_factor not in (0, 1), f"must be 0 or 1 {why}"
         yield "algo.advantage", config.shaping.is_on, "needs rewards of 0 and 1: choose another, or remove [shaping]"
 
-    # The mean of a single rollout is its reward. A critic needs no groups, unless groups are selected.
+    # The mean of a single rollout is its reward. A critic needs no groups, unless groups are selected, and training
+    # without a verifier needs none.
     yield (
         "rollout.n",
-        n < 2 and (not gae or algo.dynamic_sampling),
+        n < 2 and (not gae or algo.dynamic_sampling) and config.data.verifier != "none",
         "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling",
     )
 
@@ -202,6 +204,20 @@ def _updates(config: Config) -> Iterator[Rule]:
     yield "algo.mismatch_mask", is_cut and masked, f'must be "off" {cut}'
 
 
+def _distillation(config: Config) -> Iterator[Rule]:
+    algo = config.algo
+    distills = algo.distill_coef > 0
+    yield "algo.distill_coef", distills and not config.teacher.path, "needs teacher.path"
+    yield "teacher.path", bool(config.teacher.path) and not distills, "needs algo.distill_coef above 0"
+    # The teacher is a signal for groups with equal rewards, too.
+    yield "algo.dynamic_sampling", distills and algo.dynamic_sampling, "must be false with algo.distill_coef"
+    yield (
+        "data.verifier",
+        config.data.verifier == "none" and not distills,
+        "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path",
+    )
+
+
 def _learning_rate(config: Config) -> Iterator[Rule]:
     optim = config.optim
     gae = config.algo.advantage == "gae"
@@ -225,7 +241,8 @@ def _data(config: Config) -> Iterator[Rule]:
     yield "data.train", bool(data.train and data.mixture), "give either data.train or data.mixture"
     yield "data.system_prompt", bool(data.system_prompt) and not data.chat, "needs data.chat = true"
     yield "data.chat_template_kwargs", bool(data.chat_template_kwargs) and not data.chat, "needs data.chat = true"
-    yield "data.verifier", bool(data.tasks) and data.verifier != "exact", "data.tasks have their own: leave it out"
+    own = bool(data.tasks) and data.verifier not in ("exact", "none")
+    yield "data.verifier", own, 'data.tasks have their own: leave it out, or set "none"'
 
 
 # A resumed run must keep the keys that determine the model, the data and its order, the meaning of a reward, or the

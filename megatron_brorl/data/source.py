@@ -199,12 +199,13 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int,
     held_out_seed = hash_int("held_out", 2, size=4)
     train_seed = hash_int("train", config.train_seed, seed, size=4)
     held_out = GeneratedPrompts(config, held_out_seed, tokenizer, max_prompt_tokens).held_out(config.held_out_prompts)
-    train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, held_out.keys())
+    verifier = "none" if config.verifier == "none" else VERIFIER
+    train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, held_out.keys(), verifier)
     train.prompts(0, 1)  # Report an invalid pattern or limit now and not at the first step.
     names = ", ".join(task.name for task in config.tasks)
     report = [f"data.tasks: endless prompts of {names}; {len(held_out)} different ones held out"]
     report += check_round_trip(train.examples(), tokenizer, "data.tasks")
-    return Sources(train, list(held_out.values()), frozenset([VERIFIER]), "\n".join(report))
+    return Sources(train, list(held_out.values()), frozenset([VERIFIER, verifier]), "\n".join(report))
 
 
 @dataclass
