@@ -20,7 +20,7 @@ SHAPE = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
 INPUTS = {"tokenizer": "a" * 64, "train": "b" * 64, "held_out": "c" * 64}
 
 # Sections whose keys may all change, because they affect neither the data nor the content of checkpoints.
-FREE_SECTIONS = "parallel fp8 engine shaping critic reference ops train theory sft"
+FREE_SECTIONS = "parallel fp8 engine shaping critic reference teacher ops train theory sft"
 FIXED = {
     "run": "seed",
     "model": "dtype",
@@ -130,6 +130,14 @@ def test_another_model_is_refused():
     before = of({})
     now = fingerprint(Config(), dataclasses.replace(SHAPE, heads=8), {}, INPUTS)
     with pytest.raises(UserError, match=r"was written with another model in model\.path \(heads = 1, now 8\)"):
+        check_fingerprint(before, now, WHERE)
+
+
+def test_another_teacher_is_refused():
+    shapes = [dataclasses.replace(SHAPE, layers=n) for n in (2, 4)]
+    before, now = (fingerprint(Config(), SHAPE, {}, INPUTS, teacher) for teacher in shapes)
+    assert check_fingerprint(before, before, WHERE) == {}
+    with pytest.raises(UserError, match=r"was written with another model in teacher\.path \(layers = 2, now 4\)"):
         check_fingerprint(before, now, WHERE)
 
 

@@ -146,6 +146,16 @@ def test_generated_sources(tokenizer: Tokenizer) -> None:
     assert sources.report == "data.tasks: endless prompts of chain_sum; 64 different ones held out"
 
 
+def test_generated_training_prompts_without_a_verifier(tokenizer: Tokenizer) -> None:
+    config = DataConfig(tasks=(TASK,), held_out_prompts=4)
+    scored, unscored = (load_sources(replace(config, verifier=name), tokenizer, 100, 0) for name in ("exact", "none"))
+    prompts = unscored.train.prompts(0, 8)
+    assert {p.verifier for p in prompts} == {"none"}
+    assert [replace(p, verifier="reasoning_gym") for p in prompts] == scored.train.prompts(0, 8)
+    assert unscored.held_out == scored.held_out
+    assert unscored.verifiers == {"none", "reasoning_gym"}
+
+
 def test_sft_examples(tokenizer: Tokenizer) -> None:
     source = load_sources(DataConfig(tasks=(TASK,), held_out_prompts=4), tokenizer, 100, 0)
     batch = source.train.prompts(0, 8)
