@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
-from megatron_brorl.config.schema import AlgoConfig, Config
+from megatron_brorl.config.schema import AlgoConfig, Config, DataConfig
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import is_function
 
@@ -156,7 +156,7 @@ def _advantages(config: Config) -> Iterator[Rule]:
     # without a verifier needs none.
     yield (
         "rollout.n",
-        n < 2 and (not gae or algo.dynamic_sampling) and config.data.verifier != "none",
+        n < 2 and (not gae or algo.dynamic_sampling) and not _is_unscored(config.data),
         "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling",
     )
 
@@ -213,9 +213,15 @@ def _distillation(config: Config) -> Iterator[Rule]:
     yield "algo.dynamic_sampling", distills and algo.dynamic_sampling, "must be false with algo.distill_coef"
     yield (
         "data.verifier",
-        config.data.verifier == "none" and not distills,
+        _is_unscored(config.data) and not distills,
         "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path",
     )
+
+
+def _is_unscored(data: DataConfig) -> bool:
+    """Return whether no training row has a verifier, apart from rows that name one."""
+    verifiers = [part.verifier or data.verifier for part in data.mixture] or [data.verifier]
+    return set(verifiers) == {"none"}
 
 
 def _learning_rate(config: Config) -> Iterator[Rule]:

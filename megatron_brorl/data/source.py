@@ -239,6 +239,13 @@ class _Reader:
             first, second = [row.where for row in rows if row.id == again[0]][:2]
             raise UserError(f"{second}: id {again[0]!r} is taken by {first}; give every row of {key} its own id")
 
+        unscored = next((row.where for row in rows if row.verifier == "none"), "")
+        if unscored and not key.startswith(("data.train", "data.mixture")):
+            raise UserError(
+                f'{unscored}: verifier "none" cannot evaluate: name one in the rows of {key}, or in data.verifier and '
+                'set verifier = "none" only in [[data.mixture]] for the training files'
+            )
+
         prompts = tokenize(rows, self.tokenizer, self.config, self.max_prompt_tokens)
         count = min(len(rows), _MAX_CHECKED)
         checked = [rows[i * len(rows) // count] for i in range(count)]

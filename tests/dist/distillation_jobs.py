@@ -18,42 +18,36 @@ from megatron_brorl.types import Prompt, PromptGroup, Rollout, ScoredRollout
 
 
 def advantages(
-    _rank: int, student: str, teacher: str, parallel: dict[str, Any], algo: dict[str, Any], temperature: float
+    _rank: int, folders: list[str], parallel: dict[str, Any], algo: AlgoConfig, temperature: float
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return the advantages of this replica's 24 rollouts by their ids, and the metrics."""
-    actor, other = (make_worker(directory, parallel, offload=True) for directory in (student, teacher))
-    models = TrainingModels(actor, teacher=other)
+    """Return the advantages of this replica's part of 24 rollouts by their ids, and metrics. folders: of both models"""
+    actor, teacher = (make_worker(folder, parallel, offload=True) for folder in folders)
+    models = TrainingModels(actor, teacher=teacher)
     models.offload()
-    assert not any(p.untyped_storage().nbytes() for p in other.actor.parameters())
-    grid = actor.grid
+    assert not any(p.untyped_storage().nbytes() for p in teacher.actor.parameters())
     groups, rollouts, table = scored(0)
-    own = rollouts[24 * grid.dp_rank // grid.dp_size : 24 * (grid.dp_rank + 1) // grid.dp_size]
-    config = AlgoConfig(dynamic_sampling=False, **algo)
-    _, experience, metrics = make_experience(own, groups, table, models, config, temperature)
+    own = rollouts[24 * actor.grid.dp_rank // actor.grid.dp_size : 24 * (actor.grid.dp_rank + 1) // actor.grid.dp_size]
+    _, experience, metrics = make_experience(own, groups, table, models, algo, temperature)
     return dict(zip(experience.ids, experience.advantages, strict=True)), metrics
 
 
 def expected_gradient(
-    _rank: int, student: str, teacher: str, prefixes: list[list[int]], probabilities: torch.Tensor, coef: float
+    _rank: int, folders: list[str], prefixes: list[list[int]], pi: torch.Tensor, algo: AlgoConfig, temperature: float
 ) -> dict[str, torch.Tensor]:
-    """Return sum_x pi(x) d loss(x) / d theta over prefixes and all next tokens x, by Hugging Face name in float64.
+    """Return the sum over prefixes and next tokens x of pi(x) times the gradient of the loss of x, by name.
 
-    probabilities: pi [prefixes, V], with which the loss of each token is weighted.
+    pi: [prefixes, V], the student's probabilities.
     """
-    worker, other = (make_worker(directory, {}, dtype=torch.float64) for directory in (student, teacher))
+    worker, teacher = (make_worker(folder, {}, dtype=torch.float64) for folder in folders)
     groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "none"), 0, i) for i, p in enumerate(prefixes)]
-    rollouts = [
-        ScoredRollout(g, Rollout(x, torch.tensor([x]), probabilities[g, x].log().float()[None], "stop"), 0.0, False)
-        for g in range(len(prefixes))
-        for x in range(probabilities.shape[1])
-    ]
-    algo = AlgoConfig(dynamic_sampling=False, distill_coef=coef, is_cap=0.0)
-    nothing = torch.zeros(probabilities.shape)
-    _, experience, _ = make_experience(rollouts, groups, nothing, TrainingModels(worker, teacher=other), algo, 0.8)
+    tokens = [(g, x) for g in range(len(prefixes)) for x in range(pi.shape[1])]
+    drawn = [Rollout(x, torch.tensor([x]), pi[g, x, None].log().float(), "stop") for g, x in tokens]
+    rollouts = [ScoredRollout(g, rollout, 0.0, False) for (g, _), rollout in zip(tokens, drawn, strict=True)]
+    models = TrainingModels(worker, teacher=teacher)
+    _, experience, _ = make_experience(rollouts, groups, torch.zeros(pi.shape), models, algo, temperature)
 
-    loss = ActorLoss(experience, algo, probabilities.flatten().tolist())
-    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker._head(0.8))
+    loss = ActorLoss(experience, algo, pi.flatten().tolist())
+    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker._head(temperature))
     gradients = {name: p.grad for name, p in names.global_parameters(worker.actor).items()}
     buckets = make_buckets(names.entries(worker.shape, 1), 8)
-    found = stream(buckets, worker.shape.kv_heads, gradients, worker.grid, torch.float64)
-    return {name: tensor.clone() for name, tensor in found}
+    return {n: x.clone() for n, x in stream(buckets, worker.shape.kv_heads, gradients, worker.grid, torch.float64)}

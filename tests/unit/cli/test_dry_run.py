@@ -107,19 +107,6 @@ def test_an_existing_checkpoint_is_checked_and_not_changed(folder, capfd):
     assert dry(capfd, "train.resume=never")[0] == 0
 
 
-def test_a_teacher_is_checked_and_needs_no_verifier(folder, capfd):
-    tiny.make_model(folder / "teacher", "qwen2", False, vocab_size=310, num_hidden_layers=3, hidden_size=64)
-    make_hf(folder / "teacher")
-    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
-    capfd.readouterr()
-    on = ["teacher.path=teacher", "algo.distill_coef=1", "algo.dynamic_sampling=false", "data.verifier=none"]
-    code, names, err = dry(capfd, *on, "rollout.n=1", told="3 layers of 64")
-    assert (code, [name for name in names if name != "teacher"], err) == (0, NAMES, "")
-    code, _, err = dry(capfd, *on, "teacher.path=missing")
-    assert code == 2
-    assert f"{folder}/missing: no such Hugging Face directory (teacher.path)" in err
-
-
 def not_finite(folder: Path) -> None:
     weights = load_file(folder / "model" / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] = torch.nan

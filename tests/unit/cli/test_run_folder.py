@@ -126,18 +126,12 @@ def test_changes_of_fixed_keys_are_refused(before, after, key):
     assert "\n" not in said
 
 
-def test_another_model_is_refused():
-    before = of({})
-    now = fingerprint(Config(), dataclasses.replace(SHAPE, heads=8), {}, INPUTS)
-    with pytest.raises(UserError, match=r"was written with another model in model\.path \(heads = 1, now 8\)"):
-        check_fingerprint(before, now, WHERE)
-
-
-def test_another_teacher_is_refused():
-    shapes = [dataclasses.replace(SHAPE, layers=n) for n in (2, 4)]
-    before, now = (fingerprint(Config(), SHAPE, {}, INPUTS, teacher) for teacher in shapes)
+@pytest.mark.parametrize("key", ["model", "teacher"])
+def test_another_model_or_teacher_is_refused(key):
+    shapes = [{"model": SHAPE, "teacher": SHAPE, key: dataclasses.replace(SHAPE, heads=n)} for n in (1, 8)]
+    before, now = (fingerprint(Config(), s["model"], {}, INPUTS, s["teacher"]) for s in shapes)
     assert check_fingerprint(before, before, WHERE) == {}
-    with pytest.raises(UserError, match=r"was written with another model in teacher\.path \(layers = 2, now 4\)"):
+    with pytest.raises(UserError, match=rf"was written with another model in {key}\.path \(heads = 1, now 8\)"):
         check_fingerprint(before, now, WHERE)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import tiny
 from unit.data.test_tokenizers import make_hf
@@ -13,56 +11,31 @@ from megatron_brorl.config.load import load_table
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 
-CONTEXT = 40
-SIZES = {"vocab_size": 304, "num_hidden_layers": 3, "max_position_embeddings": CONTEXT}
-
-
-@pytest.fixture
-def check(tmp_path, monkeypatch):
-    """A function that checks ./teacher, with the given sizes, for a student whose tokenizer has 300 tokens."""
-    monkeypatch.chdir(tmp_path)
-    tokenizer = load_tokenizer(make_hf(tmp_path / "student"))
-
-    def found(sizes, *overrides):
-        tiny.make_model(tmp_path / "teacher", "llama", False, **{**SIZES, **sizes})
-        config = load_table(
-            {"algo": {"distill_coef": 1.0, "dynamic_sampling": False}},
-            "run.toml",
-            ["teacher.path=teacher", *overrides],
-        )
-        return check_teacher(config, tokenizer, CONTEXT)
-
-    return found
-
-
-def test_shape_and_padding_may_differ(check):
-    make_hf(Path("teacher"))
-    shape = check({"vocab_size": 320, "hidden_size": 64})
-    assert (shape.vocab, shape.hidden, shape.layers, shape.family) == (320, 64, 3, "llama")
+SIZES = {"vocab_size": 320, "num_hidden_layers": 3, "max_position_embeddings": 40}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "overrides", "said"),
+    ("sizes", "token", "overrides", "said"),
     [
-        ({"vocab_size": 299}, [], "has 300 tokens and vocab_size = 299: copy its files again"),
-        ({"max_position_embeddings": 39}, [], "max_position_embeddings = 39 is less than the 40 tokens"),
-        ({}, ["parallel.tensor=3"], "parallel.tensor = 3 does not divide num_attention_heads = 4"),
-        ({}, ["parallel.pipeline=2"], "parallel.pipeline = 2 does not divide num_hidden_layers = 3"),
+        ({}, "<|user|>", [], ""),  # another family and shape, with a padded vocabulary
+        ({}, "<|human|>", [], "its tokenizer is not that of model.path: '<|human|>' is no token here"),
+        ({"vocab_size": 299}, "<|user|>", [], "has 300 tokens and vocab_size = 299: copy its files again"),
+        ({"max_position_embeddings": 39}, "<|user|>", [], "max_position_embeddings = 39 is less than the 40 tokens"),
+        ({}, "<|user|>", ["parallel.tensor=3"], "parallel.tensor = 3 does not divide num_attention_heads = 4"),
+        ({}, "<|user|>", ["parallel.pipeline=2"], "parallel.pipeline = 2 does not divide num_hidden_layers = 3"),
     ],
 )
-def test_models_that_do_not_fit_are_refused(check, sizes, overrides, said):
-    make_hf(Path("teacher"))
+def test_the_first_problem_is_one_line(tmp_path, monkeypatch, sizes, token, overrides, said):
+    monkeypatch.chdir(tmp_path)
+    tiny.make_model(tmp_path / "teacher", "llama", False, **{**SIZES, **sizes})
+    path = make_hf(tmp_path / "teacher") / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|user|>", token))
+    on = ["teacher.path=teacher", "algo.distill_coef=1", "algo.dynamic_sampling=false"]
+    config = load_table({}, "run.toml", [*on, *overrides])
+    student = load_tokenizer(make_hf(tmp_path / "student"))
+    if not said:
+        assert check_teacher(config, student, 40).vocab == 320
+        return
     with pytest.raises(UserError) as caught:
-        check(sizes, *overrides)
+        check_teacher(config, student, 40)
     assert str(caught.value).startswith(f"teacher.path = teacher: {said}")
-
-
-def test_another_tokenizer_or_none_is_refused(check):
-    with pytest.raises(UserError, match=r"no tokenizer\.json and no tokenizer\.model"):
-        check({})
-    path = make_hf(Path("teacher")) / "tokenizer.json"
-    path.write_text(path.read_text().replace("<|user|>", "<|human|>"))
-    with pytest.raises(UserError) as caught:
-        check({})
-    said = "teacher.path = teacher: its tokenizer is not that of model.path: '<|human|>' is no token here"
-    assert str(caught.value).startswith(said)
