@@ -205,8 +205,7 @@ class Session:
 
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
         """Return the model with the weights of model.path. optim: None for a model that is not trained."""
-        worker = kind(self.shape, self.grid, self._stage_options(), optim)
-        return _load_weights(worker, "model.path", self.config.model.path)
+        return self._load_weights(kind(self.shape, self.grid, self._stage_options(), optim))
 
     @functools.cached_property
     def teacher_shape(self) -> ModelShape | None:
@@ -220,15 +219,14 @@ class Session:
         if self.teacher_shape is None:
             return None
         worker = Worker(self.teacher_shape, self.grid, self._stage_options())
-        return _load_weights(worker, "teacher.path", str(teacher_directory(self.config)))
+        return self._load_weights(worker, "teacher.path", str(teacher_directory(self.config)))
 
     def critic(self) -> CriticWorker | None:
         """Return the critic with the weights of model.path, or None if algo.advantage needs none."""
         if self.config.algo.advantage != "gae":
             return None
         optim = critic_optim(self.config.critic, self.config.optim)
-        critic = CriticWorker(self.shape, self.grid, self._stage_options(), optim)
-        return _load_weights(critic, "model.path", self.config.model.path)
+        return self._load_weights(CriticWorker(self.shape, self.grid, self._stage_options(), optim))
 
     def _stage_options(self) -> StageOptions:
         train = self.config.train
@@ -245,6 +243,13 @@ class Session:
             overlap=parallel.overlap,
             fields={**fp8.settings(self.config.fp8), **attention_only},
         )
+
+    def _load_weights(self, stage: AnyStage, key: str = "model.path", path: str = "") -> AnyStage:
+        """Load the weights of model.path, or of another key with its path. Raises UserError if one is not finite."""
+        path = path or self.config.model.path
+        stage.load_hf(path)
+        stage.require_finite(f"{key} = {path}", "give a model whose training did not diverge")
+        return stage
 
     @functools.cached_property
     def started_verifiers(self) -> CheckedVerifiers:
@@ -414,13 +419,6 @@ class Session:
         # A forked process shares most of its pages with its parent.
         children = sum(p.memory_full_info().uss for p in psutil.Process().children(recursive=True)) / 2**20
         return collectives.all_reduce_sum({"mib": own + children})["mib"]
-
-
-def _load_weights(stage: AnyStage, key: str, path: str) -> AnyStage:
-    """Load the weights of `path`, the value of a key. Raises UserError if one is not finite."""
-    stage.load_hf(path)
-    stage.require_finite(f"{key} = {path}", "give a model whose training did not diverge")
-    return stage
 
 
 SLURM_END = "SLURM_JOB_END_TIME"  # Unix time, in the environment of a job's steps
