@@ -127,8 +127,9 @@ def test_training_and_the_reference(worlds, directory, trained, size, parallel, 
         assert all(torch.equal(adapters[0][name], value) for name, value in before.items())
         for name, value in after.items():
             assert (adapters[1][name] - value).norm() <= 1e-4 * value.norm(), name
-        assert sizes["gradients"] <= sizes["trained"] + 1024  # Megatron pads its buffers
-        assert sizes["optimizer"] <= 2 * sizes["trained"] + 1024
+        # The frozen model is 12 times as large as the adapters. Megatron's buffers have padding.
+        assert sizes["gradients"] < 2 * sizes["trained"]
+        assert sizes["optimizer"] < 3 * sizes["trained"]
 
 
 def test_new_adapters_are_peft_s(trained):
@@ -148,6 +149,6 @@ def test_bf16_trains_adapters_with_fp32_masters(worlds, directory, trained):
     options = {"dtype": torch.bfloat16, "distributed_optimizer": True}
     ((found, (_, after), _),) = worlds(1).run("lora_jobs:train_with_reference", directory, {}, options)
     assert all(torch.equal(a, b) for a, b in zip(found["reference"], found["base"], strict=True))
-    for name, value in trained[1][1].items():
-        assert after[name].dtype == torch.bfloat16
-        assert (after[name] - value).norm() <= 0.1 * value.norm(), name
+    assert {value.dtype for value in after.values()} == {torch.bfloat16}
+    mine, expected = (torch.cat([x.flatten() for x in adapters.values()]) for adapters in (after, trained[1][1]))
+    assert (mine - expected).norm() <= 0.05 * expected.norm()
