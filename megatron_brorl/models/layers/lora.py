@@ -105,6 +105,8 @@ def add_product(out: Tensor, down: Tensor, b: Tensor) -> Tensor:
 class Adapted(torch.nn.Module):
     """Base of linear layers that may have adapters. `down` is the product of this rank's input and all a."""
 
+    weight: Tensor
+    bias: Tensor | None
     lora: Adapters | None
     tp_group: Any
     sequence_parallel: bool
