@@ -20,7 +20,7 @@ import torch
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
-from megatron_brorl.checkpoints import folders, hugging_face, megatron_format, safetensors_files
+from megatron_brorl.checkpoints import adapters, folders, hugging_face, megatron_format, safetensors_files
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, ModelShape, read_shape, refuse_gguf
@@ -34,7 +34,7 @@ from megatron_brorl.parallel.packing import pack
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
 TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one, or absolute if that is below 1
 FLAGS = ("--tensor", "--pipeline")
-Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint
+Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint | adapters.MergedCheckpoint
 Check = Callable[[Path], None]
 Report = Callable[[int, str], None]  # called with the number of tensors done and the name of the last
 
@@ -45,29 +45,34 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
     Raises UserError if a file is missing or damaged, or a tensor of config.json's model is missing.
     """
     shape = read_shape(directory)
-    source = hugging_face.Checkpoint(directory)
-    source.check(names.hf_shapes(shape))
-    source.check_tied(shape)
-    return source, shape, directory
+    return hugging_face.open_checked(directory, shape), shape, directory
 
 
 def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelShape, Path]:
     """Return a Megatron checkpoint, its shape, and the folder of config.json and tokenizer.
 
-    config: that folder, which is needed for checkpoints of a run. Raises UserError if the checkpoint is missing or
-    damaged, or if it does not match the model of config.json.
+    config: that folder, which is needed for checkpoints of a run. If the checkpoint holds only adapters, it must hold the
+    base model, into which they are merged. Raises UserError if the checkpoint is missing or damaged, or if it does not
+    match the model of config.json.
     """
     for given in filter(None, (directory, config)):
         refuse_gguf(given)
     if not directory.is_dir():
         raise UserError(f"{directory}: no such Megatron checkpoint")
+    lora = adapters.saved_lora(directory)
     companions = config or directory / COMPANIONS
     if not companions.is_dir():
-        raise UserError(f"{directory}: has no {COMPANIONS}/{CONFIG}: give a directory that has one (--config)")
+        why = "holds only adapters: give the directory of the base model"
+        why = why if lora else f"has no {COMPANIONS}/{CONFIG}: give a directory that has one"
+        raise UserError(f"{directory}: {why} (--config)")
     shape = read_shape(companions)
     if (directory / folders.MANIFEST).is_file() and (problem := folders.find_damage(directory)):
         raise UserError(f"{directory}: {problem}")
-    return megatron_format.MegatronCheckpoint(directory, shape), shape, companions
+    if lora:
+        base = hugging_face.open_checked(companions, shape)
+        return adapters.MergedCheckpoint(directory, shape, lora, base), shape, companions
+    entries = megatron_format.parameter_entries(shape)
+    return megatron_format.MegatronCheckpoint(directory, shape, entries), shape, companions
 
 
 def to_megatron(
@@ -121,6 +126,25 @@ def to_hf(
         safetensors_files.write(tensors(), layout, aside)
         if check:
             check(aside)
+    return size
+
+
+def to_peft(
+    source: adapters.MergedCheckpoint, _shape: ModelShape, base: Path, target: Path, report: Report, _check: None
+) -> int:
+    """Write the adapters of a checkpoint as a PEFT directory, and return the bytes of its tensors."""
+    size = 0
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        nonlocal size
+        for number, entry in enumerate(source.entries):
+            (tensor,) = source.adapters.read(entry)
+            size += tensor.nbytes
+            yield entry.hf[0], tensor
+            report(number + 1, entry.megatron)
+
+    with _output(target) as aside:
+        adapters.write_peft(tensors(), source.lora, str(base), aside)
     return size
 
 

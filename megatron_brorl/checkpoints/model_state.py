@@ -17,8 +17,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
+from megatron_brorl.checkpoints.megatron_format import layer_key
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.nonfinite import require_finite
 from megatron_brorl.models.weights.names import global_parameters
@@ -50,7 +52,7 @@ class ModelState:
 
     def sharded(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
         """Return Megatron's sharded state. An optimizer that has not stepped has none."""
-        model = self.module.sharded_state_dict(prefix=self.prefix)
+        model = adapters(self.module, self.prefix) or self.module.sharded_state_dict(prefix=self.prefix)
         for name, weight in (self.weights or {}).items():
             model[self.prefix + name].data = weight
         if not with_optimizer:
@@ -71,13 +73,34 @@ class ModelState:
             for name, weight in self.weights.items():
                 weight.copy_(model[name])
             return
-        self.module.load_state_dict(model)
+        self.module.load_state_dict(model, strict=not adapters(self.module))
         if "optimizer" in state and is_distributed(self.optimizer):
             _restore_distributed(self.optimizer, state["optimizer"], directory)
         elif "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             self.optimizer.reload_model_params()
+
+
+def adapters(module: Any, prefix: str = "") -> dict[str, ShardedTensor]:
+    """Return the sharded state of the parameters that are trained if others are frozen, and {} otherwise.
+
+    The frozen ones are in the base model's files. Megatron's layers would store these parameters as replicated.
+    """
+    parameters = dict(module.named_parameters())
+    if all(parameter.requires_grad for parameter in parameters.values()):
+        return {}
+    state = {}
+    for own, (name, parameter) in zip(parameters, global_parameters(module).items(), strict=True):
+        if parameter.requires_grad:
+            key, layer = layer_key(name)
+            where = {"key": prefix + key, "prepend_offsets": ((0, layer, module.config.num_layers),)}
+            if getattr(parameter, "tensor_model_parallel", False):
+                shard = make_tp_sharded_tensor_for_checkpoint(parameter, tp_axis=parameter.partition_dim, **where)
+            else:
+                shard = make_sharded_tensor_for_checkpoint(parameter, **where)
+            state[prefix + own] = shard
+    return state
 
 
 def is_distributed(optimizer: Any) -> bool:

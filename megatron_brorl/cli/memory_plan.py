@@ -13,7 +13,7 @@ import argparse
 import math
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +21,13 @@ import psutil
 import torch
 
 from megatron_brorl.config.load import load
-from megatron_brorl.config.schema import Config
+from megatron_brorl.config.schema import Config, LoraConfig
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.models.gpt import DTYPES
-from megatron_brorl.models.weights.layouts import local_shape
-from megatron_brorl.models.weights.names import entries, hf_shapes
+from megatron_brorl.models.weights.layouts import WeightEntry, local_shape
+from megatron_brorl.models.weights.names import adapter_entries, entries, hf_shapes
 from megatron_brorl.rollout.native.pages import page_bytes, pages_for
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.weights_send import file_layout, to_fp8_blocks, unchanged
@@ -82,22 +82,41 @@ class Plan:
 
 
 def training_parts(
-    shape: ModelShape, stage: int, tensor: int, pipeline: int, dtype: torch.dtype, shards: int = 1
+    shape: ModelShape,
+    stage: int,
+    tensor: int,
+    pipeline: int,
+    dtype: torch.dtype,
+    shards: int = 1,
+    lora: LoraConfig = LoraConfig(),
 ) -> Parts:
     """Return the bytes of a rank's weights, fp32 gradients, and Adam's states (with fp32 masters of other weights).
 
-    shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1).
+    shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1). lora: if its
+    rank is not 0, only the adapters have gradients and Adam's states.
     """
     table = entries(shape, pipeline)
-    count = sum(math.prod(local_shape(e, tensor)) for e in table if e.stage == stage)
+    count = _elements(table, stage, tensor)
     if shape.tied and stage == pipeline - 1 > 0:
         count += math.prod(local_shape(table[0], tensor))  # the last stage's copy of the embedding
+    adapters = _elements(adapter_entries(shape, pipeline, lora), stage, tensor) if lora.rank else 0
+    trained = adapters or count
     masters = 0 if dtype == torch.float32 else 4
     return {
         "weights": count * dtype.itemsize,
-        "gradients": count * 4,
-        "optimizer": count * (8 + masters) // shards,
+        **({"adapters": adapters * dtype.itemsize} if adapters else {}),
+        "gradients": trained * 4,
+        "optimizer": trained * (8 + masters) // shards,
     }
+
+
+def _elements(table: Sequence[WeightEntry], stage: int, tensor: int) -> int:
+    return sum(math.prod(local_shape(entry, tensor)) for entry in table if entry.stage == stage)
+
+
+def trained_weights(parts: Parts) -> int:
+    """Return the bytes of the weights that are trained, from `training_parts`."""
+    return parts.get("adapters", parts["weights"])
 
 
 def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int, fused: bool) -> int:
@@ -181,12 +200,13 @@ def plan_stage(
             f"{machines.ranks} ranks"
         )
     shards = machines.ranks // of_a_model if parallel.distributed_optimizer else 1
-    parts = training_parts(shape, stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], shards)
-    models = {"": parts} | ({"critic's ": parts} if config.algo.advantage == "gae" else {})
+    given = (shape, stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], shards)
+    parts = training_parts(*given, config.lora)
+    models = {"": parts} | ({"critic's ": training_parts(*given)} if config.algo.advantage == "gae" else {})
 
     # While the engine generates, gradients are dropped, and the rest stays or moves to the host.
     staying = {f"{of}{name}": x for of, own in models.items() for name, x in own.items() if name != "gradients"}
-    staying |= {"reference": parts["weights"]} if config.algo.kl_coef > 0 else {}
+    staying |= {"reference": trained_weights(parts)} if config.algo.kl_coef > 0 else {}
     gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
     tokens = largest_micro_batch(config, machines, prompts)
     fused = not machines.gpu and config.ops.implementation == "fused" and shape.is_llama_like
