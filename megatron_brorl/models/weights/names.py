@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_brorl.families.family import Init, Parameter
+from megatron_brorl.config.schema import LoraConfig
+from megatron_brorl.families.family import Init, Layout, Parameter
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.weights.layouts import WeightEntry
 
@@ -36,6 +37,27 @@ def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[Wei
                 stage,
             )
         )
+    return table
+
+
+def adapter_entries(shape: ModelShape, pp_size: int, lora: LoraConfig) -> list[WeightEntry]:
+    """Return both matrices of every adapter as `entries` does, under the names of PEFT's files."""
+    table = []
+    for layer, parameter in _parameters(shape):
+        split_inputs = parameter.layout == "columns"  # a row-parallel layer
+        for name, size in _sizes(shape, parameter).items():
+            module = name.removesuffix(".weight")
+            target = module.rpartition(".")[2]
+            if layer is None or target not in lora.targets:
+                continue
+            megatron = _in_layer("decoder.layers", layer) + parameter.megatron.removesuffix("weight") + "lora." + target
+            peft = "base_model.model." + _in_layer("model.layers", layer) + module
+            stage = layer * pp_size // shape.layers
+            a, b = (lora.rank, size[1]), (size[0], lora.rank)
+            of_a: Layout = "columns" if split_inputs else "replicated"
+            of_b: Layout = "replicated" if split_inputs else "rows"
+            table.append(WeightEntry(f"{megatron}.a", (f"{peft}.lora_A.weight",), (a,), of_a, stage))
+            table.append(WeightEntry(f"{megatron}.b", (f"{peft}.lora_B.weight",), (b,), of_b, stage))
     return table
 
 
