@@ -87,4 +87,4 @@ class MergedCheckpoint:
         wide = torch.promote_types(weight.dtype, torch.float32)
         pair = (self._entry_of[f"{layer}.lora_{factor}.weight"] for factor in "AB")
         a, b = (self.adapters.read(entry)[0].to(wide) for entry in pair)
-        return (weight.to(wide) + self.lora.scaling * (b @ a)).to(weight.dtype)
+        return (weight.to(wide) + self.lora.alpha / self.lora.rank * (b @ a)).to(weight.dtype)

@@ -51,9 +51,9 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
 def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelShape, Path]:
     """Return a Megatron checkpoint, its shape, and the folder of config.json and tokenizer.
 
-    config: that folder, which is needed for checkpoints of a run. If the checkpoint holds only adapters, it must hold the
-    base model, into which they are merged. Raises UserError if the checkpoint is missing or damaged, or if it does not
-    match the model of config.json.
+    config: that folder, which is needed for checkpoints of a run. It must hold the base model of adapters, into which
+    they are merged. Raises UserError if the checkpoint is missing or damaged, or if it does not match the model of
+    config.json.
     """
     for given in filter(None, (directory, config)):
         refuse_gguf(given)

@@ -8,7 +8,7 @@ may differ when they are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ def adapters(module: Any, prefix: str = "") -> dict[str, ShardedTensor]:
     if all(parameter.requires_grad for parameter in parameters.values()):
         return {}
     state = {}
-    for own, (name, parameter) in zip(parameters, global_parameters(module).items(), strict=True):
+    named: Mapping[str, Any] = global_parameters(module)
+    for own, (name, parameter) in zip(parameters, named.items(), strict=True):
         if parameter.requires_grad:
             key, layer = layer_key(name)
             where = {"key": prefix + key, "prepend_offsets": ((0, layer, module.config.num_layers),)}

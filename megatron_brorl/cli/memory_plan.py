@@ -88,18 +88,18 @@ def training_parts(
     pipeline: int,
     dtype: torch.dtype,
     shards: int = 1,
-    lora: LoraConfig = LoraConfig(),
+    lora: LoraConfig | None = None,
 ) -> Parts:
     """Return the bytes of a rank's weights, fp32 gradients, and Adam's states (with fp32 masters of other weights).
 
-    shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1). lora: if its
-    rank is not 0, only the adapters have gradients and Adam's states.
+    shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1). lora: with
+    its rank above 0, only the adapters have gradients and Adam's states.
     """
     table = entries(shape, pipeline)
     count = _elements(table, stage, tensor)
     if shape.tied and stage == pipeline - 1 > 0:
         count += math.prod(local_shape(table[0], tensor))  # the last stage's copy of the embedding
-    adapters = _elements(adapter_entries(shape, pipeline, lora), stage, tensor) if lora.rank else 0
+    adapters = _elements(adapter_entries(shape, pipeline, lora), stage, tensor) if lora and lora.rank else 0
     trained = adapters or count
     masters = 0 if dtype == torch.float32 else 4
     return {

@@ -17,7 +17,8 @@ LAYOUTS = {1: [{}], 2: [{}, {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pi
 
 
 @pytest.mark.parametrize(
-    ("size", "parallel", "changes"), [(2, {}, ZERO), (2, {"tensor": 2}, LORA), (2, {"pipeline": 2}, LORA), (1, {}, BF16)]
+    ("size", "parallel", "changes"),
+    [(2, {}, ZERO), (2, {"tensor": 2}, LORA), (2, {"pipeline": 2}, LORA), (1, {}, BF16)],
 )
 def test_resume_is_bit_exact(worlds, directory, tmp_path, size, parallel, changes):
     whole = worlds(size).run("steps:run_steps", directory, parallel, changes, 3, {})
@@ -25,7 +26,9 @@ def test_resume_is_bit_exact(worlds, directory, tmp_path, size, parallel, change
     assert_bit_exact(cut, whole)
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(size, parallel) for size, all_ in LAYOUTS.items() for parallel in all_])
+@pytest.mark.parametrize(
+    ("size", "parallel"), [(size, parallel) for size, all_ in LAYOUTS.items() for parallel in all_]
+)
 def test_a_checkpoint_loads_under_another_layout(worlds, directory, tmp_path, size, parallel):
     """A checkpoint of one process continues under this layout, and one of this layout on one process."""
     ((metrics, weights, _),) = worlds(1).run("steps:run_steps", directory, {}, LORA, 3, {})

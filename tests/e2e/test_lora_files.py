@@ -70,7 +70,9 @@ def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, warm, tmp_p
     merged, exported = weights(tmp_path / "model"), weights(adapted / "model")
     assert merged.keys() == exported.keys()
     assert all(torch.allclose(merged[name], tensor, rtol=0, atol=1e-6) for name, tensor in exported.items())
-    assert torch.allclose(logits(peft_model(warm, tmp_path / "adapter")), logits(hf_model(tmp_path / "model")), atol=1e-5)
+    assert torch.allclose(
+        logits(peft_model(warm, tmp_path / "adapter")), logits(hf_model(tmp_path / "model")), atol=1e-5
+    )
 
 
 def test_a_killed_run_continues_bit_exactly(adapted, config, warm, tmp_path):
@@ -145,4 +147,6 @@ def test_supervised_training_moves_only_adapters(config, init, tmp_path):
         assert b.abs().max() > 1e-4
         expected = before.double() + 32 / 2 * b.double() @ a.double()
         assert torch.allclose(merged[name].double(), expected, rtol=0, atol=1e-6), name
-    assert torch.allclose(logits(peft_model(init, tmp_path / "adapter")), logits(hf_model(tmp_path / "model")), atol=1e-5)
+    assert torch.allclose(
+        logits(peft_model(init, tmp_path / "adapter")), logits(hf_model(tmp_path / "model")), atol=1e-5
+    )
