@@ -124,14 +124,15 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
 
     Per token and layer, in elements: the inputs of both norms and of both parts (4 H), queries, keys, values and the
     output of attention (2 Q + 2 K), gate, up and their product (3 F), of which tensor parallelism cuts all but the
-    first. models.layers.fused keeps neither the outputs of norms nor that product (2 H and 2 F). With recomputation:
-    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and for each
-    following stage.
+    first. models.layers.fused keeps neither the outputs of norms nor that product (2 H and 2 F). Each adapter adds its
+    rank. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
+    itself and for each following stage.
     """
     parallel = config.parallel
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     inputs, wide = (2, 2) if fused else (4, 3)
     per_layer = inputs * shape.hidden + (attention + wide * shape.ffn) // parallel.tensor
+    per_layer += config.lora.rank * len(config.lora.targets)
     layers_in_flight = (parallel.pipeline - stage) * (shape.layers // parallel.pipeline)
     if config.train.recompute == "full":
         per_token = layers_in_flight * shape.hidden + per_layer
@@ -157,9 +158,9 @@ def largest_micro_batch(config: Config, machines: Machines, prompts: PromptSizes
     return min(limit, rows * rollout.max_tokens + prefixes * prompts.longest)
 
 
-def head_bytes(shape: ModelShape, tensor: int, tokens: int) -> int:
-    """Return the float32 logits of a chunk on a CPU, and the gradient of the head's weight."""
-    return 4 * (min(tokens, LOGITS_ROWS) + shape.hidden) * shape.vocab // tensor
+def head_bytes(shape: ModelShape, tensor: int, tokens: int, trained: bool) -> int:
+    """Return the float32 logits of a chunk on a CPU, and the gradient of the head's weight if it is trained."""
+    return 4 * (min(tokens, LOGITS_ROWS) + trained * shape.hidden) * shape.vocab // tensor
 
 
 def engine_parts(config: Config, shape: ModelShape, ranks: int, prompts: PromptSizes) -> Parts:
@@ -217,7 +218,8 @@ def plan_stage(
 
     built_in = config.rollout.engine not in ENGINES
     if built_in and not machines.gpu:
-        head = head_bytes(shape, parallel.tensor, tokens) if stage == parallel.pipeline - 1 else 0
+        last = stage == parallel.pipeline - 1
+        head = head_bytes(shape, parallel.tensor, tokens, not config.lora.rank) if last else 0
         generation = {**staying, **engine_parts(config, shape, machines.ranks, prompts)}
         training |= {"LM head": head, "rollouts": ROLLOUT * config.rollout.prompts * config.rollout.n // machines.ranks}
         return Plan(with_overhead(training), with_overhead(generation), offloaded)
