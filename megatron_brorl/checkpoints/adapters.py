@@ -68,17 +68,17 @@ class MergedCheckpoint:
         self.lora = lora
         self.entries = adapter_entries(shape, 1, lora)
         self.adapters = MegatronCheckpoint(directory, shape, self.entries)
-        self._base = base
+        self.base = base
         self._dtype = self.adapters.dtype(self.entries[0])
         self._entry_of = {name: entry for entry in self.entries for name in entry.hf}
 
-    def dtype(self, _entry: WeightEntry) -> torch.dtype:
+    def dtype(self, _entry: WeightEntry | None = None) -> torch.dtype:
         """Return the type in which the run computed, which is that of all tensors."""
         return self._dtype
 
     def read(self, entry: WeightEntry) -> list[Tensor]:
         """Return the merged tensors of an entry of the base model."""
-        return [self._merge(name, x.to(self._dtype)) for name, x in zip(entry.hf, self._base.read(entry), strict=True)]
+        return [self._merge(name, x.to(self._dtype)) for name, x in zip(entry.hf, self.base.read(entry), strict=True)]
 
     def _merge(self, name: str, weight: Tensor) -> Tensor:
         layer = f"base_model.model.{name.removesuffix('.weight')}"
@@ -87,4 +87,4 @@ class MergedCheckpoint:
         wide = torch.promote_types(weight.dtype, torch.float32)
         pair = (self._entry_of[f"{layer}.lora_{factor}.weight"] for factor in "AB")
         a, b = (self.adapters.read(entry)[0].to(wide) for entry in pair)
-        return (weight.to(wide) + self.lora.alpha / self.lora.rank * (b @ a)).to(weight.dtype)
+        return (weight.to(wide) + self.lora.alpha / self.lora.rank * b @ a).to(weight.dtype)

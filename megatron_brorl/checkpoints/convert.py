@@ -21,6 +21,8 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from megatron_brorl.checkpoints import adapters, folders, hugging_face, megatron_format, safetensors_files
+from megatron_brorl.checkpoints.adapters import MergedCheckpoint
+from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, ModelShape, read_shape, refuse_gguf
@@ -33,8 +35,9 @@ from megatron_brorl.parallel.packing import pack
 
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
 TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one, or absolute if that is below 1
+ROUNDING = 4  # maximum difference after merging adapters, in roundings of the weights' type
 FLAGS = ("--tensor", "--pipeline")
-Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint | adapters.MergedCheckpoint
+Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint | MergedCheckpoint
 Check = Callable[[Path], None]
 Report = Callable[[int, str], None]  # called with the number of tensors done and the name of the last
 
@@ -70,7 +73,7 @@ def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelSh
         raise UserError(f"{directory}: {problem}")
     if lora:
         base = hugging_face.open_checked(companions, shape)
-        return adapters.MergedCheckpoint(directory, shape, lora, base), shape, companions
+        return MergedCheckpoint(directory, shape, lora, base), shape, companions
     entries = megatron_format.parameter_entries(shape)
     return megatron_format.MegatronCheckpoint(directory, shape, entries), shape, companions
 
@@ -130,7 +133,7 @@ def to_hf(
 
 
 def to_peft(
-    source: adapters.MergedCheckpoint, _shape: ModelShape, base: Path, target: Path, report: Report, _check: None
+    source: MergedCheckpoint, _shape: ModelShape, base: Path, target: Path, report: Report, _check: None
 ) -> int:
     """Write the adapters of a checkpoint as a PEFT directory, and return the bytes of its tensors."""
     size = 0
@@ -148,28 +151,33 @@ def to_peft(
     return size
 
 
-def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = None) -> float:
+def verify(
+    first: Path, second: Path, shape: ModelShape, target: Path | None = None, merged: MergedCheckpoint | None = None
+) -> float:
     """Return the largest difference of float32 logits between two checkpoints of either format.
 
     Each is computed by its own library, one model in memory at a time. Raises UserError if the difference exceeds
-    TOLERANCE. target: the final name of `second`, for the message.
+    TOLERANCE. target: the final name of `second`, for the message. merged: `first`, if it holds only adapters. These are
+    then added to the results of layers, so the tolerance includes the rounding of merged weights.
     """
-    a, b = logits(first, shape), logits(second, shape)
+    a, b = logits(first, shape, merged), logits(second, shape)
     gap = float((a - b).abs().max())
-    limit = TOLERANCE * max(1.0, float(a.abs().max()))
+    tolerance = max(TOLERANCE, ROUNDING * torch.finfo(merged.dtype()).eps) if merged else TOLERANCE
+    limit = tolerance * max(1.0, float(a.abs().max()))
     if not gap <= limit:
         where = target or second
         raise UserError(f"{where}: its logits differ from those of {first} by {gap:.2e}, more than {limit:.2e}")
     return gap
 
 
-def logits(directory: Path, shape: ModelShape) -> Tensor:
+def logits(directory: Path, shape: ModelShape, merged: MergedCheckpoint | None = None) -> Tensor:
     """Return float32 logits [positions, V] for some rows of random tokens, the same for every checkpoint."""
     ids = torch.randint(0, shape.vocab, (4, min(24, shape.context)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = (
-            _hf_logits(directory, ids) if (directory / CONFIG).is_file() else _megatron_logits(directory, shape, ids)
-        )
+        if (directory / CONFIG).is_file():
+            found = _hf_logits(directory, ids)
+        else:
+            found = _megatron_logits(directory, shape, ids, merged)
     gc.collect()
     return found
 
@@ -184,13 +192,17 @@ def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
     return found
 
 
-def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
+def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: MergedCheckpoint | None) -> Tensor:
     """Return the logits of Megatron-Core's loader and model, with this process as the only rank."""
     processes = grid.build(ParallelConfig())
-    actor = build_actor(shape, processes, torch.float32, backend("fused", cpu_bridge.default_device())).eval()
+    ops = backend("fused", cpu_bridge.default_device())
+    actor = build_actor(shape, processes, torch.float32, ops, lora=merged.lora if merged else None).eval()
+    if merged:
+        own = [entry.megatron for entry in merged.entries]
+        hugging_face.load(actor, shape, processes, merged.base.directory, actor.uses_te, own)
     with cpu_bridge.bridge():
-        state = dist_checkpointing.load({"model": actor.sharded_state_dict(prefix="")}, str(directory))
-        actor.load_state_dict(state["model"])
+        state = dist_checkpointing.load(ModelState("", actor).sharded(with_optimizer=False), str(directory))
+        actor.load_state_dict(state["model"], strict=merged is None)
         del state
         (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], ids.numel(), 1, False)
         hidden = actor.forward_packed(batch).squeeze(1)[batch.predict.to(cpu_bridge.default_device())]

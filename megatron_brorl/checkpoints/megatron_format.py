@@ -95,7 +95,7 @@ def write(
                 put(0, MetadataIndex(key), empty)
 
         for entry in entries:
-            key, _ = layer_key(entry.megatron)
+            key, _ = _key(entry.megatron)
             properties = TensorProperties(dtype=dtype(entry))
             meta = TensorStorageMetadata(properties, torch.Size(_global_shape(entry, shape, tensor)), [])
             meta = tensors.setdefault(key, meta)  # shared by all layers
@@ -122,7 +122,7 @@ def write(
     FileSystemWriter(directory).finish(Metadata(tensors), [results])
 
 
-def layer_key(name: str) -> tuple[str, int | None]:
+def _key(name: str) -> tuple[str, int | None]:
     """Return a parameter's key in the checkpoint and its layer: decoder.layers.3.x -> (decoder.layers.x, 3)."""
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
@@ -137,7 +137,7 @@ def _global_shape(entry: WeightEntry, shape: ModelShape, tensor: int) -> tuple[i
         rows = padded_vocab(shape.vocab, tensor)
     elif entry.layout in ("qkv", "gate_up"):
         rows = sum(s[0] for s in entry.hf_shapes)
-    layers = () if layer_key(entry.megatron)[1] is None else (shape.layers,)
+    layers = () if _key(entry.megatron)[1] is None else (shape.layers,)
     return (*layers, rows, *rest)
 
 
@@ -145,7 +145,7 @@ def _chunks(
     entry: WeightEntry, full: list[Tensor], shape: ModelShape, rank: int, size: int
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yield the offsets and data of one tensor-parallel rank's chunks; gate and up are separate chunks."""
-    _, layer = layer_key(entry.megatron)
+    _, layer = _key(entry.megatron)
     local = to_local(entry, full, shape.kv_heads, rank, size)
     pieces = local.chunk(2) if entry.layout == "gate_up" else (local,)
     for number, piece in enumerate(pieces):
@@ -180,14 +180,14 @@ class MegatronCheckpoint:
         # An additional tensor means another model. Optimizer states and critics have other names.
         for entry in entries:
             self._check(entry)
-        known = {layer_key(entry.megatron)[0] for entry in entries}
+        known = {_key(entry.megatron)[0] for entry in entries}
         for key in self._tensors:
             if key not in known and key.startswith(("decoder.", "embedding.", "output_layer.")):
                 raise UserError(f"{directory}: unknown tensor {key}; does config.json belong to it?")
 
     def _check(self, entry: WeightEntry) -> None:
         """Raise UserError unless an entry is stored in its shape; the vocabulary may be padded."""
-        key, _ = layer_key(entry.megatron)
+        key, _ = _key(entry.megatron)
         if key not in self._tensors:
             raise UserError(f"{self.directory}: {key} of config.json's model is missing")
         found = tuple(self._tensors[key].size)
@@ -201,11 +201,11 @@ class MegatronCheckpoint:
 
     def dtype(self, entry: WeightEntry) -> torch.dtype:
         """Return the type of an entry's tensors."""
-        return self._tensors[layer_key(entry.megatron)[0]].properties.dtype
+        return self._tensors[_key(entry.megatron)[0]].properties.dtype
 
     def read(self, entry: WeightEntry) -> list[Tensor]:
         """Return the full tensors of an entry in Hugging Face shapes. Raises UserError if a file is damaged."""
-        key, layer = layer_key(entry.megatron)
+        key, layer = _key(entry.megatron)
         meta = self._tensors[key]
         size = list(meta.size)
         offsets = [0] * len(size)

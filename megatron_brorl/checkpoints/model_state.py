@@ -8,7 +8,7 @@ may differ when they are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from megatron_brorl.checkpoints.megatron_format import layer_key
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.nonfinite import require_finite
 from megatron_brorl.models.weights.names import global_parameters
@@ -52,7 +50,7 @@ class ModelState:
 
     def sharded(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
         """Return Megatron's sharded state. An optimizer that has not stepped has none."""
-        model = adapters(self.module, self.prefix) or self.module.sharded_state_dict(prefix=self.prefix)
+        model = self._weights_state()
         for name, weight in (self.weights or {}).items():
             model[self.prefix + name].data = weight
         if not with_optimizer:
@@ -62,6 +60,17 @@ class ModelState:
         else:
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading)
         return {"model": model, "optimizer": optimizer}
+
+    def _weights_state(self) -> dict[str, Any]:
+        """Return the sharded state of the weights: all of them, or only adapters if the others are frozen."""
+        state: dict[str, Any] = self.module.sharded_state_dict(prefix=self.prefix)
+        if self._trains_all():
+            return state
+        trained = [self.prefix + name for name, p in self.module.named_parameters() if p.requires_grad]
+        return {name: state[name] for name in trained}
+
+    def _trains_all(self) -> bool:
+        return all(p.requires_grad for p in self.module.parameters())
 
     def restore(self, state: dict[str, Any], directory: Path) -> None:
         """Load what `sharded` returned and Megatron filled. Without a saved state, the optimizer copies the weights.
@@ -73,35 +82,13 @@ class ModelState:
             for name, weight in self.weights.items():
                 weight.copy_(model[name])
             return
-        self.module.load_state_dict(model, strict=not adapters(self.module))
+        self.module.load_state_dict(model, strict=self._trains_all())
         if "optimizer" in state and is_distributed(self.optimizer):
             _restore_distributed(self.optimizer, state["optimizer"], directory)
         elif "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             self.optimizer.reload_model_params()
-
-
-def adapters(module: Any, prefix: str = "") -> dict[str, ShardedTensor]:
-    """Return the sharded state of the parameters that are trained if others are frozen, and {} otherwise.
-
-    The frozen ones are in the base model's files. Megatron's layers would store these parameters as replicated.
-    """
-    parameters = dict(module.named_parameters())
-    if all(parameter.requires_grad for parameter in parameters.values()):
-        return {}
-    state = {}
-    named: Mapping[str, Any] = global_parameters(module)
-    for own, (name, parameter) in zip(parameters, named.items(), strict=True):
-        if parameter.requires_grad:
-            key, layer = layer_key(name)
-            where = {"key": prefix + key, "prepend_offsets": ((0, layer, module.config.num_layers),)}
-            if getattr(parameter, "tensor_model_parallel", False):
-                shard = make_tp_sharded_tensor_for_checkpoint(parameter, tp_axis=parameter.partition_dim, **where)
-            else:
-                shard = make_sharded_tensor_for_checkpoint(parameter, **where)
-            state[prefix + own] = shard
-    return state
 
 
 def is_distributed(optimizer: Any) -> bool:

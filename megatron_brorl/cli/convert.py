@@ -124,7 +124,8 @@ def convert(args: argparse.Namespace) -> int:
                 p.update(done, {"tensor": name})
 
         def verify(written: Path) -> None:
-            gap = convert.verify(args.source, written, shape, args.target)
+            merged = source if isinstance(source, convert.MergedCheckpoint) else None
+            gap = convert.verify(args.source, written, shape, args.target, merged)
             p.note(f"{args.target}: logits equal those of {args.source} within {gap:.2e}")
 
         writers: dict[str, Callable[..., int]] = {
@@ -141,13 +142,12 @@ def convert(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> tuple[Any, ModelShape, Path]:
     """Return the source, its shape, and the folder of config.json and tokenizer. Raises UserError."""
     from megatron_brorl.checkpoints import convert
-    from megatron_brorl.checkpoints.adapters import MergedCheckpoint
     from megatron_brorl.checkpoints.megatron_format import METADATA
 
     if args.direction == "to-megatron" and not (args.source / METADATA).is_file():
         return convert.open_hf(args.source)
     found = convert.open_megatron(args.source, args.config)
-    has_adapters = isinstance(found[0], MergedCheckpoint)
+    has_adapters = isinstance(found[0], convert.MergedCheckpoint)
     if has_adapters and args.direction == "to-megatron":
         raise UserError(f"{args.source}: holds only adapters: convert to-hf with --config, and the result to-megatron")
     if not has_adapters and args.direction == "to-peft":
