@@ -80,15 +80,16 @@ def hf_inits(shape: ModelShape) -> dict[str, Init]:
 
 
 def global_parameters(actor: Any) -> Mapping[str, Tensor]:
-    """Return this stage's parameters by name, with layers counted over all stages (Megatron counts per stage)."""
-    first = actor.decoder.layers[0].layer_number - 1
-    named = {}
-    for name, parameter in actor.named_parameters():
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(int(parts[2]) + first)
-        named[".".join(parts)] = parameter
-    return named
+    """Return this stage's parameters by their global_name."""
+    return {global_name(actor, name): parameter for name, parameter in actor.named_parameters()}
+
+
+def global_name(actor: Any, name: str) -> str:
+    """Return the name of a module or parameter with layers counted over all stages (Megatron counts per stage)."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
+        parts[2] = str(int(parts[2]) + actor.decoder.layers[0].layer_number - 1)
+    return ".".join(parts)
 
 
 def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, Parameter]]:
