@@ -157,8 +157,8 @@ def verify(
     """Return the largest difference of float32 logits between two checkpoints of either format.
 
     Each is computed by its own library, one model in memory at a time. Raises UserError if the difference exceeds
-    TOLERANCE. target: the final name of `second`, for the message. merged: `first`, if it holds only adapters. These are
-    then added to the results of layers, so the tolerance includes the rounding of merged weights.
+    TOLERANCE. target: the final name of `second`, for the message. merged: `first`, if it holds only adapters. They
+    are added to the results of layers, so the tolerance includes the rounding of merged weights.
     """
     a, b = logits(first, shape, merged), logits(second, shape)
     gap = float((a - b).abs().max())
