@@ -11,7 +11,7 @@ LORA = {
     "algo": {"kl_coef": 0.05},
     "reference": {"reset_every": 1},
 }
-ZERO = LORA | {"parallel": {"distributed_optimizer": True}}
+ZERO = LORA | {"parallel": {"distributed_optimizer": True}, "algo": {"kl_coef": 0.05, "advantage": "gae"}}
 BF16 = LORA | {"model": {"dtype": "bf16"}}
 LAYOUTS = {1: [{}], 2: [{}, {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}]}
 
