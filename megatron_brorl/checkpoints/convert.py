@@ -26,7 +26,8 @@ from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, ModelShape, read_shape, refuse_gguf
-from megatron_brorl.models.gpt import build_actor, check_layout
+from megatron_brorl.models.gpt import Actor, build_actor, check_layout
+from megatron_brorl.models.layers.lora import MergedWeights
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.ops.backend import backend
@@ -35,7 +36,6 @@ from megatron_brorl.parallel.packing import pack
 
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
 TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one, or absolute if that is below 1
-ROUNDING = 4  # maximum difference after merging adapters, in roundings of the weights' type
 FLAGS = ("--tensor", "--pipeline")
 Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint | MergedCheckpoint
 Check = Callable[[Path], None]
@@ -157,13 +157,12 @@ def verify(
     """Return the largest difference of float32 logits between two checkpoints of either format.
 
     Each is computed by its own library, one model in memory at a time. Raises UserError if the difference exceeds
-    TOLERANCE. target: the final name of `second`, for the message. merged: `first`, if it holds only adapters. They
-    are added to the results of layers, so the tolerance includes the rounding of merged weights.
+    TOLERANCE. target: the final name of `second`, for the message. merged: `first`, if it holds only adapters. They are
+    then merged by the code that merges the weights of a run.
     """
     a, b = logits(first, shape, merged), logits(second, shape)
     gap = float((a - b).abs().max())
-    tolerance = max(TOLERANCE, ROUNDING * torch.finfo(merged.dtype()).eps) if merged else TOLERANCE
-    limit = tolerance * max(1.0, float(a.abs().max()))
+    limit = TOLERANCE * max(1.0, float(a.abs().max()))
     if not gap <= limit:
         where = target or second
         raise UserError(f"{where}: its logits differ from those of {first} by {gap:.2e}, more than {limit:.2e}")
@@ -203,12 +202,26 @@ def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: Me
     with cpu_bridge.bridge():
         state = dist_checkpointing.load(ModelState("", actor).sharded(with_optimizer=False), str(directory))
         actor.load_state_dict(state["model"], strict=merged is None)
+        if merged:
+            _merge(actor, merged.dtype())
         del state
         (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], ids.numel(), 1, False)
         hidden = actor.forward_packed(batch).squeeze(1)[batch.predict.to(cpu_bridge.default_device())]
     found = dict(batch.split((hidden @ actor.head_weight().t())[:, : shape.vocab].cpu()))
     grid.leave()
     return torch.cat([found[row] for row in range(len(ids))])
+
+
+def _merge(actor: Actor, dtype: torch.dtype) -> None:
+    """Merge the adapters of a float32 model into its weights, rounded to `dtype` before and after as in a run."""
+    parameters = names.global_parameters(actor)
+    for parameter in parameters.values():
+        parameter.copy_(parameter.to(dtype))
+    for name, weight in MergedWeights(actor, parameters).items():
+        parameters[name].copy_(weight.to(dtype))
+    for name, parameter in parameters.items():
+        if name.endswith(".b"):
+            parameter.zero_()
 
 
 def _bytes(source: Source, entries: list[WeightEntry]) -> int:
