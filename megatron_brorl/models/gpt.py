@@ -22,7 +22,7 @@ from megatron_brorl.config.schema import LoraConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
-from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear, add_adapters
+from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear, add_adapters, mlp_submodules
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
 from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.models.weights.names import adapter_entries, entries, global_parameters
@@ -343,8 +343,7 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     attention = layer.self_attention.submodules
-    # Megatron-Core 0.19 describes the MLP with a functools.partial, 0.16 with a ModuleSpec.
-    mlp = layer.mlp.keywords["submodules"] if isinstance(layer.mlp, partial) else layer.mlp.submodules
+    mlp = mlp_submodules(layer)
     norm = RmsNorm
     attention.core_attention = PackedAttention
     attention.linear_qkv = mlp.linear_fc1 = ColumnLinear

@@ -8,6 +8,7 @@ one matrix with all b as blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -177,6 +178,12 @@ class RowLinear(RowAdapted, RowParallelLinear):
         out, bias = super().forward(x)
         a = self.stacked_a()
         return self.with_adapters(out, None if a is None else linear(x, a)), bias
+
+
+def mlp_submodules(layer: Any) -> Any:
+    """Return the submodules of the MLP in the specification of a layer."""
+    # Megatron-Core 0.19 describes the MLP with a functools.partial, 0.16 with a ModuleSpec.
+    return layer.mlp.keywords["submodules"] if isinstance(layer.mlp, partial) else layer.mlp.submodules
 
 
 def add_adapters(actor: Any, lora: LoraConfig, seed: int) -> None:
