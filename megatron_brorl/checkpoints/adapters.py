@@ -72,7 +72,7 @@ class MergedCheckpoint:
         self._dtype = self.adapters.dtype(self.entries[0])
         self._entry_of = {name: entry for entry in self.entries for name in entry.hf}
 
-    def dtype(self, _entry: WeightEntry | None = None) -> torch.dtype:
+    def dtype(self, _entry: WeightEntry) -> torch.dtype:
         """Return the type in which the run computed, which is that of all tensors."""
         return self._dtype
 

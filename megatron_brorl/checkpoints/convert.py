@@ -203,7 +203,7 @@ def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: Me
         state = dist_checkpointing.load(ModelState("", actor).sharded(with_optimizer=False), str(directory))
         actor.load_state_dict(state["model"], strict=merged is None)
         if merged:
-            _merge(actor, merged.dtype())
+            _merge(actor, merged.dtype(merged.entries[0]))
         del state
         (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], ids.numel(), 1, False)
         hidden = actor.forward_packed(batch).squeeze(1)[batch.predict.to(cpu_bridge.default_device())]

@@ -191,7 +191,7 @@ def _difference(section: str, key: str, old: Any, new: Any) -> str:
     if section == _INPUTS and key == "tokenizer":
         return f"other tokenizer files in model.path {hashes}: restore them"
     if section == _INPUTS and key == BASE_WEIGHTS:
-        return f"other weights in model.path {hashes}, on which its adapters do not fit: restore them"
+        return f"other base weights in model.path {hashes}: restore them"
     if section == _INPUTS:
         return f"other rows of data.{key} {hashes}: restore the data"
     if section == _SHAPE:

@@ -72,9 +72,6 @@ def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, warm, tmp_p
     merged, exported = weights(tmp_path / "model"), weights(adapted / "model")
     assert merged.keys() == exported.keys()
     assert all(torch.allclose(merged[name], tensor, rtol=0, atol=1e-6) for name, tensor in exported.items())
-    assert torch.allclose(
-        logits(peft_model(warm, tmp_path / "adapter")), logits(hf_model(tmp_path / "model")), atol=1e-5
-    )
 
 
 def test_a_killed_run_continues_bit_exactly(adapted, config, warm, tmp_path):
@@ -114,7 +111,10 @@ def test_another_base_is_refused(adapted, config, other_base, tmp_path):
     command = ["train", config, f"model.path={other_base}", f"run.dir={adapted}", *OPTIONS, "train.steps=5"]
     found = adapted / "checkpoints/latest"
     convert = [["convert", to, found, tmp_path / to, "--config", other_base] for to in ("to-hf", "to-peft")]
-    for given, words in [(command, "other weights in model.path"), *((c, "is not the base model of") for c in convert)]:
+    for given, words in [
+        (command, "other base weights in model.path"),
+        *((c, "is not the base model of") for c in convert),
+    ]:
         done = brorl(*given)
         assert done.returncode == 2, done.stderr
         (line,) = [x for x in done.stderr.splitlines() if x.startswith("brorl: ")]
@@ -150,6 +150,3 @@ def test_supervised_training_moves_only_adapters(config, init, tmp_path):
         assert b.abs().max() > 1e-4
         expected = before.double() + 32 / 2 * b.double() @ a.double()
         assert torch.allclose(merged[name].double(), expected, rtol=0, atol=1e-6), name
-    assert torch.allclose(
-        logits(peft_model(init, tmp_path / "adapter")), logits(hf_model(tmp_path / "model")), atol=1e-5
-    )

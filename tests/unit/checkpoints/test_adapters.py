@@ -10,7 +10,7 @@ import tiny
 import torch
 from conversions import save_checkpoint, to_hf, weights
 
-from megatron_brorl.checkpoints import convert
+from megatron_brorl.checkpoints import convert, hugging_face
 from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import LoraConfig, OptimConfig, ParallelConfig
 from megatron_brorl.errors import UserError
@@ -69,3 +69,11 @@ def test_verify_detects_an_adapter_that_is_not_merged(tmp_path):
     source, shape, _ = convert.open_megatron(saved, base)
     with pytest.raises(UserError, match="its logits differ from those of"):
         convert.verify(saved, base, shape, merged=source)
+
+
+def test_the_hash_of_a_sharded_model(tmp_path):
+    tiny.make_model(tmp_path / "one", "llama", False).save_pretrained(tmp_path / "hf", max_shard_size="80KB")
+    shards = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(shards) > 1
+    expected = hashlib.sha256(b"".join(path.read_bytes() for path in shards)).hexdigest()
+    assert hugging_face.weights_sha256(tmp_path / "hf") == expected
