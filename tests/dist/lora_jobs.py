@@ -84,7 +84,7 @@ def train_with_reference(
 
     Return log-probabilities by what computed them, the adapters before and after all that, and numbers of elements.
     """
-    optim = OptimConfig(lr=1e-2, eps=1e-3)
+    optim = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.1)
     worker = make_worker(directory, parallel, optim, lora=LoraConfig(rank=3, alpha=12.0), seed=5, **options)
     reference = ReferencePolicy(worker, ReferenceConfig())
     frozen = {name: p.detach().clone() for name, p in worker.actor.named_parameters() if not p.requires_grad}

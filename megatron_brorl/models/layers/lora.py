@@ -105,6 +105,8 @@ def add_product(out: Tensor, down: Tensor, b: Tensor) -> Tensor:
 class Adapted(torch.nn.Module):
     """Base of linear layers that may have adapters. `down` is the product of this rank's input and all a."""
 
+    weight: Tensor
+    bias: Tensor | None
     lora: Adapters | None
     tp_group: Any
     sequence_parallel: bool
@@ -128,12 +130,10 @@ class Adapted(torch.nn.Module):
         """Return `down` as the rows of b on this rank need it."""
         raise NotImplementedError
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return Megatron's description of the parameters, which takes parameters that it does not know for whole."""
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        if self.lora is None or metadata is None:
+        if self.lora is None:
             return found
         state = self.lora.state_dict(prefix="lora.", keep_vars=True)
         axes = {name: p.partition_dim for name, p in state.items() if getattr(p, "tensor_model_parallel", False)}
@@ -145,6 +145,7 @@ class ColumnAdapted(Adapted):
     """A column-parallel layer: every rank has all of a and its own rows of b."""
 
     def over_ranks(self, down: Tensor) -> Tensor:
+        """Return the products `down` of the tokens of all ranks; the backward pass sums their gradients over ranks."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(down, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(down, group=self.tp_group)
