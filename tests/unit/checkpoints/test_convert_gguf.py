@@ -97,10 +97,8 @@ def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch: str 
 def test_weights_and_tokens_are_those_of_the_source(tmp_path, tied):
     source, tokenizer = make_model(tied), make_tokenizer()
     convert(write(tmp_path / "in.gguf", source, tokenizer), tmp_path / "out")
-    found, theirs = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
-        AutoTokenizer.from_pretrained(tmp_path / "out"),
-    )
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = torch.tensor([tokenizer.encode(TEXT).ids])
     with torch.no_grad():
         assert torch.equal(found(ids).logits, source(ids).logits)
