@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from dist.test_steps import assert_bit_exact, assert_same
 
-# Checkpoints also hold the adapters of a reference policy that was reset.
+# Checkpoints also hold the adapters of a reference policy.
 LORA = {
     "lora": {"rank": 3, "alpha": 12.0},
     "algo": {"kl_coef": 0.05},
