@@ -3,7 +3,8 @@
 
     python benchmarks/bench_step.py [--quick] [--json FILE] [--model t4] [--n 512] [--groups 1] [--prompts 64 256]
                                     [--response 64] [--dtypes fp32 bf16] [--tokens-per-micro-batch 2048]
-                                    [--trl-python PYTHON] [--trl-micro-batch 64] [--threads N] [--repeat N]
+                                    [--lora RANK] [--trl-python PYTHON] [--trl-micro-batch 64] [--threads N]
+                                    [--repeat N]
 
 A step samples N responses to each of --groups prompts, scores them, takes one optimizer step and sends the new weights
 to the sampler. The model is one of bench_common with random weights, and a tokenizer of one word per token. 1 of 32
@@ -76,6 +77,7 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
         f"run.dir={directory / 'run'}",
         f"model.path={job['model']}",
         f"model.dtype={job['dtype']}",
+        f"lora.rank={job['lora']}",
         f'data.train=["{data}"]',
         f"rollout.n={job['n']}",
         f"rollout.dtype={job['dtype']}",
@@ -104,7 +106,7 @@ def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, we
         "prompt": prompt,
         "n": job["n"],
         "lengths": str(job["response"]),
-        "micro_batch": f"{job['tokens_per_micro_batch']} tokens" if engine == "brorl" else f"{job['micro_batch']} rows",
+        "micro_batch": f"{job['tokens_per_micro_batch']} tokens" if engine != "trl" else f"{job['micro_batch']} rows",
         "dtype": job["dtype"],
         "threads": job["threads"],
         "tokens": tokens,
@@ -141,6 +143,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", type=int, default=[64, 256], help="prompt tokens")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--response", type=int, default=64, help="response tokens at most (%(default)s)")
+    parser.add_argument("--lora", type=int, help="also run this project with adapters of this rank")
     parser.add_argument("--trl-python", help="interpreter of an environment with trl")
     parser.add_argument("--trl-micro-batch", type=int, default=64, help="its per_device_train_batch_size (%(default)s)")
     parser.add_argument(
@@ -182,6 +185,7 @@ def main() -> None:
                 "model": str(model),
                 "scratch": scratch,
                 "threads": args.threads,
+                "lora": 0,
                 "rows": questions(shape.vocab, prompt, args.groups * (1 + args.repeat)),
                 "groups": args.groups,
                 "n": args.n,
@@ -194,6 +198,9 @@ def main() -> None:
             }
             try:
                 found = {"brorl": ours(job, directory)}
+                if args.lora:
+                    (directory / "lora").mkdir()
+                    found["lora"] = ours({**job, "lora": args.lora}, directory / "lora")
                 if args.trl_python:
                     found["trl"] = ask(args.trl_python, "trainer_trl.py", job, directory)
                 rows += [row(engine, f, job, prompt, matrix_weights(shape)) for engine, f in found.items()]

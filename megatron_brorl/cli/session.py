@@ -200,8 +200,14 @@ class Session:
         return f"{self.tokenizer.vocab_size} tokens, responses end at {stops}"
 
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
-        """Return the model with the weights of model.path. optim: None for a model that is not trained."""
-        return self._load_weights(kind(self.shape, self.grid, self._stage_options(), optim))
+        """Return the model with the weights of model.path, and with new adapters with lora.rank.
+
+        optim: None for a model that is not trained, which has no adapters.
+        """
+        options = self._stage_options()
+        if optim is not None and self.config.lora.rank:
+            options = replace(options, lora=self.config.lora, seed=self.config.run.seed)
+        return self._load_weights(kind(self.shape, self.grid, options, optim))
 
     def critic(self) -> CriticWorker | None:
         """Return the critic with the weights of model.path, or None if algo.advantage needs none."""

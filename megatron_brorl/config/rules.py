@@ -18,7 +18,18 @@ Rule = tuple[str, bool, str]  # key for the message, whether the rule is broken,
 
 def check(config: Config, where: str) -> None:
     """Raise UserError that names `where` (the file) and the key of the first broken rule."""
-    for rules in (_functions, _rollout, _parallel, _fp8, _evaluation, _advantages, _updates, _learning_rate, _data):
+    for rules in (
+        _functions,
+        _rollout,
+        _parallel,
+        _fp8,
+        _lora,
+        _evaluation,
+        _advantages,
+        _updates,
+        _learning_rate,
+        _data,
+    ):
         for key, broken, message in rules(config):
             if broken:
                 section, name = key.split(".")
@@ -116,6 +127,14 @@ def _fp8(config: Config) -> Iterator[Rule]:
     yield "fp8.bf16_layers", off and bool(fp8.bf16_layers), "needs an fp8.recipe"
     yield "fp8.bf16_layers", fp8.recipe == "delayed" and bool(fp8.bf16_layers), 'must be 0 with fp8.recipe = "delayed"'
     yield "train.offload", config.train.offload and fp8.parameters, "must be false with fp8.parameters"
+
+
+def _lora(config: Config) -> Iterator[Rule]:
+    targets = config.lora.targets
+    on = config.lora.rank > 0
+    yield "lora.targets", len(set(targets)) < len(targets), "names a layer twice"
+    yield "lora.rank", on and config.parallel.context > 1, "must be 0 with parallel.context > 1"
+    yield "lora.rank", on and config.fp8.recipe != "none", 'must be 0 unless fp8.recipe = "none"'
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
@@ -35,6 +35,7 @@ def key(default: Any, description: str, **bounds: Any) -> Any:
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @section
@@ -102,6 +103,17 @@ class Fp8Config:
     format: Literal["e4m3", "hybrid"] = key("hybrid", 'FP8 number format. "hybrid" stores gradients in e5m2.')
     parameters: bool = key(False, "Store the weights of linear layers in FP8. The optimizer keeps fp32 weights.")
     bf16_layers: int = key(0, 'Layers at each end of the model that stay in bf16; 0 with recipe = "delayed".', ge=0)
+
+
+@section
+class LoraConfig:
+    """Low-rank adapters of the actor's linear layers (LoRA), as in PEFT. The model's own weights are frozen."""
+
+    rank: int = key(0, "Rank of the adapters. 0 trains all weights without adapters.", ge=0)
+    alpha: float = key(32.0, "The output of an adapter is multiplied by alpha / rank.", gt=0)
+    targets: tuple[Target, ...] = key(
+        get_args(Target), "Linear layers with an adapter, by their names in PEFT.", min_length=1
+    )
 
 
 @section
@@ -522,6 +534,7 @@ class Config:
     model: ModelConfig = Field(default_factory=ModelConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     fp8: Fp8Config = Field(default_factory=Fp8Config)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)

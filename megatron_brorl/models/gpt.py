@@ -18,12 +18,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyLossSettings, PolicyTokens
+from megatron_brorl.config.schema import LoraConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
+from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear, add_adapters, mlp_submodules
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
 from megatron_brorl.models.weights.layouts import WeightEntry
-from megatron_brorl.models.weights.names import entries, global_parameters
+from megatron_brorl.models.weights.names import adapter_entries, entries, global_parameters
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
@@ -84,6 +86,8 @@ class Actor(GPTModel):
         prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         if self.pre_process and self.shape.embedding_scale is not None:
             prepared = (prepared[0] * prepared[0].new_tensor(self.shape.embedding_scale), *prepared[1:])
+        if self.pre_process:
+            prepared[0].requires_grad_()  # Recomputation needs an input with a gradient, also of frozen embeddings.
         if not self.uses_te:
             return prepared  # layers.attention applies the rotation
         angles = rope.angles(position_ids.reshape(-1), self._frequencies())
@@ -280,15 +284,20 @@ def build_actor(
     ops: Backend,
     recompute: bool = False,
     fields: Mapping[str, Any] | None = None,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> Actor:
     """Build this rank's stage with uninitialised weights, which the caller loads.
 
-    fields: see transformer_config.
+    fields: see transformer_config. lora: add adapters, initialised with `seed`, and freeze the weights.
     """
     check_layout(shape, grid.tp_size, grid.pp_size)
     with cpu_bridge.bridge():
         actor = Actor(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
     mark_sharded(actor, entries(shape, grid.pp_size, actor.uses_te))
+    if lora is not None:
+        add_adapters(actor, lora, seed)
+        mark_sharded(actor, adapter_entries(shape, grid.pp_size, lora))
     # With several stages, the last one has its own copy of a tied embedding, which `entries` does not list.
     if actor.post_process and not actor.pre_process and shape.tied:
         weight = actor.output_layer.weight
@@ -334,10 +343,11 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     attention = layer.self_attention.submodules
-    # Megatron-Core 0.19 describes the MLP with a functools.partial, 0.16 with a ModuleSpec.
-    mlp = layer.mlp.keywords["submodules"] if isinstance(layer.mlp, partial) else layer.mlp.submodules
+    mlp = mlp_submodules(layer)
     norm = RmsNorm
     attention.core_attention = PackedAttention
+    attention.linear_qkv = mlp.linear_fc1 = ColumnLinear
+    attention.linear_proj = mlp.linear_fc2 = RowLinear
     if use_fused:
         from megatron_brorl.models.layers import fused  # its import loads the compiled extension
 

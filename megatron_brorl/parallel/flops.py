@@ -1,9 +1,9 @@
 """Floating-point operations of a model, and the peak rate of a device.
 
 Model FLOPs as in PaLM (Chowdhery et al. 2022, appendix B): a matrix product takes 2 operations per weight and token,
-the backward pass twice as many as the forward pass. Recomputation of activations does not count. Attention counts pairs
-of tokens that attend to each other, as Megatron-LM does for causal masks. The LM head counts the predicted tokens. A
-prompt that a micro-batch stores once counts once.
+the backward pass twice as many as the forward pass, or as many if the weight is frozen. Recomputation of activations
+does not count. Attention counts pairs of tokens that attend to each other, as Megatron-LM does for causal masks. The LM
+head counts the predicted tokens. A prompt that a micro-batch stores once counts once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import torch
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.packing import Packed
-
-TRAINING = 3  # operations of a forward and a backward pass, divided by those of the forward pass
 
 # Dense bfloat16 TFLOP/s from NVIDIA's data sheets. The first key that a device's name contains applies.
 PEAK_TFLOPS = {
@@ -47,11 +45,27 @@ def pair_flops(shape: ModelShape) -> int:
     return 4 * shape.layers * shape.dimensions["q"]
 
 
-def forward_flops(shape: ModelShape, batches: Iterable[Packed], outputs: int) -> float:
+def forward_flops(shape: ModelShape, batches: Iterable[Packed], outputs: int, adapters: int = 0) -> float:
     """Return the operations of a forward pass over micro-batches on all ranks of a replica, padding included.
 
-    outputs: values that the head computes per predicted token: the size of the vocabulary, or 1 for a critic.
+    outputs: values that the head computes per predicted token: the size of the vocabulary, or 1 for a critic. adapters:
+    number of weights of LoRA adapters.
     """
+    tokens, predicted, pairs = _count(batches)
+    weights = layer_weights(shape) + adapters
+    return 2.0 * (weights * tokens + shape.hidden * outputs * predicted) + pair_flops(shape) * pairs
+
+
+def training_flops(shape: ModelShape, batches: Iterable[Packed], outputs: int, adapters: int = 0) -> float:
+    """Return the operations of a forward and a backward pass, see forward_flops. With adapters, only these train."""
+    batches = list(batches)
+    tokens, predicted, _ = _count(batches)
+    gradients_of_frozen = 2.0 * (layer_weights(shape) * tokens + shape.hidden * outputs * predicted)
+    return 3 * forward_flops(shape, batches, outputs, adapters) - (gradients_of_frozen if adapters else 0)
+
+
+def _count(batches: Iterable[Packed]) -> tuple[int, int, float]:
+    """Return the number of tokens, of predicted tokens, and of pairs of tokens in attention."""
     tokens = 0
     predicted = 0
     pairs = 0.0
@@ -63,7 +77,7 @@ def forward_flops(shape: ModelShape, batches: Iterable[Packed], outputs: int) ->
             tokens += group.prefix + sum(count * n for count, n in group.segments)
             pairs += group.prefix * (group.prefix + 1) // 2
             pairs += sum(count * n * (group.prefix + (n + 1) / 2) for count, n in group.segments)
-    return 2.0 * (layer_weights(shape) * tokens + shape.hidden * outputs * predicted) + pair_flops(shape) * pairs
+    return tokens, predicted, pairs
 
 
 def peak_flops() -> float | None:

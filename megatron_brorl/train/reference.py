@@ -1,4 +1,7 @@
-"""The reference policy of the KL: the actor's weights at the start of the run or at the last reset."""
+"""The reference policy of the KL: the actor's weights at the start of the run or at the last reset.
+
+Only trained weights are stored: with LoRA the adapters, whose results are 0 at the start of the run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class ReferencePolicy:
     def __init__(self, worker: Worker, config: ReferenceConfig) -> None:
         self.worker = worker
         self.config = config
-        self.weights = {name: p.detach().clone() for name, p in worker.actor.named_parameters()}
+        self.weights = {name: p.detach().clone() for name, p in self._of_actor().items()}
         self.early_stopping = EarlyStopping()  # by held-out pass@1
         self._offload = Offload(self.weights.values) if worker.options.offload else None
 
@@ -64,17 +67,21 @@ class ReferencePolicy:
         """Copy the actor's weights to the reference, and reset the count of evaluations without a new best."""
         self.worker.reload()
         self.reload()
-        for name, p in self.worker.actor.named_parameters():
+        for name, p in self._of_actor().items():
             self.weights[name].copy_(p.detach())
         if self.config.reset_optimizer:
             self.worker.reset_optimizer()
         self.early_stopping.count = 0
 
+    def _of_actor(self) -> dict[str, torch.nn.Parameter]:
+        """Return the actor's parameters that are trained."""
+        return {name: p for name, p in self.worker.actor.named_parameters() if p.requires_grad}
+
     def _swap(self) -> None:
         self.worker.reload()
         self.reload()
         with torch.no_grad():
-            for name, p in self.worker.actor.named_parameters():
+            for name, p in self._of_actor().items():
                 own = p.clone()
                 p.copy_(self.weights[name])
                 self.weights[name].copy_(own)

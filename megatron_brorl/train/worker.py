@@ -19,9 +19,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_brorl.checkpoints import hugging_face
-from megatron_brorl.config.schema import OptimConfig
+from megatron_brorl.config.schema import LoraConfig, OptimConfig
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import Actor, Head, build_actor
+from megatron_brorl.models.layers.lora import MergedWeights
 from megatron_brorl.models.nonfinite import require_finite
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.stream import make_buckets, stream
@@ -29,7 +30,7 @@ from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.context import split_for_rank
-from megatron_brorl.parallel.flops import TRAINING, forward_flops
+from megatron_brorl.parallel.flops import forward_flops, training_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import MIN_SHARING_GAIN, Packed, pack, token_gain
 from megatron_brorl.tracking.timeline import span
@@ -63,6 +64,8 @@ class StageOptions:
     distributed_optimizer: bool = False  # config key parallel.distributed_optimizer
     overlap: bool = False  # config key parallel.overlap
     fields: Mapping[str, Any] | None = None  # further fields of Megatron's TransformerConfig
+    lora: LoraConfig | None = None  # train only adapters of the actor
+    seed: int = 0  # of new adapters
 
 
 class Stage:
@@ -70,6 +73,7 @@ class Stage:
 
     shape: ModelShape  # without the head
     outputs: int  # of the head, per token
+    adapter_weights = 0  # of all ranks
 
     def __init__(self, module: Actor, options: StageOptions, optim: OptimConfig | None) -> None:
         """optim: None for a stage that is not trained."""
@@ -93,13 +97,15 @@ class Stage:
     def _make_trainable(self, optim: OptimConfig) -> None:
         config = self.module.config
         o = self.options
+        # Megatron gathers weights when a module is called, which adapters are not.
+        overlap_gather = o.overlap and o.distributed_optimizer and o.lora is None
         self.model = DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=o.distributed_optimizer,
                 overlap_grad_reduce=o.overlap,
-                overlap_param_gather=o.overlap and o.distributed_optimizer,
+                overlap_param_gather=overlap_gather,
             ),
             module=self.module,
         )
@@ -118,7 +124,7 @@ class Stage:
                 bf16=o.dtype == torch.bfloat16,
                 params_dtype=o.dtype,
                 use_distributed_optimizer=o.distributed_optimizer,
-                overlap_param_gather=o.overlap and o.distributed_optimizer,
+                overlap_param_gather=overlap_gather,
             ),
             [self.model],
             use_gloo_process_groups=False,  # Megatron's own checkpoints would need them
@@ -206,7 +212,8 @@ class Stage:
         """
         with span("optimizer step") as recorded:
             batches = self.micro_batches(prompts, responses)
-            recorded["flops"] = TRAINING * forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
+            flops = training_flops(self.shape, batches, self.outputs, self.adapter_weights)
+            recorded["flops"] = flops / self.grid.mp_size
             self._reload()
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -233,7 +240,8 @@ class Stage:
 
         with torch.no_grad(), span("forward") as recorded:
             batches = self.micro_batches(prompts, responses)
-            recorded["flops"] = forward_flops(self.shape, batches, self.outputs) / self.grid.mp_size
+            flops = forward_flops(self.shape, batches, self.outputs, self.adapter_weights)
+            recorded["flops"] = flops / self.grid.mp_size
             self._run(batches, collect, head, forward_only=True)
         if self.grid.pp_size > 1 or self.grid.cp_size > 1:
             flat = torch.cat(result).to(cpu_bridge.default_device())
@@ -314,22 +322,35 @@ class Worker(Stage):
     def __init__(self, shape: ModelShape, grid: Grid, options: StageOptions, optim: OptimConfig | None = None) -> None:
         self.shape = shape
         self.outputs = shape.vocab
-        self.actor = build_actor(shape, grid, options.dtype, options.ops, options.recompute, options.fields)
+        o = options
+        self.actor = build_actor(shape, grid, o.dtype, o.ops, o.recompute, o.fields, o.lora, o.seed)
         table = names.entries(shape, grid.pp_size, self.actor.uses_te)
-        self.buckets = make_buckets(table, options.dtype.itemsize)
+        self.buckets = make_buckets(table, o.dtype.itemsize)
+        self.adapter_table = names.adapter_entries(shape, grid.pp_size, o.lora) if o.lora else []
+        self.adapter_weights = sum(math.prod(entry.hf_shapes[0]) for entry in self.adapter_table)
         super().__init__(self.actor, options, optim)
 
     def load_hf(self, directory: str | Path) -> None:
-        """Fill the weights, and the optimizer's float32 masters, from a Hugging Face directory."""
+        """Fill the weights, except adapters, and the optimizer's float32 masters from a Hugging Face directory."""
         te_names = self.actor.uses_te
-        read = hugging_face.load(self.actor, self.shape, self.grid, directory, te_names, keep=self._keeps_read)
+        own = [entry.megatron for entry in self.adapter_table]
+        read = hugging_face.load(self.actor, self.shape, self.grid, directory, te_names, own, keep=self._keeps_read)
         if self.optim is not None:
             self._fill_masters(read)
 
     def hf_tensors(self) -> Iterator[ChecksummedTensor]:
-        """Yield the full weights as (Hugging Face name, tensor) with checksums, the same on every rank. Collective."""
+        """Yield the full weights as (Hugging Face name, tensor) with checksums, the same on every rank. Collective.
+
+        Adapters are merged into the weights.
+        """
         plain = {n: dequantize_fp8_tensor(p) if is_float8tensor(p) else p for n, p in self._named().items()}
-        return stream(self.buckets, self.shape.kv_heads, plain, self.grid, self.options.dtype)
+        merged = MergedWeights(self.actor, plain)
+        return stream(self.buckets, self.shape.kv_heads, merged, self.grid, self.options.dtype)
+
+    def adapter_tensors(self) -> Iterator[ChecksummedTensor]:
+        """Yield the full matrices of all adapters as `hf_tensors` does, with the names of PEFT's files."""
+        buckets = make_buckets(self.adapter_table, self.options.dtype.itemsize)
+        return stream(buckets, self.shape.kv_heads, self._named(), self.grid, self.options.dtype)
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Return log-probabilities [G] float32 of every response, in row order, on all ranks of the replica."""

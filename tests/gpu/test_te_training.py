@@ -1,4 +1,4 @@
-"""Training steps on Transformer Engine's layers: bf16, every FP8 recipe, offload. Not yet run on a GPU."""
+"""Training steps on Transformer Engine's layers: bf16, LoRA, every FP8 recipe, offload. Not yet run on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tiny
 import torch
 from dist.jobs import rows
 
-from megatron_brorl.config.schema import AlgoConfig, Fp8Config, OptimConfig, ParallelConfig
+from megatron_brorl.config.schema import AlgoConfig, Fp8Config, LoraConfig, OptimConfig, ParallelConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models import fp8
 from megatron_brorl.ops.backend import backend
@@ -29,10 +29,11 @@ CASES = [Fp8Config()] + [
 
 
 @pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=8)])
 @pytest.mark.parametrize("config", CASES, ids=lambda c: f"{c.recipe}{' parameters' * c.parameters}")
-def test_a_step_agrees_with_fp32(config, offload, tmp_path):
+def test_a_step_agrees_with_fp32(config, lora, offload, tmp_path):
     """Log-probs agree with transformers in fp32; updates are finite and change the weights."""
-    if config.parameters and offload:
+    if config.recipe != "none" and (lora or (config.parameters and offload)):
         pytest.skip("refused by the configuration")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
     model = tiny.make_model(tmp_path, "qwen2", True, std=0.05, **sizes)
@@ -40,7 +41,7 @@ def test_a_step_agrees_with_fp32(config, offload, tmp_path):
     fp8.check(config, shape, 1)
     ops = backend("fused", cpu_bridge.default_device())
     fields = fp8.settings(config)
-    options = StageOptions(2048, ops, torch.bfloat16, share_prompt=False, fields=fields, offload=offload)
+    options = StageOptions(2048, ops, torch.bfloat16, share_prompt=False, fields=fields, offload=offload, lora=lora)
     worker = Worker(shape, grid.build(ParallelConfig()), options, OptimConfig(lr=1e-4))
     worker.load_hf(tmp_path)
     prompts, responses = rows(2)

@@ -101,7 +101,7 @@ def test_products_fused_with_a_norm_or_an_activation(shape, width, dtype):
     weight = torch.randn(width, shape[-1], generator=g)
     up = torch.randn(*shape[:-1], width, generator=g)
     compare(
-        lambda x, n, w, b: ops.norm_linear(x, n, EPS, w, b),
+        lambda x, n, w, b: ops.norm_linear(x, n, EPS, w, b)[0],
         lambda x, n, w, b: norm(x, n) @ w.t() + b,
         [x, norm_weight, weight, bias],
         up,
@@ -109,7 +109,7 @@ def test_products_fused_with_a_norm_or_an_activation(shape, width, dtype):
     )
     if shape[-1] % 2 == 0:
         half = weight[:, : shape[-1] // 2].contiguous()
-        compare(lambda x, w: ops.swiglu_linear(x.clone(), w), lambda x, w: swiglu(x) @ w.t(), [x, half], up, dtype)
+        compare(lambda x, w: ops.swiglu_linear(x.clone(), w)[0], lambda x, w: swiglu(x) @ w.t(), [x, half], up, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,11 +121,34 @@ def test_linear(shape, width, with_bias, dtype):
     up = torch.randn(*shape[:-1], width, generator=g)
     if with_bias:
         before = bias.clone()
-        compare(ops.linear, lambda x, w, b: x @ w.t() + b, [x, weight, bias], up, dtype)
+        compare(lambda *all: ops.linear(*all)[0], lambda x, w, b: x @ w.t() + b, [x, weight, bias], up, dtype)
         ops.linear(x, weight, bias)
         assert torch.equal(bias, before)
     else:
-        compare(lambda x, w: ops.linear(x, w, None), lambda x, w: x @ w.t(), [x, weight], up, dtype)
+        compare(lambda x, w: ops.linear(x, w, None)[0], lambda x, w: x @ w.t(), [x, weight], up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("before", ["nothing", "norm", "activation"])
+@pytest.mark.parametrize(("shape", "width", "rank"), [((5, 6), 4, 3), ((70, 1, 130), 65, 7), ((2, 900), 33, 48)])
+def test_adapters_next_to_a_frozen_weight(shape, width, rank, before, dtype):
+    g = torch.Generator().manual_seed(width)
+    inputs = shape[-1] // 2 if before == "activation" else shape[-1]
+    sizes = shape, (width, inputs), (width,), (inputs,), (rank, inputs), (width, rank)
+    x, weight, bias, norm_weight, a, b = (torch.randn(*s, generator=g).to(dtype) for s in sizes)
+    up = torch.randn(*shape[:-1], width, generator=g)
+    products = {
+        "nothing": lambda x, a: ops.linear(x, weight, bias, a),
+        "norm": lambda x, a: ops.norm_linear(x, norm_weight, EPS, weight, bias, a),
+        "activation": lambda x, a: ops.swiglu_linear(x.clone(), weight, a),
+    }[before]
+    rows = {"nothing": lambda x: x, "norm": lambda x: norm(x, norm_weight.double()), "activation": swiglu}[before]
+    shift = 0.0 if before == "activation" else bias.double()
+
+    def formula(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return rows(x) @ weight.double().t() + rows(x) @ a.t() @ b.t() + shift
+
+    compare(lambda x, a, b: ops.add_product(*products(x, a), b), formula, [x, a, b], up, dtype)
 
 
 @pytest.mark.skipif(not native.BFLOAT16_KERNEL, reason="this processor has no bfloat16 kernel")
@@ -136,9 +159,9 @@ def test_products_add_to_the_main_gradient(before, dtype):
     g = torch.Generator().manual_seed(6)
     ones = torch.ones(24, dtype=dtype)
     product = {
-        "nothing": lambda x, w: ops.linear(x, w, None),
-        "norm": lambda x, w: ops.norm_linear(x, ones, EPS, w, None),
-        "activation": lambda x, w: ops.swiglu_linear(x.clone(), w),
+        "nothing": lambda x, w: ops.linear(x, w, None)[0],
+        "norm": lambda x, w: ops.norm_linear(x, ones, EPS, w, None)[0],
+        "activation": lambda x, w: ops.swiglu_linear(x.clone(), w)[0],
     }[before]
     # Both sides round the operands to the dtype first.
     rows = {
@@ -165,10 +188,12 @@ def test_views_that_are_not_contiguous():
     weight = torch.rand(4)
     close(ops.rms_norm(x[:, 1, :4], weight, EPS), norm(x[:, 1, :4].double(), weight.double()), torch.float32)
     one = torch.eye(4)
-    close(ops.swiglu_linear(x[:, 1:], one), swiglu(x[:, 1:].double()), torch.float32)
-    close(ops.swiglu_linear(x.transpose(0, 1), one), swiglu(x.transpose(0, 1).double()), torch.float32)
+    close(ops.swiglu_linear(x[:, 1:], one)[0], swiglu(x[:, 1:].double()), torch.float32)
+    close(ops.swiglu_linear(x.transpose(0, 1), one)[0], swiglu(x.transpose(0, 1).double()), torch.float32)
     close(
-        ops.norm_linear(x[:, 1, :4], weight, EPS, one, None), norm(x[:, 1, :4].double(), weight.double()), torch.float32
+        ops.norm_linear(x[:, 1, :4], weight, EPS, one, None)[0],
+        norm(x[:, 1, :4].double(), weight.double()),
+        torch.float32,
     )
 
 
@@ -208,13 +233,15 @@ def test_gradients_by_finite_differences():
     x, w = (torch.randn(*s, generator=g).double().requires_grad_() for s in ((4, 6), (6,)))
     assert torch.autograd.gradcheck(lambda x, w: ops.rms_norm(x, w, EPS), (x, w))
     weight, bias = (torch.randn(*s, generator=g).double().requires_grad_() for s in ((5, 6), (5,)))
-    assert torch.autograd.gradcheck(lambda *all: ops.norm_linear(all[0], all[1], EPS, *all[2:]), (x, w, weight, bias))
+    assert torch.autograd.gradcheck(
+        lambda *all: ops.norm_linear(all[0], all[1], EPS, *all[2:])[0], (x, w, weight, bias)
+    )
 
 
 def test_a_second_backward_pass_over_overwritten_inputs_fails():
     x = torch.randn(4, 6, requires_grad=True)
     weight = torch.randn(5, 3, requires_grad=True)
-    out = ops.swiglu_linear(x.clone(), weight).sum()
+    out = ops.swiglu_linear(x.clone(), weight)[0].sum()
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
         out.backward()
@@ -232,6 +259,3 @@ def test_results_do_not_depend_on_threads():
         found.append((out, *torch.ops.brorl.rms_norm_gradient_(up.clone(), x, weight, inverse)))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-
-
-X = torch.ones(3, 4)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_brorl.models.layers.attention import Segments
+from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear
 from megatron_brorl.models.layers.norm import RmsNorm
 from megatron_brorl.ops.fused import layers as ops
 from megatron_brorl.ops.interface import compute_dtype
@@ -35,27 +35,39 @@ class FusedRmsNorm(RmsNorm):
         return ops.rms_norm(x, self.weight, self.eps)
 
 
-class FusedColumnLinear(ColumnParallelLinear):
-    """ColumnParallelLinear that also computes the norm of its input. Megatron computes products with communication."""
+class FusedColumnLinear(ColumnLinear):
+    """ColumnLinear that also computes the norm of its input. Megatron computes products with communication."""
+
+    add_product = staticmethod(ops.add_product)
 
     def fuse_norm(self, norm: FusedRmsNorm) -> None:
         """Compute `norm`, the module before this one, here. Its weight stays that module's parameter."""
         norm.in_linear = True
         self._norm = (norm,)  # in a tuple, so that it does not become a submodule
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, in], not normed -> [T, 1, out/tp] and no bias."""
         (norm,) = self._norm
-        if kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]:
-            return super()._forward_impl(norm.normed(input), weight, *args, **kwargs)
+        if self.tp_group.size() > 1:
+            return super().forward(norm.normed(x), *args, **kwargs)
         assert norm.eps is not None
-        return ops.norm_linear(input, norm.weight, norm.eps, weight, kwargs["bias"])
+        out, down = ops.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, self.stacked_a())
+        return self.with_adapters(out, down), None
 
 
-class FusedRowLinear(RowParallelLinear):
-    """RowParallelLinear by csrc, without the communication, which Megatron does after the product."""
+class FusedRowLinear(RowLinear):
+    """RowLinear by csrc, without the communication, which Megatron does after the products."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return ops.linear(input, weight, kwargs["bias"])
+    add_product = staticmethod(ops.add_product)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[T, 1, in/tp] -> [T, 1, H], and no bias."""
+        out, down = self.products(x)
+        return self.with_adapters(self.over_ranks(out), down), None
+
+    def products(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's products of x and the weight, and of x and the adapters' a."""
+        return ops.linear(x, self.weight, None, self.stacked_a())
 
 
 class PassThroughActivation(MegatronModule):
@@ -65,12 +77,12 @@ class PassThroughActivation(MegatronModule):
         return gate_up
 
 
-class FusedSwiGluLinear(RowParallelLinear):
-    """RowParallelLinear of silu(gate) * up [..., K], given gate_up [..., 2 K]; without bias."""
+class FusedSwiGluLinear(FusedRowLinear):
+    """FusedRowLinear of silu(gate) * up [..., K], given gate_up [..., 2 K]."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        assert kwargs["bias"] is None
-        return ops.swiglu_linear(input, weight)
+    def products(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return FusedRowLinear.products of silu(gate) * up."""
+        return ops.swiglu_linear(x, self.weight, self.stacked_a())
 
 
 class FusedSelfAttention(SelfAttention):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+
+from megatron_brorl.models.layers.lora import RowLinear
 
 
 class RmsNorm(torch.nn.RMSNorm):
@@ -28,8 +29,8 @@ class RmsNorm(torch.nn.RMSNorm):
         return torch.nn.functional.rms_norm(x.to(wide), self.normalized_shape, scale, self.eps).to(x.dtype)
 
 
-class PostNormRowLinear(RowParallelLinear):
-    """RowParallelLinear whose result is normed before it is added to the residual stream."""
+class PostNormRowLinear(RowLinear):
+    """RowLinear whose result is normed before it is added to the residual stream."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)

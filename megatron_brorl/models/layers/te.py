@@ -7,10 +7,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+from megatron.core.extensions.transformer_engine import (
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_brorl.models.layers.lora import ColumnAdapted, RowAdapted, mlp_submodules
+
+
+class AdaptedColumnLinear(ColumnAdapted, TELayerNormColumnParallelLinear):
+    """Transformer Engine's fused norm and linear layer with adapters of the normed input, if any."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, in], not normed -> [T, 1, out/tp] and the bias, if Megatron adds it later."""
+        a = self.stacked_a()
+        self.return_layernorm_output = a is not None
+        out, bias = super().forward(x)
+        if a is None:
+            return out, bias
+        out, normed = out
+        return self.with_adapters(out, linear(normed, a)), bias
+
+
+class AdaptedRowLinear(RowAdapted, TERowParallelLinear):
+    """Transformer Engine's row-parallel linear layer with adapters, if any."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, in/tp] -> [T, 1, H], and no bias."""
+        out, bias = super().forward(x)
+        a = self.stacked_a()
+        return self.with_adapters(out, None if a is None else linear(x, a)), bias
 
 
 class PackedTeAttention(TEDotProductAttention):
@@ -42,5 +74,8 @@ class PackedTeAttention(TEDotProductAttention):
 def layers(qk_norm: bool, count: int) -> TransformerBlockSubmodules:
     """Return `count` layers with fused norms and linears. qk_norm: whether query and key heads are normed."""
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-    spec.submodules.self_attention.submodules.core_attention = PackedTeAttention
+    attention, mlp = spec.submodules.self_attention.submodules, mlp_submodules(spec.submodules)
+    attention.core_attention = PackedTeAttention
+    attention.linear_qkv = mlp.linear_fc1 = AdaptedColumnLinear
+    attention.linear_proj = mlp.linear_fc2 = AdaptedRowLinear
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=TENorm)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_brorl.families.family import Init, Parameter
+from megatron_brorl.config.schema import LoraConfig
+from megatron_brorl.families.family import Init, Layout, Parameter
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.weights.layouts import WeightEntry
 
@@ -39,6 +40,27 @@ def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[Wei
     return table
 
 
+def adapter_entries(shape: ModelShape, pp_size: int, lora: LoraConfig) -> list[WeightEntry]:
+    """Return both matrices of every adapter as `entries` does, under the names of PEFT's files."""
+    table = []
+    for layer, parameter in _parameters(shape):
+        split_inputs = parameter.layout == "columns"  # a row-parallel layer
+        for name, size in _sizes(shape, parameter).items():
+            module = name.removesuffix(".weight")
+            target = module.rpartition(".")[2]
+            if layer is None or target not in lora.targets:
+                continue
+            megatron = _in_layer("decoder.layers", layer) + parameter.megatron.removesuffix("weight") + "lora." + target
+            peft = "base_model.model." + _in_layer("model.layers", layer) + module
+            stage = layer * pp_size // shape.layers
+            a, b = (lora.rank, size[1]), (size[0], lora.rank)
+            of_a: Layout = "columns" if split_inputs else "replicated"
+            of_b: Layout = "replicated" if split_inputs else "rows"
+            table.append(WeightEntry(f"{megatron}.a", (f"{peft}.lora_A.weight",), (a,), of_a, stage))
+            table.append(WeightEntry(f"{megatron}.b", (f"{peft}.lora_B.weight",), (b,), of_b, stage))
+    return table
+
+
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of the Hugging Face checkpoint, without a tied lm_head."""
     return {
@@ -58,15 +80,16 @@ def hf_inits(shape: ModelShape) -> dict[str, Init]:
 
 
 def global_parameters(actor: Any) -> Mapping[str, Tensor]:
-    """Return this stage's parameters by name, with layers counted over all stages (Megatron counts per stage)."""
-    first = actor.decoder.layers[0].layer_number - 1
-    named = {}
-    for name, parameter in actor.named_parameters():
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(int(parts[2]) + first)
-        named[".".join(parts)] = parameter
-    return named
+    """Return this stage's parameters by their global_name."""
+    return {global_name(actor, name): parameter for name, parameter in actor.named_parameters()}
+
+
+def global_name(actor: Any, name: str) -> str:
+    """Return the name of a module or parameter with layers counted over all stages (Megatron counts per stage)."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
+        parts[2] = str(int(parts[2]) + actor.decoder.layers[0].layer_number - 1)
+    return ".".join(parts)
 
 
 def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, Parameter]]:

@@ -19,30 +19,38 @@ from megatron_brorl.ops.fused.softmax import gemm_
 WIDE = 16  # attention needs a multiple of it as head size; others are padded with zeros
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x [..., K] weight [N, K]^T + bias [N]. torch computes bfloat16 products.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return x [..., K] weight [N, K]^T + bias [N] and, with the a [R, K] of adapters, x a^T. torch computes bfloat16.
 
     If weight has a main_grad (Megatron's sum over micro-batches), its gradient is added there and weight.grad is a
-    placeholder, as with Megatron's gradient_accumulation_fusion.
+    placeholder, as with Megatron's gradient_accumulation_fusion. A frozen weight or bias gets no gradient.
     """
-    out: Tensor = _Linear.apply(x, weight, bias)
-    return out
+    return _Linear.apply(x, weight, bias, a)
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, a: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return linear of rms_norm(x, norm [K], eps). The backward pass recomputes the norm instead of storing it."""
-    out: Tensor = _NormLinear.apply(x, norm, eps, weight, bias)
-    return out
+    return _NormLinear.apply(x, norm, eps, weight, bias, a)
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """Return silu(gate) * up [..., K] of gate_up [..., 2 K] (Shazeer 2020, SwiGLU) times weight [N, K]^T.
+def swiglu_linear(gate_up: Tensor, weight: Tensor, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return linear of silu(gate) * up [..., K] of gate_up [..., 2 K] (Shazeer 2020, SwiGLU), without bias.
 
     The backward pass recomputes silu(gate) * up instead of storing it, and overwrites gate_up by its gradient. No other
     function may need gate_up for its own backward pass.
     """
-    out: Tensor = _SwiGluLinear.apply(gate_up, weight)
-    return out
+    return _SwiGluLinear.apply(gate_up, weight, a)
+
+
+def add_product(out: Tensor, down: Tensor, b: Tensor) -> Tensor:
+    """Add down [..., R] b [N, R]^T to out [..., N], in place, and return it.
+
+    No other function may need out, which must be contiguous, for its own backward pass.
+    """
+    total: Tensor = _AddProduct.apply(out, down, b)
+    return total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -68,68 +76,101 @@ def attend(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Tensor, scale: float
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         rows = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(rows, weight)
-        ctx.bias = bias
-        return _affine(rows, weight, bias).view(*x.shape[:-1], -1)
+        ctx.save_for_backward(rows, weight, bias, a)
+        return _affine(rows, weight, bias, x), _down(rows, a, x)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight = ctx.saved_tensors
-        gradient = upstream[0].reshape(len(rows), -1).contiguous()
-        of_x = _product(gradient, weight)
-        return of_x.view(*upstream[0].shape[:-1], -1), _of_weight(weight, gradient, rows), _of_bias(ctx.bias, gradient)
+        rows, weight, bias, a = ctx.saved_tensors
+        gradient, of_down = _flat(upstream[0]), _flat(upstream[1])
+        of_x = _like(_of_rows(gradient, weight, of_down, a), upstream[0])
+        return of_x, _of_weight(weight, gradient, rows), _of_bias(bias, gradient), _of_a(of_down, rows)
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, a: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         normed, inverse_rms = torch.ops.brorl.rms_norm(rows, norm, eps)
-        ctx.save_for_backward(rows, norm, inverse_rms, weight)
-        ctx.bias = bias
-        return _affine(normed, weight, bias).view(*x.shape[:-1], -1)
+        ctx.save_for_backward(rows, norm, inverse_rms, weight, bias, a)
+        return _affine(normed, weight, bias, x), _down(normed, a, x)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, norm, inverse_rms, weight = ctx.saved_tensors
-        gradient = upstream[0].reshape(len(rows), -1).contiguous()
-        normed = _product(gradient, weight)  # the gradient, which the next line overwrites by the normed rows
+        rows, norm, inverse_rms, weight, bias, a = ctx.saved_tensors
+        gradient, of_down = _flat(upstream[0]), _flat(upstream[1])
+        normed = _of_rows(gradient, weight, of_down, a)  # the gradient; the next line overwrites it by the normed rows
         of_x, of_norm = torch.ops.brorl.rms_norm_gradient_(normed, rows, norm, inverse_rms)
-        of_weight = _of_weight(weight, gradient, normed)
-        of_bias = _of_bias(ctx.bias, gradient)
-        return of_x.view(*upstream[0].shape[:-1], -1), of_norm, None, of_weight, of_bias
+        of_parameters = _of_weight(weight, gradient, normed), _of_bias(bias, gradient), _of_a(of_down, normed)
+        return _like(of_x, upstream[0]), of_norm, None, *of_parameters
 
 
 class _SwiGluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, a: Tensor | None) -> tuple[Tensor, Tensor | None]:
         rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
-        ctx.save_for_backward(rows, weight)
-        return _product(torch.ops.brorl.silu_mul(rows), weight.t()).view(*gate_up.shape[:-1], -1)
+        ctx.save_for_backward(rows, weight, a)
+        gated = torch.ops.brorl.silu_mul(rows)
+        return _affine(gated, weight, None, gate_up), _down(gated, a, gate_up)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight = ctx.saved_tensors
-        gradient = upstream[0].reshape(len(rows), -1).contiguous()
-        gated = _product(gradient, weight)  # the gradient, which the next line overwrites by silu(gate) * up
+        rows, weight, a = ctx.saved_tensors
+        gradient, of_down = _flat(upstream[0]), _flat(upstream[1])
+        gated = _of_rows(gradient, weight, of_down, a)  # the gradient; the next line overwrites it by silu(gate) * up
         torch.ops.brorl.silu_mul_gradient_(gated, rows)
         increment_version(rows)  # makes a second backward pass fail
-        return rows.view(*upstream[0].shape[:-1], -1), _of_weight(weight, gradient, gated)
+        return _like(rows, upstream[0]), _of_weight(weight, gradient, gated), _of_a(of_down, gated)
 
 
-def _affine(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+class _AddProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, down: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(down, b)
+        # autograd refuses to change a view that another function returned, as Megatron's reductions do on one rank.
+        total = out.detach()
+        _add_product(total.view(-1, out.shape[-1]), _flat(down), b.t())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        down, b = ctx.saved_tensors
+        gradient = _flat(upstream[0])
+        return upstream[0], _like(_product(gradient, b), down), _product(gradient.t(), _flat(down))
+
+
+def _affine(rows: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Return rows weight^T + bias in the shape of x, whose last dimension may differ."""
     if bias is None:
-        return _product(rows, weight.t())
+        return _like(_product(rows, weight.t()), x)
     if rows.dtype == torch.bfloat16:
-        return torch.addmm(bias, rows, weight.t())
+        return _like(torch.addmm(bias, rows, weight.t()), x)
     out = bias.repeat(len(rows), 1)
     gemm_(out, rows, weight.t(), accumulate=True)
+    return _like(out, x)
+
+
+def _down(rows: Tensor, a: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if a is None else _like(_product(rows, a.t()), x)
+
+
+def _of_rows(gradient: Tensor, weight: Tensor, of_down: Tensor | None, a: Tensor | None) -> Tensor:
+    """Return the gradient of the rows that were multiplied by weight and by a."""
+    out = _product(gradient, weight)
+    if of_down is not None and a is not None:
+        _add_product(out, of_down, a)
     return out
 
 
-def _of_weight(weight: Any, gradient: Tensor, rows: Tensor) -> Tensor:
+def _of_weight(weight: Any, gradient: Tensor, rows: Tensor) -> Tensor | None:
+    if not weight.requires_grad:
+        return None
     if not hasattr(weight, "main_grad"):
         return _product(gradient.t(), rows)
     gemm_(weight.main_grad, gradient.t(), rows, accumulate=True)
@@ -138,7 +179,11 @@ def _of_weight(weight: Any, gradient: Tensor, rows: Tensor) -> Tensor:
 
 
 def _of_bias(bias: Tensor | None, gradient: Tensor) -> Tensor | None:
-    return None if bias is None else gradient.sum(dim=0)
+    return None if bias is None or not bias.requires_grad else gradient.sum(dim=0)
+
+
+def _of_a(of_down: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if of_down is None else _product(of_down.t(), rows)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -147,6 +192,24 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     out = a.new_empty(len(a), b.shape[1])
     gemm_(out, a, b, accumulate=False)
     return out
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to out."""
+    if a.dtype == torch.bfloat16:
+        out.addmm_(a, b)
+    else:
+        gemm_(out, a, b, accumulate=True)
+
+
+def _flat(x: Any) -> Any:
+    """[..., N] -> [T, N], contiguous. None, the gradient of a result that is None, stays None."""
+    return None if x is None else x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _like(rows: Tensor, x: Tensor) -> Tensor:
+    """[T, N] -> [..., N], with the dimensions of x before its last."""
+    return rows.view(*x.shape[:-1], rows.shape[-1])
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -124,7 +124,8 @@ class _LinearLogProbs(torch.autograd.Function):
 
         # Gradients are summed over chunks in the compute dtype.
         grad_hidden = torch.zeros_like(hidden, dtype=compute_dtype(hidden.dtype))
-        grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight.dtype))
+        of_weight = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight.dtype)) if of_weight else None
         # Rows without a gradient are skipped, because they may hold NaN and 0 * NaN is NaN.
         counted = ((grads[0] != 0) | (grads[1] != 0)).nonzero().squeeze(-1)
         head = weight[:live]
@@ -144,11 +145,12 @@ class _LinearLogProbs(torch.autograd.Function):
             # Multiply in the dtype of the matrices.
             d = d.to(hidden.dtype)
             grad_hidden[chunk] = (d @ weight[:live]).to(grad_hidden.dtype)
-            grad_weight[:live] += (d.t() @ h).to(grad_weight.dtype)
+            if grad_weight is not None:
+                grad_weight[:live] += (d.t() @ h).to(grad_weight.dtype)
 
         # Every rank has the contribution of its tokens to the gradient of hidden. Weight shards are not shared.
         _reduce(grad_hidden, dist.ReduceOp.SUM, group)
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *(None,) * 4
+        return grad_hidden.to(hidden.dtype), None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 4
 
 
 def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:

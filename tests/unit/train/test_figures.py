@@ -141,7 +141,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
 def test_flops_equal_a_count_by_hand(model):
     """Count the weights of the model and the pairs of a mask built token by token."""
     from megatron_brorl.families.shape import read_shape
-    from megatron_brorl.parallel.flops import forward_flops, peak_of
+    from megatron_brorl.parallel.flops import forward_flops, peak_of, training_flops
 
     shape, g = read_shape(model[0]), torch.Generator().manual_seed(0)
     prompts = [torch.arange(9)] * 4 + [torch.arange(5)] * 3
@@ -159,6 +159,10 @@ def test_flops_equal_a_count_by_hand(model):
         attention = pairs * 4 * 2 * 2 * 48  # 4 layers, 2 products of 2 operations over 48 query components
         expected = 2 * matrices * tokens + 2 * head * sum(map(len, responses)) + attention
         assert forward_flops(shape, batches, shape.vocab) == expected
+        assert training_flops(shape, batches, shape.vocab) == 3 * expected
+        # With 1,000 weights of adapters, all other matrices have only the gradient of their input.
+        frozen = 2 * (expected - attention) + 3 * (attention + 2 * 1000 * tokens)
+        assert training_flops(shape, batches, shape.vocab, adapters=1000) == frozen
     assert forward_flops(shape, pack([], [], 1000, multiple_of=8), shape.vocab) == 0.0
     assert peak_of("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_of("NVIDIA H100 PCIe") == 756.5e12

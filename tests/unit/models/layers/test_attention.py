@@ -102,7 +102,8 @@ class NoTransformerEngine(torch.nn.Module):
 @pytest.fixture
 def te_attention(monkeypatch):
     """The attention of models/layers/te.py, loaded with a fake, because Transformer Engine cannot be imported."""
-    monkeypatch.setattr(transformer_engine, "TEDotProductAttention", NoTransformerEngine)
+    for name in ("TEDotProductAttention", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
+        monkeypatch.setattr(transformer_engine, name, NoTransformerEngine)
     place = Path(attention.__file__).with_name("te.py")
     spec = importlib.util.spec_from_file_location("te_without_transformer_engine", place)
     module = importlib.util.module_from_spec(spec)

@@ -82,7 +82,8 @@ def test_attention_call_fits_megatrons_wrapper():
     forward = next(n for n in wrapper.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
     names = [a.arg for a in forward.args.args]
     assert names[:5] == ["self", "query", "key", "value", "attention_mask"]
-    calls = [n for n in ast.walk(SOURCE) if isinstance(n, ast.Call) and ast.unparse(n.func) == "super().forward"]
+    cls = next(n for n in SOURCE.body if isinstance(n, ast.ClassDef) and n.name == "PackedTeAttention")
+    calls = [n for n in ast.walk(cls) if isinstance(n, ast.Call) and ast.unparse(n.func) == "super().forward"]
     assert len(calls) == 1
     given = {k.arg for k in calls[0].keywords if k.arg}
     assert given == {"packed_seq_params"}

@@ -1,0 +1,116 @@
+"""An update of LoRA adapters, as full tensors with the names of PEFT's files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dist.jobs import make_worker, rows
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor
+
+from megatron_brorl.algo.policy_loss import token_weights
+from megatron_brorl.config.schema import AlgoConfig, LoraConfig, OptimConfig, ReferenceConfig
+from megatron_brorl.models.weights.layouts import to_local
+from megatron_brorl.models.weights.names import global_parameters
+from megatron_brorl.models.weights.stream import make_buckets, stream
+from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.update import ActorLoss, update_policy
+from megatron_brorl.train.worker import Worker, _reduce_gradients
+from megatron_brorl.types import Experience
+
+TEMPERATURE = 0.7
+
+
+def advantages(count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(3))
+
+
+def experience_of(worker: Worker, rank: int = 0, ranks: int = 1) -> Experience:
+    """Return this data-parallel rank's part of the 24 responses of `rows`, whose ratios are 1."""
+    prompts, responses = (part[24 * rank // ranks : 24 * (rank + 1) // ranks] for part in rows(2))
+    own = advantages(24)[24 * rank // ranks : 24 * (rank + 1) // ranks]
+    per_token = tuple(a.expand(len(r)) for a, r in zip(own, responses, strict=True))
+    log_probs = worker.log_probs(prompts, responses, TEMPERATURE)
+    return Experience(tuple(prompts), tuple(responses), tuple(log_probs), None, per_token)
+
+
+def fill(worker: Worker, adapters: dict[str, Tensor]) -> None:
+    """Set the adapters to full tensors by PEFT's names."""
+    parameters, grid = global_parameters(worker.actor), worker.grid
+    for entry in worker.adapter_table:
+        if entry.stage == grid.pp_rank:
+            part = to_local(entry, [adapters[entry.hf[0]]], worker.shape.kv_heads, grid.tp_rank, grid.tp_size)
+            parameters[entry.megatron].data.copy_(part)
+
+
+def forward_and_gradients(
+    _rank: int,
+    directory: str,
+    parallel: dict[str, Any],
+    lora: LoraConfig,
+    adapters: dict[str, Tensor],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the results of a float64 model: log-probs, last logits, weights, and the gradients of the adapters."""
+    worker = make_worker(directory, parallel, dtype=torch.float64, lora=lora, **options)
+    fill(worker, adapters)
+    grid, config = worker.grid, worker.actor.config
+    found: dict[str, Any] = {
+        "log_probs": worker.log_probs(*rows(2), TEMPERATURE),
+        "logits": worker.last_logits(*rows(2)),
+        "adapters": {name: tensor.clone() for name, tensor in worker.adapter_tensors()},
+        "merged": {name: tensor.clone() for name, tensor in worker.hf_tensors()},
+    }
+
+    # The worker's own DistributedDataParallel sums gradients in float32.
+    worker.model = DistributedDataParallel(config, DistributedDataParallelConfig(), worker.actor)
+    config.finalize_model_grads_func, config.no_sync_func = _reduce_gradients, worker.model.no_sync
+    experience = experience_of(worker, grid.dp_rank, grid.dp_size)
+    lengths = [len(r) for r in experience.responses]
+    loss = ActorLoss(experience, AlgoConfig(), token_weights(lengths, "token_mean", sum(map(len, rows(2)[1])), 24))
+    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker._head(TEMPERATURE))
+    sums = {name: p.main_grad for name, p in global_parameters(worker.actor).items() if p.requires_grad}
+    buckets = make_buckets(worker.adapter_table, 8)
+    full = stream(buckets, worker.shape.kv_heads, sums, grid, torch.float64)
+    found["gradients"] = {name: tensor.clone() for name, tensor in full}
+    return found
+
+
+def train_with_reference(
+    _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]
+) -> tuple[dict[str, list[Tensor]], list[dict[str, Tensor]], dict[str, int]]:
+    """Take two updates, reset the reference, and take one more.
+
+    Return log-probabilities by what computed them, the adapters before and after all that, and numbers of elements.
+    """
+    optim = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.1)
+    worker = make_worker(directory, parallel, optim, lora=LoraConfig(rank=3, alpha=12.0), seed=5, **options)
+    reference = ReferencePolicy(worker, ReferenceConfig())
+    frozen = {name: p.detach().clone() for name, p in worker.actor.named_parameters() if not p.requires_grad}
+    experience = experience_of(worker, worker.grid.dp_rank, worker.grid.dp_size)
+    own = experience.prompts, experience.responses, TEMPERATURE
+    adapters = [{name: tensor.clone() for name, tensor in worker.adapter_tensors()}]
+
+    def update(number: int) -> None:
+        update_policy(
+            worker, experience, [list(range(len(experience.prompts)))], AlgoConfig(), optim, TEMPERATURE, number
+        )
+
+    found = {"base": worker.log_probs(*own)}
+    for number in range(2):
+        update(number)
+    found |= {"reference": reference.log_probs(*own), "trained": worker.log_probs(*own)}
+    reference.reset()
+    update(2)
+    found |= {"reference after its reset": reference.log_probs(*own), "actor": worker.log_probs(*own)}
+    adapters.append({name: tensor.clone() for name, tensor in worker.adapter_tensors()})
+
+    assert all(torch.equal(p, frozen[name]) for name, p in worker.actor.named_parameters() if name in frozen)
+    trained = [p for p in worker.actor.parameters() if p.requires_grad]
+    sizes = {
+        "trained": sum(p.numel() for p in trained),
+        "gradients": sum(x.numel() for x in worker._gradient_buffers()),
+        "optimizer": sum(x.numel() for x in worker._optimizer_tensors()),
+    }
+    return found, adapters, sizes

@@ -1,0 +1,154 @@
+"""LoRA in all layouts against PEFT's adapters of transformers' models."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from dist.jobs import rows
+from dist.lora_jobs import TEMPERATURE, advantages
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from torch import Tensor
+
+from megatron_brorl.config.schema import LoraConfig
+
+ALL = LoraConfig(rank=3, alpha=7.0)
+SOME = LoraConfig(rank=5, targets=("q_proj", "down_proj"))
+SEQUENCE = {"tensor": 2, "sequence": True}
+DIVIDED = {"tensor": 2, "pipeline": 2, "sequence": True}
+REFERENCE = {"ops": "reference"}
+SELECTIVE = {"fields": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}}
+
+CASES: list[tuple[int, dict[str, Any], dict[str, Any], str, LoraConfig]] = [
+    (1, {}, {}, "llama", ALL),
+    (1, {}, REFERENCE, "llama", ALL),
+    (1, {}, {"share_prompt": False, "tokens": 60}, "llama", SOME),
+    (1, {}, {"recompute": True}, "qwen2", ALL),
+    (1, {}, SELECTIVE, "qwen3", ALL),
+    (2, {}, {}, "llama", ALL),
+    (2, {"tensor": 2}, {}, "llama", ALL),
+    (2, {"tensor": 2}, REFERENCE, "qwen2", SOME),
+    (2, SEQUENCE, {}, "qwen2", ALL),
+    (2, SEQUENCE, REFERENCE, "llama", ALL),
+    (2, {"pipeline": 2}, {}, "llama", ALL),
+    (4, DIVIDED, {"recompute": True, "tokens": 60}, "llama", SOME),
+    (4, DIVIDED, {}, "qwen2", ALL),
+    (4, DIVIDED, {}, "qwen3", ALL),
+    (4, DIVIDED, {}, "gemma3", ALL),
+    (1, {}, {"recompute": True}, "gemma3", SOME),
+]
+
+
+@pytest.fixture(scope="module")
+def peft_results(tmp_path_factory):
+    """Directory, adapters and what they give, by family and settings, from a plain loop over responses in float64."""
+    made: dict[Any, Any] = {}
+
+    def get(family: str, lora: LoraConfig) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+        if (family, lora) not in made:
+            directory = tmp_path_factory.mktemp(family)
+            made[family, lora] = (str(directory), *loop(tiny.make_model(directory, family, True), lora))
+        return made[family, lora]
+
+    return get
+
+
+def loop(model: Any, lora: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
+    model = get_peft_model(model.double(), config)
+    named = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
+    torch.manual_seed(1)
+    for p in named.values():
+        p.data.normal_(std=0.2)
+
+    expected = defaultdict(list)
+    prompts, responses = rows(2)
+    tokens = sum(map(len, responses))
+    for prompt, response, advantage in zip(prompts, responses, advantages(24), strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            # transformers computes norms and rotary angles in float32.
+            patch.setattr(torch, "float", torch.float64)
+            patch.setattr(torch, "float32", torch.float64)
+            patch.setattr(Tensor, "float", Tensor.double)
+            logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+        log_probs = (logits / TEMPERATURE).log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
+        (-advantage * log_probs.sum() / tokens).backward()
+        expected["log_probs"].append(log_probs.detach())
+        expected["logits"].append(logits[-1].detach())
+    adapters = {name: p.detach().clone() for name, p in named.items()}
+    gradients = {name: p.grad for name, p in named.items()}
+    return adapters, {**expected, "gradients": gradients, "merged": model.merge_and_unload().state_dict()}
+
+
+@pytest.mark.parametrize(("size", "parallel", "options", "family", "lora"), CASES)
+def test_outputs_gradients_and_merged_weights_equal_peft_s(worlds, peft_results, size, parallel, options, family, lora):
+    directory, adapters, expected = peft_results(family, lora)
+    results = worlds(size).run("lora_jobs:forward_and_gradients", directory, parallel, lora, adapters, options)
+    for rank, found in enumerate(results):
+        for got, want in zip(found["log_probs"], expected["log_probs"], strict=True):
+            torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=0)
+        assert (found["logits"] is None) == ("pipeline" in parallel and rank < size // 2)
+        if found["logits"] is not None:
+            torch.testing.assert_close(found["logits"], torch.stack(expected["logits"]), atol=1e-6, rtol=0)
+        assert all(torch.equal(found["adapters"][name], value) for name, value in adapters.items())
+        assert found["gradients"].keys() == found["adapters"].keys() == adapters.keys()
+        for name, gradient in expected["gradients"].items():
+            assert (found["gradients"][name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+        for name, weight in found["merged"].items():
+            torch.testing.assert_close(weight, expected["merged"][name], atol=1e-12, rtol=0)
+
+
+TRAINED = [
+    (1, {}, {}),
+    (2, {}, {"distributed_optimizer": True, "overlap": True, "tokens": 60}),
+    (4, DIVIDED, {"offload": True}),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(worlds, directory):
+    return worlds(1).run("lora_jobs:train_with_reference", directory, {}, {})[0]
+
+
+@pytest.mark.parametrize(("size", "parallel", "options"), TRAINED)
+def test_training_and_the_reference(worlds, directory, trained, size, parallel, options):
+    _, (before, after), _ = trained
+    for found, adapters, sizes in worlds(size).run("lora_jobs:train_with_reference", directory, parallel, options):
+        same = {"reference": "base", "reference after its reset": "trained"}
+        for name, other in same.items():
+            assert all(torch.equal(a, b) for a, b in zip(found[name], found[other], strict=True)), name
+        assert max(float((a - b).abs().max()) for a, b in zip(found["trained"], found["base"], strict=True)) > 1e-2
+        assert max(float((a - b).abs().max()) for a, b in zip(found["actor"], found["trained"], strict=True)) > 1e-3
+        # New adapters are the same in all layouts, and their results are 0.
+        assert all(torch.equal(adapters[0][name], value) for name, value in before.items())
+        for name, value in after.items():
+            assert (adapters[1][name] - value).norm() <= 1e-4 * value.norm(), name
+        # The frozen model is 12 times as large as the adapters. Megatron's buffers have padding.
+        assert sizes["gradients"] < 2 * sizes["trained"]
+        assert sizes["optimizer"] < 3 * sizes["trained"]
+
+
+def test_new_adapters_are_peft_s(trained):
+    _, (before, _), _ = trained
+    for name, value in before.items():
+        bound = value.shape[1] ** -0.5
+        if "lora_B" in name:
+            assert not value.any()
+        else:
+            assert 0.9 * bound < value.abs().max() <= bound
+            assert value.mean().abs() < 0.25 * bound
+    first, second = (before[f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight"] for i in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_bf16_trains_adapters_with_fp32_masters(worlds, directory, trained):
+    options = {"dtype": torch.bfloat16, "distributed_optimizer": True}
+    ((found, (_, after), _),) = worlds(1).run("lora_jobs:train_with_reference", directory, {}, options)
+    assert all(torch.equal(a, b) for a, b in zip(found["reference"], found["base"], strict=True))
+    assert {value.dtype for value in after.values()} == {torch.bfloat16}
+    mine, expected = (torch.cat([x.flatten() for x in adapters.values()]) for adapters in (after, trained[1][1]))
+    assert (mine - expected).norm() <= 0.05 * expected.norm()
