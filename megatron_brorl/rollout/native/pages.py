@@ -34,8 +34,8 @@ def pages_for(tokens: int) -> int:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised tensor.
 
-    On a CPU it is a memory mapping of its own. Large blocks that come and go in every step would leave gaps in the heap,
-    which never shrinks (parallel.cpu_bridge.keep_freed_memory).
+    On a CPU it is a memory mapping of its own. Large blocks that come and go in every step would leave gaps in the
+    heap, which never shrinks (parallel.cpu_bridge.keep_freed_memory).
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
