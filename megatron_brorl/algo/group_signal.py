@@ -7,7 +7,7 @@ from typing import Literal
 
 Cause = Literal["cut off", "no answer", "none right", "all right", "no mixed group"]
 
-METRICS = ("kept_share", "reward_std", "cut_off_share", "answered_share", "all_right_share")
+METRICS = ("kept_share", "reward_std", "cut_off_share", "answered_share", "all_right_share", "teacher_kl")
 MOST_CUT_OFF = 0.9  # if more responses are cut off, the others are not the reason
 
 
@@ -18,6 +18,8 @@ def why_no_signal(shares: Mapping[str, float | None]) -> Cause | None:
     has no answer, and a response without an answer is not right.
     """
     known = {name: value for name, value in shares.items() if value is not None and value == value}  # NaN is unknown
+    if "teacher_kl" in known:  # A teacher is a signal for every group.
+        return None
     # Without dynamic sampling all groups are kept, so only reward_std shows whether rewards differ.
     if known.get("kept_share") != 0 and known.get("reward_std") != 0:
         return None

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from megatron_brorl.cli.teacher import teacher_shape
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.hub import model_directory
@@ -187,6 +188,9 @@ def plan_stage(
     # While the engine generates, gradients are dropped, and the rest stays or moves to the host.
     staying = {f"{of}{name}": x for of, own in models.items() for name, x in own.items() if name != "gradients"}
     staying |= {"reference": parts["weights"]} if config.algo.kl_coef > 0 else {}
+    if config.teacher.path:
+        size = parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype]
+        staying["teacher"] = training_parts(teacher_shape(config), stage, *size)["weights"]
     gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
     tokens = largest_micro_batch(config, machines, prompts)
     fused = not machines.gpu and config.ops.implementation == "fused" and shape.is_llama_like

@@ -28,8 +28,10 @@ _WRITING_MARGIN = 1.05  # upper bound of the file size of a checkpoint, relative
 
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
 Changes = dict[str, tuple[Any, Any]]  # section.key -> values before and now
-# Further sections of a fingerprint: the model's shape, and the SHA-256 of the user's functions and of the data.
+# Further sections of a fingerprint: the shapes of model and teacher, and the SHA-256 of the user's functions and of the
+# data.
 _SHAPE = "shape"
+_TEACHER_SHAPE = "teacher_shape"
 _FUNCTIONS = "own_functions"
 _INPUTS = "inputs"
 
@@ -132,7 +134,11 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
 
 
 def fingerprint(
-    config: Config, shape: ModelShape, own_functions: Mapping[str, str], inputs: Mapping[str, str] | None = None
+    config: Config,
+    shape: ModelShape,
+    own_functions: Mapping[str, str],
+    inputs: Mapping[str, str] | None = None,
+    teacher: ModelShape | None = None,
 ) -> Fingerprint:
     """Return the configuration of a run and the hashes of its inputs, which its checkpoints store.
 
@@ -141,6 +147,7 @@ def fingerprint(
     """
     kept = dataclasses.asdict(config)
     kept |= {_SHAPE: dataclasses.asdict(shape), _FUNCTIONS: dict(own_functions), _INPUTS: dict(inputs or {})}
+    kept |= {_TEACHER_SHAPE: dataclasses.asdict(teacher) if teacher else {}}
     # Convert tuples to lists, as in a checkpoint's JSON.
     plain: Fingerprint = json.loads(json.dumps(kept))
     return plain
@@ -157,7 +164,7 @@ def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> 
     changes: Changes = {}
     for section, values in current.items():
         before = saved.get(section, {})
-        fixed = section in (_SHAPE, _FUNCTIONS, _INPUTS)
+        fixed = section in (_SHAPE, _TEACHER_SHAPE, _FUNCTIONS, _INPUTS)
         for key, new in values.items():
             old = before.get(key)
             path = f"{section}.{key}"
@@ -190,6 +197,7 @@ def _difference(section: str, key: str, old: Any, new: Any) -> str:
         return f"other tokenizer files in model.path {hashes}: restore them"
     if section == _INPUTS:
         return f"other rows of data.{key} {hashes}: restore the data"
-    if section == _SHAPE:
-        return f"another model in model.path ({key} = {shown(old)}, now {shown(new)}): restore it"
+    if section in (_SHAPE, _TEACHER_SHAPE):
+        path = "model.path" if section == _SHAPE else "teacher.path"
+        return f"another model in {path} ({key} = {shown(old)}, now {shown(new)}): restore it"
     return f"{section}.{key} = {shown(old)}, now {shown(new)}: set it back"

@@ -24,12 +24,13 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, model_card
 from megatron_brorl.cli import memory_plan, run_folder
 from megatron_brorl.cli.run_folder import Fingerprint
+from megatron_brorl.cli.teacher import check_teacher, teacher_directory
 from megatron_brorl.config.schema import Config, OptimConfig
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
-from megatron_brorl.families.shape import read_shape
+from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.files import rename_aside
 from megatron_brorl.models import fp8
 from megatron_brorl.models.gpt import DTYPES, RECOMPUTE_ATTENTION
@@ -172,6 +173,9 @@ class Session:
         sources = self.sources
         lengths = [len(p.token_ids) for p in (*sources.representative_prompts(), *sources.held_out)]
         prompts = memory_plan.PromptSizes(max(lengths), len(sources.held_out))
+        teacher = self.share_errors(lambda: self.teacher_shape)
+        if teacher:
+            self.program.on_check("teacher", f"{teacher.layers} layers of {teacher.hidden}, tokenizer as model.path")
         plan, lines = self.share_errors(lambda: memory_plan.plan_run(self.config, self.shape, machines, prompts))
         self._kv_tokens = plan.kv_tokens(machines.gpu)
         room = self.share_errors(lambda: run_folder.check_disk(self.config, self.shape, self.dir))
@@ -209,6 +213,20 @@ class Session:
             options = replace(options, lora=self.config.lora, seed=self.config.run.seed)
         return self._load_weights(kind(self.shape, self.grid, options, optim))
 
+    @functools.cached_property
+    def teacher_shape(self) -> ModelShape | None:
+        """The shape of the teacher, or None without one. Raises UserError if it cannot score the rollouts."""
+        if not self.config.teacher.path:
+            return None
+        return check_teacher(self.config, self.tokenizer, context(self.config, self.shape))
+
+    def teacher(self) -> Worker | None:
+        """Return the model with the weights of teacher.path, which is not trained, or None without one."""
+        if self.teacher_shape is None:
+            return None
+        worker = Worker(self.teacher_shape, self.grid, self._stage_options())
+        return self._load_weights(worker, "teacher.path", str(teacher_directory(self.config)))
+
     def critic(self) -> CriticWorker | None:
         """Return the critic with the weights of model.path, or None if algo.advantage needs none."""
         if self.config.algo.advantage != "gae":
@@ -232,11 +250,11 @@ class Session:
             fields={**fp8.settings(self.config.fp8), **attention_only},
         )
 
-    def _load_weights(self, stage: AnyStage) -> AnyStage:
-        """Load the weights of model.path. Raises UserError if one is not finite."""
-        path = self.config.model.path
+    def _load_weights(self, stage: AnyStage, key: str = "model.path", path: str = "") -> AnyStage:
+        """Load the weights of model.path, or of another key with its path. Raises UserError if one is not finite."""
+        path = path or self.config.model.path
         stage.load_hf(path)
-        stage.require_finite(f"model.path = {path}", "give a model whose training did not diverge")
+        stage.require_finite(f"{key} = {path}", "give a model whose training did not diverge")
         return stage
 
     @functools.cached_property
@@ -263,7 +281,7 @@ class Session:
     def fingerprint(self) -> Fingerprint:
         """Return the configuration and input hashes that a resumed run compares with those of its checkpoint."""
         functions = {**self.started_verifiers.sha256, **self.own_algorithm}
-        return run_folder.fingerprint(self.config, self.shape, functions, self.inputs())
+        return run_folder.fingerprint(self.config, self.shape, functions, self.inputs(), self.teacher_shape)
 
     def inputs(self) -> dict[str, str]:
         """Return the SHA-256 of the tokenizer and the data, see Sources.digests."""

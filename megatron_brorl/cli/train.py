@@ -16,10 +16,11 @@ from torch import Tensor
 from megatron_brorl import signals
 from megatron_brorl.algo.pass_at_k import widest
 from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.checkpoints.model_card import TrainingFacts
+from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts
 from megatron_brorl.cli import preflight, run_folder
 from megatron_brorl.cli.run_folder import Changes, change_line, check_fingerprint
 from megatron_brorl.cli.session import Program, Session
+from megatron_brorl.cli.teacher import teacher_directory
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
@@ -127,6 +128,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
         worker,
         session.critic(),
         ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
+        session.teacher(),
     )
     models.offload()
     return Trainer(
@@ -143,6 +145,7 @@ def build_trainer(session: Session, started: float) -> Trainer:
         state=RunState(began=started),
         critic=models.critic,
         reference=models.reference,
+        teacher=models.teacher,
     )
 
 
@@ -166,8 +169,12 @@ def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> Tr
     """Return the model card's content. after: the evaluation at the end."""
     rollout = session.config.rollout
     sizes = {"steps": state.step, "rollouts per prompt (N)": rollout.n, "prompts per step": rollout.prompts}
-    card = session.card("reinforcement learning with verifiable rewards", "reinforcement-learning", sizes, state.began)
-    verifiers = sorted(session.sources.verifiers)
+    how = "reinforcement learning with verifiable rewards", "reinforcement-learning"
+    if session.config.teacher.path:
+        teacher = InitialModel.of(session.config.teacher.path, teacher_directory(session.config))
+        how = f"on-policy distillation from {teacher.name}", "on-policy-distillation"
+    card = session.card(*how, sizes, state.began)
+    verifiers = sorted(session.sources.verifiers - {"none"})
     return dataclasses.replace(card, verifiers=verifiers, before=state.initial_evaluation, after=after)
 
 

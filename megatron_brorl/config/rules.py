@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
-from megatron_brorl.config.schema import AlgoConfig, Config
+from megatron_brorl.config.schema import AlgoConfig, Config, DataConfig
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import is_function
 
@@ -27,6 +27,7 @@ def check(config: Config, where: str) -> None:
         _evaluation,
         _advantages,
         _updates,
+        _distillation,
         _learning_rate,
         _data,
     ):
@@ -170,10 +171,11 @@ def _advantages(config: Config) -> Iterator[Rule]:
         yield "reward.cut_off_factor", reward.cut_off_factor not in (0, 1), f"must be 0 or 1 {why}"
         yield "algo.advantage", config.shaping.is_on, "needs rewards of 0 and 1: choose another, or remove [shaping]"
 
-    # The mean of a single rollout is its reward. A critic needs no groups, unless groups are selected.
+    # The mean of a single rollout is its reward. A critic needs no groups, unless groups are selected, and training
+    # without a verifier needs none.
     yield (
         "rollout.n",
-        n < 2 and (not gae or algo.dynamic_sampling),
+        n < 2 and (not gae or algo.dynamic_sampling) and not _is_unscored(config.data),
         "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling",
     )
 
@@ -221,6 +223,26 @@ def _updates(config: Config) -> Iterator[Rule]:
     yield "algo.mismatch_mask", is_cut and masked, f'must be "off" {cut}'
 
 
+def _distillation(config: Config) -> Iterator[Rule]:
+    algo = config.algo
+    distills = algo.distill_coef > 0
+    yield "algo.distill_coef", distills and not config.teacher.path, "needs teacher.path"
+    yield "teacher.path", bool(config.teacher.path) and not distills, "needs algo.distill_coef above 0"
+    # The teacher is a signal for groups with equal rewards, too.
+    yield "algo.dynamic_sampling", distills and algo.dynamic_sampling, "must be false with algo.distill_coef"
+    yield (
+        "data.verifier",
+        _is_unscored(config.data) and not distills,
+        "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path",
+    )
+
+
+def _is_unscored(data: DataConfig) -> bool:
+    """Return whether no training row has a verifier, apart from rows that name one."""
+    verifiers = [part.verifier or data.verifier for part in data.mixture] or [data.verifier]
+    return set(verifiers) == {"none"}
+
+
 def _learning_rate(config: Config) -> Iterator[Rule]:
     optim = config.optim
     gae = config.algo.advantage == "gae"
@@ -244,7 +266,8 @@ def _data(config: Config) -> Iterator[Rule]:
     yield "data.train", bool(data.train and data.mixture), "give either data.train or data.mixture"
     yield "data.system_prompt", bool(data.system_prompt) and not data.chat, "needs data.chat = true"
     yield "data.chat_template_kwargs", bool(data.chat_template_kwargs) and not data.chat, "needs data.chat = true"
-    yield "data.verifier", bool(data.tasks) and data.verifier != "exact", "data.tasks have their own: leave it out"
+    own = bool(data.tasks) and data.verifier not in ("exact", "none")
+    yield "data.verifier", own, 'data.tasks have their own: leave it out, or set "none"'
 
 
 # A resumed run must keep the keys that determine the model, the data and its order, the meaning of a reward, or the

@@ -174,7 +174,11 @@ class DataConfig:
     tasks: tuple[TaskConfig, ...] = key((), "Tasks that generate prompts instead of files.")
     train_seed: int = key(1, "Seed of the generated training prompts.")
     held_out_prompts: int = key(512, "Number of generated held-out prompts. Files are used completely.", ge=1)
-    verifier: str = key("exact", 'Verifier of rows that name none. "my_rewards.py:score" is a function of your own.')
+    verifier: str = key(
+        "exact",
+        'Verifier of rows that name none. "my_rewards.py:score" is a function of your own. "none" scores 0, for '
+        "training with algo.distill_coef only; the held-out prompts of data.tasks keep their own verifier.",
+    )
     template: str = key("{prompt}", "Text around every prompt, with {prompt} in its place.")
     chat: bool = key(
         False,
@@ -345,6 +349,12 @@ class AlgoConfig:
         "k2", "Estimator of the KL divergence. In the loss, only k2 has the gradient of KL(pi || reference)."
     )
     kl_in: Literal["loss", "reward"] = key("loss", "Add the KL divergence to the loss, or subtract it from the reward.")
+    distill_coef: float = key(
+        0.0,
+        "Coefficient of on-policy distillation. This times log pi_teacher - log pi of each sampled token is added to "
+        "the token's advantage after normalisation. 0 disables it.",
+        ge=0,
+    )
     policy_loss: str = key(
         "clip", f"Policy loss. {listed(POLICY_LOSSES, 'my_algo.py:loss')}", examples=list(POLICY_LOSSES)
     )
@@ -404,6 +414,17 @@ class ReferenceConfig:
         0, "Consecutive evaluations without a new best pass@1 before a reset. 0 disables it.", ge=0
     )
     reset_optimizer: bool = key(False, "Also reset the optimizer state of the actor.")
+
+
+@section
+class TeacherConfig:
+    """The teacher of on-policy distillation (algo.distill_coef). Checkpoints do not contain it."""
+
+    path: str = key(
+        "",
+        "Hugging Face directory, or the name of a model on the hub. Its tokenizer must be that of model.path; its size "
+        'may differ. "" means no teacher.',
+    )
 
 
 @section
@@ -543,6 +564,7 @@ class Config:
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     ops: OpsConfig = Field(default_factory=OpsConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)

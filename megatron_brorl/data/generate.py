@@ -35,12 +35,14 @@ class GeneratedPrompts:
         tokenizer: Tokenizer,
         max_prompt_tokens: int,
         excluded: Container[str] = frozenset(),
+        verifier: str = VERIFIER,
     ) -> None:
         self._config = config
         self._seed = seed
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._excluded = excluded
+        self._verifier = verifier
         self._mixture = _Mixture(config.tasks, seed)
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
@@ -59,7 +61,7 @@ class GeneratedPrompts:
     def _prompt(self, index: int, item: _Item) -> Prompt:
         text, ids = render(item.question, self._tokenizer, self._config, self._max_prompt_tokens, item.where)
         prompt_id = f"{item.task.name}:{self._seed}:{index}"
-        return Prompt(prompt_id, text, ids, item.entry["answer"], VERIFIER, item.metadata)
+        return Prompt(prompt_id, text, ids, item.entry["answer"], self._verifier, item.metadata)
 
 
 def generated_rows(tasks: Sequence[TaskConfig], seed: int, count: int) -> Iterator[dict[str, Any]]:

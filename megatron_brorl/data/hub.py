@@ -14,13 +14,14 @@ _FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/(.+)")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
 
 
-def model_directory(name: str) -> Path:
+def model_directory(name: str, key: str = "model.path") -> Path:
     """Return the folder of a model: `name` if it exists or cannot be a name on the hub, else its folder in the cache.
 
-    Raises UserError if `name` is empty or a run, or if neither the cache nor the hub has the model.
+    key: the configuration key that holds it. Raises UserError if `name` is empty or a run, or if neither the cache nor
+    the hub has the model.
     """
     if not name.strip():
-        raise UserError("model.path is empty: give a Hugging Face directory, or the name of a model on the hub")
+        raise UserError(f"{key} is empty: give a Hugging Face directory, or the name of a model on the hub")
     path = Path(name)
     if not (path / CONFIG).exists() and (path / "model" / CONFIG).exists():
         raise UserError(f"{name}: this is the folder of a run; give its model, {path / 'model'}")
@@ -28,7 +29,7 @@ def model_directory(name: str) -> Path:
         return path
     from huggingface_hub import snapshot_download  # Importing it takes a while.
 
-    return Path(_download(name, f"{name} (model.path)", lambda: snapshot_download(name, allow_patterns=_MODEL_FILES)))
+    return Path(_download(name, f"{name} ({key})", lambda: snapshot_download(name, allow_patterns=_MODEL_FILES)))
 
 
 def data_file(name: str) -> Path:

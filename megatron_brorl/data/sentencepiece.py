@@ -38,7 +38,7 @@ _EXPORT_MARK = "sentencepiece_export"  # in tokenizer_config.json: SHA-256 of th
 _OVERRIDDEN = "qwen2"
 _CLASS_FILE = "tokenization_fast.py"
 _CLASS = "from transformers import PreTrainedTokenizerFast\n\n\nclass Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
-_MAX_CHECKED_PIECES = 2000
+MAX_CHECKED_PIECES = 2000
 _CHECKED_TEXTS = 300
 
 
@@ -98,6 +98,10 @@ class SentencePieceTokenizer:
     def piece(self, token_id: int) -> str:
         """Return the piece of a token id, in which U+2581 stands for a space."""
         return str(self._model.id_to_piece(token_id))
+
+    def vocabulary(self) -> dict[str, tuple[int, bool]]:
+        pieces = enumerate(self.proto().pieces)
+        return {piece.piece: (i, piece.type in (piece.CONTROL, piece.UNKNOWN)) for i, piece in pieces}
 
     def proto(self) -> Any:
         """Return the model as a protobuf message."""
@@ -244,7 +248,7 @@ def _difference(directory: Path, tokenizer: SentencePieceTokenizer) -> str:
     """Return how transformers tokenizes the export differently from sentencepiece; "" if it does not."""
     from transformers import AutoTokenizer
 
-    texts = list(_texts([tokenizer.piece(i).replace("\u2581", " ") for i in range(tokenizer.vocab_size)]))
+    texts = list(check_texts([tokenizer.piece(i).replace("\u2581", " ") for i in range(tokenizer.vocab_size)]))
     theirs = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     if len(theirs) != tokenizer.vocab_size:
         return f"it has {tokenizer.vocab_size} tokens, but {len(theirs)} with the files next to it"
@@ -258,9 +262,9 @@ def _difference(directory: Path, tokenizer: SentencePieceTokenizer) -> str:
     return ""
 
 
-def _texts(pieces: list[str]) -> Iterator[str]:
-    """Yield pieces and random texts. Every call yields the same texts for the same model."""
-    yield from pieces[:: max(1, len(pieces) // _MAX_CHECKED_PIECES)]
+def check_texts(pieces: list[str]) -> Iterator[str]:
+    """Yield pieces and random texts, on which tokenizers are compared. Equal pieces yield equal texts."""
+    yield from pieces[:: max(1, len(pieces) // MAX_CHECKED_PIECES)]
     draw = random.Random(0)
     # ASCII with control characters, Latin, and all other characters except halves of surrogate pairs.
     ranges = ((0x00, 0x7F), (0x80, 0x24F), (0xE000, 0x1FAFF), (0x00, 0xD7FF))

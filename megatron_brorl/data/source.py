@@ -199,12 +199,13 @@ def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int,
     held_out_seed = hash_int("held_out", 2, size=4)
     train_seed = hash_int("train", config.train_seed, seed, size=4)
     held_out = GeneratedPrompts(config, held_out_seed, tokenizer, max_prompt_tokens).held_out(config.held_out_prompts)
-    train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, held_out.keys())
+    verifier = "none" if config.verifier == "none" else VERIFIER
+    train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, held_out.keys(), verifier)
     train.prompts(0, 1)  # Report an invalid pattern or limit now and not at the first step.
     names = ", ".join(task.name for task in config.tasks)
     report = [f"data.tasks: endless prompts of {names}; {len(held_out)} different ones held out"]
     report += check_round_trip(train.examples(), tokenizer, "data.tasks")
-    return Sources(train, list(held_out.values()), frozenset([VERIFIER]), "\n".join(report))
+    return Sources(train, list(held_out.values()), frozenset([VERIFIER, verifier]), "\n".join(report))
 
 
 @dataclass
@@ -237,6 +238,13 @@ class _Reader:
         if again:
             first, second = [row.where for row in rows if row.id == again[0]][:2]
             raise UserError(f"{second}: id {again[0]!r} is taken by {first}; give every row of {key} its own id")
+
+        unscored = next((row.where for row in rows if row.verifier == "none"), "")
+        if unscored and not key.startswith(("data.train", "data.mixture")):
+            raise UserError(
+                f'{unscored}: verifier "none" cannot evaluate: name one in the rows of {key}, or in data.verifier and '
+                'set verifier = "none" only in [[data.mixture]] for the training files'
+            )
 
         prompts = tokenize(rows, self.tokenizer, self.config, self.max_prompt_tokens)
         count = min(len(rows), _MAX_CHECKED)

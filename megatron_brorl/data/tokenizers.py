@@ -10,7 +10,14 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron_brorl.data.chat import DATE, Message, check_variables, date_variables
-from megatron_brorl.data.sentencepiece import CONVERTED, MODEL, SentencePieceTokenizer, is_exported
+from megatron_brorl.data.sentencepiece import (
+    CONVERTED,
+    MAX_CHECKED_PIECES,
+    MODEL,
+    SentencePieceTokenizer,
+    check_texts,
+    is_exported,
+)
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, refuse_gguf
 from megatron_brorl.files import read_object
@@ -64,6 +71,9 @@ class Tokenizer(Protocol):
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Return the text with BOS, EOS and padding. Stop strings are searched in it."""
+
+    def vocabulary(self) -> Mapping[str, tuple[int, bool]]:
+        """Return the id of every token, added tokens included, and whether the token is special."""
 
 
 def load_tokenizer(directory: Path, today: datetime.date | None = None) -> Tokenizer:
@@ -178,6 +188,9 @@ class HuggingFaceTokenizer:
         known = [int(i) for i in ids]
         return str(self._inner.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def vocabulary(self) -> dict[str, tuple[int, bool]]:
+        return {token: (i, token in self._special) for token, i in self._inner.get_vocab().items()}
+
     def _template(self) -> str:
         try:
             return str(self._inner.get_chat_template())
@@ -209,6 +222,29 @@ class HuggingFaceTokenizer:
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
         options = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}
         return list(self._inner(text, **options).input_ids)
+
+
+def tokenizer_difference(one: Tokenizer, other: Tokenizer) -> str:
+    """Return a difference of two tokenizers in words, or "" if they give equal ids to all texts that are checked.
+
+    Chat templates and the choice of the EOS and padding tokens are not compared.
+    """
+    first, second = one.vocabulary(), other.vocabulary()
+    for token in sorted({*first, *second}):
+        if first.get(token) != second.get(token):
+            return f"{token!r} is {_described(first.get(token))} here and {_described(second.get(token))} there"
+    ids = sorted(i for i, _ in first.values())
+    checked = ids[:: -(-len(ids) // MAX_CHECKED_PIECES)]
+    for text in check_texts([one.decode_all([i]) for i in checked]):
+        if one.encode(text) != other.encode(text):
+            return f"they give different ids to {text[:40]!r}"
+    return ""
+
+
+def _described(entry: tuple[int, bool] | None) -> str:
+    if entry is None:
+        return "no token"
+    return f"{'special ' if entry[1] else ''}token {entry[0]}"
 
 
 def stop_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -99,15 +99,18 @@ class ModelShape:
         }
 
 
-def read_shape(directory: str | Path) -> ModelShape:
-    """Read `directory`/config.json. Raises UserError if it is missing or describes an unsupported model."""
+def read_shape(directory: str | Path, key: str = "model.path") -> ModelShape:
+    """Read `directory`/config.json. Raises UserError if it is missing or describes an unsupported model.
+
+    key: the configuration key that holds the directory.
+    """
     directory = Path(directory).absolute()
     refuse_gguf(directory)
     path = directory / CONFIG
     if directory.is_file():
-        raise UserError(f"{directory}: is a file; give the Hugging Face directory that it belongs to (model.path)")
+        raise UserError(f"{directory}: is a file; give the Hugging Face directory that it belongs to ({key})")
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such Hugging Face directory (model.path)")
+        raise UserError(f"{directory}: no such Hugging Face directory ({key})")
     if not path.is_file():
         raise UserError(f"{path}: missing; a Hugging Face directory holds config.json, *.safetensors and a tokenizer")
     return parse_shape(read_object(path), str(path))

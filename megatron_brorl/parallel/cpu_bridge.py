@@ -63,6 +63,14 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
+def release_freed_memory() -> None:
+    """Return freed memory to the device or, on a CPU, to the system: the next phase allocates blocks of other sizes."""
+    if on_gpu():
+        torch.cuda.empty_cache()
+    elif malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)
+
+
 @lru_cache(maxsize=1)
 def prepare() -> None:
     """Redirect the CUDA calls that Megatron-Core makes outside of tensor factories to the CPU. Idempotent."""

@@ -14,7 +14,7 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom, extract
 from megatron_brorl.rewards.verifier import Entry, Judge, Score, Verifier, VerifierRow, score_of
-from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, short_answer
+from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, none, short_answer
 from megatron_brorl.user_functions import is_function
 
 ENTRIES: dict[str, Entry] = {
@@ -30,6 +30,7 @@ ENTRIES: dict[str, Entry] = {
     "format": Entry(load=lambda: format.verify, find=format.skeleton, check_row=format.check_row),
     "ifeval": Entry(load=ifeval.load, find=ifeval.find, check_row=ifeval.check_row, max_chars=1 << 16),
     "math": Entry(load=math.load, find=math.find, check_row=math.check_row, accepts_reference=True),
+    "none": Entry(load=lambda: none.verify, find=extract.full, check_row=none.check_row),
     "reasoning_gym": Entry(load=gym.load, find=extract.answer_tag, check_row=gym.check_row, accepts_reference=True),
     "short_answer": Entry(
         load=lambda: short_answer.verify,

@@ -52,6 +52,9 @@ def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]
         "tokens": _shown(metrics["response_tokens"], ".1f"),
     }
 
+    if "teacher_kl" in metrics:
+        shown["teacher KL"] = _shown(metrics["teacher_kl"], ".3g")
+
     # In nats, between engine and trainer. A large gap is the first sign of weights that did not arrive.
     if "logprob_gap_max" in metrics:
         shown["gap"] = f"{metrics['logprob_gap_max']:.1e}"

@@ -136,10 +136,11 @@ def make_experience(
     if old is None and _needs_old(algo):
         old = tuple(actor.log_probs(prompts, responses, temperature))
     reference = tuple(models.reference.log_probs(prompts, responses, temperature)) if models.reference else None
+    teacher = _teacher_log_probs(models.teacher, prompts, responses, temperature) if models.teacher else None
     values = tuple(models.critic.values(prompts, responses)) if models.critic else None
 
     # Leave out rows with a NaN, which would spread to all rows through moments and means.
-    known = [column for column in (sampled, old, reference, values) if column is not None]
+    known = [column for column in (sampled, old, reference, teacher, values) if column is not None]
     finite = finite_rows(known, actor.grid)
     ids = tuple(f"{groups[r.group].prompt.id}/{r.rollout.index}" for r in rollouts)
     broken = [row for row, fine in enumerate(finite) if not fine]
@@ -147,7 +148,9 @@ def make_experience(
     ids, rollouts, prompts, responses, sampled = (
         _select(x, finite) for x in (ids, rollouts, prompts, responses, sampled)
     )
-    old, reference, values = (None if x is None else _select(x, finite) for x in (old, reference, values))
+    old, reference, teacher, values = (
+        None if x is None else _select(x, finite) for x in (old, reference, teacher, values)
+    )
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
     metrics = collectives.all_reduce_sum(counts, actor.grid.groups.dp)
@@ -172,6 +175,12 @@ def make_experience(
     if algo.correct_boost:
         boosts = (algo.correct_boost if r.right else 0.0 for r in rollouts)
         per_token = tuple(a + boost for a, boost in zip(per_token, boosts, strict=True))
+
+    # Subtract the sampled tokens' reverse KL (Agarwal et al. 2024, section 3), also after whitening.
+    if teacher is not None and old is not None:
+        gaps = tuple(o - t for o, t in zip(old, teacher, strict=True))
+        metrics["teacher_kl"] = _token_mean(gaps, actor)
+        per_token = tuple(a - algo.distill_coef * gap for a, gap in zip(per_token, gaps, strict=True))
 
     experience = Experience(
         prompts=prompts,
@@ -203,7 +212,18 @@ def _select(column: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:
 
 def _needs_old(algo: AlgoConfig) -> bool:
     """Return whether the actor must compute log-probabilities before its first update."""
-    return algo.mini_batches * algo.epochs > 1 or algo.mismatch_mask != "off" or kl_in_reward(algo)
+    several = algo.mini_batches * algo.epochs > 1
+    return several or algo.mismatch_mask != "off" or kl_in_reward(algo) or algo.distill_coef > 0
+
+
+def _teacher_log_probs(teacher: Worker, prompts: Rows, responses: Rows, temperature: float) -> Rows:
+    """Return the teacher's log-probabilities as Worker.log_probs does.
+
+    The student can sample ids from the padding of its vocabulary. Beyond the teacher's vocabulary they get -inf.
+    """
+    vocab = teacher.shape.vocab
+    found = teacher.log_probs(prompts, [ids.clamp(max=vocab - 1) for ids in responses], temperature)
+    return tuple(x.masked_fill(ids >= vocab, -torch.inf) for x, ids in zip(found, responses, strict=True))
 
 
 def _token_mean(per_row: Rows, worker: Worker) -> float:

@@ -1,4 +1,4 @@
-"""The models of a training step: the actor, the critic and the reference policy."""
+"""The models of a training step: the actor, the critic, the reference policy and the teacher."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class TrainingModels:
     actor: Worker
     critic: CriticWorker | None = None  # for algo.advantage = "gae"
     reference: ReferencePolicy | None = None  # for algo.kl_coef > 0
+    teacher: Worker | None = None  # for algo.distill_coef > 0
 
     def stages(self) -> list[Stage]:
         """Return the models that have an optimizer."""
@@ -66,6 +67,8 @@ class TrainingModels:
             stage.offload(weights=actor_weights or stage is not self.actor)
         if self.reference:
             self.reference.offload()
+        if self.teacher:
+            self.teacher.offload()
 
     def checkpoint_parts(self) -> list[ModelState]:
         """Return the states that a checkpoint stores, in device memory."""

@@ -1,7 +1,7 @@
 """Numbers that are not finite: rows are left out, updates are skipped, and too many such steps end the run.
 
-A response with a NaN or infinite value, or log-probability of the engine, the actor or the reference, does not count in
-losses and their divisors. Its reward still counts in the baseline of its group and in whitening.
+A response with a NaN or infinite value, or log-probability of the engine, the actor, the reference or the teacher, does
+not count in losses and their divisors. Its reward still counts in the baseline of its group and in whitening.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class Trainer:
     state: RunState = field(default_factory=RunState)
     critic: CriticWorker | None = None  # if algo.advantage = "gae"
     reference: ReferencePolicy | None = None  # if algo.kl_coef > 0
+    teacher: Worker | None = None  # if algo.distill_coef > 0
     recorder: Recorder | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)  # Only the main rank has callbacks.
     background_saver: BackgroundSaver = field(default_factory=BackgroundSaver)
@@ -89,8 +90,8 @@ class Trainer:
         self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
     def models(self) -> TrainingModels:
-        """Return the actor, and critic and reference policy if there are any."""
-        return TrainingModels(self.worker, self.critic, self.reference)
+        """Return the actor, and critic, reference policy and teacher if there are any."""
+        return TrainingModels(self.worker, self.critic, self.reference, self.teacher)
 
     def run_seconds(self) -> float:
         """Return the wall-clock seconds of the run, including those before the checkpoint that it was resumed from."""

@@ -54,6 +54,21 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
     return prompts, responses, sampled, rewards.tolist()
 
 
+def scored(step: int) -> tuple[list[PromptGroup], list[ScoredRollout], torch.Tensor]:
+    """Return the groups of a step, its rollouts, and their rewards as advantages [groups, N]."""
+    prompts, responses, sampled, rewards = batch(step)
+    drawn = [prompts[OF_PROMPT.index(g)].tolist() for g in range(4)]
+    groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "exact"), step, i) for i, p in enumerate(drawn)]
+    rollouts = []
+    advantages = torch.zeros(4, 11)
+    for i, group in enumerate(OF_PROMPT):
+        sibling = i - OF_PROMPT.index(group)
+        rollout = Rollout(sibling, responses[i], sampled[i], "stop")
+        rollouts.append(ScoredRollout(group, rollout, rewards[i], rewards[i] >= 0.99))
+        advantages[group, sibling] = rewards[i]
+    return groups, rollouts, advantages
+
+
 def ppo(
     _rank: int, directory: str, parallel: dict[str, Any], steps: int, options: dict[str, Any]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -69,16 +84,7 @@ def ppo(
     models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()))
     metrics = []
     for step in range(steps):
-        prompts, responses, sampled, rewards = batch(step)
-        drawn = [prompts[OF_PROMPT.index(g)].tolist() for g in range(4)]
-        groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "exact"), step, i) for i, p in enumerate(drawn)]
-        all_rows = []
-        advantages = torch.zeros(4, 11)
-        for i, group in enumerate(OF_PROMPT):
-            sibling = i - OF_PROMPT.index(group)
-            rollout = Rollout(sibling, responses[i], sampled[i], "stop")
-            all_rows.append(ScoredRollout(group, rollout, rewards[i], rewards[i] >= 0.99))
-            advantages[group, sibling] = rewards[i]
+        groups, all_rows, advantages = scored(step)
         own = all_rows[24 * grid.dp_rank // grid.dp_size : 24 * (grid.dp_rank + 1) // grid.dp_size]
         own, experience, credit = make_experience(own, groups, advantages, models, ALGO, TEMPERATURE)
         batches = mini_batches(own, [0, 1, 2, 3], ALGO.mini_batches, "siblings") * ALGO.epochs

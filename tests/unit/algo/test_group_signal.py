@@ -31,6 +31,8 @@ NONE_RIGHT = {"all_right_share": 0.0}
         # With partial credit, groups that are all wrong or all right have a signal.
         (FINE | NONE_RIGHT | {"kept_share": 1.0}, None),
         (FINE | {"kept_share": 1.0, "all_right_share": 1.0}, None),
+        # A teacher is a signal for every token.
+        (SILENT | NONE_RIGHT | {"teacher_kl": 0.5}, None),
         # Responses that are cut off may keep a part of their reward.
         (FINE | {"cut_off_share": 1.0}, None),
         # Missing metrics explain nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -140,6 +141,16 @@ def test_critic_and_reference_are_added():
     assert plan.training["reference"] == 4 * WEIGHTS
     assert plan.offloaded == (2 * (4 + 8) + 4) * WEIGHTS
     assert plan.kv_per_token == 14 * 1024
+
+
+def test_the_weights_of_a_teacher_are_added(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(qwen2_config(**{**SIZES, "layers": 4})))  # with a tied head
+    keys = {"algo": {"distill_coef": 1.0, "dynamic_sampling": False}, "teacher": {"path": str(tmp_path)}}
+    weights = 2 * (4 * LAYER + EMBEDDING + 1536)
+    assert plan_of(**keys).offloaded == plan_of().offloaded + weights
+    half = 1024 * 1536 + 1024 + 768 * 1536 + 3 * 1536 * 4480 + 2 * 1536
+    split = plan_of(4, parallel={"tensor": 2, "pipeline": 2}, train={"offload": False}, **keys)
+    assert split.generation["trainer's teacher"] == 2 * (2 * half + EMBEDDING // 2)
 
 
 def test_fp8_weights_take_half_plus_scales():

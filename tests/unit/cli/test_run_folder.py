@@ -20,7 +20,7 @@ SHAPE = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
 INPUTS = {"tokenizer": "a" * 64, "train": "b" * 64, "held_out": "c" * 64}
 
 # Sections whose keys may all change, because they affect neither the data nor the content of checkpoints.
-FREE_SECTIONS = "parallel fp8 engine shaping critic reference ops train theory sft"
+FREE_SECTIONS = "parallel fp8 engine shaping critic reference teacher ops train theory sft"
 FIXED = {
     "run": "seed",
     "model": "dtype",
@@ -126,10 +126,12 @@ def test_changes_of_fixed_keys_are_refused(before, after, key):
     assert "\n" not in said
 
 
-def test_another_model_is_refused():
-    before = of({})
-    now = fingerprint(Config(), dataclasses.replace(SHAPE, heads=8), {}, INPUTS)
-    with pytest.raises(UserError, match=r"was written with another model in model\.path \(heads = 1, now 8\)"):
+@pytest.mark.parametrize("key", ["model", "teacher"])
+def test_another_model_or_teacher_is_refused(key):
+    shapes = [{"model": SHAPE, "teacher": SHAPE, key: dataclasses.replace(SHAPE, heads=n)} for n in (1, 8)]
+    before, now = (fingerprint(Config(), s["model"], {}, INPUTS, s["teacher"]) for s in shapes)
+    assert check_fingerprint(before, before, WHERE) == {}
+    with pytest.raises(UserError, match=rf"was written with another model in {key}\.path \(heads = 1, now 8\)"):
         check_fingerprint(before, now, WHERE)
 
 

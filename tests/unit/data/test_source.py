@@ -146,6 +146,20 @@ def test_generated_sources(tokenizer: Tokenizer) -> None:
     assert sources.report == "data.tasks: endless prompts of chain_sum; 64 different ones held out"
 
 
+def test_training_prompts_without_a_verifier(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = DataConfig(tasks=(TASK,), held_out_prompts=4)
+    scored, unscored = (load_sources(replace(config, verifier=name), tokenizer, 100, 0) for name in ("exact", "none"))
+    assert unscored.train.prompts(0, 8) == [replace(p, verifier="none") for p in scored.train.prompts(0, 8)]
+    assert unscored.held_out == scored.held_out
+
+    rows = (write(tmp_path / "rows.jsonl", 3),)
+    mixture = (MixtureConfig(files=rows, weight=1, verifier="none"),)
+    sources = load_sources(DataConfig(mixture=mixture, held_out=rows), tokenizer, 100, 0)
+    assert [p.verifier for p in (sources.train.prompts(0, 1)[0], sources.held_out[0])] == ["none", "exact"]
+    with pytest.raises(UserError, match=r'rows\.jsonl:1: verifier "none" cannot evaluate: name one'):
+        load_sources(DataConfig(train=rows, verifier="none", held_out=rows), tokenizer, 100, 0)
+
+
 def test_sft_examples(tokenizer: Tokenizer) -> None:
     source = load_sources(DataConfig(tasks=(TASK,), held_out_prompts=4), tokenizer, 100, 0)
     batch = source.train.prompts(0, 8)
