@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -26,9 +27,9 @@ def to_hf(source: Path, target: Path, config: Path | None = None) -> int:
     return convert.to_hf(*convert.open_megatron(source, config), target, quiet)
 
 
-def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1) -> Path:
-    """Write a checkpoint of one model at once, and return its folder."""
-    save = checkpoint.begin(root, step, [model], {}, keep, {})
+def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1, run: dict[str, Any] | None = None) -> Path:
+    """Write a checkpoint of one model at once, and return its folder. run: content of run.json."""
+    save = checkpoint.begin(root, step, [model], run or {}, keep, {})
     save.write()
     save.raise_if_failed()
     return save.target

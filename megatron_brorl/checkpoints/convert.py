@@ -20,11 +20,14 @@ import torch
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
-from megatron_brorl.checkpoints import folders, hugging_face, megatron_format, safetensors_files
+from megatron_brorl.checkpoints import adapters, folders, hugging_face, megatron_format, safetensors_files
+from megatron_brorl.checkpoints.adapters import MergedCheckpoint
+from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, ModelShape, read_shape, refuse_gguf
-from megatron_brorl.models.gpt import build_actor, check_layout
+from megatron_brorl.models.gpt import Actor, build_actor, check_layout
+from megatron_brorl.models.layers.lora import MergedWeights
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.ops.backend import backend
@@ -34,7 +37,7 @@ from megatron_brorl.parallel.packing import pack
 COMPANIONS = "hf"  # folder of a converted Megatron checkpoint: config.json and tokenizer
 TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one, or absolute if that is below 1
 FLAGS = ("--tensor", "--pipeline")
-Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint
+Source = hugging_face.Checkpoint | megatron_format.MegatronCheckpoint | MergedCheckpoint
 Check = Callable[[Path], None]
 Report = Callable[[int, str], None]  # called with the number of tensors done and the name of the last
 
@@ -45,29 +48,34 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
     Raises UserError if a file is missing or damaged, or a tensor of config.json's model is missing.
     """
     shape = read_shape(directory)
-    source = hugging_face.Checkpoint(directory)
-    source.check(names.hf_shapes(shape))
-    source.check_tied(shape)
-    return source, shape, directory
+    return hugging_face.open_checked(directory, shape), shape, directory
 
 
 def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelShape, Path]:
     """Return a Megatron checkpoint, its shape, and the folder of config.json and tokenizer.
 
-    config: that folder, which is needed for checkpoints of a run. Raises UserError if the checkpoint is missing or
-    damaged, or if it does not match the model of config.json.
+    config: that folder, which is needed for checkpoints of a run. It must hold the base model of adapters, into which
+    they are merged. Raises UserError if the checkpoint is missing or damaged, or if it does not match the model of
+    config.json.
     """
     for given in filter(None, (directory, config)):
         refuse_gguf(given)
     if not directory.is_dir():
         raise UserError(f"{directory}: no such Megatron checkpoint")
+    lora = adapters.saved_lora(directory)
     companions = config or directory / COMPANIONS
     if not companions.is_dir():
-        raise UserError(f"{directory}: has no {COMPANIONS}/{CONFIG}: give a directory that has one (--config)")
+        why = "holds only adapters: give the directory of the base model"
+        why = why if lora else f"has no {COMPANIONS}/{CONFIG}: give a directory that has one"
+        raise UserError(f"{directory}: {why} (--config)")
     shape = read_shape(companions)
     if (directory / folders.MANIFEST).is_file() and (problem := folders.find_damage(directory)):
         raise UserError(f"{directory}: {problem}")
-    return megatron_format.MegatronCheckpoint(directory, shape), shape, companions
+    if lora:
+        base = hugging_face.open_checked(companions, shape)
+        return MergedCheckpoint(directory, shape, lora, base), shape, companions
+    entries = megatron_format.parameter_entries(shape)
+    return megatron_format.MegatronCheckpoint(directory, shape, entries), shape, companions
 
 
 def to_megatron(
@@ -124,13 +132,35 @@ def to_hf(
     return size
 
 
-def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = None) -> float:
+def to_peft(
+    source: MergedCheckpoint, _shape: ModelShape, base: Path, target: Path, report: Report, _check: None
+) -> int:
+    """Write the adapters of a checkpoint as a PEFT directory, and return the bytes of its tensors."""
+    size = 0
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        nonlocal size
+        for number, entry in enumerate(source.entries):
+            (tensor,) = source.adapters.read(entry)
+            size += tensor.nbytes
+            yield entry.hf[0], tensor
+            report(number + 1, entry.megatron)
+
+    with _output(target) as aside:
+        adapters.write_peft(tensors(), source.lora, str(base), aside)
+    return size
+
+
+def verify(
+    first: Path, second: Path, shape: ModelShape, target: Path | None = None, merged: MergedCheckpoint | None = None
+) -> float:
     """Return the largest difference of float32 logits between two checkpoints of either format.
 
     Each is computed by its own library, one model in memory at a time. Raises UserError if the difference exceeds
-    TOLERANCE. target: the final name of `second`, for the message.
+    TOLERANCE. target: the final name of `second`, for the message. merged: `first`, if it holds only adapters. They are
+    then merged by the code that merges the weights of a run.
     """
-    a, b = logits(first, shape), logits(second, shape)
+    a, b = logits(first, shape, merged), logits(second, shape)
     gap = float((a - b).abs().max())
     limit = TOLERANCE * max(1.0, float(a.abs().max()))
     if not gap <= limit:
@@ -139,13 +169,14 @@ def verify(first: Path, second: Path, shape: ModelShape, target: Path | None = N
     return gap
 
 
-def logits(directory: Path, shape: ModelShape) -> Tensor:
+def logits(directory: Path, shape: ModelShape, merged: MergedCheckpoint | None = None) -> Tensor:
     """Return float32 logits [positions, V] for some rows of random tokens, the same for every checkpoint."""
     ids = torch.randint(0, shape.vocab, (4, min(24, shape.context)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = (
-            _hf_logits(directory, ids) if (directory / CONFIG).is_file() else _megatron_logits(directory, shape, ids)
-        )
+        if (directory / CONFIG).is_file():
+            found = _hf_logits(directory, ids)
+        else:
+            found = _megatron_logits(directory, shape, ids, merged)
     gc.collect()
     return found
 
@@ -160,19 +191,37 @@ def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
     return found
 
 
-def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor) -> Tensor:
+def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: MergedCheckpoint | None) -> Tensor:
     """Return the logits of Megatron-Core's loader and model, with this process as the only rank."""
     processes = grid.build(ParallelConfig())
-    actor = build_actor(shape, processes, torch.float32, backend("fused", cpu_bridge.default_device())).eval()
+    ops = backend("fused", cpu_bridge.default_device())
+    actor = build_actor(shape, processes, torch.float32, ops, lora=merged.lora if merged else None).eval()
+    if merged:
+        own = [entry.megatron for entry in merged.entries]
+        hugging_face.load(actor, shape, processes, merged.base.directory, actor.uses_te, own)
     with cpu_bridge.bridge():
-        state = dist_checkpointing.load({"model": actor.sharded_state_dict(prefix="")}, str(directory))
-        actor.load_state_dict(state["model"])
+        state = dist_checkpointing.load(ModelState("", actor).sharded(with_optimizer=False), str(directory))
+        actor.load_state_dict(state["model"], strict=merged is None)
+        if merged:
+            _merge(actor, merged.dtype(merged.entries[0]))
         del state
         (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], ids.numel(), 1, False)
         hidden = actor.forward_packed(batch).squeeze(1)[batch.predict.to(cpu_bridge.default_device())]
     found = dict(batch.split((hidden @ actor.head_weight().t())[:, : shape.vocab].cpu()))
     grid.leave()
     return torch.cat([found[row] for row in range(len(ids))])
+
+
+def _merge(actor: Actor, dtype: torch.dtype) -> None:
+    """Merge the adapters of a float32 model into its weights, rounded to `dtype` before and after as in a run."""
+    parameters = names.global_parameters(actor)
+    for parameter in parameters.values():
+        parameter.copy_(parameter.to(dtype))
+    for name, weight in MergedWeights(actor, parameters).items():
+        parameters[name].copy_(weight.to(dtype))
+    for name, parameter in parameters.items():
+        if name.endswith(".b"):
+            parameter.zero_()
 
 
 def _bytes(source: Source, entries: list[WeightEntry]) -> int:

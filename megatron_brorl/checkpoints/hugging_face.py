@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.model_card import CARD
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
+from megatron_brorl.checkpoints.writer import sha256
 from megatron_brorl.data.sentencepiece import write_tokenizer_json
 from megatron_brorl.data.tokenizers import GENERATION, Tokenizer, load_tokenizer, stop_ids, transformers_stop_ids
 from megatron_brorl.errors import UserError, shown
@@ -119,6 +120,19 @@ class Checkpoint:
                     f"{self.directory}: {name} has shape {list(self.shapes[name])}, config.json implies {list(shape)}"
                 )
         return [self.tensor(name) for name in entry.hf]
+
+
+def open_checked(directory: Path, shape: ModelShape) -> Checkpoint:
+    """Return the tensors of a directory. Raises UserError unless they are those of the model in its config.json."""
+    checkpoint = Checkpoint(directory)
+    checkpoint.check(names.hf_shapes(shape))
+    checkpoint.check_tied(shape)
+    return checkpoint
+
+
+def weights_sha256(directory: Path) -> str:
+    """Return the SHA-256 of the weight files, one after the other. Raises UserError if there are none."""
+    return sha256(*(directory / name for name in _weight_files(directory)))
 
 
 def _weight_files(directory: Path) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,8 +161,8 @@ def _chunks(
 class MegatronCheckpoint:
     """The model's tensors in a distributed checkpoint of any layout."""
 
-    def __init__(self, directory: Path, shape: ModelShape) -> None:
-        """Raise UserError if the directory is not a checkpoint of a model of this shape."""
+    def __init__(self, directory: Path, shape: ModelShape, entries: Sequence[WeightEntry]) -> None:
+        """Raise UserError if the directory is not a checkpoint of a model of this shape with these parameters."""
         self.directory = directory
         self.shape = shape
         self._reader = FileSystemReader(directory)
@@ -178,9 +178,9 @@ class MegatronCheckpoint:
             raise UserError(f"{directory / METADATA}: not readable: {type(e).__name__}: {e}") from None
 
         # An additional tensor means another model. Optimizer states and critics have other names.
-        for entry in parameter_entries(shape):
+        for entry in entries:
             self._check(entry)
-        known = {_key(entry.megatron)[0] for entry in parameter_entries(shape)}
+        known = {_key(entry.megatron)[0] for entry in entries}
         for key in self._tensors:
             if key not in known and key.startswith(("decoder.", "embedding.", "output_layer.")):
                 raise UserError(f"{directory}: unknown tensor {key}; does config.json belong to it?")

@@ -50,7 +50,7 @@ class ModelState:
 
     def sharded(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
         """Return Megatron's sharded state. An optimizer that has not stepped has none."""
-        model = self.module.sharded_state_dict(prefix=self.prefix)
+        model = self._weights_state()
         for name, weight in (self.weights or {}).items():
             model[self.prefix + name].data = weight
         if not with_optimizer:
@@ -60,6 +60,17 @@ class ModelState:
         else:
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading)
         return {"model": model, "optimizer": optimizer}
+
+    def _weights_state(self) -> dict[str, Any]:
+        """Return the sharded state of the weights: all of them, or only adapters if the others are frozen."""
+        state: dict[str, Any] = self.module.sharded_state_dict(prefix=self.prefix)
+        if self._trains_all():
+            return state
+        trained = [self.prefix + name for name, p in self.module.named_parameters() if p.requires_grad]
+        return {name: state[name] for name in trained}
+
+    def _trains_all(self) -> bool:
+        return all(p.requires_grad for p in self.module.parameters())
 
     def restore(self, state: dict[str, Any], directory: Path) -> None:
         """Load what `sharded` returned and Megatron filled. Without a saved state, the optimizer copies the weights.
@@ -71,7 +82,7 @@ class ModelState:
             for name, weight in self.weights.items():
                 weight.copy_(model[name])
             return
-        self.module.load_state_dict(model)
+        self.module.load_state_dict(model, strict=self._trains_all())
         if "optimizer" in state and is_distributed(self.optimizer):
             _restore_distributed(self.optimizer, state["optimizer"], directory)
         elif "optimizer" in state:

@@ -95,12 +95,13 @@ def write_verified(path: Path, fill: Callable[[HashingFile], T]) -> tuple[str, T
     return stream.digest(), result
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
+def sha256(*paths: Path) -> str:
+    """Return the SHA-256 of files, one after the other, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
+    for path in paths:
+        with path.open("rb") as f:
+            while block := f.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 

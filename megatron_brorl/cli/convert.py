@@ -14,7 +14,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import check_output, contains
 
 if TYPE_CHECKING:
-    pass
+    from megatron_brorl.families.shape import ModelShape
 
 FORMATS = {"fp8": "FP8_DEFAULT_CFG", "int4": "INT4_AWQ_CFG"}  # ModelOpt's names
 
@@ -25,6 +25,7 @@ Convert checkpoints between Hugging Face directories and Megatron distributed ch
     brorl convert to-hf CHECKPOINT HF_DIR
     brorl convert to-hf runs/x/checkpoints/best HF_DIR --config runs/x/model   (or .../latest, .../step_00000100)
     brorl convert to-megatron CHECKPOINT OTHER --tensor 4 --pipeline 1
+    brorl convert to-peft runs/x/checkpoints/best PEFT_DIR --config BASE   (adapters of a run with lora.rank)
 
 Weights in fp32, fp16 or bf16 keep their types and bits; one tensor is in memory at a time. The output is written aside
 and renamed: if it exists, it is complete. --verify compares the float32 logits of input and output, each computed by
@@ -51,25 +52,33 @@ def add_commands(commands: Any) -> None:
         description=_CONVERT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    directions = converter.add_subparsers(dest="direction", required=True, metavar="to-megatron | to-hf")
+    directions = converter.add_subparsers(dest="direction", required=True, metavar="to-megatron | to-hf | to-peft")
     for name, text in [
         (
             "to-megatron",
             "convert a Hugging Face directory, or a Megatron checkpoint of another layout, to a Megatron checkpoint",
         ),
-        ("to-hf", "convert a Megatron checkpoint of any layout to a Hugging Face directory"),
+        (
+            "to-hf",
+            "convert a Megatron checkpoint of any layout to a Hugging Face directory, with a run's adapters merged",
+        ),
+        ("to-peft", "convert the adapters in a checkpoint of a run to a PEFT directory"),
     ]:
         command = directions.add_parser(name, help=text, description=text)
         command.add_argument("source", type=Path)
         command.add_argument("target", type=Path, help="directory to write")
-        text = "Hugging Face directory with config.json and tokenizer; needed for a checkpoint of a run"
+        text = (
+            "Hugging Face directory with config.json and tokenizer, or the base model of adapters; needed for a "
+            "checkpoint of a run"
+        )
         command.add_argument("--config", type=Path, help=text)
-        command.add_argument("--verify", action="store_true", help="compare the logits of input and output")
+        if name != "to-peft":
+            command.add_argument("--verify", action="store_true", help="compare the logits of input and output")
         command.add_argument("--overwrite", action="store_true", help="replace an existing target")
         if name == "to-megatron":
             command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
             command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
-    converter.set_defaults(command=convert)
+    converter.set_defaults(command=convert, verify=False)
 
     quantize = commands.add_parser(
         "quantize",
@@ -97,22 +106,17 @@ def add_commands(commands: Any) -> None:
 def convert(args: argparse.Namespace) -> int:
     """Carry out `brorl convert`, and return 0. Raises UserError."""
     from megatron_brorl.checkpoints import convert, folders
-    from megatron_brorl.checkpoints.megatron_format import METADATA, parameter_entries
+    from megatron_brorl.checkpoints.megatron_format import parameter_entries
     from megatron_brorl.tracking.progress import progress
 
     args.source = folders.resolve(args.source)
     _check_target(args)
-    to_hf = args.direction == "to-hf"
-    layout: tuple[int, ...] = () if to_hf else (args.tensor, args.pipeline)
+    layout: tuple[int, ...] = (args.tensor, args.pipeline) if args.direction == "to-megatron" else ()
     if layout and min(layout) < 1:
         raise UserError(f"--tensor {args.tensor} --pipeline {args.pipeline}: must be at least 1")
-
-    megatron = to_hf or (args.source / METADATA).is_file()
-    source, shape, companions = (
-        convert.open_megatron(args.source, args.config) if megatron else convert.open_hf(args.source)
-    )
+    source, shape, companions = _open(args)
     begun = time.monotonic()
-    tensors = len(parameter_entries(shape))
+    tensors = len(source.entries if args.direction == "to-peft" else parameter_entries(shape))
     with progress(tensors, "convert", True) as p:
 
         def report(done: int, name: str) -> None:
@@ -120,14 +124,35 @@ def convert(args: argparse.Namespace) -> int:
                 p.update(done, {"tensor": name})
 
         def verify(written: Path) -> None:
-            gap = convert.verify(args.source, written, shape, args.target)
+            merged = source if isinstance(source, convert.MergedCheckpoint) else None
+            gap = convert.verify(args.source, written, shape, args.target, merged)
             p.note(f"{args.target}: logits equal those of {args.source} within {gap:.2e}")
 
-        write: Callable[..., int] = convert.to_hf if to_hf else convert.to_megatron
+        writers: dict[str, Callable[..., int]] = {
+            "to-megatron": convert.to_megatron,
+            "to-hf": convert.to_hf,
+            "to-peft": convert.to_peft,
+        }
         check = verify if args.verify else None
-        size = write(source, shape, companions, args.target, *layout, report, check)
+        size = writers[args.direction](source, shape, companions, args.target, *layout, report, check)
     print(f"{args.target}: {size:,} bytes of weights in {time.monotonic() - begun:.1f} s")
     return 0
+
+
+def _open(args: argparse.Namespace) -> tuple[Any, ModelShape, Path]:
+    """Return the source, its shape, and the folder of config.json and tokenizer. Raises UserError."""
+    from megatron_brorl.checkpoints import convert
+    from megatron_brorl.checkpoints.megatron_format import METADATA
+
+    if args.direction == "to-megatron" and not (args.source / METADATA).is_file():
+        return convert.open_hf(args.source)
+    found = convert.open_megatron(args.source, args.config)
+    has_adapters = isinstance(found[0], convert.MergedCheckpoint)
+    if has_adapters and args.direction == "to-megatron":
+        raise UserError(f"{args.source}: holds only adapters: convert to-hf with --config, and the result to-megatron")
+    if not has_adapters and args.direction == "to-peft":
+        raise UserError(f"{args.source}: has no adapters, because lora.rank was 0 in its run: convert to-hf")
+    return found
 
 
 def _check_target(args: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ import argparse
 import math
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,13 @@ import torch
 
 from megatron_brorl.cli.teacher import teacher_shape
 from megatron_brorl.config.load import load
-from megatron_brorl.config.schema import Config
+from megatron_brorl.config.schema import Config, LoraConfig
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.models.gpt import DTYPES
-from megatron_brorl.models.weights.layouts import local_shape
-from megatron_brorl.models.weights.names import entries, hf_shapes
+from megatron_brorl.models.weights.layouts import WeightEntry, local_shape
+from megatron_brorl.models.weights.names import adapter_entries, entries, hf_shapes
 from megatron_brorl.rollout.native.pages import page_bytes, pages_for
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.weights_send import file_layout, to_fp8_blocks, unchanged
@@ -83,22 +83,41 @@ class Plan:
 
 
 def training_parts(
-    shape: ModelShape, stage: int, tensor: int, pipeline: int, dtype: torch.dtype, shards: int = 1
+    shape: ModelShape,
+    stage: int,
+    tensor: int,
+    pipeline: int,
+    dtype: torch.dtype,
+    shards: int = 1,
+    lora: LoraConfig | None = None,
 ) -> Parts:
     """Return the bytes of a rank's weights, fp32 gradients, and Adam's states (with fp32 masters of other weights).
 
-    shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1).
+    shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1). lora: with
+    its rank above 0, only the adapters have gradients and Adam's states.
     """
     table = entries(shape, pipeline)
-    count = sum(math.prod(local_shape(e, tensor)) for e in table if e.stage == stage)
+    count = _elements(table, stage, tensor)
     if shape.tied and stage == pipeline - 1 > 0:
         count += math.prod(local_shape(table[0], tensor))  # the last stage's copy of the embedding
+    adapters = _elements(adapter_entries(shape, pipeline, lora), stage, tensor) if lora and lora.rank else 0
+    trained = adapters or count
     masters = 0 if dtype == torch.float32 else 4
     return {
         "weights": count * dtype.itemsize,
-        "gradients": count * 4,
-        "optimizer": count * (8 + masters) // shards,
+        **({"adapters": adapters * dtype.itemsize} if adapters else {}),
+        "gradients": trained * 4,
+        "optimizer": trained * (8 + masters) // shards,
     }
+
+
+def _elements(table: Sequence[WeightEntry], stage: int, tensor: int) -> int:
+    return sum(math.prod(local_shape(entry, tensor)) for entry in table if entry.stage == stage)
+
+
+def trained_weights(parts: Parts) -> int:
+    """Return the bytes of the weights that are trained, from `training_parts`."""
+    return parts.get("adapters", parts["weights"])
 
 
 def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int, fused: bool) -> int:
@@ -106,14 +125,15 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
 
     Per token and layer, in elements: the inputs of both norms and of both parts (4 H), queries, keys, values and the
     output of attention (2 Q + 2 K), gate, up and their product (3 F), of which tensor parallelism cuts all but the
-    first. models.layers.fused keeps neither the outputs of norms nor that product (2 H and 2 F). With recomputation:
-    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and for each
-    following stage.
+    first. models.layers.fused keeps neither the outputs of norms nor that product (2 H and 2 F). Each adapter adds its
+    rank. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
+    itself and for each following stage.
     """
     parallel = config.parallel
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     inputs, wide = (2, 2) if fused else (4, 3)
     per_layer = inputs * shape.hidden + (attention + wide * shape.ffn) // parallel.tensor
+    per_layer += config.lora.rank * len(config.lora.targets)
     layers_in_flight = (parallel.pipeline - stage) * (shape.layers // parallel.pipeline)
     if config.train.recompute == "full":
         per_token = layers_in_flight * shape.hidden + per_layer
@@ -139,9 +159,9 @@ def largest_micro_batch(config: Config, machines: Machines, prompts: PromptSizes
     return min(limit, rows * rollout.max_tokens + prefixes * prompts.longest)
 
 
-def head_bytes(shape: ModelShape, tensor: int, tokens: int) -> int:
-    """Return the float32 logits of a chunk on a CPU, and the gradient of the head's weight."""
-    return 4 * (min(tokens, LOGITS_ROWS) + shape.hidden) * shape.vocab // tensor
+def head_bytes(shape: ModelShape, tensor: int, tokens: int, trained: bool) -> int:
+    """Return the float32 logits of a chunk on a CPU, and the gradient of the head's weight if it is trained."""
+    return 4 * (min(tokens, LOGITS_ROWS) + trained * shape.hidden) * shape.vocab // tensor
 
 
 def engine_parts(config: Config, shape: ModelShape, ranks: int, prompts: PromptSizes) -> Parts:
@@ -182,12 +202,13 @@ def plan_stage(
             f"{machines.ranks} ranks"
         )
     shards = machines.ranks // of_a_model if parallel.distributed_optimizer else 1
-    parts = training_parts(shape, stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], shards)
-    models = {"": parts} | ({"critic's ": parts} if config.algo.advantage == "gae" else {})
+    given = (shape, stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], shards)
+    parts = training_parts(*given, config.lora)
+    models = {"": parts} | ({"critic's ": training_parts(*given)} if config.algo.advantage == "gae" else {})
 
     # While the engine generates, gradients are dropped, and the rest stays or moves to the host.
     staying = {f"{of}{name}": x for of, own in models.items() for name, x in own.items() if name != "gradients"}
-    staying |= {"reference": parts["weights"]} if config.algo.kl_coef > 0 else {}
+    staying |= {"reference": trained_weights(parts)} if config.algo.kl_coef > 0 else {}
     if config.teacher.path:
         size = parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype]
         staying["teacher"] = training_parts(teacher_shape(config), stage, *size)["weights"]
@@ -201,7 +222,8 @@ def plan_stage(
 
     built_in = config.rollout.engine not in ENGINES
     if built_in and not machines.gpu:
-        head = head_bytes(shape, parallel.tensor, tokens) if stage == parallel.pipeline - 1 else 0
+        last = stage == parallel.pipeline - 1
+        head = head_bytes(shape, parallel.tensor, tokens, not config.lora.rank) if last else 0
         generation = {**staying, **engine_parts(config, shape, machines.ranks, prompts)}
         training |= {"LM head": head, "rollouts": ROLLOUT * config.rollout.prompts * config.rollout.n // machines.ranks}
         return Plan(with_overhead(training), with_overhead(generation), offloaded)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_brorl.checkpoints import folders
-from megatron_brorl.cli.memory_plan import amount, training_parts
+from megatron_brorl.checkpoints.adapters import BASE_WEIGHTS
+from megatron_brorl.cli.memory_plan import amount, trained_weights, training_parts
 from megatron_brorl.config.rules import may_change
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import TEMPLATE_DATE
@@ -69,11 +70,12 @@ def _refused(directory: Path, error: OSError) -> UserError:
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the size of a checkpoint: weights, Adam's moments and masters, also of critic and reference."""
-    parts = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])
-    models = 2 if config.algo.advantage == "gae" else 1
-    reference = parts["weights"] if config.algo.kl_coef else 0
-    return models * (parts["weights"] + parts["optimizer"]) + reference
+    """Return the size of a checkpoint: trained weights, Adam's moments and masters, also of critic and reference."""
+    given = (shape, 0, 1, 1, DTYPES[config.model.dtype])
+    actor = training_parts(*given, lora=config.lora)
+    models = [actor, *([training_parts(*given)] if config.algo.advantage == "gae" else [])]
+    reference = trained_weights(actor) if config.algo.kl_coef else 0
+    return sum(trained_weights(parts) + parts["optimizer"] for parts in models) + reference
 
 
 def check_disk(config: Config, shape: ModelShape, directory: Path) -> str:
@@ -195,6 +197,8 @@ def _difference(section: str, key: str, old: Any, new: Any) -> str:
         return f"the date {old} in the prompts' chat template, now {new}: write {old} into run.dir/{key}"
     if section == _INPUTS and key == "tokenizer":
         return f"other tokenizer files in model.path {hashes}: restore them"
+    if section == _INPUTS and key == BASE_WEIGHTS:
+        return f"other base weights in model.path {hashes}: restore them"
     if section == _INPUTS:
         return f"other rows of data.{key} {hashes}: restore the data"
     if section in (_SHAPE, _TEACHER_SHAPE):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_brorl import rollout_log, signals
 from megatron_brorl.algo import trial
-from megatron_brorl.checkpoints import hugging_face
+from megatron_brorl.checkpoints import adapters, hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, model_card
 from megatron_brorl.cli import memory_plan, run_folder
@@ -284,8 +284,13 @@ class Session:
         return run_folder.fingerprint(self.config, self.shape, functions, self.inputs(), self.teacher_shape)
 
     def inputs(self) -> dict[str, str]:
-        """Return the SHA-256 of the tokenizer and the data, see Sources.digests."""
-        return self.sources.digests(Path(self.config.model.path), self.template_date)
+        """Return the SHA-256 of the tokenizer and the data, see Sources.digests, and of a frozen base; a collective."""
+        path = Path(self.config.model.path)
+        digests = self.sources.digests(path, self.template_date)
+        if self.config.lora.rank:
+            own = self.share_errors(lambda: hugging_face.weights_sha256(path) if self.is_main_rank else "")
+            digests[adapters.BASE_WEIGHTS] = collectives.all_gather(own)[0]
+        return digests
 
     def rollouts(self) -> RolloutRunner:
         """Return the engine and the reward workers, which end with the session."""
@@ -390,6 +395,7 @@ class Session:
     def export(self, worker: Worker, card: TrainingFacts) -> bool:
         """Write run.dir/model, a Hugging Face directory, and return on the main rank whether the weights changed.
 
+        With lora.rank, the weights are merged, and run.dir/adapter has the adapters.
         Raises UserError if a weight is not finite.
         """
         worker.require_finite("the trained model", f"{self.dir / 'model'} is not written; lower the learning rate")
@@ -403,8 +409,20 @@ class Session:
         else:
             for _ in tensors:
                 pass
+        if self.config.lora.rank:
+            self._export_adapters(worker)
         dist.barrier()
         return differs
+
+    def _export_adapters(self, worker: Worker) -> None:
+        """Write run.dir/adapter, a PEFT directory; a collective."""
+        tensors = worker.adapter_tensors()
+        if self.is_main_rank:
+            with hugging_face.atomic_directory(self.dir / "adapter") as aside:
+                adapters.write_peft(tensors, self.config.lora, self.base, aside)
+        else:
+            for _ in tensors:
+                pass
 
     def card(self, how: str, tag: str, sizes: Mapping[str, int], began: float) -> TrainingFacts:
         """Return the content of the exported model's card, see model_card.TrainingFacts."""

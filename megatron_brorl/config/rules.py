@@ -276,6 +276,7 @@ _MAY_CHANGE = {"data": {"train", "held_out"}, "reward": {"workers", "timeout_s",
 _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sections, may change
     "run": {"seed"},
     "model": {"dtype"},
+    "lora": {"rank", "alpha", "targets"},
     "rollout": {"max_tokens", "stop_strings", "partial_tokens", "refills"},
     "algo": {"gamma"},
     "optim": {"betas"},

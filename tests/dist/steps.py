@@ -74,7 +74,9 @@ def _options(config: Config, grid: Grid) -> StageOptions:
 
 
 def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any, grace_s: float = 30.0) -> Trainer:
-    worker = Worker(read_shape(directory), grid, _options(config, grid), config.optim)
+    lora = config.lora if config.lora.rank else None
+    options = replace(_options(config, grid), lora=lora, seed=config.run.seed)
+    worker = Worker(read_shape(directory), grid, options, config.optim)
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
     tokenizer = fakes.Tokenizer()

@@ -8,6 +8,7 @@ import torch
 from random_model import qwen2_config
 
 from megatron_brorl.cli import memory_plan
+from megatron_brorl.config.schema import LoraConfig
 from megatron_brorl.families.shape import parse_shape, read_shape
 
 
@@ -20,13 +21,14 @@ from megatron_brorl.families.shape import parse_shape, read_shape
         (2, {"pipeline": 2}, torch.float32),
     ],
 )
-@pytest.mark.parametrize("tied", [False, True])
-def test_bytes_are_those_of_the_tensors(worlds, tmp_path, size, parallel, dtype, tied):
+@pytest.mark.parametrize(("tied", "lora"), [(False, None), (True, None), (True, LoraConfig(rank=8))])
+def test_bytes_are_those_of_the_tensors(worlds, tmp_path, size, parallel, dtype, tied, lora):
     tiny.make_model(tmp_path, "qwen2", tied)
     shape = read_shape(tmp_path)
-    for stage, found in worlds(size).run("jobs:training_bytes", str(tmp_path), parallel, dtype):
+    for stage, found in worlds(size).run("jobs:training_bytes", str(tmp_path), parallel, dtype, lora):
         layout = parallel.get("tensor", 1), parallel.get("pipeline", 1)
-        assert found == pytest.approx(sum(memory_plan.training_parts(shape, stage, *layout, dtype).values()), rel=0.01)
+        parts = memory_plan.training_parts(shape, stage, *layout, dtype, lora=lora)
+        assert found == pytest.approx(sum(parts.values()), rel=0.01)
 
 
 def test_zero_1_divides_moments_and_masters():

@@ -9,6 +9,7 @@ import pytest
 from random_model import qwen2_config
 
 from megatron_brorl.cli import memory_plan as memory
+from megatron_brorl.cli.run_folder import checkpoint_bytes
 from megatron_brorl.config.load import load_table
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import parse_shape
@@ -141,6 +142,27 @@ def test_critic_and_reference_are_added():
     assert plan.training["reference"] == 4 * WEIGHTS
     assert plan.offloaded == (2 * (4 + 8) + 4) * WEIGHTS
     assert plan.kv_per_token == 14 * 1024
+
+
+def test_with_lora_only_adapters_have_gradients_and_optimizer_states():
+    """Of a base in bf16, with a critic that trains all weights and a reference that has only adapters."""
+    adapters = 18_464_768  # rank 16 on Qwen2.5-1.5B, as print_trainable_parameters() of PEFT counts them
+    given = {"lora": {"rank": 16}, "algo": {"advantage": "gae", "kl_coef": 0.1}}
+    plan = plan_of(**given)
+    activations = plan.training["activations (estimate)"] - plan_of().training["activations (estimate)"]
+    assert activations == 32768 * 2 * 7 * 16
+    assert {name: x for name, x in plan.training.items() if "activations" not in name} == {
+        "weights": 2 * WEIGHTS,
+        "adapters": 2 * adapters,
+        "optimizer": 12 * adapters,
+        "gradients": 4 * adapters,
+        "critic's weights": 2 * WEIGHTS,
+        "critic's optimizer": 12 * WEIGHTS,
+        "critic's gradients": 4 * WEIGHTS,
+        "reference": 2 * adapters,
+    }
+    config = load_table({"model": {"path": "model", "dtype": "bf16"}, **given}, "test", ())
+    assert checkpoint_bytes(config, SHAPE) == 14 * adapters + 14 * WEIGHTS + 2 * adapters
 
 
 def test_the_weights_of_a_teacher_are_added(tmp_path):

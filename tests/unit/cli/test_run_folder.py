@@ -24,6 +24,7 @@ FREE_SECTIONS = "parallel fp8 engine shaping critic reference teacher ops train 
 FIXED = {
     "run": "seed",
     "model": "dtype",
+    "lora": "rank alpha targets",
     "rollout": "max_tokens stop_strings partial_tokens refills",
     "algo": "gamma",
     "optim": "betas",
