@@ -16,5 +16,6 @@ if [ ! -f "$RUN/sft/model/config.json" ]; then
   echo "== 2/3 warm start on solved examples: $RUN/sft"
   brorl sft --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
 fi
+if [ -n "${SFT_ONLY:-}" ]; then exit; fi
 echo "== 3/3 reinforcement learning: $RUN"
 exec brorl train --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/sft/model" run.dir="$RUN"

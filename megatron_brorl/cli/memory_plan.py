@@ -38,7 +38,7 @@ GIB = 2**30
 LIBRARIES = GIB // 2  # of a process on a CPU: code, Python objects, tokenizer and data
 ROLLOUT = 10 * 2**10  # bytes of the objects of a response on a CPU (measured)
 LOGITS_ROWS = 512  # rows of logits that ops.fused.linear holds at a time on a CPU
-GAPS = 0.4  # free gaps between tensors on a CPU, relative to their memory; fitted to runs in docs/measurements.md
+GAPS = 0.2  # free gaps between tensors on a CPU, relative to their memory; fitted to runs in docs/measurements.md
 Parts = Mapping[str, int]  # bytes by purpose
 
 

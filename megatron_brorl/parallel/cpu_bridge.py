@@ -55,12 +55,21 @@ def keep_freed_memory() -> None:
     """Let glibc's malloc keep freed memory for later tensors, on CPUs. Call this before other threads start.
 
     By default it returns large blocks to the system, and the kernel has to clear each page again when the next tensor
-    is written. With one arena, training also uses the memory that the engine's thread has freed.
+    is written. With one arena, training also uses the memory that the engine's thread has freed. A phase with blocks of
+    other sizes would grow the heap, so release_freed_memory() is called before it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt and not on_gpu():
         for parameter, value in _MALLOC.items():
             mallopt(parameter, value)
+
+
+def release_freed_memory() -> None:
+    """Return freed memory to the device or, on a CPU, to the system: the next phase allocates blocks of other sizes."""
+    if on_gpu():
+        torch.cuda.empty_cache()
+    elif malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)
 
 
 @lru_cache(maxsize=1)

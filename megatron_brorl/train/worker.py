@@ -143,8 +143,7 @@ class Stage:
         for part in (self._gradients, self._state, self._weights if weights else None):
             if part:
                 part.offload()
-        if cpu_bridge.on_gpu():
-            torch.cuda.empty_cache()  # for the engine, which is another process
+        cpu_bridge.release_freed_memory()  # for the engine
 
     def reload(self) -> None:
         """Undo `offload`, for callers that read weights or optimizer state directly."""

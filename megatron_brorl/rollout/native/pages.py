@@ -8,6 +8,8 @@ tokens and the block before it. It stays in memory as long as any prompt that co
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,19 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised tensor.
+
+    On a CPU it is a memory mapping of its own. Large blocks that come and go in every step would leave gaps in the
+    heap, which never shrinks (parallel.cpu_bridge.keep_freed_memory).
+    """
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)
+
+
 class PagePool:
     """The pages of all layers; page p is keys[layer][p] and values[layer][p]."""
 
@@ -37,8 +52,8 @@ class PagePool:
         self.size = pages
         width = pages_for(shape.head_dim) * PAGE
         keys, values = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
-        self.keys = [torch.empty(pages, *keys, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self.values = [torch.empty(pages, *values, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.keys = [_empty((pages, *keys), dtype, device) for _ in range(shape.layers)]
+        self.values = [_empty((pages, *values), dtype, device) for _ in range(shape.layers)]
         self.reset()
 
     def reset(self) -> None:

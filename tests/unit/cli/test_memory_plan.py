@@ -109,7 +109,7 @@ def test_a_rank_on_a_cpu_has_the_engine_in_the_same_process():
         config = load_table({"rollout": keys, "algo": {"mini_batches": 4}}, "test", ())
         plan = memory.plan_stage(config, shape, memory.Machines(1, 1, 0), prompts=memory.PromptSizes(49, 250))
         for parts in (plan.training, plan.generation):
-            assert sum(parts.values()) == 2**29 + int(1.4 * sum(list(parts.values())[:-2]))
+            assert sum(parts.values()) == 2**29 + int(1.2 * sum(list(parts.values())[:-2]))
         return plan.training, plan.generation
 
     training, generation = parts_of(n=512)
