@@ -92,10 +92,10 @@ def test_gradient_reaches_the_projection(normed, bias, dim):
     up = torch.randn(9, 2 * 2 * dim, generator=g)
 
     if normed:
-        projected = ops.norm_linear(narrow[0], narrow[2], 1e-6, narrow[1], offset)
+        projected, _ = ops.norm_linear(narrow[0], narrow[2], 1e-6, narrow[1], offset)
         rows = torch.nn.functional.rms_norm(wide[0], (8,), wide[2], 1e-6)
     else:
-        projected = ops.linear(narrow[0], narrow[1], offset)
+        projected, _ = ops.linear(narrow[0], narrow[1], offset)
         rows = wide[0]
     got = ops.attend(projected.view(9, 2, 4, dim), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
     qkv = torch.nn.functional.linear(rows, wide[1], offset.double() if bias else None).view(9, 2, 4, dim)

@@ -37,9 +37,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     On a CPU it is a memory mapping of its own. Large blocks that come and go in every step would leave gaps in the
     heap, which never shrinks (parallel.cpu_bridge.keep_freed_memory).
     """
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:  # A mapping cannot be empty.
+        return torch.empty(shape, dtype=dtype, device=device)
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
