@@ -45,7 +45,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any], str, LoraConfig]] = [
 
 @pytest.fixture(scope="module")
 def peft_results(tmp_path_factory):
-    """Directory, adapters and what they give, by family and settings, from a plain loop over responses in float64."""
+    """Return the model directory, the adapters, and the results of a plain loop over responses in float64."""
     made: dict[Any, Any] = {}
 
     def get(family: str, lora: LoraConfig) -> tuple[str, dict[str, Tensor], dict[str, Any]]:

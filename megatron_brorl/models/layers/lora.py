@@ -111,6 +111,7 @@ class Adapted(torch.nn.Module):
     tp_group: Any
     sequence_parallel: bool
     add_product: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(add_product)
+    over_ranks: Callable[[Tensor], Tensor]  # ColumnAdapted and RowAdapted define the communication of `down`.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -125,10 +126,6 @@ class Adapted(torch.nn.Module):
         if self.lora is None or down is None:
             return out
         return self.add_product(out, self.over_ranks(down), self.lora.scaling * self.lora.b())
-
-    def over_ranks(self, down: Tensor) -> Tensor:
-        """Return `down` as the rows of b on this rank need it."""
-        raise NotImplementedError
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return Megatron's description of the parameters, which takes parameters that it does not know for whole."""

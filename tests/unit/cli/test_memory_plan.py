@@ -145,7 +145,7 @@ def test_critic_and_reference_are_added():
 
 
 def test_with_lora_only_adapters_have_gradients_and_optimizer_states():
-    """Of a base in bf16, with a critic that trains all weights and a reference that has only adapters."""
+    """The base is in bf16, the critic trains all weights, and the reference has only adapters."""
     adapters = 18_464_768  # rank 16 on Qwen2.5-1.5B, as print_trainable_parameters() of PEFT counts them
     given = {"lora": {"rank": 16}, "algo": {"advantage": "gae", "kl_coef": 0.1}}
     plan = plan_of(**given)
