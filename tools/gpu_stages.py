@@ -230,6 +230,8 @@ RECIPES = ("delayed", "tensorwise", "blockwise")
 # The answers of a random model are always wrong, so the reward is a share of letters, which differs within a group.
 REWARD = "def score(response, row):\n    return sum(c in 'aeiou' for c in response) / (1 + len(response))\n"
 CONFIG = """
+[run]
+log = []
 [model]
 path = "{model}"
 dtype = "{dtype}"

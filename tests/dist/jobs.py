@@ -20,6 +20,7 @@ from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.reference.sampling import sample_tokens
+from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.packing import Packed
 from megatron_brorl.rollout.engine import Request, Sampling
@@ -64,7 +65,7 @@ def make_worker(
     **kwargs: Any,
 ) -> Worker:
     grid = grid_of(**parallel)
-    ops = backend(kwargs.pop("ops", "fused"), CPU)
+    ops = backend(kwargs.pop("ops", "fused"), cpu_bridge.default_device())
     options = StageOptions(tokens, ops, **{"share_prompt": grid.cp_size == 1, **kwargs})
     worker = Worker(read_shape(directory), grid, options, optim)
     worker.load_hf(directory)

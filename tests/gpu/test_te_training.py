@@ -1,4 +1,4 @@
-"""Training steps on Transformer Engine's layers: bf16, LoRA, every FP8 recipe, offload. Not yet run on a GPU."""
+"""Training steps on Transformer Engine's layers: bf16, LoRA, every FP8 recipe, offload."""
 
 from __future__ import annotations
 

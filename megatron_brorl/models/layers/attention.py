@@ -123,8 +123,8 @@ class PackedAttention(torch.nn.Module):
         value = value.squeeze(1)
         dtype = query.dtype
 
-        # On a GPU one masked call computes shared prompts.
-        if query.is_cuda and packed_seq_params.shared:
+        # On a GPU one masked call computes the whole stream. A call per length would compile a kernel for every length.
+        if query.is_cuda and packed_seq_params.cp_group is None:
             return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
         if not query.is_cuda:  # the CPU's backward pass takes twice as long in bfloat16
             query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))

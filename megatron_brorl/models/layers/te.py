@@ -1,7 +1,4 @@
-"""Transformer Engine's layers. Import this module only on GPUs, because the import fails without CUDA.
-
-Not yet run on a GPU; see docs/measurements.
-"""
+"""Transformer Engine's layers. Import this module only on GPUs, because the import fails without CUDA."""
 
 from __future__ import annotations
 

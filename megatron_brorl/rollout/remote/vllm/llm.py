@@ -1,4 +1,4 @@
-"""Engine backend for vLLM 0.32 or newer, on CPUs and GPUs. Not yet run on a GPU.
+"""Engine backend for vLLM 0.32 or newer, on CPUs and GPUs.
 
 Only this file and extension.py import vllm.
 """

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Seconds and memory of one policy update: full training next to LoRA, shared prompts or FP8, in one run.
+
+    python benchmarks/bench_update.py [--quick] [--json FILE] [--model 135m] [--dtype fp32] [--prompt 64]
+                                      [--response 64] [--n 16] [--tokens-per-micro-batch 2048]
+                                      [--variants full lora:16 shared fp8:tensorwise] [--threads N] [--repeat N]
+
+An update is one optimizer step on N random responses to one random prompt, by a model of bench_common with random
+weights, on the GPU if there is one. Every row is a fresh process that takes one update to warm up and then three; its
+seconds are their median. Rows of different variants alternate --repeat times. "full" trains all weights and shares no
+prompts, "shared" shares prompts, "lora:16" trains adapters of rank 16, and "fp8:RECIPE" is for Transformer Engine.
+state_mb: weights, gradients and optimizer. tflops: 6 operations per weight and token of the rows.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_common import DTYPES, MODELS, alone, options, write_model, write_rows
+
+UPDATES = 3
+
+
+def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of a variant."""
+    (job,) = args
+    from megatron_brorl.config.schema import AlgoConfig, Fp8Config, LoraConfig, OptimConfig, ParallelConfig
+    from megatron_brorl.families.shape import read_shape
+    from megatron_brorl.models import fp8
+    from megatron_brorl.models.weights.names import hf_shapes
+    from megatron_brorl.ops.backend import backend
+    from megatron_brorl.parallel import cpu_bridge, grid
+    from megatron_brorl.train.update import update_policy
+    from megatron_brorl.train.worker import StageOptions, Worker
+    from megatron_brorl.types import Experience
+
+    torch.set_num_threads(job["threads"])
+    device = cpu_bridge.default_device()
+    kind, _, value = job["variant"].partition(":")
+    shape = read_shape(job["model"])
+    recipe = Fp8Config(recipe=value if kind == "fp8" else "none")
+    options = StageOptions(
+        job["tokens_per_micro_batch"],
+        backend("fused", device),
+        DTYPES[job["dtype"]],
+        share_prompt=kind == "shared",
+        fields=fp8.settings(recipe),
+        lora=LoraConfig(rank=int(value)) if kind == "lora" else None,
+    )
+    optim = OptimConfig(lr=1e-5)
+    worker = Worker(shape, grid.build(ParallelConfig()), options, optim)
+    worker.load_hf(job["model"])
+
+    draw = torch.Generator().manual_seed(0)
+    prompt = torch.randint(shape.vocab, (job["prompt"],), generator=draw)
+    responses = torch.randint(shape.vocab, (job["n"], job["response"]), generator=draw).unbind()
+    prompts = (prompt,) * job["n"]
+    old = tuple(worker.log_probs(prompts, responses, 1.0))
+    advantages = tuple(x.expand(job["response"]) for x in torch.linspace(-1, 1, job["n"]))
+    experience = Experience(prompts, responses, old, None, advantages)
+
+    taken = []
+    for update in range(1 + UPDATES):
+        cpu_bridge.wait()
+        begun = time.perf_counter()
+        update_policy(worker, experience, [list(range(job["n"]))], AlgoConfig(), optim, 1.0, update)
+        cpu_bridge.wait()
+        taken.append(time.perf_counter() - begun)
+
+    state = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state if x.numel() > 1}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if cpu_bridge.on_gpu():
+        peak = torch.cuda.max_memory_allocated()
+    seconds = statistics.median(taken[1:])
+    weights = sum(math.prod(size) for size in hf_shapes(shape).values())
+    tokens = job["n"] * (job["prompt"] + job["response"])
+    return {
+        "variant": job["variant"],
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "tflops": 6 * weights * tokens / seconds / 1e12,
+        "state_mb": sum(storages.values()) / 1e6,
+        "peak_mib": peak / 2**20,
+    }
+
+
+def main() -> None:
+    parser = options(__doc__, "the smallest model, one round", 3, "rounds")
+    parser.add_argument("--model", choices=MODELS, default="135m")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens")
+    parser.add_argument("--response", type=int, default=64, help="tokens")
+    parser.add_argument("--n", type=int, default=16, help="responses")
+    parser.add_argument("--tokens-per-micro-batch", type=int, default=2048)
+    parser.add_argument("--variants", nargs="+", default=["full", "lora:16"])
+    args = parser.parse_args()
+    if args.quick:
+        args.model, args.repeat = "t4", 1
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(args.model, Path(directory))
+        for _ in range(args.repeat):
+            for variant in args.variants:
+                rows.append(alone(measure, vars(args) | {"variant": variant, "model": directory}))
+                shown = (f"{k} {v if isinstance(v, str) else f'{v:,.3f}'}" for k, v in rows[-1].items())
+                print("  ".join(shown), flush=True)
+    for variant in args.variants:
+        found = [row["seconds"] for row in rows if row["variant"] == variant]
+        first = [row["seconds"] for row in rows if row["variant"] == args.variants[0]]
+        ratio = statistics.median(found) / statistics.median(first)
+        print(f"{variant}: {statistics.median(found):.3f} s, {ratio:.2f} of {args.variants[0]}")
+    write_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
