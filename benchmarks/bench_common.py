@@ -28,6 +28,8 @@ MODELS = {
     "m30": qwen2_config(hidden=512, layers=8, heads=8, kv_heads=2, ffn=1536, vocab=8192, context=2048),
     # The sizes of SmolLM2-135M.
     "135m": qwen2_config(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152, context=8192),
+    # The sizes of Qwen2.5-1.5B.
+    "1.5b": qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768),
 }
 
 
