@@ -132,9 +132,7 @@ def to_hf(
     return size
 
 
-def to_peft(
-    source: MergedCheckpoint, _shape: ModelShape, base: Path, target: Path, report: Report, _check: None
-) -> int:
+def to_peft(source: MergedCheckpoint, base: Path, target: Path, report: Report) -> int:
     """Write the adapters of a checkpoint as a PEFT directory, and return the bytes of its tensors."""
     size = 0
 

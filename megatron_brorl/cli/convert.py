@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +110,7 @@ def convert(args: argparse.Namespace) -> int:
 
     args.source = folders.resolve(args.source)
     _check_target(args)
-    layout: tuple[int, ...] = (args.tensor, args.pipeline) if args.direction == "to-megatron" else ()
-    if layout and min(layout) < 1:
+    if args.direction == "to-megatron" and min(args.tensor, args.pipeline) < 1:
         raise UserError(f"--tensor {args.tensor} --pipeline {args.pipeline}: must be at least 1")
     source, shape, companions = _open(args)
     begun = time.monotonic()
@@ -128,13 +126,14 @@ def convert(args: argparse.Namespace) -> int:
             gap = convert.verify(args.source, written, shape, args.target, merged)
             p.note(f"{args.target}: logits equal those of {args.source} within {gap:.2e}")
 
-        writers: dict[str, Callable[..., int]] = {
-            "to-megatron": convert.to_megatron,
-            "to-hf": convert.to_hf,
-            "to-peft": convert.to_peft,
-        }
         check = verify if args.verify else None
-        size = writers[args.direction](source, shape, companions, args.target, *layout, report, check)
+        if args.direction == "to-peft":
+            size = convert.to_peft(source, companions, args.target, report)
+        elif args.direction == "to-hf":
+            size = convert.to_hf(source, shape, companions, args.target, report, check)
+        else:
+            layout = args.tensor, args.pipeline
+            size = convert.to_megatron(source, shape, companions, args.target, *layout, report, check)
     print(f"{args.target}: {size:,} bytes of weights in {time.monotonic() - begun:.1f} s")
     return 0
 

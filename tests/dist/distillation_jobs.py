@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from dist.jobs import make_worker
-from dist.ppo_jobs import scored
+from dist.ppo_jobs import TEMPERATURE, scored
 
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.models.weights import names
@@ -18,7 +18,7 @@ from megatron_brorl.types import Prompt, PromptGroup, Rollout, ScoredRollout
 
 
 def advantages(
-    _rank: int, folders: list[str], parallel: dict[str, Any], algo: AlgoConfig, temperature: float
+    _rank: int, folders: list[str], parallel: dict[str, Any], algo: AlgoConfig
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the advantages of this replica's part of 24 rollouts by their ids, and metrics. folders: of both models"""
     actor, teacher = (make_worker(folder, parallel, offload=True) for folder in folders)
@@ -27,12 +27,12 @@ def advantages(
     assert not any(p.untyped_storage().nbytes() for p in teacher.actor.parameters())
     groups, rollouts, table = scored(0)
     own = rollouts[24 * actor.grid.dp_rank // actor.grid.dp_size : 24 * (actor.grid.dp_rank + 1) // actor.grid.dp_size]
-    _, experience, metrics = make_experience(own, groups, table, models, algo, temperature)
+    _, experience, metrics = make_experience(own, groups, table, models, algo, TEMPERATURE)
     return dict(zip(experience.ids, experience.advantages, strict=True)), metrics
 
 
 def expected_gradient(
-    _rank: int, folders: list[str], prefixes: list[list[int]], pi: torch.Tensor, algo: AlgoConfig, temperature: float
+    _rank: int, folders: list[str], prefixes: list[list[int]], pi: torch.Tensor, algo: AlgoConfig
 ) -> dict[str, torch.Tensor]:
     """Return the sum over prefixes and next tokens x of pi(x) times the gradient of the loss of x, by name.
 
@@ -44,10 +44,10 @@ def expected_gradient(
     drawn = [Rollout(x, torch.tensor([x]), pi[g, x, None].log().float(), "stop") for g, x in tokens]
     rollouts = [ScoredRollout(g, rollout, 0.0, False) for (g, _), rollout in zip(tokens, drawn, strict=True)]
     models = TrainingModels(worker, teacher=teacher)
-    _, experience, _ = make_experience(rollouts, groups, torch.zeros(pi.shape), models, algo, temperature)
+    _, experience, _ = make_experience(rollouts, groups, torch.zeros(pi.shape), models, algo, TEMPERATURE)
 
     loss = ActorLoss(experience, algo, pi.flatten().tolist())
-    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker._head(temperature))
+    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker._head(TEMPERATURE))
     gradients = {name: p.grad for name, p in names.global_parameters(worker.actor).items()}
     buckets = make_buckets(names.entries(worker.shape, 1), 8)
     return {n: x.clone() for n, x in stream(buckets, worker.shape.kv_heads, gradients, worker.grid, torch.float64)}

@@ -13,7 +13,7 @@ from ops.linear_cases import make
 
 from megatron_brorl.algo.policy_loss import PolicyLossSettings
 from megatron_brorl.checkpoints import hugging_face
-from megatron_brorl.config.schema import AlgoConfig, LoraConfig, OptimConfig, ParallelConfig
+from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ParallelConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
@@ -136,11 +136,9 @@ def train_steps(
     return metrics, {name: tensor.cpu().clone() for name, tensor in worker.hf_tensors()}
 
 
-def training_bytes(
-    _rank: int, directory: str, parallel: dict[str, Any], dtype: torch.dtype, lora: LoraConfig | None
-) -> tuple[int, int]:
+def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
     """Return the pipeline stage, and the bytes of weights, gradients and optimizer after a step."""
-    worker = make_worker(directory, parallel, OptimConfig(), dtype=dtype, distributed_optimizer=False, lora=lora)
+    worker = make_worker(directory, parallel, OptimConfig(), distributed_optimizer=False, **options)
     prompts, responses = rows(2)
     zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
     experience = Experience(tuple(prompts), tuple(responses), zeros, None, ones)

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from dist.ppo_jobs import scored
+from dist.test_ppo import distribution, log_probs
 from dist.world import pairs
 
 from megatron_brorl.config.schema import AlgoConfig
@@ -23,15 +24,6 @@ def make_models(folder, vocab, teacher_vocab):
     return [str(folder / "student"), str(folder / "teacher")], student.double(), teacher.double()
 
 
-def log_softmax(model, ids, temperature):
-    return (model(ids[None]).logits[0] / temperature).log_softmax(-1)
-
-
-def log_probs(model, prompt, response):
-    rows = log_softmax(model, torch.cat((prompt, response)), 0.9)[len(prompt) - 1 : -1]
-    return rows.gather(-1, response[:, None])[:, 0].detach()
-
-
 @pytest.mark.parametrize(("size", "parallel", "case"), pairs(LAYOUTS, CASES))
 def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, case):
     """Rows with an id that the teacher does not know are left out. The student samples it from its padding."""
@@ -45,13 +37,13 @@ def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, case):
         if int(ids.max()) >= tiny.VOCAB + more:
             continue
         own = log_probs(student, prompt, ids) if source == "actor" else row.rollout.log_probs
-        gaps.append(own - log_probs(teacher, prompt, ids))
+        gaps.append((own - log_probs(teacher, prompt, ids)).detach())
         base = rewards[row.group, row.rollout.index] + 0.25 * row.right
         expected[f"{row.group}/{row.rollout.index}"] = base - 0.3 * gaps[-1]
     assert (len(expected) == 24) == (more > 0)
 
     algo = AlgoConfig(distill_coef=0.3, correct_boost=0.25, old_log_probs=source)
-    results = worlds(size).run("distillation_jobs:advantages", folders, parallel, algo, 0.9)
+    results = worlds(size).run("distillation_jobs:advantages", folders, parallel, algo)
     assert set().union(*(found for found, _ in results)) == expected.keys()
     for found, metrics in results:
         assert metrics["teacher_kl"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-5)
@@ -63,11 +55,11 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(worlds, tmp_path):
     """Autograd of 0.7 KL(student || teacher), summed over all 50 next tokens at three prefixes."""
     folders, student, teacher = make_models(tmp_path, 50, 50)
     prefixes = [[3, 4, 5, 49], [7], [48, 0, 20, 3, 3, 9]]
-    own, other = (torch.stack([log_softmax(m, torch.tensor(p), 0.8)[-1] for p in prefixes]) for m in (student, teacher))
+    one = torch.tensor([0])  # a response
+    own, other = (torch.cat([distribution(m, torch.tensor(p), one) for p in prefixes]) for m in (student, teacher))
     (0.7 * (own.exp() * (own - other.detach())).sum()).backward()
     algo = AlgoConfig(distill_coef=0.7, is_cap=0.0)
-    job = "distillation_jobs:expected_gradient"
-    (found,) = worlds(1).run(job, folders, prefixes, own.detach().exp(), algo, 0.8)
+    (found,) = worlds(1).run("distillation_jobs:expected_gradient", folders, prefixes, own.detach().exp(), algo)
     wanted = {name: p.grad for name, p in student.named_parameters()}
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():  # The advantages are float32.

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from dist.jobs import rows
-from dist.lora_jobs import TEMPERATURE, advantages
+from dist.lora_jobs import ADVANTAGES, TEMPERATURE
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from torch import Tensor
@@ -68,7 +68,7 @@ def loop(model: Any, lora: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any
     expected = defaultdict(list)
     prompts, responses = rows(2)
     tokens = sum(map(len, responses))
-    for prompt, response, advantage in zip(prompts, responses, advantages(24), strict=True):
+    for prompt, response, advantage in zip(prompts, responses, ADVANTAGES, strict=True):
         with pytest.MonkeyPatch.context() as patch:
             # transformers computes norms and rotary angles in float32.
             patch.setattr(torch, "float", torch.float64)
@@ -103,52 +103,40 @@ def test_outputs_gradients_and_merged_weights_equal_peft_s(worlds, peft_results,
 
 
 TRAINED = [
-    (1, {}, {}),
-    (2, {}, {"distributed_optimizer": True, "overlap": True, "tokens": 60}),
-    (4, DIVIDED, {"offload": True}),
+    (1, {}, {}, 1e-4),
+    (2, {}, {"distributed_optimizer": True, "overlap": True, "tokens": 60}, 1e-4),
+    (4, DIVIDED, {"offload": True}, 1e-4),
+    (1, {}, {"distributed_optimizer": True, "dtype": torch.bfloat16}, 0.1),
 ]
 
 
 @pytest.fixture(scope="module")
 def trained(worlds, directory):
-    return worlds(1).run("lora_jobs:train_with_reference", directory, {}, {})[0]
+    """Return the adapters of one process before and after training."""
+    return worlds(1).run("lora_jobs:train_with_reference", directory, {}, {})[0][1]
 
 
-@pytest.mark.parametrize(("size", "parallel", "options"), TRAINED)
-def test_training_and_the_reference(worlds, directory, trained, size, parallel, options):
-    _, (before, after), _ = trained
-    for found, adapters, sizes in worlds(size).run("lora_jobs:train_with_reference", directory, parallel, options):
-        same = {"reference": "base", "reference after its reset": "trained"}
-        for name, other in same.items():
+@pytest.mark.parametrize(("size", "parallel", "options", "error"), TRAINED)
+def test_training_and_the_reference(worlds, directory, trained, size, parallel, options, error):
+    """The reference is the base model, with the same bits, and after its reset it is the policy of that moment."""
+    dtype = options.get("dtype", torch.float32)
+    for found, adapters in worlds(size).run("lora_jobs:train_with_reference", directory, parallel, options):
+        for name, other in {"reference": "base", "reference after its reset": "trained"}.items():
             assert all(torch.equal(a, b) for a, b in zip(found[name], found[other], strict=True)), name
         assert max(float((a - b).abs().max()) for a, b in zip(found["trained"], found["base"], strict=True)) > 1e-2
         assert max(float((a - b).abs().max()) for a, b in zip(found["actor"], found["trained"], strict=True)) > 1e-3
-        # New adapters are the same in all layouts, and their results are 0.
-        assert all(torch.equal(adapters[0][name], value) for name, value in before.items())
-        for name, value in after.items():
-            assert (adapters[1][name] - value).norm() <= 1e-4 * value.norm(), name
-        # The frozen model is 12 times as large as the adapters. Megatron's buffers have padding.
-        assert sizes["gradients"] < 2 * sizes["trained"]
-        assert sizes["optimizer"] < 3 * sizes["trained"]
+        for name, value in trained[0].items():
+            assert torch.equal(adapters[0][name], value.to(dtype)), name
+        for name, value in trained[1].items():
+            assert (adapters[1][name] - value).norm() <= error * value.norm(), name
 
 
 def test_new_adapters_are_peft_s(trained):
-    _, (before, _), _ = trained
+    """All b are 0, and all a are uniform within +-1 / sqrt(in), and differ between layers."""
+    before = trained[0]
     for name, value in before.items():
-        bound = value.shape[1] ** -0.5
-        if "lora_B" in name:
-            assert not value.any()
-        else:
-            assert 0.9 * bound < value.abs().max() <= bound
-            assert value.mean().abs() < 0.25 * bound
+        bound = 0.0 if "lora_B" in name else value.shape[1] ** -0.5
+        assert 0.9 * bound <= value.abs().max() <= bound
+        assert value.mean().abs() <= 0.25 * bound
     first, second = (before[f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight"] for i in (0, 1))
     assert not torch.equal(first, second)
-
-
-def test_bf16_trains_adapters_with_fp32_masters(worlds, directory, trained):
-    options = {"dtype": torch.bfloat16, "distributed_optimizer": True}
-    ((found, (_, after), _),) = worlds(1).run("lora_jobs:train_with_reference", directory, {}, options)
-    assert all(torch.equal(a, b) for a, b in zip(found["reference"], found["base"], strict=True))
-    assert {value.dtype for value in after.values()} == {torch.bfloat16}
-    mine, expected = (torch.cat([x.flatten() for x in adapters.values()]) for adapters in (after, trained[1][1]))
-    assert (mine - expected).norm() <= 0.05 * expected.norm()

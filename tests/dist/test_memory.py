@@ -25,7 +25,8 @@ from megatron_brorl.families.shape import parse_shape, read_shape
 def test_bytes_are_those_of_the_tensors(worlds, tmp_path, size, parallel, dtype, tied, lora):
     tiny.make_model(tmp_path, "qwen2", tied)
     shape = read_shape(tmp_path)
-    for stage, found in worlds(size).run("jobs:training_bytes", str(tmp_path), parallel, dtype, lora):
+    options = {"dtype": dtype, "lora": lora}
+    for stage, found in worlds(size).run("jobs:training_bytes", str(tmp_path), parallel, options):
         layout = parallel.get("tensor", 1), parallel.get("pipeline", 1)
         parts = memory_plan.training_parts(shape, stage, *layout, dtype, lora=lora)
         assert found == pytest.approx(sum(parts.values()), rel=0.01)

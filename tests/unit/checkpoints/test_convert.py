@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -29,10 +31,15 @@ from conversions import (
 from random_model import write_random_model
 from safetensors.torch import load_file, save_file
 
-from megatron_brorl.checkpoints import convert, safetensors_files
+from megatron_brorl.checkpoints import convert, hugging_face, safetensors_files
+from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.cli.main import main
+from megatron_brorl.config.schema import LoraConfig, OptimConfig, ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import read_shape
+from megatron_brorl.ops.backend import backend
+from megatron_brorl.parallel import grid
+from megatron_brorl.train.worker import StageOptions, Worker
 
 REPOSITORY = Path(__file__).parents[3]
 TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"
@@ -123,6 +130,52 @@ def test_the_command_verifies_and_shows_progress(made, tmp_path):
     assert_same_weights(made / "hf", tmp_path / "back")
     fails(tool("to-hf", tmp_path / "m", tmp_path / "back"), f"{tmp_path / 'back'}: exists", "--overwrite")
     assert tool("to-hf", tmp_path / "m", tmp_path / "back", "--overwrite").returncode == 0
+
+
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "error"),
+    [("qwen2", torch.float32, 1e-6), ("gemma3", torch.float32, 1e-6), ("qwen3", torch.bfloat16, 2**-8)],
+)
+def test_adapters_of_a_checkpoint_are_merged(tmp_path, family, dtype, error):
+    """Relative errors are at most one rounding of the type of the run. --verify accepts the result, not the base."""
+    base = tmp_path / "hf"
+    tiny.make_model(base, family, True)
+    options = StageOptions(100, backend("fused", torch.device("cpu")), dtype, lora=LORA)
+    # convert.verify leaves the grid.
+    worker = Worker(read_shape(base), grid.build(ParallelConfig()), options, OptimConfig())
+    worker.load_hf(base)
+    for name, parameter in worker.actor.named_parameters():
+        if name.endswith(".b"):
+            parameter.data.normal_(0, 0.1)
+    inputs = {"base_weights": hugging_face.weights_sha256(base)}
+    run = {"fingerprint": {"lora": dataclasses.asdict(LORA), "inputs": inputs}}
+    saved = save_checkpoint(tmp_path, 1, ModelState("", worker.actor, worker.optimizer), run=run)
+    adapters = {name: tensor.double() for name, tensor in worker.adapter_tensors()}
+    to_hf(saved, tmp_path / "back", config=base)
+
+    merged, before = weights(tmp_path / "back"), weights(base)
+    assert merged.keys() == before.keys()
+    for name, weight in before.items():
+        expected = weight.to(dtype).double()
+        if name.split(".")[-2] in LORA.targets and name.endswith("weight"):
+            a, b = (adapters[f"base_model.model.{name.replace('weight', f'lora_{x}.weight')}"] for x in "AB")
+            expected += 2 * b @ a
+        assert merged[name].dtype == dtype
+        assert ((merged[name].double() - expected).abs() <= error * expected.abs() + 1e-7).all(), name
+
+    source, shape, _ = convert.open_megatron(saved, base)
+    convert.verify(saved, tmp_path / "back", shape, merged=source)
+    with pytest.raises(UserError, match="its logits differ from those of"):
+        convert.verify(saved, base, shape, merged=source)
+
+
+def test_the_hash_of_a_sharded_model(made):
+    shards = sorted((made / "hf").glob("*.safetensors"))
+    expected = hashlib.sha256(b"".join(path.read_bytes() for path in shards)).hexdigest()
+    assert hugging_face.weights_sha256(made / "hf") == expected
 
 
 def test_verify_detects_different_weights(copy):

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from megatron_brorl.data.sentencepiece import train_sentencepiece
-from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, train_sentencepiece, write_tokenizer_json
+from megatron_brorl.data.tokenizers import HuggingFaceTokenizer, load_tokenizer, tokenizer_difference
 from megatron_brorl.errors import UserError
 
 SUMS = [f"{a} + {b} = {a + b}" for a in range(30) for b in range(30)]
@@ -216,3 +216,33 @@ def test_no_eos_is_an_error(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"tokenizer\.model: the tokenizer has no end-of-sequence token"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda content: None, ""),
+        (lambda content: content["model"]["merges"].reverse(), "they give different ids to "),
+        (lambda content: content["model"]["vocab"].update(a=69, b=68), "'a' is token 68 here and token 69 there"),
+        (lambda content: content["added_tokens"][2].update(content="<x>"), "'<x>' is no token here and special token"),
+        (lambda content: content["added_tokens"][2].update(special=False), "'<|user|>' is special token 2 here and"),
+    ],
+)
+def test_vocabulary_special_tokens_and_encoding_are_compared(tmp_path: Path, change: Any, said: str) -> None:
+    """The BOS, the chat template and the EOS are another choice of the same tokenizer."""
+    path = make_hf(tmp_path / "other", bos=True, chat_template=CHAT, eos_token="<|assistant|>") / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    found = tokenizer_difference(load_tokenizer(make_hf(tmp_path / "one")), load_tokenizer(tmp_path / "other"))
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_the_two_file_formats_of_a_tokenizer_are_equal(tmp_path: Path) -> None:
+    train_sentencepiece(SUMS, tmp_path, 600)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    write_tokenizer_json(tmp_path, tmp_path)
+    one, exported = SentencePieceTokenizer(tmp_path), HuggingFaceTokenizer(tmp_path)
+    assert tokenizer_difference(one, exported) == ""
+    assert tokenizer_difference(exported, train_sentencepiece([*SUMS, "words"], tmp_path / "other", 600)) != ""

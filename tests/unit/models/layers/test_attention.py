@@ -1,4 +1,4 @@
-"""FlexAttention over shared prompts, which GPUs use, against the CPU's attention."""
+"""FlexAttention over shared prompts, which GPUs use, against the CPU's attention, and adapters of te.py's layers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_brorl.models.gpt import transformer_config
 from megatron_brorl.models.layers import attention
 from megatron_brorl.models.layers.attention import PackedAttention, Segments, segment_table
 from megatron_brorl.models.layers.flex_attention import block_mask
+from megatron_brorl.models.layers.lora import Adapter, Adapters
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel.packing import PackedGroup
@@ -99,16 +100,55 @@ class NoTransformerEngine(torch.nn.Module):
         self.config = config
 
 
+class Linear(torch.nn.Module):
+    """Megatron's wrapper of Transformer Engine's Linear, as far as adapters need it."""
+
+    sequence_parallel = False
+
+    def __init__(self, group, inputs, outputs):
+        super().__init__()
+        self.tp_group = group
+        self.weight = torch.nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x):
+        return x @ self.weight.t(), None
+
+
+class NormLinear(Linear):
+    """Its LayerNormLinear, which returns (out, normed) in place of out if return_layernorm_output is set."""
+
+    def forward(self, x):
+        normed = torch.nn.functional.rms_norm(x, x.shape[-1:])
+        out, bias = super().forward(normed)
+        return (out, normed) if self.return_layernorm_output else out, bias
+
+
 @pytest.fixture
-def te_attention(monkeypatch):
-    """The attention of models/layers/te.py, loaded with a fake, because Transformer Engine cannot be imported."""
-    for name in ("TEDotProductAttention", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
-        monkeypatch.setattr(transformer_engine, name, NoTransformerEngine)
+def te(monkeypatch):
+    """The module models/layers/te.py, loaded with fakes, because Transformer Engine cannot be imported."""
+    monkeypatch.setattr(transformer_engine, "TEDotProductAttention", NoTransformerEngine)
+    monkeypatch.setattr(transformer_engine, "TELayerNormColumnParallelLinear", NormLinear)
+    monkeypatch.setattr(transformer_engine, "TERowParallelLinear", Linear)
     place = Path(attention.__file__).with_name("te.py")
     spec = importlib.util.spec_from_file_location("te_without_transformer_engine", place)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.PackedTeAttention
+    return module
+
+
+@pytest.mark.parametrize("name", ["AdaptedColumnLinear", "AdaptedRowLinear"])
+def test_adapters_of_transformer_engine_s_layers_equal_merged_weights(te, processes, name):
+    torch.manual_seed(0)
+    layer = getattr(te, name)(processes.groups.tp, 6, 5)
+    x = torch.randn(7, 1, 6)
+    before, _ = layer(x)
+    layer.lora = Adapters(5, scaling=1.5)
+    layer.lora["up_proj"] = Adapter(torch.randn(2, 6), torch.randn(2, 2), torch.tensor([1, 4]))
+    adapted, _ = layer(x)
+    assert not torch.allclose(adapted[..., 1], before[..., 1])
+    layer.weight = torch.nn.Parameter(layer.lora.merged(layer.weight))
+    layer.lora = None
+    torch.testing.assert_close(adapted, layer(x)[0])
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -117,7 +157,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("more", [{}, {"attention_factor": 0.6}, {"mscale": 0.707, "mscale_all_dim": 1.5}])
 @pytest.mark.parametrize("on_gpu", [True, False], ids=["FlexAttention", "of the CPU"])
-def test_yarn_scales_attention_as_in_transformers(te_attention, processes, on_gpu, more):
+def test_yarn_scales_attention_as_in_transformers(te, processes, on_gpu, more):
     """YaRN's factor on cos and sin is part of the softmax scale."""
     reference = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
@@ -152,7 +192,7 @@ def test_yarn_scales_attention_as_in_transformers(te_attention, processes, on_gp
     config = transformer_config(shape, processes, torch.float32, False, backend("reference", torch.device("cpu")))
     if on_gpu:  # Megatron rotates the inputs of Transformer Engine's attention
         q, k = packing.rotate(q, 0), packing.rotate(k, 0)
-        core = te_attention(config=config)
+        core = te.PackedTeAttention(config=config)
     else:
         core = PackedAttention(config, softmax_scale=config.softmax_scale)  # as Megatron builds it
     got = core(*(x.unsqueeze(1) for x in (q, k, v)), None, packed_seq_params=packing)
