@@ -52,7 +52,7 @@ def drawn(n: int, seed: int) -> Outcomes:
 
     state = torch.full_like(tokens, STOP)
     none = torch.zeros_like(tokens)
-    return Outcomes(state, none.float(), none.bool(), tokens, none, none, none, list(range(PROMPTS)), kept)
+    return Outcomes(state, none.float(), none.bool(), tokens, tokens, none, none, none, list(range(PROMPTS)), kept)
 
 
 def efficiency(loads: np.ndarray) -> float:

@@ -45,8 +45,20 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Episode:
+    """The part of a rollout that comes from its environment."""
+
+    sampled: Tensor  # [G] bool; false: a token of the environment, which has log-probability 0 and is not trained on
+    # The counts are 0 and the score is None after train.redistribute.
+    turns: int  # turns of the model
+    calls: int = 0  # tool calls, with malformed ones
+    malformed: int = 0  # tool calls that could not be parsed or executed with their arguments
+    score: ScoreResult | None = None  # the environment's reward; None while the rollout is unfinished
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """One sampled response."""
+    """One sampled response. With an environment it is the whole episode after the prompt: turns and observations."""
 
     index: int  # 0 <= index < N among the siblings of its prompt
     token_ids: Tensor  # [G] int64, with the end-of-sequence token if finish == "stop"
@@ -54,6 +66,12 @@ class Rollout:
     finish: FinishReason
     # (version of the weights, number of tokens) in order; the numbers sum to G. Empty after train.redistribute.
     spans: tuple[tuple[int, int], ...] = ()
+    episode: Episode | None = None  # None: a single turn without an environment
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the number of tokens that the model sampled."""
+        return len(self.token_ids) if self.episode is None else int(self.episode.sampled.sum())
 
 
 @dataclass(frozen=True)
@@ -97,7 +115,11 @@ class ScoredRollout:
 
 @dataclass(frozen=True)
 class Experience:
-    """B rollouts ready to train on, from any number of prompts. Every tuple has length B."""
+    """B rollouts ready to train on, from any number of prompts. Every tuple has length B.
+
+    Tokens of an environment are inputs of the model only. They have no part in losses, divisors or metrics, and 0 in
+    all columns of numbers.
+    """
 
     prompts: tuple[Tensor, ...]  # [prompt tokens] int64 each; siblings share one tensor
     responses: tuple[Tensor, ...]  # [G] int64 each
@@ -108,10 +130,18 @@ class Experience:
     returns: tuple[Tensor, ...] | None = None  # [G] float32 each, the targets of the critic
     reference_log_probs: tuple[Tensor, ...] | None = None  # [G] float32 each, of the reference policy
     mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
+    # [G] bool each; false: a token of an environment, where `mask` is false, too. Only these do not count in divisors.
+    sampled: tuple[Tensor, ...] | None = None  # None: all true
     ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    def sampled_tokens(self) -> list[int]:
+        """Return the number of tokens of each response that the model sampled."""
+        if self.sampled is None:
+            return [len(ids) for ids in self.responses]
+        return [int(row.sum()) for row in self.sampled]
 
     def select(self, rows: list[int]) -> Experience:
         """Return the given rows in the given order."""

@@ -21,8 +21,8 @@ def shaped(
 ) -> Tensor:
     """Return the rewards with all terms that the configuration adds at a step; tensors [...] of one shape.
 
-    right bool: whether a response counts as correct. tokens: of each response, at most max_tokens. repeats: number of
-    repeated n-grams of each response (repeated_ngrams).
+    right bool: whether a response counts as correct. tokens: those of each response that the model sampled, at most
+    max_tokens. repeats: number of repeated n-grams of each response (repeated_ngrams).
     """
     result = rewards
     if config.overlong_tokens:
@@ -56,7 +56,12 @@ def cycle_is_on(step: int, on: int, off: int) -> bool:
     return not off or step % (on + off) < on
 
 
-def repeated_ngrams(token_ids: Tensor, n: int) -> int:
-    """Return how many n-grams of a response [G] have occurred in it before."""
+def repeated_ngrams(token_ids: Tensor, n: int, sampled: Tensor | None = None) -> int:
+    """Return how many n-grams of a response [G] have occurred in it before.
+
+    sampled: bool [G], false for tokens of an environment; n-grams with such tokens do not count. None: all true.
+    """
     windows = token_ids.unfold(0, n, 1) if len(token_ids) >= n else token_ids.new_zeros(0, n)
+    if sampled is not None and len(windows):
+        windows = windows[sampled.unfold(0, n, 1).all(dim=1)]
     return len(windows) - len(windows.unique(dim=0))

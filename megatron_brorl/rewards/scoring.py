@@ -23,9 +23,9 @@ from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt, Rollout, ScoreResult, Status
 
 _RAISED = {
-    "error": "verifier {} raised on an answer, which scores 0 (metric verifier_errors)",
-    "broken": "verifier {} is broken: it raises on a reference answer too",
-    "invalid": "verifier {} returned no valid score, so its answer scores 0",
+    "error": "{} raised on an answer, which scores 0 (metric verifier_errors)",
+    "broken": "{} is broken: it raises on a reference answer too",
+    "invalid": "{} returned no valid score, so its answer scores 0",
 }
 
 
@@ -35,11 +35,12 @@ class _Pending:
     unscored: bool  # No verifier scores it, because it was cut off.
     answer: str | None
     score: Future[ScoreResult]
+    scored_by: str  # for messages
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of B rollouts, and the results of their verifiers."""
+    """Rewards of B rollouts, and the results of their verifiers or environments."""
 
     rewards: Tensor  # [B] float32
     right: list[bool]  # whether each response counts as correct
@@ -51,6 +52,8 @@ class Scores:
 
 class Scorer:
     """Scores the rollouts of one call of the engine as they end; a context manager.
+
+    A rollout with an environment has its score already. Its answer is the text of the last turn of the model.
 
     A thread decodes the texts and finds the answers, so that the engine's thread does not wait.
     """
@@ -110,11 +113,10 @@ class Scorer:
         counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
         counts.update("length" if each.unscored else r.status for r, each in zip(results, pending, strict=True))
         raised: dict[str, str] = {}
-        for (request, _), result in zip(places, results, strict=True):
+        for (request, _), result, each in zip(places, results, pending, strict=True):
             if result.status in _RAISED:
-                prompt = self._prompts[request]
-                row = f"row {prompt.id}: " if result.status == "invalid" else ""
-                raised.setdefault(_RAISED[result.status].format(verifier_name(prompt)), row + result.reason)
+                row = f"row {self._prompts[request].id}: " if result.status == "invalid" else ""
+                raised.setdefault(_RAISED[result.status].format(each.scored_by), row + result.reason)
         return Scores(
             rewards=torch.tensor([reward for reward, _ in graded], dtype=torch.float32),
             right=[right for _, right in graded],
@@ -133,15 +135,26 @@ class Scorer:
             self._error = e  # raised by `finished` and `scores`
 
     def _submit(self, prompt: Prompt, rollout: Rollout) -> _Pending:
-        verifier = self._entry(prompt.verifier, "verifier", self._config)
         cut_off = rollout.finish == "length"
+        if rollout.episode is not None:
+            if rollout.episode.score is None:
+                raise ValueError(
+                    f"row {prompt.id}: rollout {rollout.index} has ended, but its environment gave no score"
+                )
+            score: Future[ScoreResult] = Future()
+            score.set_result(rollout.episode.score)
+            turn = without_stop(last_turn(rollout.token_ids, rollout.episode.sampled), self._stop_ids)
+            return _Pending(cut_off, False, self._decode(turn.tolist()).strip(), score, "the environment")
+
+        verifier = self._entry(prompt.verifier, "verifier", self._config)
         unscored = cut_off and not scores_cut_off(verifier, self._config)
         if unscored:
             found = Found(None, "cut off")
         else:
             text = self._decode(without_stop(rollout.token_ids, self._stop_ids).tolist())
             found = extract(text, verifier.find, verifier.max_chars)
-        return _Pending(cut_off, unscored, found.answer, self._pool.submit(ScoreRequest(prompt, *found)))
+        submitted = self._pool.submit(ScoreRequest(prompt, *found))
+        return _Pending(cut_off, unscored, found.answer, submitted, f"verifier {verifier_name(prompt)}")
 
 
 def final_reward(score: ScoreResult, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:
@@ -167,6 +180,17 @@ def scores_cut_off(verifier: Entry, config: RewardConfig) -> bool:
 def without_stop(token_ids: Tensor, stop_ids: Sequence[int]) -> Tensor:
     """Return the tokens [G] of a response's text: without the stop token that ends it."""
     return token_ids[:-1] if len(token_ids) and int(token_ids[-1]) in stop_ids else token_ids
+
+
+def last_turn(token_ids: Tensor, sampled: Tensor) -> Tensor:
+    """Return the tokens of the last turn of the model in a rollout with an environment.
+
+    token_ids: [G]. sampled: bool [G], false for tokens of the environment.
+    """
+    kinds, counts = sampled.unique_consecutive(return_counts=True)
+    parts = token_ids.split(counts.tolist())
+    turns = [part for part, is_turn in zip(parts, kinds.tolist(), strict=True) if is_turn]
+    return turns[-1] if turns else token_ids[:0]
 
 
 def verifier_name(prompt: Prompt) -> str:

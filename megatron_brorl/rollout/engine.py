@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.types import FinishReason, Prompt, Rollout, ScoredRollout, ScoreResult
+from megatron_brorl.types import Episode, FinishReason, Prompt, Rollout, ScoredRollout, ScoreResult
 
 # (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
 # ops.reference.sampling or ops.fused.decode.
@@ -181,6 +181,8 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     heads [B, 7] int64: group, sibling, number of tokens, finish, number of spans, right, answer. token_ids [tokens]
     int64 and log_probs [tokens] float32 of all rollouts. spans [spans, 2] int64. rewards [B] float32. scores [bytes]
     uint8: JSON of the distinct ScoreResults. score [B] int64: index of each rollout's ScoreResult, -1 for none.
+    Only with environments: episodes [E, 5] int64: index of the rollout, turns, calls, malformed calls, and index of
+    the ScoreResult; sampled [tokens] bool of these rollouts.
     """
     rollouts = [row.rollout for row in rows]
     heads = [
@@ -188,10 +190,16 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         for row, r in zip(rows, rollouts, strict=True)
     ]
     spans = [span for r in rollouts for span in r.spans]
+    episodes = [(i, r.episode) for i, r in enumerate(rollouts) if r.episode]
     # Rollouts with equal answers share one ScoreResult object.
-    distinct = {id(row.score): row.score for row in rows if row.score}
+    given = [row.score for row in rows] + [episode.score for _, episode in episodes]
+    distinct = {id(score): score for score in given if score}
     place = {key: i for i, key in enumerate(distinct)}
     texts = [(v.reward, v.status, v.reason, dict(v.parts)) for v in distinct.values()]
+    of_episodes = {
+        "episodes": torch.tensor([(i, e.turns, e.calls, e.malformed, place.get(id(e.score), -1)) for i, e in episodes]),
+        "sampled": torch.cat([torch.zeros(0, dtype=torch.bool), *(e.sampled for _, e in episodes)]),
+    }
     return {
         "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 7),
         "token_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *(r.token_ids for r in rollouts)]),
@@ -200,11 +208,12 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),
         "scores": torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8),
         "score": torch.tensor([place.get(id(row.score), -1) for row in rows], dtype=torch.int64),
+        **(of_episodes if episodes else {}),
     }
 
 
 def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
-    """Return the rollouts of rollouts_to_tensors, bit for bit. Their token_ids and log_probs [G] are views."""
+    """Return the rollouts of rollouts_to_tensors, bit for bit. Their tensors [G] are views."""
     heads = tensors["heads"].tolist()
     lengths = [head[2] for head in heads]
     ids = tensors["token_ids"].split(lengths)
@@ -212,13 +221,21 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     spans = tensors["spans"].tolist()
     texts = json.loads(bytes(tensors["scores"].tolist()))
     scores = [*(ScoreResult(*each) for each in texts), None]  # index -1 selects None
-    rows = []
+    episodes = {}
+    if "episodes" in tensors:
+        of_episodes = tensors["episodes"].tolist()
+        masks = tensors["sampled"].split([lengths[row] for row, *_ in of_episodes])
+        episodes = {
+            row: Episode(mask, turns, calls, malformed, scores[v])
+            for (row, turns, calls, malformed, v), mask in zip(of_episodes, masks, strict=True)
+        }
+    rows: list[ScoredRollout] = []
     at = 0
     for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
         heads, ids, log_probs, tensors["rewards"].tolist(), tensors["score"].tolist(), strict=True
     ):
         own = tuple((version, tokens) for version, tokens in spans[at : at + count])
-        rollout = Rollout(sibling, i, lp, _FINISH[finish], own)
+        rollout = Rollout(sibling, i, lp, _FINISH[finish], own, episodes.get(len(rows)))
         rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, scores[v]))
         at += count
     return rows

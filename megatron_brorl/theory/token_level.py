@@ -165,23 +165,25 @@ class Positions:
 
     sibling: Tensor  # [K] int64, one sibling with the prefix
     depth: Tensor  # [K] int64, length of the prefix in tokens
-    together: Tensor  # [K, N] bool, the siblings with exactly that prefix and a token after it
-    shared: int  # tokens with a shared prefix; if 0, K is 0
+    together: Tensor  # [K, N] bool, the siblings with exactly that prefix and a sampled token after it
+    shared: int  # sampled tokens with a shared prefix; if 0, K is 0
 
 
-def draw_positions(tokens: Tensor, uniforms: Tensor) -> Positions:
+def draw_positions(tokens: Tensor, uniforms: Tensor, sampled: Tensor | None = None) -> Positions:
     """Draw one position per number of `uniforms` [K] in [0, 1), uniformly from the shared tokens, with replacement.
 
-    tokens [N, D] int64: the first tokens of each sibling's response, -1 after its end and for a lost sibling.
+    tokens [N, D] int64: the first tokens of each sibling's response, -1 after its end and for a lost sibling. sampled
+    [N, D] bool: false for padding and for tokens of an environment, which are part of prefixes only. None: all tokens.
     """
     nodes, shared = _prefixes(tokens)
-    candidates = shared.nonzero()
+    sampled = tokens >= 0 if sampled is None else sampled
+    candidates = (shared & sampled).nonzero()
     if not len(candidates):
         none = torch.zeros(0, dtype=torch.int64)
         return Positions(none, none, torch.zeros(0, len(tokens), dtype=torch.bool), 0)
     sibling, depth = candidates[(uniforms * len(candidates)).long()].unbind(1)
     same = nodes[:, depth] == nodes[sibling, depth]
-    return Positions(sibling, depth, (same & (tokens[:, depth] >= 0)).t(), len(candidates))
+    return Positions(sibling, depth, (same & sampled[:, depth]).t(), len(candidates))
 
 
 def _prefixes(tokens: Tensor) -> tuple[Tensor, Tensor]:

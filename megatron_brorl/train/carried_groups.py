@@ -60,19 +60,29 @@ def carry_over(
 def with_own_tensors(scored: ScoredRollout) -> ScoredRollout:
     """Copy the tensors of a rollout. They are views of larger tensors, which would stay in memory with it."""
     r = scored.rollout
-    return replace(scored, rollout=replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone()))
+    episode = r.episode and replace(r.episode, sampled=r.episode.sampled.clone())
+    own = replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone(), episode=episode)
+    return replace(scored, rollout=own)
 
 
 def staleness(rollouts: Sequence[ScoredRollout], version: int) -> dict[str, float]:
     """Return the age of the tokens of all ranks: the optimizer steps from the weights that sampled them to `version`.
 
-    The age is given as mean over the tokens and as maximum. Collective.
+    The age is given as mean over the sampled tokens and as maximum. Collective.
     """
-    ages = [(version - v, tokens) for r in rollouts for v, tokens in r.rollout.spans]
+    ages = [(version - v, tokens) for r in rollouts for v, tokens in _sampled_spans(r.rollout)]
     sums = {"steps": float(sum(age * n for age, n in ages)), "tokens": float(sum(n for _, n in ages))}
     sums = collectives.all_reduce_sum(sums)
     oldest = collectives.all_reduce_max({"oldest": float(max((age for age, _ in ages), default=0))})["oldest"]
     return {"staleness_mean": sums["steps"] / (sums["tokens"] or 1.0), "staleness_max": oldest}
+
+
+def _sampled_spans(rollout: Rollout) -> Sequence[tuple[int, int]]:
+    """Return the spans of a rollout without the tokens of its environment."""
+    if rollout.episode is None:
+        return rollout.spans
+    parts = rollout.episode.sampled.split([tokens for _, tokens in rollout.spans])
+    return [(version, int(part.sum())) for (version, _), part in zip(rollout.spans, parts, strict=True) if part.any()]
 
 
 def checkpoint_files(carried: CarriedGroups, grid: Grid) -> dict[str, bytes]:

@@ -65,14 +65,14 @@ class _TokenMetrics:
 
     def compute(self) -> dict[str, float]:
         """Return means over the shared tokens of the chosen groups."""
-        tokens = self._first_tokens()
+        tokens, sampled = self._first_tokens()
         # All ranks draw the same positions.
         draws = self._uniforms(1, len(tokens) * self.config.theory.positions).view(len(tokens), -1)
-        drawn = [draw_positions(t, u) for t, u in zip(tokens, draws, strict=True)]
+        drawn = [draw_positions(*each) for each in zip(tokens, draws, sampled, strict=True)]
         found = self._at_positions(tokens, drawn)
 
         outcomes = self.collected.outcomes
-        tokens_of = [float(outcomes.tokens[g][outcomes.ended[g]].sum()) for g in self.chosen]
+        tokens_of = [float(outcomes.sampled[g][outcomes.ended[g]].sum()) for g in self.chosen]
         shared = sum(p.shared for p in drawn)
         metrics = {"theory_exact/shared_tokens": shared / (sum(tokens_of) or 1.0)}
 
@@ -85,20 +85,26 @@ class _TokenMetrics:
             metrics[f"theory_{_KINDS[name]}/{name}"] = total / weight if weight else math.nan
         return metrics
 
-    def _first_tokens(self) -> list[Tensor]:
-        """Return the first tokens of every response of each chosen group, [N, MAX_POSITION], padded with -1."""
+    def _first_tokens(self) -> tuple[Tensor, Tensor]:
+        """Return the first tokens of every response of the chosen groups, and whether the model sampled them.
+
+        Both are [groups, N, MAX_POSITION]. The tokens are padded with -1.
+        """
         index = {g: i for i, g in enumerate(self.chosen)}
         table = torch.zeros(len(self.chosen), self.config.rollout.n, MAX_POSITION, dtype=torch.int64)
         for r in self.collected.rollouts:
             if r.group in index:
                 ids = r.rollout.token_ids[:MAX_POSITION]
-                table[index[r.group], r.rollout.index, : len(ids)] = ids + 1
+                sign = 1 if (episode := r.rollout.episode) is None else episode.sampled[:MAX_POSITION] * 2 - 1
+                # Tokens of an environment are negative.
+                table[index[r.group], r.rollout.index, : len(ids)] = sign * (ids + 1)
         table = table.to(cpu_bridge.default_device())
         # Each rollout is on one replica, so the sum adds its tokens to zeros.
         dist.all_reduce(table, group=self.worker.grid.groups.dp)
-        return list(table.cpu() - 1)
+        table = table.cpu()
+        return table.abs() - 1, table > 0
 
-    def _at_positions(self, tokens: Sequence[Tensor], drawn: Sequence[Positions]) -> list[TokenLevel]:
+    def _at_positions(self, tokens: Tensor, drawn: Sequence[Positions]) -> list[TokenLevel]:
         """Return the result of `token_level` for the positions of each chosen group, on every rank."""
         # Each position is one row: the prompt and the tokens before the position.
         prompts: list[Tensor] = []

@@ -109,7 +109,7 @@ def sample_answers(
 
     found = []
     for g, ended, rewards, correct, tokens in zip(
-        groups, outcomes.ended, outcomes.rewards.double(), outcomes.right, outcomes.tokens.double(), strict=True
+        groups, outcomes.ended, outcomes.rewards.double(), outcomes.right, outcomes.sampled.double(), strict=True
     ):
         # A prompt that lost all samples has no mean.
         if ended.any():

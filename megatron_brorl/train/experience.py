@@ -4,6 +4,10 @@ The reward of a response, or its difference to the baseline of the group, is the
 advantage estimation spreads it over the tokens. Without a critic, values are 0 and nothing is discounted, so the
 advantage of a token is the sum of the rewards from there on (Hu et al. 2025, REINFORCE++, section 3.3). A response that
 was cut off at rollout.max_tokens has its reward at the last token, too.
+
+Tokens of an environment are left out: all columns are restricted to the sampled tokens, as if these followed each
+other directly, and Experience has 0 in the places of the others. A chain of values and rewards therefore passes from
+the last token of a turn to the first token of the next one, and its value includes the observation between them.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ def kl_in_reward(algo: AlgoConfig) -> bool:
 def shape_rewards(outcomes: Outcomes, config: Config, step: int) -> Outcomes:
     """Apply the config section shaping to the rewards of a step. The choice of kept groups does not change."""
     o = outcomes
-    rewards = shaped(o.rewards, o.right, o.tokens, o.repeats, config.shaping, config.rollout.max_tokens, step)
+    rewards = shaped(o.rewards, o.right, o.sampled, o.repeats, config.shaping, config.rollout.max_tokens, step)
     return replace(o, rewards=rewards)
 
 
@@ -81,17 +85,19 @@ def token_advantages(
 ) -> tuple[Rows, Rows | None, dict[str, float]]:
     """Return the advantages of this replica's tokens, the returns for the critic if there is one, and metrics.
 
-    rewards: [B], the reward of each last token, from rollout_advantages. values: [G] per row from the critic, or None.
-    kl: [G] per row; algo.kl_coef times it is subtracted from the reward of each token (Ouyang et al. 2022, eq. 2). If
-    either is given, this is a collective over the replicas, and the advantages are whitened over the tokens of the
-    global batch if algo.advantage is a whitened one.
+    rewards: [B], the reward of each last token, from rollout_advantages. lengths: sampled tokens of each row, the G of
+    this function. values: [G] per row from the critic, or None. kl: [G] per row; algo.kl_coef times it is subtracted
+    from the reward of each token (Ouyang et al. 2022, eq. 2). If either is given, this is a collective over the
+    replicas, and the advantages are whitened over the tokens of the global batch if algo.advantage is a whitened one.
     """
     if values is None and kl is None:
         return tuple(a.expand(n) for a, n in zip(rewards, lengths, strict=True)), None, {}
 
     starts = torch.tensor([0, *lengths]).cumsum(0)
     per_token = torch.zeros(int(starts[-1])) if kl is None else -algo.kl_coef * torch.cat([torch.zeros(0), *kl])
-    per_token[starts[1:] - 1] += rewards
+    # A response has no sampled token if the first observation of an environment fills it.
+    filled = starts[1:] > starts[:-1]
+    per_token[starts[1:][filled] - 1] += rewards[filled]
     old = torch.zeros_like(per_token) if values is None else torch.cat([torch.zeros(0), *values])
     advantages, returns = ops.gae(per_token, old, starts, gamma=algo.gamma, lam=algo.lam)
 
@@ -129,27 +135,33 @@ def make_experience(
     prompt_of = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
     prompts = tuple(prompt_of[r.group] for r in rollouts)
     responses = tuple(r.rollout.token_ids for r in rollouts)
-    sampled = tuple(r.rollout.log_probs for r in rollouts)
+    # From here to Experience, all columns have the sampled tokens only.
+    sampled = _sampled_masks(rollouts)
+    from_engine = _only(sampled, [r.rollout.log_probs for r in rollouts])
 
     # With a single update, the old policy is the current one, so no old log-probabilities are needed.
-    old = sampled if algo.old_log_probs == "rollout" else None
+    old = from_engine if algo.old_log_probs == "rollout" else None
     if old is None and _needs_old(algo):
-        old = tuple(actor.log_probs(prompts, responses, temperature))
-    reference = tuple(models.reference.log_probs(prompts, responses, temperature)) if models.reference else None
-    teacher = _teacher_log_probs(models.teacher, prompts, responses, temperature) if models.teacher else None
-    values = tuple(models.critic.values(prompts, responses)) if models.critic else None
+        old = _only(sampled, actor.log_probs(prompts, responses, temperature))
+    reference, teacher, values = None, None, None
+    if models.reference:
+        reference = _only(sampled, models.reference.log_probs(prompts, responses, temperature))
+    if models.teacher:
+        teacher = _only(sampled, _teacher_log_probs(models.teacher, prompts, responses, temperature))
+    if models.critic:
+        values = _only(sampled, models.critic.values(prompts, responses))
 
     # Leave out rows with a NaN, which would spread to all rows through moments and means.
-    known = [column for column in (sampled, old, reference, teacher, values) if column is not None]
+    known = [column for column in (from_engine, old, reference, teacher, values) if column is not None]
     finite = finite_rows(known, actor.grid)
     ids = tuple(f"{groups[r.group].prompt.id}/{r.rollout.index}" for r in rollouts)
     broken = [row for row, fine in enumerate(finite) if not fine]
     log_rows("left out of the step, log-probabilities or values are not finite", broken, ids, actor.grid)
-    ids, rollouts, prompts, responses, sampled = (
-        _select(x, finite) for x in (ids, rollouts, prompts, responses, sampled)
+    ids, rollouts, prompts, responses, from_engine = (
+        _select(x, finite) for x in (ids, rollouts, prompts, responses, from_engine)
     )
-    old, reference, teacher, values = (
-        None if x is None else _select(x, finite) for x in (old, reference, teacher, values)
+    sampled, old, reference, teacher, values = (
+        None if x is None else _select(x, finite) for x in (sampled, old, reference, teacher, values)
     )
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
@@ -163,11 +175,11 @@ def make_experience(
     mask = None
     if algo.mismatch_mask != "off" and old is not None:
         bounds = algo.mismatch_mask, *algo.mismatch_bounds
-        mask = tuple(mismatch_mask(o, s, *bounds) for o, s in zip(old, sampled, strict=True))
+        mask = tuple(mismatch_mask(o, s, *bounds) for o, s in zip(old, from_engine, strict=True))
         metrics["masked_share"] = 1 - _token_mean(mask, actor)
 
     per_rollout = advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
-    lengths = [len(r) for r in responses]
+    lengths = [len(x) for x in from_engine]
     per_token, returns, critic_metrics = token_advantages(
         per_rollout, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp
     )
@@ -182,18 +194,19 @@ def make_experience(
         metrics["teacher_kl"] = _token_mean(gaps, actor)
         per_token = tuple(a - algo.distill_coef * gap for a, gap in zip(per_token, gaps, strict=True))
 
-    experience = Experience(
-        prompts=prompts,
-        responses=responses,
-        rollout_log_probs=sampled,
-        old_log_probs=old,
-        advantages=per_token,
-        values=values,
-        returns=returns,
-        reference_log_probs=reference,
-        mask=mask,
-        ids=ids,
-    )
+    columns: dict[str, Any] = {
+        "rollout_log_probs": from_engine,
+        "old_log_probs": old,
+        "advantages": per_token,
+        "values": values,
+        "returns": returns,
+        "reference_log_probs": reference,
+        "mask": mask,
+    }
+    if sampled is not None:
+        columns = {name: None if x is None else _filled(sampled, x) for name, x in columns.items()}
+        columns["mask"] = columns["mask"] or sampled
+    experience = Experience(prompts=prompts, responses=responses, sampled=sampled, ids=ids, **columns)
     return list(rollouts), experience, metrics | critic_metrics
 
 
@@ -204,6 +217,24 @@ def token_gain(actor: Worker, experience: Experience) -> float:
     """
     tokens = collectives.all_reduce_sum(actor.tokens(experience.prompts, experience.responses), actor.grid.groups.dp)
     return tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
+
+
+def _sampled_masks(rollouts: Sequence[ScoredRollout]) -> Rows | None:
+    """Return which tokens of each rollout the model sampled, or None if it sampled all tokens of all rollouts."""
+    if not any(r.rollout.episode for r in rollouts):
+        return None
+    episodes = [(r.rollout.episode, r.rollout.token_ids) for r in rollouts]
+    return tuple(torch.ones_like(ids, dtype=torch.bool) if e is None else e.sampled for e, ids in episodes)
+
+
+def _only(sampled: Rows | None, column: Sequence[Tensor]) -> Rows:
+    """Return the values of the sampled tokens of each row."""
+    return tuple(column) if sampled is None else tuple(x[s] for x, s in zip(column, sampled, strict=True))
+
+
+def _filled(sampled: Rows, column: Rows) -> Rows:
+    """Return the rows of _only with 0 or false in the places of the other tokens."""
+    return tuple(x.new_zeros(len(s)).masked_scatter(s, x) for x, s in zip(column, sampled, strict=True))
 
 
 def _select(column: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:

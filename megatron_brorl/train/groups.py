@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_brorl.algo.advantages import has_signal
 from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.types import FinishReason, ScoredRollout
+from megatron_brorl.types import FinishReason, Rollout, ScoredRollout
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; no rank has a lost rollout
 FINISH: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", CUT: "cut"}
@@ -30,6 +30,7 @@ Index = TypeVar("Index", int, Tensor)  # of one rollout, or of many
 class Outcomes:
     """Tables [groups, N], the same on every rank. The reward of a rollout without a reward is 0.
 
+    Load balance and memory depend on all tokens of a rollout. Metrics and reward shaping count the sampled ones.
     closed and kept are indices of groups in ascending order.
     """
 
@@ -37,6 +38,7 @@ class Outcomes:
     rewards: Tensor  # float32
     right: Tensor  # bool, whether the response counts as correct
     tokens: Tensor  # int64
+    sampled: Tensor  # int64, tokens without those of an environment
     repeats: Tensor  # int64, n-grams that had occurred before
     answers: Tensor  # int64, hashes of the final answers (rewards.extract.answer_hash)
     holder: Tensor  # int64, the rank that has the rollout; -1 if it is lost
@@ -66,7 +68,7 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     shaping.repetition_ngram; 0 counts no repetitions.
     """
     # float64 represents the answer hashes, which are below 2**52, exactly.
-    table = torch.zeros(7, groups, n, dtype=torch.float64)
+    table = torch.zeros(8, groups, n, dtype=torch.float64)
     if rollouts:
         at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
         values = [
@@ -75,7 +77,8 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
                 0.0 if r.rollout.finish == "cut" else r.reward,
                 r.right,
                 len(r.rollout.token_ids),
-                repeated_ngrams(r.rollout.token_ids, ngram) if ngram else 0,
+                r.rollout.sampled_tokens,
+                _repeats(r.rollout, ngram) if ngram else 0,
                 r.answer,
                 dist.get_rank() + 1,  # 0 for a lost rollout
             )
@@ -86,9 +89,14 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     table = table.to(cpu_bridge.default_device())
     # Each rollout is on one rank, so the sum adds its values to zeros.
     dist.all_reduce(table)
-    state, rewards, right, tokens, repeats, answers, holder = table.cpu()
-    counts = tokens.long(), repeats.long(), answers.long()
+    state, rewards, right, tokens, sampled, repeats, answers, holder = table.cpu()
+    counts = tokens.long(), sampled.long(), repeats.long(), answers.long()
     return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
+
+
+def _repeats(rollout: Rollout, ngram: int) -> int:
+    sampled = rollout.episode.sampled if rollout.episode else None
+    return repeated_ngrams(rollout.token_ids, ngram, sampled)
 
 
 def mark_unfinished_as_lost(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -160,7 +168,7 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
         "all_right_share": sum(bool(right.all()) for right in survivors) / groups,
         "all_wrong_share": sum(not bool(right.any()) for right in survivors) / groups,
         "groups_lost": float(sum(len(outcomes.rewards_of(g)) < 2 for g in outcomes.closed)),
-        "response_tokens": float(outcomes.tokens[counted].sum()) / count,
+        "response_tokens": float(outcomes.sampled[counted].sum()) / count,
         "answered_share": float((outcomes.answers[counted] != 0).sum()) / count,
         "cut_off_share": float((outcomes.state[counted] == LENGTH).sum()) / count,
         "rollouts": float(counted.sum()),

@@ -4,13 +4,13 @@ Replicas wait for each other at every optimizer step, so the rollouts of each op
 their predicted cost. All ranks know all lengths and compute the same assignment.
 
 Only tokens and log-probabilities travel, 8 bytes per token to every rank of the replica. Rewards and lengths are in
-tables that all ranks have.
+tables that all ranks have. A token of an environment travels as the bitwise complement of its id, which is negative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_co
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of, trained_mask
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import Rollout, ScoredRollout
+from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
 TOKEN_BYTES = 8  # an id and a log-probability, 4 bytes each
 MESSAGE_TOKENS = 2**25  # tokens that a rank sends or receives per message, about 256 MiB
@@ -106,8 +106,13 @@ def send_to_replicas(
         found |= _exchange(transfers.select(slice(i, None, messages)), held, grid)
 
     result = []
+    with_environment = outcomes.sampled < outcomes.tokens
     for g, s in sorted(found):
         rollout = Rollout(s, found[g, s].token_ids, found[g, s].log_probs, FINISH[int(outcomes.state[g, s])])
+        if with_environment[g, s]:
+            sampled = rollout.token_ids >= 0
+            ids = torch.where(sampled, rollout.token_ids, ~rollout.token_ids)
+            rollout = replace(rollout, token_ids=ids, episode=Episode(sampled, turns=0))
         reward = float(outcomes.rewards[g, s])
         right = bool(outcomes.right[g, s])
         result.append(ScoredRollout(g, rollout, reward, right, int(outcomes.answers[g, s])))
@@ -122,7 +127,10 @@ def _exchange(
     own = transfers.select(transfers.source == grid.rank)
     for_replica: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.int32)] for _ in range(grid.dp_size)]
     for slot, target in zip(own.slots(), own.target.tolist(), strict=True):
-        for_replica[target] += held[slot].token_ids.int(), held[slot].log_probs.view(torch.int32)
+        ids = held[slot].token_ids.int()
+        if episode := held[slot].episode:
+            ids = torch.where(episode.sampled, ids, ~ids)
+        for_replica[target] += ids, held[slot].log_probs.view(torch.int32)
     parts = [torch.cat(pieces) for pieces in for_replica]
     replica_of = {rank: i for i, ranks in enumerate(grid.replicas) for rank in ranks}
 

@@ -163,8 +163,8 @@ class RolloutRunner:
 
 def _generation_counts(result: GenerationResult, usage: KvUsage | None) -> dict[str, float]:
     """Return the values that the span of a generate call records: its number of new tokens and the use of the cache."""
-    before = sum(len(r.token_ids) for request in result.requests for r in request.begun)
-    total = sum(len(r.token_ids) for group in result.rollouts for r in group)
+    before = sum(r.sampled_tokens for request in result.requests for r in request.begun)
+    total = sum(r.sampled_tokens for group in result.rollouts for r in group)
     found = {"tokens": float(max(total - before, 0))}  # The difference is negative if continued rollouts were lost.
     if usage:
         found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.steps)}

@@ -92,7 +92,7 @@ def update_policy(
 
     def step(lr: float, rows: list[int]) -> StepMetrics | None:
         part = experience.select(rows)
-        lengths = [len(r) for r in part.responses]
+        lengths = part.sampled_tokens()
         own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
         size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
         if not size["tokens"]:
@@ -148,7 +148,7 @@ def update_critic(
 
     def step(lr: float, rows: list[int]) -> StepMetrics | None:
         part = experience.select(rows)
-        own_tokens = float(sum(len(r) for r in part.responses))
+        own_tokens = float(sum(part.sampled_tokens()))
         tokens = collectives.all_reduce_sum({"tokens": own_tokens}, critic.grid.groups.dp)["tokens"]
         if not tokens:
             return None
@@ -267,6 +267,8 @@ def _critic_loss(part: Experience, clip: float, weight: float, ops: Backend) -> 
 
     def loss(batch: Packed, values: Tensor) -> tuple[Tensor, Any]:
         weights = torch.full_like(values, weight)
+        if part.sampled is not None:
+            weights = weights * batch.gather(part.sampled).to(values)
         result = ops.value_loss(values, batch.gather(old).to(values), batch.gather(returns).to(values), weights, clip)
         return result.loss, replace(result, loss=result.loss.detach())
 

@@ -120,7 +120,7 @@ def outcomes():
     none = torch.zeros(3, 4).long()
     rewards = torch.tensor(table).nan_to_num(0.0)
     tokens = torch.ones(3, 4).long()
-    return Outcomes(torch.tensor(state), rewards, rewards == 1, tokens, none, none, none, kept=[0, 1, 2])
+    return Outcomes(torch.tensor(state), rewards, rewards == 1, tokens, tokens, none, none, none, kept=[0, 1, 2])
 
 
 @pytest.mark.parametrize("ops", OPS)
