@@ -47,6 +47,10 @@ def test_repeated_ngrams_are_counted_by_looking_back():
             repeated += text[i : i + n] in seen
             seen.append(text[i : i + n])
         assert repeated_ngrams(ids, n) == repeated > 0
+        sampled = torch.arange(60) % 11 > 3
+        own = [text[i : i + n] for i in range(len(text) - n + 1) if all(sampled[i : i + n])]
+        assert repeated_ngrams(ids, n, sampled) == len(own) - len({tuple(x) for x in own}) > 0
+    assert repeated_ngrams(ids[:3], 4, sampled[:3]) == 0
     assert repeated_ngrams(ids[:3], 4) == 0
     assert repeated_ngrams(ids[:4], 4) == 0
 

@@ -15,7 +15,7 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.scoring import Scorer, Scores, final_reward
 from megatron_brorl.rewards.worker_pool import RewardPool
-from megatron_brorl.types import FinishReason, Prompt, Rollout, ScoreResult, Status
+from megatron_brorl.types import Episode, FinishReason, Prompt, Rollout, ScoreResult, Status
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +189,36 @@ def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool: 
         scores = scorer.scores([(0, i) for i in range(len(rows))])
     assert scores.rewards.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     assert others == [True] * len(rows)
+
+
+def test_a_rollout_with_an_environment_has_its_score(pool: RewardPool) -> None:
+    """No verifier scores it, and its answer is the text of the last turn of the model."""
+
+    class Unused:
+        def submit(self, request: object) -> None:
+            raise AssertionError(request)
+
+    prompt = Prompt("e", "?", (1,), "none of these", "exact")
+    made = [
+        ([5, 6, 2, 80, 81, 7, 8, 2], [1, 1, 1, 0, 0, 1, 1, 1], "stop", ScoreResult(1.0, "ok")),
+        ([80, 5, 2, 81, 82], [0, 1, 1, 0, 0], "length", ScoreResult(1.0, "ok")),
+        ([9, 2], [1, 1], "stop", ScoreResult(0.0, "error", "ValueError: no")),
+        ([80, 81], [0, 0], "length", ScoreResult(0.0, "ok")),
+    ]
+    with Scorer([prompt], lambda ids: f" {ids} ", (2,), Unused(), RewardConfig()) as scorer:  # type: ignore[arg-type]
+        for i, (ids, sampled, finish, given) in enumerate(made):
+            episode = Episode(torch.tensor(sampled).bool(), 2, score=given)
+            scorer.finished(0, Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), finish, episode=episode))
+        scores = scorer.scores([(0, i) for i in range(len(made))])
+    assert scores.answers == ["[7, 8]", "[5]", "[9]", "[]"]
+    # reward.cut_off_factor is 0.
+    assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert scores.right == [True, False, False, False]
+    assert scores.results == [given for *_, given in made]
+    assert {name: count for name, count in scores.counts.items() if count} == {"ok": 3, "error": 1}
+    assert scores.raised == {
+        "the environment raised on an answer, which scores 0 (metric verifier_errors)": "ValueError: no"
+    }
 
 
 def test_scoring_overlaps_with_sampling(tmp_path: Path) -> None:

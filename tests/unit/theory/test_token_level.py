@@ -173,6 +173,21 @@ def test_every_shared_token_once(seed):
         assert set(drawn.together[k].nonzero().flatten().tolist()) == there
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_of_an_environment_are_in_prefixes_only(seed):
+    tokens = siblings(seed)
+    sampled = (tokens >= 0) & (torch.arange(tokens.shape[1]) % 3 != 1)
+    found = prefixes(tokens)
+    count = Counter(found.values())
+    shared = [place for place, prefix in sorted(found.items()) if count[prefix] >= 2 and sampled[place]]
+    drawn = draw_positions(tokens, (torch.arange(len(shared)).double() + 0.5) / len(shared), sampled)
+    assert drawn.shared == len(shared) > 0
+    assert list(zip(drawn.sibling.tolist(), drawn.depth.tolist(), strict=True)) == shared
+    for k, place in enumerate(shared):
+        there = {i for (i, t), prefix in found.items() if (t, prefix) == (place[1], found[place])}
+        assert set(drawn.together[k].nonzero().flatten().tolist()) == there
+
+
 def test_siblings_that_share_nothing():
     for tokens in (torch.full((3, 4), -1), torch.tensor([[5, 6], [-1, -1]])):
         drawn = draw_positions(tokens, torch.tensor([0.1, 0.9]).double())
