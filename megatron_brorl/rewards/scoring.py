@@ -53,9 +53,9 @@ class Scores:
 class Scorer:
     """Scores the rollouts of one call of the engine as they end; a context manager.
 
-    A rollout with an environment has its score already. Its answer is the text of the last turn of the model.
-
     A thread decodes the texts and finds the answers, so that the engine's thread does not wait.
+    The score of a rollout with an environment is that of its episode, and its answer the text of the model's last turn.
+    reward.cut_off_factor and reward.strict apply to it, too.
     """
 
     def __init__(

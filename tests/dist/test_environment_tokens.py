@@ -14,6 +14,7 @@ from dist.world import pairs
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.types import Episode, Prompt, PromptGroup, Rollout, ScoredRollout, ScoreResult
 
+pytestmark = pytest.mark.slow
 LAYOUTS = [(1, {}, "fused"), (1, {}, "reference"), *((2, p, "fused") for p in ({}, {"tensor": 2}, {"pipeline": 2}))]
 # Lengths of the turns and observations in order; the model begins.
 TURNS = [
