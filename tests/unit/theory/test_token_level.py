@@ -157,30 +157,17 @@ def prefixes(tokens: torch.Tensor) -> dict[tuple[int, int], tuple[int, ...]]:
     return {(i, t): tuple(row[:t]) for i, row in enumerate(rows) for t in range(len(row))}
 
 
+@pytest.mark.parametrize("environment", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_every_shared_token_once(seed):
-    """Numbers in the middle of equal cells draw each shared token exactly once."""
+def test_every_shared_token_once(seed, environment):
+    """Numbers in the middle of equal cells draw each shared token exactly once, without tokens of an environment."""
     tokens = siblings(seed)
-    found = prefixes(tokens)
-    count = Counter(found.values())
-    shared = [place for place, prefix in sorted(found.items()) if count[prefix] >= 2]
-    middles = (torch.arange(len(shared)).double() + 0.5) / len(shared)
-    drawn = draw_positions(tokens, middles)
-    assert drawn.shared == len(shared) > 0
-    assert list(zip(drawn.sibling.tolist(), drawn.depth.tolist(), strict=True)) == shared
-    for k, place in enumerate(shared):
-        there = {i for (i, t), prefix in found.items() if (t, prefix) == (place[1], found[place])}
-        assert set(drawn.together[k].nonzero().flatten().tolist()) == there
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_of_an_environment_are_in_prefixes_only(seed):
-    tokens = siblings(seed)
-    sampled = (tokens >= 0) & (torch.arange(tokens.shape[1]) % 3 != 1)
+    sampled = (tokens >= 0) & (torch.arange(tokens.shape[1]) % 3 != 1) if environment else tokens >= 0
     found = prefixes(tokens)
     count = Counter(found.values())
     shared = [place for place, prefix in sorted(found.items()) if count[prefix] >= 2 and sampled[place]]
-    drawn = draw_positions(tokens, (torch.arange(len(shared)).double() + 0.5) / len(shared), sampled)
+    middles = (torch.arange(len(shared)).double() + 0.5) / len(shared)
+    drawn = draw_positions(tokens, middles, sampled if environment else None)
     assert drawn.shared == len(shared) > 0
     assert list(zip(drawn.sibling.tolist(), drawn.depth.tolist(), strict=True)) == shared
     for k, place in enumerate(shared):
