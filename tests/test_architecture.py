@@ -12,7 +12,8 @@ PACKAGE = ROOT / "megatron_brorl"
 FLOORS = [
     {"errors", "types", "config", "rollout_log", "files", "tracking", "families", "signals", "user_functions"},
     {"algo", "rewards"},
-    {"ops", "theory"},  # the fused ops take up formulas of algo, the theory its intervals
+    # The fused ops take up formulas of algo, the theory its intervals. Environments run in the workers of rewards.
+    {"ops", "theory", "environments"},
     {"parallel"},
     {"rollout", "data"},
     {"models"},

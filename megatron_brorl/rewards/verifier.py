@@ -79,14 +79,14 @@ class Judge:
         except NoScore as e:
             return ["invalid", 0.0, _printable(str(e)), {}]
         except BaseException as e:  # includes SystemExit: a verifier must not end its worker
-            reason = _describe(e)
+            reason = describe_error(e)
 
         # Many verifiers raise on malformed answers. A verifier that also raises on the reference is broken.
         try:
             if row["answer"] is not None:
                 self._verifier(row["answer"], row)
         except BaseException as e:
-            return ["broken", 0.0, _describe(e), {}]
+            return ["broken", 0.0, describe_error(e), {}]
         return ["error", 0.0, reason, {}]
 
 
@@ -134,8 +134,8 @@ def _shown(value: Any) -> str:
     return repr(value)[:60] if plain else f"an object of type {type(value).__name__}"
 
 
-def _describe(error: BaseException) -> str:
-    """Return the type of an exception and its first line."""
+def describe_error(error: BaseException) -> str:
+    """Return the type of an exception and its first line. Never raises."""
     text = ""
     with contextlib.suppress(BaseException):  # str() of a user's exception class may raise
         text = "".join(str(error).strip().splitlines()[:1])

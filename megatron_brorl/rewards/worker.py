@@ -12,6 +12,7 @@ import pickle
 import resource
 import signal
 import sys
+from io import BufferedReader, FileIO
 from typing import Any
 
 from megatron_brorl.signals import end_with
@@ -21,6 +22,22 @@ READY = "ready"  # sent before the results of a message of calls, once all of th
 
 def main(factory_path: str, memory_mb: int, parent: int) -> None:
     """Run calls from standard input until the parent closes it."""
+    messages, results = isolate(memory_mb, parent)
+    factory = load(factory_path)
+    objects: dict[str, Any] = {}
+    while messages.peek(1):
+        calls: list[tuple[str, tuple[Any, ...]]] = pickle.load(messages)
+        for name, _ in calls:
+            if name not in objects:
+                objects[name] = factory(name)
+        silence_stderr()
+        results.write(json_line(READY))
+        for name, arguments in calls:
+            results.write(json_line(objects[name](*arguments)))
+
+
+def isolate(memory_mb: int, parent: int) -> tuple[BufferedReader, FileIO]:
+    """Limit this process, and return its pipes from and to the parent, in place of standard input and output."""
     # A terminal or job scheduler may signal all processes of a job, but only the trainer handles these signals. The
     # memory limit ends a verifier that hostile text causes to allocate too much.
     end_with(parent)
@@ -36,18 +53,12 @@ def main(factory_path: str, memory_mb: int, parent: int) -> None:
     silence = os.open(os.devnull, os.O_RDWR)
     os.dup2(silence, 0)
     os.dup2(silence, 1)
+    return messages, results
 
-    factory = load(factory_path)
-    objects: dict[str, Any] = {}
-    while messages.peek(1):
-        calls: list[tuple[str, tuple[Any, ...]]] = pickle.load(messages)
-        for name, _ in calls:
-            if name not in objects:
-                objects[name] = factory(name)
-        os.dup2(silence, 2)  # The parent reads stderr only if an object cannot be created.
-        results.write(_line(READY))
-        for name, arguments in calls:
-            results.write(_line(objects[name](*arguments)))
+
+def silence_stderr() -> None:
+    """Discard stderr. The parent reads it only if an object cannot be created."""
+    os.dup2(1, 2)
 
 
 def load(path: str) -> Any:
@@ -56,7 +67,8 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _line(result: Any) -> bytes:
+def json_line(result: Any) -> bytes:
+    """Return a result as the parent reads it."""
     return json.dumps(result).encode("ascii") + b"\n"
 
 

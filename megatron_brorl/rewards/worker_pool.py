@@ -23,7 +23,7 @@ from megatron_brorl.rewards.worker_process import WorkerLostError, WorkerProcess
 from megatron_brorl.types import Prompt, ScoreResult
 
 _MAX_JOBS_PER_MESSAGE = 256
-_MAX_FAILED_STARTS = 3  # consecutive failures of one thread to start a worker process
+MAX_FAILED_STARTS = 3  # consecutive failures of one thread to start a worker process
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class RewardPool:
     def submit(self, request: ScoreRequest) -> Future[ScoreResult]:
         """Return a future for the score. Scores are cached until `reset`, except those of impure verifiers.
 
-        The future raises UserError if a thread has failed _MAX_FAILED_STARTS times in a row to start its process.
+        The future raises UserError if a thread has failed MAX_FAILED_STARTS times in a row to start its process.
         Raises RuntimeError if the pool is closed.
         """
         self._check_open()
@@ -112,7 +112,7 @@ class RewardPool:
             return _completed(ScoreResult(0.0, "no_answer", request.no_answer_reason))
         row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata)
         if self._in_process_judge and prompt.verifier == IN_PROCESS:
-            return _completed(_score_result(self._in_process_judge(answer, row)))
+            return _completed(score_result(self._in_process_judge(answer, row)))
 
         # Metadata is not hashable, so the key contains its id. The cache keeps a reference to the metadata, because the
         # id is valid only while the object exists.
@@ -194,7 +194,7 @@ class RewardPool:
         """Run a worker process, and start another one when it dies. The body of a worker thread."""
         failed_starts = 0
         reason = ""
-        while failed_starts < _MAX_FAILED_STARTS and not self._stopped:
+        while failed_starts < MAX_FAILED_STARTS and not self._stopped:
             failed_starts += 1  # set to 0 below if the process runs a job
             jobs: deque[_Job] = deque()
             process = None
@@ -205,7 +205,7 @@ class RewardPool:
                 while jobs := self._next_jobs():
                     calls = [(job.verifier, (job.answer, job.row)) for job in jobs]
                     for reply in process.run(calls, self._timeout_s):
-                        score = _score_result(reply)
+                        score = score_result(reply)
                         self._deliver(jobs.popleft(), score)
                     failed_starts = 0
             except WorkerLostError as lost:
@@ -269,7 +269,7 @@ def _completed(score: ScoreResult) -> Future[ScoreResult]:
     return future
 
 
-def _score_result(reply: Any) -> ScoreResult:
+def score_result(reply: Any) -> ScoreResult:
     """Return the score in the reply of a Judge. Raises WorkerLostError if the reply is not a valid score.
 
     A Judge replies with valid scores only, so any other reply means that its process is corrupted.

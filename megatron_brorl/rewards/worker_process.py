@@ -24,7 +24,8 @@ from typing import Any
 from megatron_brorl.rewards.worker import READY
 
 START_S = 120.0  # time limit for creating the objects, which includes their imports
-_MAX_LINE = 1 << 16
+_MAX_LINE = 1 << 20
+_READ = 1 << 16
 _EXIT_S = 10.0
 
 
@@ -44,11 +45,14 @@ class WorkerLostError(Exception):
 class WorkerProcess:
     """One worker process; a context manager that kills it. Only `stop` may be called from another thread."""
 
-    def __init__(self, factory: str, memory_mb: int = 4096) -> None:
-        """factory: import path "module:function" of a function that returns the object with a given name."""
+    def __init__(self, factory: str, memory_mb: int = 4096, program: str = "megatron_brorl.rewards.worker") -> None:
+        """factory: import path "module:function" of a function that returns the object with a given name.
+
+        program: the main module. `run` works with the default only; see `send` and `results` for others.
+        """
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_brorl.rewards.worker", factory, str(memory_mb), str(os.getpid())],
+            [sys.executable, "-m", program, factory, str(memory_mb), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -77,11 +81,30 @@ class WorkerProcess:
         """
         if self._buffer or _ready(self._results, select.POLLIN, 0):
             raise WorkerLostError("ended, or wrote an unexpected result", during_call=False)
-        self._send(pickle.dumps(calls, protocol=pickle.HIGHEST_PROTOCOL))
-        if self._receive(START_S, during_call=False) != READY:
-            raise WorkerLostError("wrote an unexpected result", during_call=False)
+        self.send(pickle.dumps(calls, protocol=pickle.HIGHEST_PROTOCOL), START_S)
+        self.wait_until_ready()
         for _ in calls:
             yield self._receive(seconds, during_call=True)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the worker has created its objects. Raises WorkerLostError after START_S."""
+        if self._receive(START_S, during_call=False) != READY:
+            raise WorkerLostError("wrote an unexpected result", during_call=False)
+
+    def results(self, seconds: float, wake: int) -> list[Any]:
+        """Wait until results arrive, file descriptor `wake` is readable, or `seconds` have passed. Return the results.
+
+        For programs that return results in any order. Raises WorkerLostError if the process has ended.
+        """
+        pipes = select.poll()
+        pipes.register(self._results, select.POLLIN)
+        pipes.register(wake, select.POLLIN)
+        ready = pipes.poll(1000 * max(0.0, seconds))
+        if any(file == self._results.fileno() for file, _ in ready):
+            self._read(during_call=True)
+        lines = self._buffer.split(b"\n")
+        self._buffer = lines.pop()
+        return [_parsed(line, during_call=True) for line in lines]
 
     def stop(self) -> None:
         """Kill the process from another thread, in which `run` then raises WorkerLostError."""
@@ -98,12 +121,13 @@ class WorkerProcess:
         for file in (self._calls, self._results, self._stderr):
             file.close()
 
-    def _send(self, message: bytes) -> None:
+    def send(self, message: bytes, seconds: float) -> None:
+        """Write a pickle to the process. Raises WorkerLostError if it does not read within `seconds`, or has ended."""
         unsent = memoryview(message)
-        end = time.monotonic() + START_S
+        end = time.monotonic() + seconds
         while unsent:
             if not _ready(self._calls, select.POLLOUT, end - time.monotonic()):
-                raise WorkerLostError(f"no answer in {START_S:g} s", during_call=False, timed_out=True)
+                raise WorkerLostError(f"no answer in {seconds:g} s", during_call=False, timed_out=True)
             try:
                 unsent = unsent[os.write(self._calls.fileno(), unsent) :]
             except BrokenPipeError:
@@ -112,19 +136,19 @@ class WorkerProcess:
     def _receive(self, seconds: float, during_call: bool) -> Any:
         end = time.monotonic() + seconds
         while b"\n" not in self._buffer:
-            if len(self._buffer) > _MAX_LINE:
-                raise WorkerLostError("wrote a result that is too long", during_call)
             if not _ready(self._results, select.POLLIN, end - time.monotonic()):
                 raise WorkerLostError(f"no answer in {seconds:g} s", during_call, timed_out=True)
-            data = os.read(self._results.fileno(), _MAX_LINE)
-            if not data:
-                raise WorkerLostError(self._failure(), during_call)
-            self._buffer += data
+            self._read(during_call)
         line, _, self._buffer = self._buffer.partition(b"\n")
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError):
-            raise WorkerLostError("wrote a result that is not JSON", during_call) from None
+        return _parsed(line, during_call)
+
+    def _read(self, during_call: bool) -> None:
+        data = os.read(self._results.fileno(), _READ)
+        if not data:
+            raise WorkerLostError(self._failure(), during_call)
+        self._buffer += data
+        if len(self._buffer) - self._buffer.rfind(b"\n") > _MAX_LINE:
+            raise WorkerLostError("wrote a result that is too long", during_call)
 
     def _failure(self) -> str:
         """Return the last line on stderr of a process that ended by itself, or how it ended."""
@@ -145,6 +169,13 @@ def call_in_worker(function: str, *arguments: Any) -> Any:
         return next(worker.run([(function, arguments)], START_S))
 
 
+def _parsed(line: bytes, during_call: bool) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise WorkerLostError("wrote a result that is not JSON", during_call) from None
+
+
 def _ready(file: Any, event: int, seconds: float) -> bool:
     pipe = select.poll()
     pipe.register(file, event)
@@ -161,4 +192,5 @@ def _environment() -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "PYTHONHASHSEED": seed if seed.isdigit() else "0",
         "CUDA_VISIBLE_DEVICES": "",
+        "MALLOC_ARENA_MAX": "2",  # An arena per thread would reserve 64 MB each of the limited address space.
     }

@@ -1,0 +1,108 @@
+"""Environments that users write: classes with one object per rollout. Imports no torch, because workers import it.
+
+    class Calculator:
+        def reset(self, row):  # id, prompt, answer, metadata; may return an observation before the first turn
+            self.answer = row["answer"]
+
+        def calculate(self, expression: str) -> str:
+            \"\"\"Evaluate an expression.
+
+            Args:
+                expression: Numbers and operators.
+            \"\"\"
+
+        def final(self, text):  # optional
+            self.text = text
+
+        def reward(self):
+            return float(self.text == self.answer)
+
+Every other public method is a tool, with type hints and a docstring in the format of transformers' get_json_schema.
+A turn without a tool call ends the episode; `final` receives its text. A class with a method `step` has no tools:
+`step(text)` receives each turn and returns (observation, done). On the last turn that the limits allow, tools and
+`step` are called as usual, but the model does not see their results.
+
+Results and observations become text: a string as it is, any other value as JSON, MAX_TEXT characters at most. A tool
+tells the model about a mistake by returning a text. An exception ends the episode with reward 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from pydantic import validate_call
+
+from megatron_brorl.errors import UserError, shown
+from megatron_brorl.user_functions import import_function, source_sha256
+
+MAX_TEXT = 4096  # characters of a result or observation
+Format = Literal["hermes", "tags"]
+
+_NOT_TOOLS = {"reset", "step", "final", "reward"}
+
+
+class Environment(Protocol):
+    """The methods that every environment has."""
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        """Begin an episode on a data row. Return an observation for the model's first turn, or None."""
+
+    def reward(self) -> float:
+        """Return the reward of the finished episode: a finite number, or any other score that a verifier may return."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The properties of an environment class that are the same for all rollouts."""
+
+    tools: tuple[dict[str, Any], ...]  # JSON schemas for the chat template; () for a class with `step`
+    sha256: str  # of the file of the class
+
+
+def describe(factory: str | type) -> Kind:
+    """Check an environment class, given as itself or as "my_env.py:Class". Raises UserError if it cannot be used.
+
+    The class is imported, but no object is created.
+    """
+    if isinstance(factory, str):
+        label = f"environment {factory}"
+        cls, sha256 = import_function(factory, "environment")
+    else:
+        label = f"environment {getattr(factory, '__name__', factory)}"
+        cls, sha256 = factory, source_sha256(factory)
+    if not isinstance(cls, type):
+        raise UserError(f"{label}: is not a class; name a class with the methods reset and reward")
+    for method in ("reset", "reward"):
+        if not callable(getattr(cls, method, None)):
+            raise UserError(f"{label}: has no method {method}; define it")
+    try:
+        inspect.signature(cls).bind()
+    except (TypeError, ValueError) as e:
+        raise UserError(f"{label}: cannot be created without arguments: {e}; read data in reset") from None
+    if hasattr(cls, "step"):
+        return Kind((), sha256)
+    if not tools(cls):
+        raise UserError(f"{label}: has neither tools (public methods) nor a method step; define one of them")
+    return Kind(tuple(_schema(tool, f"{label}: tool {name}") for name, tool in tools(cls).items()), sha256)
+
+
+def tools(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return the tools of a class by name, sorted. They are functions, whose first argument is the object."""
+    if hasattr(cls, "step"):
+        return {}
+    public = {name: inspect.getattr_static(cls, name) for name in dir(cls) if not name.startswith("_")}
+    return {name: value for name, value in public.items() if inspect.isfunction(value) and name not in _NOT_TOOLS}
+
+
+def _schema(tool: Callable[..., Any], label: str) -> dict[str, Any]:
+    from transformers.utils import get_json_schema  # imports torch
+
+    try:
+        validate_call(tool)  # as worker processes do
+        return get_json_schema(tool)
+    except Exception as e:  # Type hints of a user may fail in many ways.
+        remedy = "give it type hints, and a docstring that describes each argument under Args:"
+        raise UserError(f"{label}: {shown(e)}; {remedy}") from None
