@@ -14,7 +14,7 @@
         def final(self, text):  # optional
             self.text = text
 
-        def reward(self):
+        def reward(self):  # a finite number, or any other score that a verifier may return
             return float(self.text == self.answer)
 
 Every other public method is a tool, with type hints and a docstring in the format of transformers' get_json_schema.
@@ -29,9 +29,9 @@ tells the model about a mistake by returning a text. An exception ends the episo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import validate_call
 
@@ -42,16 +42,6 @@ MAX_TEXT = 4096  # characters of a result or observation
 Format = Literal["hermes", "tags"]
 
 _NOT_TOOLS = {"reset", "step", "final", "reward"}
-
-
-class Environment(Protocol):
-    """The methods that every environment has."""
-
-    def reset(self, row: Mapping[str, Any]) -> str | None:
-        """Begin an episode on a data row. Return an observation for the model's first turn, or None."""
-
-    def reward(self) -> float:
-        """Return the reward of the finished episode: a finite number, or any other score that a verifier may return."""
 
 
 @dataclass(frozen=True)

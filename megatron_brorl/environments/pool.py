@@ -94,9 +94,10 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill the processes."""
-        self._closed = True
-        for worker in self._workers:
-            worker.close()
+        if not self._closed:
+            self._closed = True
+            for worker in self._workers:
+                worker.close()
 
     def _worker(self, episode: int) -> _Worker | _Threads:
         for worker in self._workers:

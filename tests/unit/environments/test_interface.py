@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,39 +69,14 @@ def test_a_class_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [tool["function"]["name"] for tool in describe(f"{Calculator.__module__}:Calculator").tools] == ["calculate"]
 
 
-NO_REWARD = type("NoReward", (), {"reset": Base.reset})
-NO_RESET = type("NoReset", (), {"reward": Base.reward})
+def make(body: str, base: type = Base) -> type:
+    """Return a class with a method `act` that begins with `body`."""
+    scope: dict[str, Any] = {"Base": base, "__name__": __name__}
+    exec(f"class Game(Base):\n    def {body}", scope)
+    return scope["Game"]
 
 
-class Untyped(Base):
-    def act(self, a):
-        """Act.
-
-        Args:
-            a: A number.
-        """
-
-
-class Undocumented(Base):
-    def act(self, a: int) -> None: ...
-
-
-class HalfDocumented(Base):
-    def act(self, a: int) -> None:
-        """Act."""
-
-
-class Unknown(Base):
-    def act(self, a: re.Pattern) -> None:
-        """Act.
-
-        Args:
-            a: A pattern.
-        """
-
-
-class Needs(Base):
-    def __init__(self, size: int) -> None: ...
+ARGS = "act(self, a{}):\n        '''Act.\n\n        Args:\n            a: A number.'''"
 
 
 @pytest.mark.parametrize(
@@ -111,14 +85,14 @@ class Needs(Base):
         ("missing.py:Game", "environment missing.py:Game: no such file"),
         (f"{Calculator.__module__}:Other", "has no .*'Other'"),
         (f"{Calculator.__module__}:_value", "is not a class"),
-        (NO_REWARD, "environment NoReward: has no method reward"),
-        (NO_RESET, "has no method reset"),
-        (Base, "neither tools .* nor a method step"),
-        (Untyped, "tool act: .*missing a type hint"),
-        (Undocumented, "tool act: .*no docstring"),
-        (HalfDocumented, "tool act: .*no description for the argument 'a'"),
-        (Unknown, "tool act: .*Pattern"),
-        (Needs, "cannot be created without arguments: .*size"),
+        (make("reset(self, row): ...", object), "environment Game: has no method reward"),
+        (make("reward(self): ...", object), "has no method reset"),
+        (make("_act(self): ..."), "neither tools .* nor a method step"),
+        (make(ARGS.format("")), "tool act: .*missing a type hint"),
+        (make(ARGS.format(": Base")), "tool act: .*Base"),
+        (make("act(self, a: int): ..."), "tool act: .*no docstring"),
+        (make("act(self, a: int): 'Act.'"), "tool act: .*no description for the argument 'a'"),
+        (make("__init__(self, size): ..."), "cannot be created without arguments: .*size"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_a_user_error(factory: Any, message: str) -> None:

@@ -193,7 +193,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("text", "message"), MALFORMED)
-def test_a_malformed_call_is_told_to_the_model(tools: Client, text: str, message: str) -> None:
+def test_a_malformed_call_gives_an_error_to_the_model(tools: Client, text: str, message: str) -> None:
     tools.reset(0)
     reply = tools.step(0, f"{hermes(name='add', arguments={'a': '2', 'b': 3})} and {text}")
     good, bad = reply.messages
@@ -274,6 +274,7 @@ def test_a_closed_pool_sends_no_reply(factory: str) -> None:
     client.reset(0, act="threading.Event().wait()")
     pids = client.pids() if factory == HOSTILE else []
     pool.step(0, ACT, False, replies.append)
+    pool.close()
     pool.close()
     RELEASE.set()
     assert not any(psutil.pid_exists(pid) for pid in pids)
