@@ -33,6 +33,7 @@ def train(
     reward: RewardFunction | None = None,
     advantage: Callable[..., Tensor] | None = None,
     policy_loss: Callable[..., Tensor] | None = None,
+    environment: type | None = None,
     callbacks: Sequence[Callback | Any] = (),
 ) -> RunRecord:
     """Train in this process like `brorl train`, from the newest checkpoint in run.dir if there is one.
@@ -51,7 +52,10 @@ def train(
     advantage, policy_loss: functions in place of algo.advantage and algo.policy_loss (docs/extending.md). Checkpoints
     store a hash of each.
 
-    A finished run of the same configuration without a function is returned without training.
+    environment: a class in place of environment.factory. Its objects live in this process, one
+    thread per call, without limits of time or memory.
+
+    A finished run of the same configuration without a function or class is returned without training.
 
     Only the main rank writes the files, so the record of another rank may lack the last of them. Raises UserError for
     the mistakes that the command reports, and if a callback fails. In the latter case the run is saved first.
@@ -59,6 +63,8 @@ def train(
     given = {"algo.advantage": advantage, "algo.policy_loss": policy_loss}
     algorithm = {key: function for key, function in given.items() if function is not None}
     overrides = [*overrides, *(f"{key}={IN_PROCESS[key]}" for key in algorithm)]
+    if environment is not None:
+        overrides.append(f"environment.factory=this_process:{environment.__name__}")
 
     is_table = isinstance(config, Mapping)
     where = "the tables" if is_table else str(config)
@@ -70,7 +76,7 @@ def train(
         # Rows that name no verifier, and the fingerprint of the run, name the function.
         loaded = replace(loaded, data=replace(loaded.data, verifier=custom.IN_PROCESS))
     # With a function, the checkpoint decides whether it is the same run, because run.json does not have its source.
-    if not (reward or algorithm) and (message := finished(loaded)):
+    if not (reward or algorithm or environment) and (message := finished(loaded)):
         if os.environ.get("RANK", "0") == "0":
             print(message, file=sys.stderr)
         return _record(directory, has_finished=True)
@@ -81,7 +87,7 @@ def train(
         signals.install(saves=True)
     cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
-    program = Program(reward, algorithm, Callbacks(callbacks), continues=not launched)
+    program = Program(reward, algorithm, Callbacks(callbacks), environment, continues=not launched)
     status = command.execute(loaded, lambda _: again, program)
     return _record(directory, has_finished=status == 0)
 

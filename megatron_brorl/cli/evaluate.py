@@ -50,7 +50,7 @@ def evaluate(args: argparse.Namespace) -> int:
             evaluation.top_k,
             rollout.max_tokens,
             session.stop_ids,
-            rollout.stop_strings,
+            config.stop_strings,
         )
         count = -(-evaluation.samples * sum(map(len, names.values())) // session.grid.world_size)
         with progress(count, "evaluate", session.is_main_rank) as p:

@@ -25,10 +25,13 @@ from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, m
 from megatron_brorl.cli import memory_plan, run_folder
 from megatron_brorl.cli.run_folder import Fingerprint
 from megatron_brorl.cli.teacher import check_teacher, teacher_directory
-from megatron_brorl.config.schema import Config, OptimConfig
+from megatron_brorl.config.schema import Config, DataConfig, OptimConfig
+from megatron_brorl.data.chat import Message
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
+from megatron_brorl.environments.interface import Kind, describe
+from megatron_brorl.environments.pool import EnvironmentPool
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.files import rename_aside
@@ -39,10 +42,12 @@ from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, cpu_bridge, grid, network
 from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers
+from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.tracking.metrics import MetricsWriter
@@ -69,6 +74,7 @@ class Program:
     reward: custom.RewardFunction | None = None  # scores rows whose verifier is custom.IN_PROCESS
     algorithm: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by key, see algo.functions.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
+    environment: type | None = None  # the class that environment.factory names
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
     on_check: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
 
@@ -109,18 +115,23 @@ class Session:
         self.ops = backend(config.ops.implementation, cpu_bridge.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
 
+        self.environment = self._describe_environment()
+        data = self._data_config()
+
         # Drop prompts that leave no room for a response.
         limit = context(config, self.shape) - config.rollout.max_tokens
         if benchmarks and config.evaluate.benchmarks:
             files = config.evaluate.benchmarks
-            self.benchmarks, self.report = load_benchmarks(files, config.data, self.tokenizer, limit, config.reward)
+            self.benchmarks, self.report = load_benchmarks(files, data, self.tokenizer, limit, config.reward)
             verifiers = {prompt.verifier for prompts in self.benchmarks.values() for prompt in prompts}
         else:
-            self.sources = load_sources(config.data, self.tokenizer, limit, config.run.seed, config.reward)
+            self.sources = load_sources(data, self.tokenizer, limit, config.run.seed, config.reward)
             verifiers = set(self.sources.verifiers)
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
             self.report = self.sources.report
-        self._verifiers = verifiers
+        if ENVIRONMENT in verifiers and not self.environment:
+            raise UserError(f"verifier {ENVIRONMENT!r} needs environment.factory; name another verifier in the data")
+        self._verifiers = verifiers if not self.environment else set()
         program.on_check("data", self.report)
 
         # Join the other ranks last, so that an error above ends each of them at once.
@@ -188,6 +199,8 @@ class Session:
 
         Warnings go to stderr. Raises UserError, on all ranks, if a verifier fails.
         """
+        if self.environment:
+            return f"environment {self.config.environment.factory} gives the rewards"
 
         def score_references() -> str:
             if not self.is_main_rank:
@@ -198,6 +211,40 @@ class Session:
             return found
 
         return self.share_errors(score_references)
+
+    def _describe_environment(self) -> Kind | None:
+        """Return the environment's properties, or None without one. Raises UserError if it cannot be used."""
+        if not self.config.environment.factory:
+            return None
+        kind = describe(self._environment_class)
+        role = "tool" if kind.tools else "user"
+        self._continuation([{"role": role, "content": "x"}])
+        tools = ", ".join(tool["function"]["name"] for tool in kind.tools)
+        self.program.on_check("environment", f"tools {tools}" if tools else "observations of step")
+        return kind
+
+    @property
+    def _environment_class(self) -> str | type:
+        return self.program.environment or self.config.environment.factory
+
+    def _continuation(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""
+        is_chat = self.config.tool_format == "hermes"
+        return self.tokenizer.continuation(messages, is_chat, self.config.data.chat_template_kwargs)
+
+    def _data_config(self) -> DataConfig:
+        """Return section [data] for reading rows. With an environment, its tools are part of prompts of a template."""
+        data = self.config.data
+        if self.environment is None:
+            return data
+        variables = dict(data.chat_template_kwargs)
+        if self.environment.tools and self.config.tool_format == "hermes":
+            if self.tokenizer.template_reads("tools"):
+                variables["tools"] = list(self.environment.tools)
+            elif int(os.environ.get("RANK", "0")) == 0:
+                text = "has no variable tools, so prompts do not list the tools: describe them in data.system_prompt"
+                print(f"warning: the chat template of {self.config.model.path} {text}", file=sys.stderr, flush=True)
+        return replace(data, verifier=ENVIRONMENT, chat_template_kwargs=variables)
 
     def _tokenizer_line(self) -> str:
         stops = ", ".join(map(str, self.stop_ids))
@@ -281,6 +328,8 @@ class Session:
     def fingerprint(self) -> Fingerprint:
         """Return the configuration and input hashes that a resumed run compares with those of its checkpoint."""
         functions = {**self.started_verifiers.sha256, **self.own_algorithm}
+        if self.environment:
+            functions[self.config.environment.factory] = self.environment.sha256
         return run_folder.fingerprint(self.config, self.shape, functions, self.inputs(), self.teacher_shape)
 
     def inputs(self) -> dict[str, str]:
@@ -295,6 +344,8 @@ class Session:
     def rollouts(self) -> RolloutRunner:
         """Return the engine and the reward workers, which end with the session."""
         engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
+        if self.environment:
+            engine = self._turn_engine(engine)
         watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
         return RolloutRunner(
@@ -316,6 +367,16 @@ class Session:
         pool = RewardPool(reward.workers, reward.timeout_s, impure=impure, function=self.program.reward)
         self._closing.append(pool.close)
         return pool
+
+    def _turn_engine(self, engine: RolloutEngine) -> RolloutEngine:
+        """Return the engine with environments, whose processes end with the session."""
+        config = self.config.environment
+        pool = EnvironmentPool(
+            self._environment_class, config.workers, config.max_tool_seconds, self.config.tool_format
+        )
+        self._closing.append(pool.close)
+        turns = TurnEngine(engine, pool, config, self.tokenizer.decode, self._continuation)
+        return typing.cast(RolloutEngine, turns)
 
     def _torch_engine(self) -> RolloutEngine:
         return TorchEngine(

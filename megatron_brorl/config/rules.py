@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
+from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
 from megatron_brorl.config.schema import AlgoConfig, Config, DataConfig
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import is_function
@@ -21,6 +22,7 @@ def check(config: Config, where: str) -> None:
     for rules in (
         _functions,
         _rollout,
+        _environment,
         _parallel,
         _fp8,
         _lora,
@@ -96,6 +98,43 @@ def _rollout(config: Config) -> Iterator[Rule]:
         "shaping.overlong_tokens",
         config.shaping.overlong_tokens > rollout.max_tokens,
         f"must be at most rollout.max_tokens = {rollout.max_tokens}",
+    )
+
+
+def _environment(config: Config) -> Iterator[Rule]:
+    environment = config.environment
+    rollout = config.rollout
+    on = bool(environment.factory)
+    name = f"environment.factory = {environment.factory}"
+    yield (
+        "environment.factory",
+        on and not is_function(environment.factory),
+        'name a class as "my_env.py:Calculator" or "package.module:Calculator"',
+    )
+    for field in dataclasses.fields(environment)[1:]:
+        changed = getattr(environment, field.name) != getattr(EnvironmentConfig(), field.name)
+        yield f"environment.{field.name}", changed and not on, "needs environment.factory"
+    yield (
+        "environment.max_turn_tokens",
+        environment.max_turn_tokens > rollout.max_tokens,
+        f"must be at most rollout.max_tokens = {rollout.max_tokens}, which limits all turns together",
+    )
+    # An unfinished rollout of a checkpoint would lack the object of its environment.
+    yield "rollout.partial_tokens", on and bool(rollout.partial_tokens), f"must be 0 with {name}"
+    yield (
+        "environment.format",
+        on and config.tool_format == "hermes" and not config.data.chat,
+        '"hermes" needs data.chat = true; use "tags"',
+    )
+    yield (
+        "environment.format",
+        on and config.tool_format == "tags" and rollout.engine == "trtllm",
+        f'"tags" needs the stop string {CALL_END}, and rollout.engine = "trtllm" stops only at tokens',
+    )
+    yield (
+        "data.chat_template_kwargs",
+        on and "tools" in config.data.chat_template_kwargs,
+        f"remove tools: the template receives those of {name}",
     )
 
 
@@ -272,7 +311,11 @@ def _data(config: Config) -> Iterator[Rule]:
 
 # A resumed run must keep the keys that determine the model, the data and its order, the meaning of a reward, or the
 # content of a checkpoint. Rows are compared by content, so the files may move.
-_MAY_CHANGE = {"data": {"train", "held_out"}, "reward": {"workers", "timeout_s", "unsandboxed"}}  # no other keys
+_MAY_CHANGE = {  # no other keys
+    "data": {"train", "held_out"},
+    "environment": {"max_tool_seconds", "workers"},
+    "reward": {"workers", "timeout_s", "unsandboxed"},
+}
 _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sections, may change
     "run": {"seed"},
     "model": {"dtype"},

@@ -8,30 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter
-from pydantic.dataclasses import dataclass
-from typing_extensions import dataclass_transform
+from pydantic import Field, TypeAdapter
 
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
-
-T = TypeVar("T")
-# Values are not converted between types, and unknown keys, inf and nan are rejected.
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
-def section(cls: type[T]) -> type[T]:
-    """Make a class of keys a frozen dataclass that checks its values."""
-    made: Any = dataclass(frozen=True, config=_STRICT)(cls)
-    return cast("type[T]", made)
-
-
-def key(default: Any, description: str, **bounds: Any) -> Any:
-    """Return a field with its default, its description and bounds such as ge=1."""
-    return Field(default, description=description, **bounds)
-
+from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
+from megatron_brorl.config.section import key, section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -558,6 +541,7 @@ class Config:
     lora: LoraConfig = Field(default_factory=LoraConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     shaping: ShapingConfig = Field(default_factory=ShapingConfig)
@@ -571,6 +555,18 @@ class Config:
     theory: TheoryConfig = Field(default_factory=TheoryConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
+
+    @property
+    def tool_format(self) -> Literal["hermes", "tags"]:
+        """Return the format of tool calls."""
+        chosen = self.environment.format
+        return chosen if chosen != "auto" else "hermes" if self.data.chat else "tags"
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Return the strings that end a response, or a turn of it."""
+        ends_calls = self.environment.factory and self.tool_format == "tags"
+        return (*self.rollout.stop_strings, *([CALL_END] if ends_calls else []))
 
 
 @functools.cache

@@ -98,10 +98,20 @@ def date_variables(template: str, date: datetime.date) -> dict[str, Any]:
     return {"chat_template": _MACRO + template, _DATES: dates}
 
 
+def plain_text(messages: Sequence[Message]) -> str:
+    """Return the text that follows a turn without a chat template: results of tools in tags, or an observation."""
+    return "".join(f"<result>{m['content']}</result>" if m["role"] == "tool" else m["content"] for m in messages)
+
+
+def mentions(template: str, variable: str) -> bool:
+    """Return whether a template mentions a variable."""
+    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
+
+
 def check_variables(template: str, variables: Mapping[str, Any], directory: Path) -> None:
     """Raise UserError for a variable that the template does not mention, because it would change nothing."""
     for name in variables:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if not mentions(template, name):
             raise UserError(
                 f"data.chat_template_kwargs.{name}: the chat template of {directory} reads no such variable; correct "
                 "or remove the name"

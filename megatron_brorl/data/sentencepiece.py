@@ -23,7 +23,7 @@ from typing import Any
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from megatron_brorl.data.chat import Message
+from megatron_brorl.data.chat import Message, plain_text
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG
 from megatron_brorl.files import read_object
@@ -73,6 +73,9 @@ class SentencePieceTokenizer:
         self._decoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         self.leads_with_bos = self.bos_id is not None and _adds_bos(directory / SETTINGS)
 
+    def template_reads(self, variable: str) -> bool:
+        return False
+
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self._model.encode(text)]
 
@@ -87,6 +90,13 @@ class SentencePieceTokenizer:
             f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
             "set data.chat = false and write the frame of the prompt into data.template"
         )
+
+    def continuation(
+        self, messages: Sequence[Message], chat: bool, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[int]:
+        if chat:
+            self.apply_chat(messages, variables)  # raises UserError
+        return self.encode(plain_text(messages))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])

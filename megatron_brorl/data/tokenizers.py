@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_brorl.data.chat import DATE, Message, check_variables, date_variables
+from megatron_brorl.data.chat import DATE, Message, check_variables, date_variables, mentions, plain_text
 from megatron_brorl.data.sentencepiece import (
     CONVERTED,
     MAX_CHECKED_PIECES,
@@ -24,6 +24,7 @@ from megatron_brorl.files import read_object
 
 GENERATION = "generation_config.json"
 _MARK = "\u2039message {}\u203a"  # stands for a message while the template's own text is extracted
+_TURN = "\u2039turn\u203a"  # stands for a turn of the assistant
 
 
 class Tokenizer(Protocol):
@@ -53,6 +54,9 @@ class Tokenizer(Protocol):
     def template_date(self) -> datetime.date | None:
         """The date that the chat template writes into prompts, or None."""
 
+    def template_reads(self, variable: str) -> bool:
+        """Return whether the chat template mentions a variable."""
+
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, list[int]]:
@@ -60,6 +64,17 @@ class Tokenizer(Protocol):
 
         The contents of messages are data, as above. Raises UserError if there is no template, or if it does not
         accept these messages or variables, such as enable_thinking.
+        """
+
+    def continuation(
+        self, messages: Sequence[Message], chat: bool, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[int]:
+        """Return the ids that follow an assistant's turn, after its stop token, if these messages answer it.
+
+        With chat, they are those that the template writes after a turn, up to the next turn of the assistant. They do
+        not depend on earlier messages, so the rest of a rollout stays as it was sampled, even if the template drops
+        thoughts of earlier turns. Without chat, they are those of chat.plain_text. The contents are data, as above.
+        Raises UserError if the template does not accept the messages, or changes the end of a turn before them.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -132,6 +147,7 @@ class HuggingFaceTokenizer:
         self.unk_id: int | None = None if unk_id in (self.eos_id, self.bos_id, self.pad_id) else unk_id
 
         self._special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
+        self._turn_end: tuple[Mapping[str, Any], str, int] | None = None  # variables, and _find_turn_end of them
         # Tokenizing a text shows whether the tokenizer adds BOS.
         self._leads_with_bos = self.bos_id is not None and self._inner("a").input_ids[:1] == [self.bos_id]
 
@@ -152,19 +168,67 @@ class HuggingFaceTokenizer:
     def template_date(self) -> datetime.date | None:
         return self._today if self._inner.chat_template and DATE in self._template() else None
 
+    def template_reads(self, variable: str) -> bool:
+        return mentions(self._template(), variable)
+
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, list[int]]:
         check_variables(self._template(), variables, self.directory)
+        return self._framed(messages, lambda given: self._render(given, variables))
+
+    def continuation(
+        self, messages: Sequence[Message], chat: bool, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[int]:
+        if not chat:
+            return self.encode(plain_text(messages))
+
+        if self._turn_end is None or self._turn_end[0] != variables:
+            self._turn_end = variables, *self._find_turn_end(variables)
+        _, end, stop = self._turn_end
+
+        def rest(given: Sequence[Message]) -> str:
+            text = self._after_turn(given, variables)
+            if not text.startswith(end):
+                raise UserError(
+                    f"{self.directory}: the chat template writes another end of a turn when messages follow; use a "
+                    "template without this difference, or remove environment.factory"
+                )
+            return text[stop:]
+
+        return self._framed(messages, rest)[1]
+
+    def _find_turn_end(self, variables: Mapping[str, Any]) -> tuple[str, int]:
+        """Return the text that the template writes after a turn, and the place in it after the stop token."""
+        end = self._after_turn([], variables, to_answer=False)
+        stops = filter(None, (self.decode_all([i]) for i in stop_ids(self.directory, self)))
+        found = re.search("|".join(map(re.escape, stops)), end)
+        if not found:
+            raise UserError(
+                f"{self.directory}: the chat template does not end a turn with a stop token of the model; correct the "
+                "template or eos_token_id, or remove environment.factory"
+            )
+        return end, found.end()
+
+    def _after_turn(self, messages: Sequence[Message], variables: Mapping[str, Any], to_answer: bool = True) -> str:
+        """Return the text after an assistant's turn with these messages after it.
+
+        The text before it may depend on them, because some templates write only the thoughts of the last turn.
+        """
+        turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
+        return self._render([*turn, *messages], variables, to_answer).partition(_TURN)[2]
+
+    def _framed(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> tuple[str, list[int]]:
+        """Return the rendered text of messages and its ids. Contents of messages never become special tokens."""
         # Without special tokens in the messages, the text is tokenized as a whole, as in the training of the model.
-        rendered = self._render(messages, variables)
+        rendered = render(messages)
         contents = [message["content"] for message in messages]
         if not any(map(self._has_special, contents)):
             return rendered, self._ids(rendered)
 
         # Otherwise render it again with a mark in place of each message. The text between marks is the template's own.
         marks = [_MARK.format(i) for i in range(len(contents))]
-        marked = self._render([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)], variables)
+        marked = render([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
         pattern = "|".join(map(re.escape, marks))
         frames = re.split(pattern, marked)
         if re.findall(pattern, marked) != marks:
@@ -200,20 +264,20 @@ class HuggingFaceTokenizer:
                 "set data.chat = false or use an instruction-tuned model"
             ) from None
 
-    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], to_answer: bool = True) -> str:
         given = {**variables}
         if self.template_date is not None:
             given |= date_variables(self._template(), self.template_date)
         try:
             rendered = self._inner.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **given
+                list(messages), tokenize=False, add_generation_prompt=to_answer, **given
             )
             return str(rendered)
         except Exception as e:  # The template may raise anything.
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(
                 f"{self.directory}: the chat template refuses messages of the roles {roles}: {shown(e)}; change the "
-                "row, or data.system_prompt"
+                "row, data.system_prompt or environment.factory"
             ) from None
 
     def _has_special(self, text: str) -> bool:

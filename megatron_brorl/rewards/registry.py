@@ -17,9 +17,12 @@ from megatron_brorl.rewards.verifier import Entry, Judge, Score, Verifier, Verif
 from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, none, short_answer
 from megatron_brorl.user_functions import is_function
 
+ENVIRONMENT = "environment"  # the verifier of rows whose rollouts the environment scores
+
 ENTRIES: dict[str, Entry] = {
     "choice": Entry(load=lambda: choice.verify, find=choice.find, check_row=choice.check_row, accepts_reference=True),
     "code": Entry(load=code.load, find=code.find, check_row=code.check_row, max_chars=1 << 16, executes=True),
+    ENVIRONMENT: Entry(load=lambda: none.verify, find=extract.full, check_row=none.check_row),
     "exact": Entry(
         load=lambda: exact.verify,
         find=extract.full,

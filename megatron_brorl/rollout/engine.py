@@ -53,7 +53,9 @@ class Request:
     key: int  # from ops.philox.stream_key; random numbers are a function of (key, sibling, position)
     n: int
     first: int = 0
-    begun: tuple[Rollout, ...] = ()  # siblings that were "cut" before and continue from their tokens
+    # Siblings that were "cut" before and continue from their tokens. The Episode of an engine's rollout is that of the
+    # sibling that it continues; rollout.turns extends it.
+    begun: tuple[Rollout, ...] = ()
 
     def rollouts(self) -> Iterator[Rollout]:
         """Yield the initial state of every sibling: without tokens, or the "cut" rollout that it continues."""
@@ -90,7 +92,10 @@ class Supply(Protocol):
         """
 
     def has_more(self) -> bool:
-        """Return whether an engine without rollouts should call next_requests again."""
+        """Return whether an engine without rollouts should call next_requests again.
+
+        Only an engine without rollouts calls it, because it may wait a moment for the next request.
+        """
 
 
 class RolloutEngine(Protocol):
@@ -160,6 +165,14 @@ def extend_spans(spans: Spans, version: int, tokens: int) -> Spans:
     if spans and spans[-1][0] == version:
         return (*spans[:-1], (version, spans[-1][1] + tokens))
     return (*spans, (version, tokens))
+
+
+def turn_start(begun: Rollout) -> int:
+    """Return the number of first tokens of a continued rollout in which stop strings are not searched.
+
+    They are its earlier turns and the observations of its environment; without an environment, there are none.
+    """
+    return 0 if begun.episode is None else len(begun.episode.sampled)
 
 
 def check_context(

@@ -61,7 +61,8 @@ class RolloutRunner:
         Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
         lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
         "requested", "lost" and "slow"; "responses", and "unscored" ones, on which the verifier failed; "errors"
-        and "timeouts" of a verifier that can score other answers. Seconds: "generate", and "score" for scoring after
+        and "timeouts" of a verifier that can score other answers; "turns", tool "calls" and "malformed" ones of the
+        responses, and "environments" that were lost. Seconds: "generate", and "score" for scoring after
         generation.
         """
         start = time.monotonic()
@@ -123,6 +124,7 @@ class RolloutRunner:
             "unscored": sum(scores.counts[s] for s in _FAILED),
             "errors": scores.counts["error"],
             "timeouts": scores.counts["timeout"],
+            **_episode_counts(result),
         }
         seconds = {"generate": generated - start, "score": score_seconds}
         return [*cut, *scored], {k: float(v) for k, v in counts.items()}, seconds
@@ -170,6 +172,19 @@ def _generation_counts(result: GenerationResult, usage: KvUsage | None) -> dict[
         found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.steps)}
         found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.cached_prompt_tokens)}
     return found
+
+
+def _episode_counts(result: GenerationResult) -> dict[str, int]:
+    """Return the numbers of turns, tool calls and malformed calls of finished rollouts, and of lost environments."""
+    rollouts = [r for rollouts in result.rollouts for r in rollouts if r.episode is not None]
+    done = [r.episode for r in rollouts if r.episode and r.finish != "cut"]
+    return {
+        "turns": sum(e.turns for e in done),
+        "calls": sum(e.calls for e in done),
+        "malformed": sum(e.malformed for e in done),
+        # The score of an unfinished rollout is the reason for which it was lost (rollout.turns).
+        "environments": sum(r.finish == "cut" and r.episode.score is not None for r in rollouts if r.episode),
+    }
 
 
 def _check_distinct(requested: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], duplicate_advice: str) -> None:

@@ -25,10 +25,10 @@ def context(config: Config, shape: ModelShape) -> int:
 def training_sampling_params(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
     """Return the sampling parameters of training."""
     r = config.rollout
-    return Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, stop_ids, r.stop_strings, r.partial_tokens)
+    return Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, stop_ids, config.stop_strings, r.partial_tokens)
 
 
 def evaluation_sampling_params(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
     """Return the sampling parameters of evaluation."""
     e, r = config.evaluate, config.rollout
-    return Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, stop_ids, r.stop_strings, log_probs=False)
+    return Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, stop_ids, config.stop_strings, log_probs=False)

@@ -183,7 +183,7 @@ class TorchEngine:
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
 
         scheduler.append(new, log_probs)
-        stopped = stops.hit(new, active, scheduler.slot_tokens, scheduler.slot_length)
+        stopped = stops.hit(new, active, scheduler.slot_tokens, scheduler.slot_length, scheduler.slot_turn)
         at_limit = scheduler.slot_length[active] >= scheduler.slot_limit[active]
         ended = (stopped | at_limit).nonzero().squeeze(-1)
         if not len(ended):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.interface import PAGE, DecodeBatch
-from megatron_brorl.rollout.engine import Request, Sampling, Supply, extend_spans
+from megatron_brorl.rollout.engine import Request, Sampling, Supply, extend_spans, turn_start
 from megatron_brorl.rollout.native.decoder import Decoder, PrefillChunk
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import FinishReason, Rollout
@@ -67,6 +67,7 @@ class Scheduler:
         self.slot_rollout: list[QueuedRollout | None] = [None] * slots  # as it was when it entered the slot
         self.slot_request, self.slot_prompt, self.slot_rollout_index = torch.zeros(3, slots, dtype=torch.int64)
         self.slot_key, self.slot_length, self.slot_limit = torch.zeros(3, slots, dtype=torch.int64)
+        self.slot_turn = torch.zeros(slots, dtype=torch.int64)  # start of the text in which stop strings are searched
         self.slot_tokens = torch.empty(slots, sampling.max_tokens, dtype=torch.int64)  # the first slot_length are valid
         self.slot_log_probs = torch.empty(slots, sampling.max_tokens)
         self.slot_pages = torch.zeros(slots, pages_for(sampling.max_tokens), dtype=torch.int32)  # of response tokens
@@ -176,6 +177,8 @@ class Scheduler:
         # Reserve a free page per row, so that admission does not trigger an eviction. A single row needs no reserve,
         # because the pool can hold any one row.
         others = len(self.active) + started
+        if not others and self.pool.free < needed:
+            self._remove_idle_prompts(prompt)
         return not others or self.pool.free >= needed + 1 + others
 
     def _assign_slot(self, queued: QueuedRollout) -> int:
@@ -188,6 +191,7 @@ class Scheduler:
         self.slot_key[slot] = self.requests[queued.request].key
         self.slot_length[slot] = length
         self.slot_limit[slot] = queued.limit
+        self.slot_turn[slot] = turn_start(queued.so_far)
         self.slot_tokens[slot, :length] = queued.so_far.token_ids
         self.slot_log_probs[slot, :length] = queued.so_far.log_probs
         return slot
@@ -226,6 +230,8 @@ class Scheduler:
         """
         position = self.slot_length[self.active] - 1
         needs_page = position % PAGE == 0
+        if int(needs_page.sum()) > self.pool.free:
+            self._remove_idle_prompts()
         while int(needs_page.sum()) > self.pool.free:
             slot = int(self.active[-1])
             evicted = self.slot_rollout[slot]
@@ -269,13 +275,19 @@ class Scheduler:
         spans = extend_spans(before.spans, self.version, end - len(before.token_ids))
         # Clone, because the next rollout in this slot overwrites the buffer.
         ids, log_probs = self.slot_tokens[slot, :end].clone(), self.slot_log_probs[slot, :end].clone()
-        return Rollout(before.index, ids, log_probs, finish, spans)
+        return Rollout(before.index, ids, log_probs, finish, spans, before.episode)
 
     def _release(self, slot: int) -> None:
         """Free a slot and its pages. The keys and values of the newest token have not been stored."""
         self.pool.release(self.slot_pages[slot, : pages_for(int(self.slot_length[slot]) - 1)])
         self.slot_rollout[slot] = None
         self.free_slots.append(slot)
+
+    def _remove_idle_prompts(self, needed: int = -1) -> None:
+        """Remove all prompts but `needed` that no active row has; their rollouts are queued."""
+        in_use = {needed, *self.slot_prompt[self.active].tolist()}
+        for prompt in [p for p in self.prompt_hidden if p not in in_use]:
+            self._remove_prompt(prompt)
 
     def _remove_prompt(self, prompt: int) -> None:
         """Remove a prompt from the KV cache."""

@@ -36,16 +36,17 @@ class StopCriteria:
         self.window = max((len(s.encode("utf-8", "surrogatepass")) for s in strings), default=0) + _MAX_CHARACTER_BYTES
         self.texts: dict[int, str] = {}  # of single tokens
 
-    def hit(self, new: Tensor, rows: Tensor, tokens: Tensor, produced: Tensor) -> Tensor:
+    def hit(self, new: Tensor, rows: Tensor, tokens: Tensor, produced: Tensor, start: Tensor) -> Tensor:
         """Return whether each row ends with its newest token, [B] bool.
 
-        new [B] int64: newest tokens of the rows [B] of tokens [slots, max_tokens]; produced [slots]: valid tokens.
+        new [B] int64: newest tokens of the rows [B] of tokens [slots, max_tokens]; produced [slots]: valid tokens;
+        start [slots]: tokens before the text in which strings are searched.
         """
         ended = torch.isin(new, self.ids)
         if self.strings:
             for i, (token, row) in enumerate(zip(new.tolist(), rows.tolist(), strict=True)):
                 if not ended[i] and self._may_complete(token):
-                    ended[i] = self._contains(tokens[row, : int(produced[row])])
+                    ended[i] = self._contains(tokens[row, int(start[row]) : int(produced[row])])
         return ended
 
     def first_end(self, ids: Tensor, begun: int = 0) -> int | None:

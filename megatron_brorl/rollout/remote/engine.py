@@ -187,22 +187,22 @@ class RemoteEngine:
         pending.add(requests)
         pending.admit()
 
-        # Loop until every rollout has an answer or the caller cancels. Meanwhile the engine process may restart.
+        # Loop until every rollout has an answer and no more are supplied, or the caller cancels. Meanwhile the engine
+        # process may restart.
         asked_pid = 0  # process that received the requests; 0 = none
         rows = pending.rows
         self._link.say_hello()  # It answers with its current state.
-        while rows and not (callbacks and callbacks.cancelled()):
+        while (rows or (supply and supply.has_more())) and not (callbacks and callbacks.cancelled()):
             # The supervisor has given up. Ranks without a supervisor wait until the watchdog cancels them.
             if self.supervisor and self.supervisor.failure:
                 raise UserError(f"{self.options.key}: {self.supervisor.failure}")
 
             # A new process has no requests. Send all missing ones once it has this version of the weights.
-            if self._link.pid != asked_pid and self._link.version == self.version:
+            if rows and self._link.pid != asked_pid and self._link.version == self.version:
                 self._open_calls.clear()
                 asked_pid = self._ask(rows, sampling)
 
-            before = len(rows)
-            for message in self._link.poll(_POLL_S):
+            for message in self._link.poll(_POLL_S if rows else 0.0):
                 if message.fields.get("call") not in self._open_calls:
                     continue  # answer to an abandoned call
                 if message.kind == "stale":  # The engine has other weights now: ask again when it has the right ones.
@@ -217,8 +217,8 @@ class RemoteEngine:
             if asked_pid and rows and not self._open_calls:
                 asked_pid = 0
 
-            # Finished rollouts make room for new ones.
-            new = pending.admit() if len(rows) < before else {}
+            # Finished rollouts make room for new ones, and waiting ones may have become ready.
+            new = pending.admit()
             if new and asked_pid == self._link.pid:
                 self._ask(new, sampling)
 
@@ -322,7 +322,7 @@ def connect_engine(
     settings = config.engine
     kind = ENGINES[engine]
     model = Path(config.model.path).resolve()
-    _check_stop_strings(config.rollout.stop_strings, kind.name, model)
+    _check_stop_strings(config.stop_strings, kind.name, model)
 
     # torchrun sets these variables. Without torchrun, this rank is the only one on its node.
     rank = dist.get_rank()
@@ -355,7 +355,7 @@ def connect_engine(
         dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout.dtype],
         max_rows=config.rollout.max_num_seqs,
         stop_ids=stop_ids,
-        stop_strings=config.rollout.stop_strings,
+        stop_strings=config.stop_strings,
         threads=torch.get_num_threads() * tensor,
         kv_bytes=(config.rollout.kv_cache_mib * 2**20 or psutil.virtual_memory().available // 2 // per_node) * tensor,
         max_kv_tokens=kv_tokens,

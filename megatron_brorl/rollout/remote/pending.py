@@ -10,7 +10,7 @@ import torch
 
 from megatron_brorl.errors import shown
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.engine import GenerateCallbacks, Request, Sampling, Supply, extend_spans
+from megatron_brorl.rollout.engine import GenerateCallbacks, Request, Sampling, Supply, extend_spans, turn_start
 from megatron_brorl.rollout.native.stopping import StopCriteria
 from megatron_brorl.rollout.remote.protocol import Message
 from megatron_brorl.types import FinishReason, Rollout
@@ -49,6 +49,7 @@ class PendingRollout:
             torch.cat((before.log_probs, log_probs)),
             finish,
             extend_spans(before.spans, version, len(ids)),
+            before.episode,
         )
 
     def fault(self, answer: Message, sampling: Sampling, vocab: int) -> str:
@@ -125,8 +126,10 @@ class PendingRollouts:
         fault = row.fault(answer, self._sampling, self._vocab)
         rollout = row.begun if fault else row.completed(answer, self._sampling, version)
         if self._stops and not fault:
-            end = self._stops.first_end(rollout.token_ids, len(row.begun.token_ids))
+            start = turn_start(row.begun)
+            end = self._stops.first_end(rollout.token_ids[start:], len(row.begun.token_ids) - start)
             if end is not None:
+                end += start
                 rollout = replace(
                     rollout,
                     token_ids=rollout.token_ids[:end],

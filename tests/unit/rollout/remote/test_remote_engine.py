@@ -197,6 +197,9 @@ def test_supply_is_requested_as_there_is_room(backend, tmp_path):
             self.rooms.append(room)
             return [left.pop(0)] if left else []
 
+        def has_more(self):
+            return bool(left)
+
     groups = engine.generate([Request(prompt, 7, 6)], Sampling(1.0, 1.0, 0, 8, (2,)), None, Queue())
     assert [r.index for group in groups for r in group] == list(range(20))
     assert {r.finish for group in groups for r in group} == {"stop"}

@@ -1,0 +1,34 @@
+"""Section [environment]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_brorl.config.section import key, section
+
+CALL_END = "</call>"  # ends a tool call in the plain format
+
+
+@section
+class EnvironmentConfig:
+    """A rollout of several turns: the model calls tools, or answers observations of an environment."""
+
+    factory: str = key(
+        "",
+        'Class of the environment, "my_env.py:Calculator" or "package.module:Calculator". Each rollout has an object '
+        'of it, which also gives the reward. "" samples single turns, which verifiers score.',
+    )
+    max_turns: int = key(8, "Maximum number of turns of the model.", ge=1)
+    max_turn_tokens: int = key(
+        0,
+        "Maximum number of tokens of a turn. A turn that reaches it ends the rollout. 0 limits only the whole rollout, "
+        "with its observations, to rollout.max_tokens.",
+        ge=0,
+    )
+    max_tool_seconds: float = key(10.0, "Seconds per call of an environment. After that, it is lost.", gt=0)
+    format: Literal["auto", "hermes", "tags"] = key(
+        "auto",
+        'Format of tool calls. "hermes" is the JSON format of the chat templates of Qwen and others, "tags" a plain '
+        'one for models without a chat template. "auto" uses "hermes" with data.chat, and else "tags".',
+    )
+    workers: int = key(2, "Number of processes per rank that run environments.", ge=1)

@@ -1,0 +1,271 @@
+"""Rollouts of several turns: between two turns of the model, its environment answers.
+
+A turn of every rollout is one request to the engine. When it ends, a process of the environment pool runs its tool
+calls. Then the rollout continues from its tokens and those of the observation, as a further request of the engine's
+supply. The engine decodes other rollouts meanwhile, so no rollout waits for the turn of another one. Random numbers are
+keyed by the position of a token in its rollout, so tokens depend neither on the batch nor on the time of a reply.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_brorl.config.environment import EnvironmentConfig
+from megatron_brorl.rollout.engine import GenerateCallbacks, Request, RolloutEngine, Sampling, Supply, extend_spans
+from megatron_brorl.types import Episode, Rollout, ScoreResult
+
+if TYPE_CHECKING:
+    from megatron_brorl.environments.pool import EnvironmentPool, Reply
+
+_POLL_S = 0.05  # longest wait for a reply before the caller is asked again whether the call is cancelled
+_NUMBERS = count()  # of the episodes of this process
+
+
+class TurnEngine:
+    """A RolloutEngine whose rollouts are episodes of an environment. Methods other than generate are the engine's."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        pool: EnvironmentPool,
+        config: EnvironmentConfig,
+        decode: Callable[[Sequence[int]], str],
+        encode: Callable[[Sequence[dict[str, str]]], list[int]],
+    ) -> None:
+        """decode: the tokens of a turn without its stop token -> text. encode: the messages that answer a turn -> the
+        tokens that follow it (Tokenizer.continuation)."""
+        self.engine = engine
+        self.pool = pool
+        self.config = config
+        self.decode = decode
+        self.encode = encode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        callbacks: GenerateCallbacks | None = None,
+        supply: Supply | None = None,
+    ) -> list[list[Rollout]]:
+        """See RolloutEngine. Rollouts have an Episode, and their max_tokens include the tokens of observations.
+
+        A rollout whose environment is lost is returned as "cut" with the reason in its score.
+        """
+        call = _Call(self, requests, sampling, callbacks, supply)
+        turn = replace(sampling, tokens_per_call=self.config.max_turn_tokens)
+        try:
+            call.end(self.engine.generate([], turn, call, call))
+        finally:
+            call.close()
+        return call.results()
+
+
+@dataclass
+class _Running:
+    """An episode of a call."""
+
+    request: int  # index among the caller's requests
+    number: int  # of the episode in the pool
+    so_far: Rollout  # After a turn, its finish is that of the turn.
+
+
+class _Call:
+    """One call of generate: the callbacks and the supply of the engine, which samples the turns.
+
+    Only the generating thread uses it. Threads of the pool put their replies into a queue.
+    """
+
+    def __init__(
+        self,
+        owner: TurnEngine,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        callbacks: GenerateCallbacks | None,
+        supply: Supply | None,
+    ) -> None:
+        self.owner = owner
+        self.sampling = sampling
+        self.callbacks = callbacks
+        self.supply = supply
+        self.requests = list(requests)
+        self.rows = sum(r.n for r in requests) + (supply.rows if supply else 0)
+        lengths = [len(r.prompt.token_ids) for r in requests]
+        self.prompt_tokens = max([*lengths, supply.prompt_tokens if supply else 0])
+
+        self._not_begun = deque((i, rollout) for i, r in enumerate(requests) for rollout in r.rollouts())
+        self._episodes: list[_Running] = []
+        self._turns: list[_Running] = []  # by index of the engine's request
+        self._waiting: dict[int, _Running] = {}  # for a reply, by number of the episode
+        self._ready: deque[_Running] = deque()  # for the engine
+        self._resets = 0  # episodes among the waiting ones whose first turn has not begun
+        self._replies: SimpleQueue[tuple[int, Reply]] = SimpleQueue()
+        self._lost: list[str] = []  # reasons
+
+    # The engine calls these.
+
+    def next_requests(self, room: int) -> list[Request]:
+        self._receive()
+        # Rollouts that continue come first, so that few environments exist at a time.
+        taken = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
+        self._begin(room - len(taken) - self._resets)
+        self._turns += taken
+        return [self._next_turn(running) for running in taken]
+
+    def has_more(self) -> bool:
+        if self._waiting and not self._ready:
+            self._receive(_POLL_S)
+        more = self._waiting or self._ready or self._not_begun
+        return bool(more) or (self.supply is not None and self.supply.has_more())
+
+    def cancelled(self) -> bool:
+        self._receive()
+        return self.callbacks is not None and self.callbacks.cancelled()
+
+    def finished(self, request: int, rollout: Rollout) -> None:
+        """Send the text of a turn to its environment."""
+        running = self._turns[request]
+        before = _episode(running.so_far)
+        begin = len(before.sampled)
+        new = torch.ones(len(rollout.token_ids) - begin, dtype=torch.bool)
+        episode = replace(before, sampled=torch.cat((before.sampled, new)), turns=before.turns + 1)
+        running.so_far = replace(rollout, episode=episode)
+        ids = rollout.token_ids[begin:].tolist()
+        if ids[-1] in self.sampling.stop_ids:
+            ids.pop()
+        last = rollout.finish == "length" or episode.turns == self.owner.config.max_turns
+        self._step(running, self.owner.decode(ids), last)
+
+    def end(self, turns: Sequence[Sequence[Rollout]]) -> None:
+        """End the rollouts whose turn reached max_turn_tokens, and wait for the last replies.
+
+        turns: the result of the engine, which does not report these turns before.
+        """
+        limit = self.owner.config.max_turn_tokens
+        unreported = [(i, r) for i, rollouts in enumerate(turns) for r in rollouts if r.finish == "cut" and limit]
+        for i, rollout in unreported:
+            begin = len(_episode(self._turns[i].so_far).sampled)
+            if len(rollout.token_ids) == begin + limit and not self.cancelled():
+                self.finished(i, replace(rollout, finish="length"))
+        while self._waiting and not self.cancelled():
+            self._receive(_POLL_S)
+
+    def close(self) -> None:
+        """End the episodes whose rollouts are unfinished, and print a line about lost environments."""
+        for running in self._episodes:
+            if _episode(running.so_far).score is None:
+                self.owner.pool.end(running.number)
+        if self._lost:
+            text = f"{len(self._lost)} rollouts are lost, for example: {self._lost[0]}"
+            print(f"warning: {self.owner.config.factory}: {text}", file=sys.stderr, flush=True)
+
+    def results(self) -> list[list[Rollout]]:
+        """Return the rollouts of each request of the caller, by index, without those that were not begun."""
+        found: list[list[Rollout]] = [[] for _ in self.requests]
+        for running in self._episodes:
+            rollout = running.so_far
+            done = _episode(rollout).score is not None
+            found[running.request].append(rollout if done else replace(rollout, finish="cut"))
+        return [sorted(rollouts, key=lambda r: r.index) for rollouts in found]
+
+    def _begin(self, most: int) -> None:
+        """Reset the environments of at most `most` further rollouts."""
+        if most > 0 and not self._not_begun and self.supply is not None:
+            for request in self.supply.next_requests(most):
+                self._not_begun.extend((len(self.requests), rollout) for rollout in request.rollouts())
+                self.requests.append(request)
+        for _ in range(min(most, len(self._not_begun))):
+            i, rollout = self._not_begun.popleft()
+            nothing = Episode(torch.empty(0, dtype=torch.bool), turns=0)
+            running = _Running(i, next(_NUMBERS), replace(rollout, episode=nothing))
+            self._episodes.append(running)
+            self._waiting[running.number] = running
+            self._resets += 1
+            self.owner.pool.reset(running.number, self.requests[i].prompt.row(), self._on_reply(running))
+
+    def _next_turn(self, running: _Running) -> Request:
+        request = self.requests[running.request]
+        begun = running.so_far
+        # Without tokens it is not a continued rollout, so that siblings start from the same state of their prompt.
+        return Request(request.prompt, request.key, 1, begun.index, (begun,) if len(begun.token_ids) else ())
+
+    def _step(self, running: _Running, text: str, last: bool) -> None:
+        self._waiting[running.number] = running
+        self.owner.pool.step(running.number, text, last, self._on_reply(running))
+
+    def _on_reply(self, running: _Running) -> Callable[[Reply], None]:
+        return lambda reply: self._replies.put((running.number, reply))
+
+    def _receive(self, seconds: float = 0.0) -> None:
+        """Handle the replies that have arrived. Wait at most `seconds` for the first one."""
+        try:
+            item = self._replies.get(timeout=seconds) if seconds else self._replies.get_nowait()
+            while True:
+                number, reply = item
+                self._handle(self._waiting.pop(number), reply)
+                item = self._replies.get_nowait()
+        except Empty:
+            pass
+
+    def _handle(self, running: _Running, reply: Reply) -> None:
+        rollout = running.so_far
+        episode = _episode(rollout)
+        begins = not episode.turns
+        self._resets -= begins
+        calls, malformed = episode.calls + reply.calls, episode.malformed + reply.malformed
+        rollout = replace(rollout, episode=replace(episode, calls=calls, malformed=malformed, score=reply.score))
+        running.so_far = rollout
+        if reply.lost or (begins and reply.done):
+            self._lose(running, reply.lost or f"reset: {reply.score.reason if reply.score else 'no score'}")
+        elif reply.done:
+            self._deliver(running, rollout)
+        else:
+            self._continue(running, self.owner.encode(reply.messages) if reply.messages else [])
+
+    def _continue(self, running: _Running, ids: Sequence[int]) -> None:
+        """Append the tokens of an observation, so that the engine samples the next turn."""
+        rollout = running.so_far
+        episode = _episode(rollout)
+        if len(rollout.token_ids) + len(ids) >= self.sampling.max_tokens:
+            if not episode.turns:
+                self._lose(running, f"the first observation of {len(ids)} tokens leaves no room in rollout.max_tokens")
+                return
+            self.owner.pool.end(running.number)
+            score = ScoreResult(0.0, "no_answer", "the observation leaves no room in rollout.max_tokens")
+            self._deliver(running, replace(rollout, finish="length", episode=replace(episode, score=score)))
+            return
+        running.so_far = Rollout(
+            rollout.index,
+            torch.cat((rollout.token_ids, torch.tensor(ids, dtype=torch.int64))),
+            torch.cat((rollout.log_probs, torch.zeros(len(ids)))),
+            "cut",
+            extend_spans(rollout.spans, self.owner.engine.version, len(ids)),
+            replace(episode, sampled=torch.cat((episode.sampled, torch.zeros(len(ids), dtype=torch.bool)))),
+        )
+        self._ready.append(running)
+
+    def _deliver(self, running: _Running, rollout: Rollout) -> None:
+        running.so_far = rollout
+        if self.callbacks is not None:
+            self.callbacks.finished(running.request, rollout)
+
+    def _lose(self, running: _Running, reason: str) -> None:
+        self._lost.append(reason)
+        rollout = running.so_far
+        episode = replace(_episode(rollout), score=ScoreResult(0.0, "crash", reason))
+        running.so_far = replace(rollout, finish="cut", episode=episode)
+
+
+def _episode(rollout: Rollout) -> Episode:
+    assert rollout.episode is not None
+    return rollout.episode
