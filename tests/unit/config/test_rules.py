@@ -11,6 +11,7 @@ from megatron_brorl.config.rules import parse_benchmark
 from megatron_brorl.errors import UserError
 
 GAE = ["algo.advantage=gae"]
+TOOLS = ["environment.factory=my_env.py:Calculator"]
 OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
 
 
@@ -29,6 +30,14 @@ OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
         (["rollout.refills=1", "rollout.partial_tokens=512"], "rollout.refills = 1: must be 0 with"),
         (["rollout.refills=1", "algo.dynamic_sampling=false"], "rollout.refills = 1: needs algo.dynamic_sampling"),
         (["shaping.overlong_tokens=2000"], "shaping.overlong_tokens = 2000: must be at most rollout.max_tokens"),
+        (["environment.factory=Calculator"], 'name a class as "my_env.py:Calculator"'),
+        (["environment.max_turns=3"], "environment.max_turns = 3: needs environment.factory"),
+        (["environment.max_tool_seconds=3.0"], "environment.max_tool_seconds = 3.0: needs environment.factory"),
+        ([*TOOLS, "environment.max_turn_tokens=1025"], "environment.max_turn_tokens = 1025: must be at most"),
+        ([*TOOLS, "rollout.partial_tokens=512"], "must be 0 with environment.factory = my_env.py:Calculator"),
+        ([*TOOLS, "environment.format=hermes"], "environment.format = 'hermes': \"hermes\" needs data.chat = true"),
+        ([*TOOLS, "rollout.engine=trtllm"], '"tags" needs the stop string </call>, and rollout.engine = "trtllm"'),
+        ([*TOOLS, "data.chat=true", "data.chat_template_kwargs={tools = []}"], "remove tools: the template receives"),
         (["parallel.sequence=true"], "parallel.sequence = True: needs parallel.tensor > 1"),
         (["parallel.context=2"], "train.share_prompt = True: must be false with parallel.context > 1"),
         (["parallel.context=2", "train.share_prompt=false", "algo.ratio=sequence"], "must be 'token' with parallel"),

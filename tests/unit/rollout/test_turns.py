@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, ClassVar
 
 import pytest
 import tiny
@@ -118,8 +119,8 @@ def make_engine(model, pool, max_rows=1000, pages=0, decode=None, **config):
     return TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), decode or text_of, tokens_of)
 
 
-def requests(n=6):
-    return [Request(p, stream_key(0, 4, p.id), n) for p in prompts()]
+def requests(n=6, lengths=(3, 9, 1, 5)):
+    return [Request(p, stream_key(0, 4, p.id), n) for p in prompts(lengths)]
 
 
 def facts(rollout):
@@ -171,7 +172,8 @@ def test_greedy_turns_equal_transformers(model, max_turns, max_turn_tokens):
 def test_tokens_depend_neither_on_the_batch_nor_on_the_order_or_delay_of_replies(model):
     expected = [[facts(r) for r in group] for group in make_engine(model, Pool()).generate(requests(), SAMPLING)]
     turns = [r[4][0] for group in expected for r in group]
-    assert max(turns) >= 3 and len({r[2] for group in expected for r in group}) == 2
+    assert max(turns) >= 3
+    assert len({r[2] for group in expected for r in group}) == 2
     for delay in (0, 3, 7):
         for rows, pages in ((1, 0), (5, 0), (24, 0), (24, 11)):
             pool = Pool(delay)
@@ -181,13 +183,22 @@ def test_tokens_depend_neither_on_the_batch_nor_on_the_order_or_delay_of_replies
             assert len(pool.ended) == len(no_room) > 0
 
 
+def test_prompts_whose_rollouts_wait_make_room_for_another_row(model):
+    """Seven pages hold the longest prompt with one rollout, but not other prompts next to it."""
+    asked = requests(10, (3, 60, 9, 62))
+    expected = [[facts(r) for r in group] for group in make_engine(model, Pool()).generate(asked, SAMPLING)]
+    pool = Pool(delay=3)
+    found = make_engine(model, pool, 24, pages=7).generate(asked, SAMPLING, pool)
+    assert [[facts(r) for r in group] for group in found] == expected
+
+
 def test_tokens_do_not_depend_on_the_split_over_ranks(model):
     """Each rank has some of its rollouts from the start and claims others from a supply."""
     expected = [[facts(r) for r in group] for group in make_engine(model, Pool()).generate(requests(), SAMPLING)]
 
     class Shared:
         rows, prompt_tokens = 24, 9
-        left = [replace(r, n=2, first=first) for r in requests() for first in (2, 4)]
+        left: ClassVar[list[Request]] = [replace(r, n=2, first=first) for r in requests() for first in (2, 4)]
 
         def next_requests(self, room):
             return [self.left.pop()] if self.left and room >= 2 else []
@@ -227,25 +238,19 @@ def test_the_environment_receives_every_turn_and_its_counts_are_summed(model):
     pool = Pool()
     for group in make_engine(model, pool, max_turns=3).generate(requests(2), SAMPLING):
         for rollout in group:
-            ids = rollout.token_ids.tolist()
-            turns, turn = [], []
-            for token, sampled in zip(ids, rollout.episode.sampled.tolist(), strict=True):
-                if sampled:
-                    turn.append(token)
-                if sampled and token in STOPS or len(turns) + 1 == rollout.episode.turns and turn == ids[-len(turn) :]:
-                    if token in STOPS or rollout.finish == "length":
-                        turns.append(text_of(t for t in turn if t not in STOPS))
-                        turn = []
-            assert len(turns) == rollout.episode.turns <= 3
-            given = [
-                (text, i == 3 or (rollout.finish == "length" and i == len(turns))) for i, text in enumerate(turns, 1)
-            ]
+            episode = rollout.episode
+            tokens = zip(rollout.token_ids.tolist(), episode.sampled.tolist(), strict=True)
+            parts = [[t for t, _ in part] for sampled, part in groupby(tokens, lambda x: x[1]) if sampled]
+            turns = [text_of(part[:-1] if part[-1] in STOPS else part) for part in parts]
+            assert len(turns) == episode.turns <= 3
             sums = [sum(map(int, text.split())) for text in turns]
-            no_room = rollout.episode.score.status == "no_answer"
-            assert set(given if not no_room else given[:-1]) <= set(pool.steps)
-            assert rollout.episode.calls == 2 * (len(turns) - 1) + (2 if no_room else 1)
-            assert rollout.episode.malformed == sum(s % 2 for s in (sums if no_room else sums[:-1]))
-            assert rollout.episode.score.reward == (0 if no_room else sums[-1] / 7)
+            no_room = episode.score.status == "no_answer"
+            last = not no_room and (episode.turns == 3 or rollout.finish == "length")
+            assert {(text, False) for text in turns[:-1]} | {(turns[-1], last)} <= set(pool.steps)
+            assert episode.calls == 2 * len(turns) - (not no_room)
+            assert episode.malformed == sum(s % 2 for s in (sums if no_room else sums[:-1]))
+            assert episode.score.reward == (0 if no_room else sums[-1] / 7)
+            assert sums[-1] % 5 == 0 or last or no_room
 
 
 def test_a_stop_string_of_an_earlier_turn_does_not_end_a_turn(model):

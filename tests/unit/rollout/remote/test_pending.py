@@ -15,7 +15,7 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import _check_stop_strings
 from megatron_brorl.rollout.remote.pending import PendingRollouts, sibling_seed
 from megatron_brorl.rollout.remote.protocol import Message
-from megatron_brorl.types import Rollout
+from megatron_brorl.types import Episode, Rollout
 
 
 def test_rollouts_are_admitted_as_others_finish():
@@ -111,6 +111,20 @@ def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
         ([0, 1, 2, 3], [-0.5, -1.5, -1.0, -2.0], "stop", ((3, 2), (4, 2))),
     ]
     assert pending.faults == ["it ended at a stop string, but its text contains none"]
+
+
+def test_stop_strings_are_searched_in_the_turn_that_continues_a_rollout():
+    """The turn before the observation "d" ended with "bc", which is not found again after "c"."""
+    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is a
+    episode = Episode(torch.tensor([True, True, True, False]), 1)
+    begun = Rollout(0, torch.tensor([0, 1, 2, 3]), torch.zeros(4), "cut", ((3, 4),), episode)
+    pending = PendingRollouts(Sampling(1.0, 1.0, 0, 12, (25,), ("bc",)), None, None, 8, 50, text)
+    pending.add([Request(fakes.prompts(1)[0], 4, 1, 0, (begun,))])
+    tensors = {"ids": torch.tensor([2, 1, 2, 9]), "log_probs": -torch.arange(1.0, 5.0)}
+    pending.answered(Message("rollout", {"number": 0, "finish": "stop"}, tensors), 4)
+    ((found,),) = pending.result()
+    assert (found.token_ids.tolist(), found.finish) == ([0, 1, 2, 3, 2, 1, 2], "stop")
+    assert (found.spans, found.episode) == (((3, 4), (4, 3)), episode)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
+from unit.rollout.test_turns import Reply
 
+from megatron_brorl.config.environment import EnvironmentConfig
 from megatron_brorl.config.schema import EngineConfig, RolloutConfig
 from megatron_brorl.rollout import remote
 from megatron_brorl.rollout.engine import Request, Sampling
@@ -21,7 +23,8 @@ from megatron_brorl.rollout.remote.pending import sibling_seed
 from megatron_brorl.rollout.remote.process import Connection, address
 from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions, Message
 from megatron_brorl.rollout.remote.server import Server
-from megatron_brorl.types import Prompt
+from megatron_brorl.rollout.turns import TurnEngine
+from megatron_brorl.types import Prompt, ScoreResult
 
 FOLDER = Path(remote.__path__[0])
 OPTIONS = EngineOptions("other", "", 50, 40, "float32", 8, (2,), {})
@@ -206,6 +209,46 @@ def test_supply_is_requested_as_there_is_room(backend, tmp_path):
     assert all(1 <= room <= 4 for room in Queue.rooms)
     (whole,) = engine.generate([Request(prompt, 7, 20)], Sampling(1.0, 1.0, 0, 8, (2,)))
     assert [r.token_ids.tolist() for group in groups for r in group] == [r.token_ids.tolist() for r in whole]
+    leader.close()
+    engine.close()
+
+
+def test_turns_are_requests_with_the_whole_prefix(backend, tmp_path):
+    """The seed of a turn is keyed by the number of tokens before it. Replies come when the engine has no rows."""
+    engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
+    leader = Connection(address(tmp_path))
+    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    engine.update_weights([], 3)
+    held = []
+
+    class Environments:
+        def reset(self, episode, row, reply):
+            reply(Reply())
+
+        def step(self, episode, text, last, reply):
+            score = ScoreResult(float(text.split()[0]), "ok") if last else None
+            held.append((reply, Reply(() if last else ({"content": "20 21"},), last, score)))
+
+        def finished(self, request, rollout):
+            pass
+
+        def cancelled(self):
+            while held and not engine._open_calls:
+                reply, answer = held.pop()
+                reply(answer)
+            return False
+
+    environments = Environments()
+    config = EnvironmentConfig(factory="e:E", max_turns=3)
+    turns = TurnEngine(engine, environments, config, lambda ids: " ".join(map(str, ids)), lambda m: [20, 21])
+    (group,) = turns.generate(
+        [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 2)], Sampling(1.0, 1.0, 0, 30, (2,)), environments
+    )
+    for i, rollout in enumerate(group):
+        first, second, third = (10 + sibling_seed(7, i, done) % 10 for done in (0, 5, 10))
+        assert rollout.token_ids.tolist() == [first, 6, 2, 20, 21, second, 21, 2, 20, 21, third, 21, 2]
+        assert rollout.episode.sampled.tolist() == [True] * 3 + ([False] * 2 + [True] * 3) * 2
+        assert (rollout.episode.turns, rollout.episode.score.reward) == (3, third)
     leader.close()
     engine.close()
 
