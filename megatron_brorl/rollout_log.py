@@ -64,6 +64,8 @@ ROLLOUTS = pa.schema(
         ("versions", pa.list_(pa.struct([("version", pa.int32()), ("tokens", pa.int32())]))),
         ("advantage", pa.float32()),
         ("token_ids", pa.list_(pa.int32())),
+        ("sampled", pa.list_(pa.bool_())),  # null without an environment, like turns
+        ("turns", pa.list_(pa.struct([("text", pa.string()), ("sampled", pa.bool_())]))),
         ("log_probs", pa.list_(pa.float32())),
     ]
 )

@@ -23,6 +23,14 @@ Status = Literal["ok", "timeout", "error", "broken", "invalid", "crash", "no_ans
 
 
 @dataclass(frozen=True)
+class Demonstration:
+    """A response of several turns for supervised training."""
+
+    token_ids: tuple[int, ...]
+    trained: tuple[bool, ...]  # false: a token of an observation or of the template around it
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt with its reference answer and its verifier."""
 
@@ -33,6 +41,7 @@ class Prompt:
     verifier: str  # name in megatron_brorl.rewards.registry
     metadata: Mapping[str, Any] = field(default_factory=dict)  # additional data for the verifier
     target: str | None = None  # the response for supervised training; None: the answer
+    demonstration: Demonstration | None = None  # the response for supervised training if it has observations
 
     @property
     def task(self) -> str:

@@ -3,13 +3,15 @@
 A row is an object {"prompt": str, "answer": str or null, "target": str, "verifier": str, "id": str, "metadata":
 object}. Only the prompt is required. The default verifier is data.verifier, and the default target, which supervised
 training learns, is the answer. data.columns names the columns of other files. Messages name a row by its line or
-number, from 1. Metadata may be a string of JSON in Parquet. A prompt may be a list of messages; if the last one is the
-assistant's, it is the target.
+number, from 1. Metadata may be a string of JSON in Parquet. A prompt may be a list of messages; supervised training
+learns the assistant's messages after the last one of the user. Without a chat template, <result>...</result> in a
+target is an observation, which is not learned.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
-from megatron_brorl.data.chat import Message, check_messages, conversation, prompt_text, split_answer
+from megatron_brorl.data.chat import Message, check_messages, check_turns, conversation, prompt_text, split_turns
 from megatron_brorl.data.columns import KEYS, map_columns
 from megatron_brorl.data.readers import parse_row, raw_rows, without_nulls
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import VerifierRow
-from megatron_brorl.types import Prompt
+from megatron_brorl.types import Demonstration, Prompt
 
 _MAX_CHANGED = 0.5  # share of rows that a tokenizer may change
+_OBSERVATION = re.compile("(<result>.*?</result>)", re.DOTALL)  # in a target without a chat template
+_CALL_END = "</call>"  # ends a turn that calls a tool
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,11 @@ class Row:
     id: str
     metadata: dict[str, Any]
     target: str | None = None
+    turns: Sequence[Message] = ()  # messages that supervised training learns instead of the target
 
     def texts(self) -> tuple[str | None, ...]:
         """Return the texts that the tokenizer must be able to represent."""
-        return prompt_text(self.prompt), self.answer, self.target
+        return prompt_text(self.prompt), self.answer, self.target, *(m["content"] for m in self.turns)
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,44 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
     prompts = []
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
-        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata, row.target))
+        turns = _demonstration(row, tokenizer, config)
+        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata, row.target, turns))
     return prompts
+
+
+def _demonstration(row: Row, tokenizer: Tokenizer, config: DataConfig) -> Demonstration | None:
+    """Return the response of a row that has several turns, or observations in its target; None for other rows."""
+    try:
+        if row.turns:
+            prompt = conversation(row.prompt, config, row.where)
+            return tokenizer.apply_chat_turns(prompt, row.turns, config.chat_template_kwargs)
+        if row.target and not config.chat and ("<result>" in row.target or "</result>" in row.target):
+            return _tagged_turns(row.target, tokenizer)
+    except UserError as e:
+        raise UserError(f"{row.where}: {e}") from None
+    return None
+
+
+def _tagged_turns(target: str, tokenizer: Tokenizer) -> Demonstration:
+    """Return the turns of a target with observations in tags.
+
+    Turns and observations are encoded apart, as during a rollout. A turn ends with </call> or with the EOS token.
+    """
+    parts = _OBSERVATION.split(target)
+    if any("<result>" in turn or "</result>" in turn for turn in parts[::2]):
+        raise UserError("target: <result> and </result> do not match; put each observation between one pair of them")
+    if not parts[-1]:
+        raise UserError("target: ends with an observation, after which there is nothing to learn; add a turn or cut it")
+    ids: list[int] = []
+    trained: list[bool] = []
+    for i, part in enumerate(parts):
+        is_turn = i % 2 == 0
+        own = tokenizer.encode(part)
+        if is_turn and part and not part.endswith(_CALL_END):
+            own.append(tokenizer.eos_id)
+        ids += own
+        trained += [is_turn] * len(own)
+    return Demonstration(tuple(ids), tuple(trained))
 
 
 def render(
@@ -156,12 +197,15 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
     prompt: Any = row.get("prompt")
     answer = row.get("answer")
     target = row.get("target")
+    turns: list[Message] = []
     if isinstance(prompt, list):
-        messages, last_answer = split_answer(prompt)
+        messages, rest = split_turns(prompt)
         prompt = check_messages(messages, where)
-        if last_answer is not None and target is not None:
+        turns = check_turns(rest, where, len(messages))
+        if turns and target is not None:
             raise UserError(f"{where}: has a target, and a message of the assistant at the end; remove one of them")
-        target = target if last_answer is None else last_answer
+        if turns:
+            target = turns[-1]["content"]
     verifier = row.get("verifier", row_format.verifier)
     row_id = row.get("id", default_id)
     text = prompt_text(prompt) if isinstance(prompt, list) else prompt
@@ -176,7 +220,8 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
 
     verifier_row = VerifierRow(id=row_id, prompt=text, answer=answer, metadata=metadata)
     entry(verifier, where, row_format.reward).check_row(verifier_row, where)
-    return Row(where, prompt, answer, verifier, row_id, metadata, target)
+    has_several = len(turns) > 1 or any("tool_calls" in turn for turn in turns)
+    return Row(where, prompt, answer, verifier, row_id, metadata, target, turns if has_several else ())
 
 
 def _check_texts(texts: Mapping[str, Any], where: str) -> None:
@@ -203,18 +248,22 @@ def _checked_metadata(metadata: Any, where: str) -> dict[str, Any]:
     return checked
 
 
-def sft_examples(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Return the prompt ids and the response ids of each prompt for supervised training.
+def sft_examples(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[list[int], Demonstration]]:
+    """Return the prompt ids and the response of each prompt for supervised training.
 
-    The response is the target, or the reference answer if there is no target, and ends with the EOS token.
+    The response is the demonstration, or the target, or the reference answer. The last two end with the EOS token.
     """
     examples = []
     for prompt in prompts:
+        if prompt.demonstration:
+            examples.append((list(prompt.token_ids), prompt.demonstration))
+            continue
         target = prompt.answer if prompt.target is None else prompt.target
         if target is None:
             raise UserError(
                 f"prompt {prompt.id!r} has neither target nor reference answer, so there is nothing to learn; "
                 "remove its task or row from supervised training"
             )
-        examples.append((list(prompt.token_ids), [*tokenizer.encode(target), tokenizer.eos_id]))
+        ids = (*tokenizer.encode(target), tokenizer.eos_id)
+        examples.append((list(prompt.token_ids), Demonstration(ids, (True,) * len(ids))))
     return examples

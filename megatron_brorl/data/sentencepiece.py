@@ -27,6 +27,7 @@ from megatron_brorl.data.chat import Message, plain_text
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG
 from megatron_brorl.files import read_object
+from megatron_brorl.types import Demonstration
 
 MODEL = "tokenizer.model"
 CONVERTED = "tokenizer.json"
@@ -86,7 +87,15 @@ class SentencePieceTokenizer:
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, list[int]]:
-        raise UserError(
+        raise self._no_template()
+
+    def apply_chat_turns(
+        self, prompt: Sequence[Message], turns: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> Demonstration:
+        raise self._no_template()
+
+    def _no_template(self) -> UserError:
+        return UserError(
             f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
             "set data.chat = false and write the frame of the prompt into data.template"
         )

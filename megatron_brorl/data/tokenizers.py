@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_brorl.data.sentencepiece import (
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, refuse_gguf
 from megatron_brorl.files import read_object
+from megatron_brorl.types import Demonstration
 
 GENERATION = "generation_config.json"
 _MARK = "\u2039message {}\u203a"  # stands for a message while the template's own text is extracted
@@ -75,6 +77,15 @@ class Tokenizer(Protocol):
         not depend on earlier messages, so the rest of a rollout stays as it was sampled, even if the template drops
         thoughts of earlier turns. Without chat, they are those of chat.plain_text. The contents are data, as above.
         Raises UserError if the template does not accept the messages, or changes the end of a turn before them.
+        """
+
+    def apply_chat_turns(
+        self, prompt: Sequence[Message], turns: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> Demonstration:
+        """Return the tokens that the chat template adds to a prompt for turns of the assistant and tool results.
+
+        The prompt ends with the beginning of the assistant's turn, see apply_chat. A turn, which is trained on, ends
+        with its stop token. Raises UserError as apply_chat does, and if the template rewrites earlier messages.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -244,6 +255,43 @@ class HuggingFaceTokenizer:
             text += content + frame
             ids += [*self.encode(content), *self._ids(frame)]
         return text, ids
+
+    def apply_chat_turns(
+        self, prompt: Sequence[Message], turns: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> Demonstration:
+        messages = [*prompt, *turns]
+        if self._has_special(json.dumps(messages, ensure_ascii=False)):
+            raise UserError(
+                "a message contains a special token of the tokenizer, which would become a control token; remove it"
+            )
+        whole = self._render(messages, variables, to_answer=False)
+        starts = []
+        for i, message in enumerate(messages):
+            if i >= len(prompt) and message["role"] == "assistant":
+                before = self._render(messages[:i], variables)
+                if not whole.startswith(before):
+                    raise UserError(
+                        f"{self.directory}: the chat template changes earlier text when a turn of the assistant is "
+                        "added, so its turns cannot be found; change data.chat_template_kwargs or the template"
+                    )
+                starts.append(len(before))
+
+        # Encode each turn with the text up to the next one. Only the tokens up to the stop token are the model's.
+        stops = stop_ids(self.directory, self)
+        ids: list[int] = []
+        trained: list[bool] = []
+        for start, end in zip(starts, [*starts[1:], len(whole)], strict=True):
+            own = self._ids(whole[start:end])
+            length = next((i for i, token in enumerate(own, start=1) if token in stops), 0)
+            if not length:
+                raise UserError(
+                    f"{self.directory}: the chat template ends a turn of the assistant without a stop token; add its "
+                    f"last token to eos_token_id of {GENERATION}"
+                )
+            ids += own
+            trained += [True] * length + [False] * (len(own) - length)
+        last = len(trained) - trained[::-1].index(True)
+        return Demonstration(tuple(ids[:last]), tuple(trained[:last]))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])

@@ -36,7 +36,7 @@ LISTS_SHARE = 0.25  # share of the size that lists of prompts may take
 _ENTRY = 24  # bytes of "MOMENT/GROUP":CHUNK, at most
 _EXCERPT = 160  # characters of a prompt in a list
 _GROUP_KEYS = ("group", "prompt_id", "task", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
-_ROLLOUT_KEYS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens")
+_ROLLOUT_KEYS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens", "turns")
 Unit = tuple[LogEntry, int, dict[str, Any]]  # moment, number of the group, content of the group on the page
 
 

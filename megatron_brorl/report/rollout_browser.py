@@ -188,7 +188,15 @@ def print_prompt(moment: object, group: Row, rollouts: list[Row]) -> None:
     for is_right in (True, False):
         first = next((r for r in rollouts if r["right"] is is_right), None)
         if first:
-            print(f"\n--- {_title(first)}\n{printable(first['text'])}")
+            print(f"\n--- {_title(first)}\n{_response(first)}")
+
+
+def _response(r: Row) -> str:
+    """Return the text of a response; in an environment, with a line before each turn and each observation."""
+    if r["turns"] is None:
+        return printable(r["text"])
+    names = {True: "model", False: "environment"}
+    return "\n".join(f"[{names[turn['sampled']]}]\n{printable(turn['text'])}" for turn in r["turns"])
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -200,6 +208,8 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _title(r: Row) -> str:
     word = "right" if r["right"] else "wrong"
     parts = [f"{word} (reward {r['reward']:.3g})", f"sibling {r['sibling']}", f"{r['tokens']} tokens"]
+    if r["turns"] is not None:
+        parts.append(f"{sum(turn['sampled'] for turn in r['turns'])} turns")
     parts.append("cut off" if r["finish"] == "length" else "ended by itself")
     if r["advantage"] is not None:
         parts.append(f"advantage {r['advantage']:+.2f}")

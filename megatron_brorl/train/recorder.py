@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -24,7 +25,7 @@ from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
 from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, one_line
 from megatron_brorl.train.carried_groups import with_own_tensors
 from megatron_brorl.train.groups import Outcomes, trained_mask
-from megatron_brorl.types import PromptGroup, ScoredRollout
+from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
 
 MAX_TOKENS = 2**20  # tokens recorded per step and per evaluation
 _SAMPLES = 3  # held-out samples on the console
@@ -123,43 +124,57 @@ class Recorder:
     def _table(self, rollouts: Sequence[ScoredRollout], groups: Sequence[PromptGroup], advantages: Tensor) -> pa.Table:
         """Return a table of schema ROLLOUTS. advantages: [groups, N], nan for rollouts that are not trained on."""
         # Rollouts of a group repeat each other, so each text is decoded once.
-        seen: dict[tuple[str, bytes], tuple[str, str | None]] = {}
+        seen: dict[tuple[str, bytes, bytes], dict[str, Any]] = {}
         advantage_of = advantages.tolist()
         records = []
         # An evaluation does not ask the engine for log-probabilities.
         no_log_probs = any(bool(r.rollout.log_probs.isnan().any()) for r in rollouts)
         for r in rollouts:
             verifier = groups[r.group].prompt.verifier
-            ids = without_stop(r.rollout.token_ids, self.stop_ids)
-            key = verifier, ids.numpy().tobytes()
+            episode = r.rollout.episode
+            sampled = b"" if episode is None else episode.sampled.numpy().tobytes()
+            key = verifier, without_stop(r.rollout.token_ids, self.stop_ids).numpy().tobytes(), sampled
             if key not in seen:
-                seen[key] = self._decode(ids.tolist(), verifier)
-            text, answer = seen[key]
+                seen[key] = self._decode(r.rollout, verifier)
+            texts = seen[key]
 
             # The answer of a response that was cut off may not have been scored (rewards.scoring).
             config = self.config.reward
             if r.rollout.finish == "length" and not scores_cut_off(entry(verifier, "verifier", config), config):
-                answer = None
+                texts = {**texts, "answer": None}
             advantage = advantage_of[r.group][r.rollout.index]
             records.append(
                 {
                     "prompt_id": _valid(groups[r.group].prompt.id),
-                    "text": text,
-                    "answer": answer,
                     "advantage": None if advantage != advantage else advantage,
                     "token_ids": r.rollout.token_ids.tolist(),
                     "log_probs": None if no_log_probs else r.rollout.log_probs.tolist(),
+                    "sampled": None if episode is None else episode.sampled.tolist(),
+                    **texts,
                     **_columns(r),
                 }
             )
         return pa.Table.from_pylist(records, ROLLOUTS)
 
-    def _decode(self, ids: list[int], verifier: str) -> tuple[str, str | None]:
-        """Return the text and the answer in it; ids: without the token that ended the response."""
-        text = self.decode(ids)
+    def _decode(self, rollout: Rollout, verifier: str) -> dict[str, Any]:
+        """Return the columns text, answer and turns. The answer is in the last turn of the model."""
+
+        def text_of(token_ids: Tensor) -> str:
+            return self.decode(without_stop(token_ids, self.stop_ids).tolist())
+
+        text = answered = text_of(rollout.token_ids)
+        turns = None
+        if rollout.episode is not None:
+            flags, counts = rollout.episode.sampled.unique_consecutive(return_counts=True)
+            parts = rollout.token_ids.split(counts.tolist())
+            turns = [
+                {"text": _valid(text_of(part)), "sampled": flag}
+                for part, flag in zip(parts, flags.tolist(), strict=True)
+            ]
+            answered = next((str(turn["text"]) for turn in reversed(turns) if turn["sampled"]), "")
         verifier_entry = entry(verifier, "verifier", self.config.reward)
-        answer = extract(text, verifier_entry.find, verifier_entry.max_chars).answer
-        return _valid(text) or "", _valid(answer)
+        answer = extract(answered, verifier_entry.find, verifier_entry.max_chars).answer
+        return {"text": _valid(text), "answer": _valid(answer), "turns": turns}
 
 
 def _columns(scored: ScoredRollout) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,9 +52,9 @@ def sft(
     writer: MetricsWriter | None,
     progress: Progress,
 ) -> None:
-    """Train config.steps optimizer steps on the reference answers, each followed by EOS.
+    """Train config.steps optimizer steps on demonstrations, or on the reference answers, each followed by EOS.
 
-    Raises UserError if loss, gradient or weights are not finite.
+    Observations in demonstrations are not trained on. Raises UserError if loss, gradient or weights are not finite.
     """
     grid = worker.grid
     for step in range(config.steps):
@@ -62,14 +63,15 @@ def sft(
         # Each replica trains on its share of the examples; the loss is the mean over the tokens of all.
         taken = source.prompts(step * config.examples_per_step, config.examples_per_step)
         examples = sft_examples(taken, tokenizer)[grid.dp_rank :: grid.dp_size]
-        prompts = [torch.tensor(p) for p, _ in examples]
-        responses = [torch.tensor(r) for _, r in examples]
+        prompts = [torch.tensor(prompt) for prompt, _ in examples]
+        responses = [torch.tensor(response.token_ids) for _, response in examples]
+        trained = [torch.tensor(response.trained) for _, response in examples]
         # All ranks divide by the same number, so their gradients are summed.
-        own = float(sum(map(len, responses)))
+        own = float(sum(int(mask.sum()) for mask in trained))
         tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
 
         lr = learning_rate(optim, step)
-        update, losses = worker.train(prompts, responses, _loss(tokens), 1.0, lr)
+        update, losses = worker.train(prompts, responses, _loss(trained, tokens), 1.0, lr)
         # Only the last pipeline stage has losses; the others add 0.
         loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
 
@@ -88,9 +90,13 @@ def sft(
         progress.update(step + 1, {"loss": f"{loss:.3f}", "grad norm": f"{update.grad_norm:.2f}"})
 
 
-def _loss(divisor: float) -> Any:
-    def loss(_batch: Packed, head: Head) -> tuple[Tensor, float]:
-        value = token_cross_entropy(head.log_probs()[0], divisor)
+def _loss(trained: Sequence[Tensor], divisor: float) -> Any:
+    """Return the loss of examples; trained: [G] bool each."""
+
+    def loss(batch: Packed, head: Head) -> tuple[Tensor, float]:
+        log_probs = head.log_probs()[0]
+        where = batch.gather(trained).bool().to(log_probs.device)
+        value = token_cross_entropy(log_probs[where], divisor)
         return value, float(value.detach())
 
     return loss

@@ -135,10 +135,16 @@ function answers(found) {
 
 function card(r) {
   const facts = [`reward ${short(r.reward)}`, `sibling ${r.sibling}`, `${r.tokens} tokens`, r.finish === "length" ? "cut off" : "ended by itself"];
+  if (r.turns) facts.splice(3, 0, `${r.turns.filter((t) => t.sampled).length} turns`);
   if (r.advantage !== null) facts.push(`advantage ${r.advantage > 0 ? "+" : ""}${r.advantage.toFixed(2)}`);
   if (r.status && r.status !== "ok") facts.push(r.status);
   for (const [name, value] of r.parts) facts.push(`${name} ${short(value)}`);
   return make("article", { class: "card " + (r.right ? "right" : "wrong") },
     make("p", { class: "facts" }, make("b", null, r.right ? "\u2713 right" : "\u2717 wrong"), ", " + facts.join(", ")),
-    r.reason ? make("p", { class: "reason" }, "Reason: " + r.reason) : null, make("pre", { class: "text" }, r.text));
+    r.reason ? make("p", { class: "reason" }, "Reason: " + r.reason) : null,
+    r.turns ? r.turns.map(turn) : make("pre", { class: "text" }, r.text));
+}
+
+function turn(t) {
+  return make("pre", { class: t.sampled ? "text" : "text observation", "aria-label": t.sampled ? "Turn of the model" : "Observation" }, t.text);
 }

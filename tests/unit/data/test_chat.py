@@ -82,7 +82,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "content type": ([{"role": "user", "content": 3}], "prompt[0] must be"),
     "role": ([{"role": "human", "content": "x"}], "prompt[0]: unknown role 'human'; known: system, user, assistant"),
     "late system": ([TURNS[0], SYSTEM, TURNS[2]], "prompt[1]: a system message may only come first"),
-    "ends with the assistant twice": ([*TURNS[:2], TURNS[1]], "the last message of a prompt must be the user's"),
+    "ends with the assistant twice": ([*TURNS[:2], TURNS[1]], "prompt[1] and later: after the last"),
+    "ends with a tool": ([*TURNS[:2], {"role": "tool", "content": "5"}], "the last one must be the assistant's"),
+    "arguments": (
+        [TURNS[0], {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+        "not valid JSON",
+    ),
     "surrogate": ([{"role": "user", "content": "\ud800"}], "prompt has half of a surrogate pair"),
 }
 

@@ -165,10 +165,11 @@ def test_sft_examples(tokenizer: Tokenizer) -> None:
     batch = source.train.prompts(0, 8)
     for prompt, (prompt_ids, response) in zip(batch, sft_examples(batch, tokenizer), strict=True):
         assert tuple(prompt_ids) == prompt.token_ids
-        assert response == [*tokenizer.encode(prompt.answer or ""), tokenizer.eos_id]
-        assert tokenizer.decode(response) == str(eval(prompt.text))
+        assert list(response.token_ids) == [*tokenizer.encode(prompt.answer or ""), tokenizer.eos_id]
+        assert all(response.trained)
+        assert tokenizer.decode(response.token_ids) == str(eval(prompt.text))
     with_target = Prompt("a", "1+1", (1,), "2", "exact", target="0+2")
-    assert sft_examples([with_target], tokenizer)[0][1] == [*tokenizer.encode("0+2"), tokenizer.eos_id]
+    assert sft_examples([with_target], tokenizer)[0][1].token_ids == (*tokenizer.encode("0+2"), tokenizer.eos_id)
     with pytest.raises(UserError, match="prompt 'a' has neither target nor reference answer"):
         sft_examples([Prompt("a", "x", (1,), None, "exact")], tokenizer)
 

@@ -97,6 +97,8 @@ def rollout(group: int, prompt: str, sibling: int, answer: str | None, right: bo
         "versions": [{"version": 4, "tokens": 3}],
         "advantage": None,
         "token_ids": [5, 6, 2],
+        "sampled": None,
+        "turns": None,
         "log_probs": [-1.5, -0.25, 0.0],
         **own,
     }
