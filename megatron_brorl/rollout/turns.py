@@ -112,8 +112,6 @@ class _Call:
         self._replies: SimpleQueue[tuple[int, Reply]] = SimpleQueue()
         self._lost: list[str] = []  # reasons
 
-    # The engine calls these.
-
     def next_requests(self, room: int) -> list[Request]:
         self._receive()
         # Rollouts that continue come first, so that few environments exist at a time.
@@ -261,6 +259,7 @@ class _Call:
 
     def _lose(self, running: _Running, reason: str) -> None:
         self._lost.append(reason)
+        self.owner.pool.end(running.number)
         rollout = running.so_far
         episode = replace(_episode(rollout), score=ScoreResult(0.0, "crash", reason))
         running.so_far = replace(rollout, finish="cut", episode=episode)
