@@ -30,7 +30,11 @@ FIXED = {
     "optim": "betas",
     "evaluate": "temperature top_p top_k",
 }
-FREE = {"data": "train held_out", "reward": "workers timeout_s unsandboxed"}
+FREE = {
+    "data": "train held_out",
+    "environment": "max_tool_seconds workers",
+    "reward": "workers timeout_s unsandboxed",
+}
 
 
 def of(table):

@@ -108,3 +108,16 @@ def test_without_a_template_the_text_follows(tmp_path: Path) -> None:
         assert tokenizer.continuation(OBSERVATION, False) == tokenizer.encode("higher")
     with pytest.raises(UserError, match="has no chat template"):
         pieces.continuation(OBSERVATION, True)
+
+
+def test_the_schemas_of_tools_are_a_variable_of_the_template(tmp_path: Path) -> None:
+    directory = make_hf(tmp_path, chat_template=TOOLS)
+    tokenizer = load_tokenizer(directory)
+    library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    text, ids = tokenizer.apply_chat(OBSERVATION, {"tools": tools})
+    assert text == library.apply_chat_template(OBSERVATION, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode_all(ids) == text
+    assert '"add"' in text
+    assert tokenizer.template_reads("tools")
+    assert not load_tokenizer(make_hf(tmp_path / "plain", chat_template=PLAIN)).template_reads("tools")
