@@ -1,7 +1,7 @@
 """Write games of number guessing as rows: `train.jsonl`, `no_feedback.jsonl` and `held_out.jsonl`.
 
-The player of the examples guesses a random number of those that are still possible. A better player halves them. The
-held-out rows have other bounds than the training rows.
+The player of the examples guesses a random number of those that are still possible. A better player halves them. All
+games have the same prompt, so held-out games test how well the model uses feedback, not whether it knows new numbers.
 
 python examples/guessing/make_data.py runs/guessing/data
 """
@@ -15,16 +15,17 @@ from pathlib import Path
 
 from guess import Guess, GuessWithoutFeedback
 
-SIZE = 32  # numbers between the bounds
+NUMBERS = range(10, 42)
+PROMPT = f"{NUMBERS[0]} to {NUMBERS[-1]}"
 MAX_TURNS = 6
 TRAIN = 4000
 HELD_OUT = 400
 
 
-def game(lowest: int, number: int, environment: Guess, player: random.Random) -> str | None:
+def game(number: int, environment: Guess, player: random.Random) -> str | None:
     """Return the turns of a game and the observations between them, or None if the number was not found."""
     environment.reset({"answer": str(number)})
-    possible = set(range(lowest, lowest + SIZE))
+    possible = set(NUMBERS)
     text = ""
     for _ in range(MAX_TURNS):
         guess = player.choice(sorted(possible))
@@ -41,28 +42,26 @@ def game(lowest: int, number: int, environment: Guess, player: random.Random) ->
     return None
 
 
-def rows(environment: Guess, is_held_out: bool, count: int, seed: int) -> list[dict[str, str]]:
-    """Return rows of won games. Every fifth lower bound is held out."""
+def rows(environment: Guess, count: int, seed: int) -> list[dict[str, str]]:
+    """Return rows of won games."""
     player = random.Random(seed)
     found: list[dict[str, str]] = []
     while len(found) < count:
-        lowest = player.randrange(10, 100 - SIZE)
-        number = player.randrange(lowest, lowest + SIZE)
-        if (lowest % 5 == 0) is not is_held_out:
-            continue
-        target = game(lowest, number, environment, player)
+        number = player.choice(NUMBERS)
+        target = game(number, environment, player)
         if target is not None:
-            prompt = f"{lowest} to {lowest + SIZE - 1}"
-            found.append({"id": str(len(found)), "prompt": prompt, "answer": str(number), "target": target})
+            found.append({"prompt": PROMPT, "answer": str(number), "target": target})
     return found
 
 
 def main(folder: Path) -> None:
+    numbers = random.Random(2)
+    held_out = [numbers.choice(NUMBERS) for _ in range(HELD_OUT)]
     folder.mkdir(parents=True, exist_ok=True)
     for name, found in {
-        "train": rows(Guess(), False, TRAIN, 0),
-        "no_feedback": rows(GuessWithoutFeedback(), False, TRAIN, 1),
-        "held_out": rows(Guess(), True, HELD_OUT, 2),
+        "train": rows(Guess(), TRAIN, 0),
+        "no_feedback": rows(GuessWithoutFeedback(), TRAIN, 1),
+        "held_out": [{"prompt": PROMPT, "answer": str(number)} for number in held_out],
     }.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
 
