@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.config.environment import CALL_END
 from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
 from megatron_brorl.data.chat import Message, check_messages, check_turns, conversation, prompt_text, split_turns
 from megatron_brorl.data.columns import KEYS, map_columns
@@ -30,7 +31,6 @@ from megatron_brorl.types import Demonstration, Prompt
 
 _MAX_CHANGED = 0.5  # share of rows that a tokenizer may change
 _OBSERVATION = re.compile("(<result>.*?</result>)", re.DOTALL)  # in a target without a chat template
-_CALL_END = "</call>"  # ends a turn that calls a tool
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _tagged_turns(target: str, tokenizer: Tokenizer) -> Demonstration:
     for i, part in enumerate(parts):
         is_turn = i % 2 == 0
         own = tokenizer.encode(part)
-        if is_turn and part and not part.endswith(_CALL_END):
+        if is_turn and part and not part.endswith(CALL_END):
             own.append(tokenizer.eos_id)
         ids += own
         trained += [is_turn] * len(own)
