@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_brorl.config.environment import EnvironmentConfig
+from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rollout.engine import GenerateCallbacks, Request, RolloutEngine, Sampling, Supply, extend_spans
 from megatron_brorl.types import Episode, Rollout, ScoreResult
 
@@ -60,8 +61,12 @@ class TurnEngine:
     ) -> list[list[Rollout]]:
         """See RolloutEngine. Rollouts have an Episode, and their max_tokens include the tokens of observations.
 
-        A rollout whose environment is lost is returned as "cut" with the reason in its score.
+        A rollout whose environment is lost is returned as "cut" with the reason in its score. Prompts of another
+        verifier than "environment" are sampled in a single turn.
         """
+        # Weight sync compares log-probabilities on random prompts, which no environment knows.
+        if requests and requests[0].prompt.verifier != ENVIRONMENT:
+            return self.engine.generate(requests, sampling, callbacks, supply)
         call = _Call(self, requests, sampling, callbacks, supply)
         turn = replace(sampling, tokens_per_call=self.config.max_turn_tokens)
         try:

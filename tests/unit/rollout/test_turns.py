@@ -16,6 +16,7 @@ from unit.rollout.native.test_engine import make_engine as make_native
 from megatron_brorl.config.environment import EnvironmentConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.pages import page_bytes
 from megatron_brorl.rollout.turns import TurnEngine
@@ -118,7 +119,7 @@ def make_engine(model, pool, max_rows=1000, pages=0, decode=None, **config):
 
 
 def requests(n=6, lengths=(3, 9, 1, 5)):
-    return [Request(p, stream_key(0, 4, p.id), n) for p in prompts(lengths)]
+    return [Request(replace(p, verifier=ENVIRONMENT), stream_key(0, 4, p.id), n) for p in prompts(lengths)]
 
 
 def facts(rollout):
@@ -157,7 +158,7 @@ def played(model, prompt, sampling, max_turns, max_turn_tokens):
 @pytest.mark.parametrize(("max_turns", "max_turn_tokens"), [(8, 0), (3, 0), (8, 6)])
 def test_greedy_turns_equal_transformers(model, max_turns, max_turn_tokens):
     greedy = replace(SAMPLING, temperature=0.0)
-    asked = [Request(p, 1, 1) for p in prompts(range(1, 30))]
+    asked = [Request(replace(p, verifier=ENVIRONMENT), 1, 1) for p in prompts(range(1, 30))]
     config = {"max_turns": max_turns, "max_turn_tokens": max_turn_tokens}
     found = [r for (r,) in make_engine(model, Pool(), **config).generate(asked, greedy)]
     expected = [played(model[1], request.prompt, greedy, **config) for request in asked]
@@ -297,3 +298,15 @@ def test_a_call_that_is_cancelled_while_environments_work_ends_them(model):
     assert [r.finish for group in found for r in group] == ["cut"] * 24
     assert all(r.episode.turns == 1 and r.episode.score is None for group in found for r in group)
     assert sorted(pool.ended) == sorted(episode for episode, _ in pool.steps)
+
+
+def test_prompts_of_another_verifier_are_sampled_in_one_turn(model):
+    probes = [replace(r, prompt=replace(r.prompt, verifier="exact")) for r in requests()]
+    pool = Pool()
+    engine = make_engine(model, pool)
+    found = engine.generate(probes, SAMPLING, pool)
+    alone = engine.engine.generate(probes, SAMPLING)
+    assert [[r.token_ids.tolist() for r in group] for group in found] == [
+        [r.token_ids.tolist() for r in group] for group in alone
+    ]
+    assert not pool.steps

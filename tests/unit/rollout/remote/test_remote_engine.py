@@ -242,7 +242,7 @@ def test_turns_are_requests_with_the_whole_prefix(backend, tmp_path):
     config = EnvironmentConfig(factory="e:E", max_turns=3)
     turns = TurnEngine(engine, environments, config, lambda ids: " ".join(map(str, ids)), lambda m: [20, 21])
     (group,) = turns.generate(
-        [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 2)], Sampling(1.0, 1.0, 0, 30, (2,)), environments
+        [Request(Prompt("p", "", (5, 6), None, "environment"), 7, 2)], Sampling(1.0, 1.0, 0, 30, (2,)), environments
     )
     for i, rollout in enumerate(group):
         first, second, third = (10 + sibling_seed(7, i, done) % 10 for done in (0, 5, 10))
