@@ -30,7 +30,7 @@ class Guess:
 
 
 class GuessWithoutFeedback(Guess):
-    """The same game in which the observation only says that the guess is wrong."""
+    """A game whose observations only say that the guess is wrong."""
 
     def _feedback(self, guess: int | None) -> str:
         return "wrong"
