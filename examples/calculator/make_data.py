@@ -1,4 +1,4 @@
-"""Write products of two numbers as rows: `train.jsonl` with tool calls, `alone.jsonl` without, and `held_out.jsonl`.
+"""Write products of two numbers: rows with tool calls, rows with only the answer, and held-out rows.
 
 python examples/calculator/make_data.py runs/calculator/data
 """

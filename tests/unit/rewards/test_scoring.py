@@ -192,7 +192,7 @@ def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool: 
 
 
 def test_a_rollout_with_an_environment_has_its_score(pool: RewardPool) -> None:
-    """No verifier scores it, and its answer is the text of the last turn of the model."""
+    """Check that no verifier is called, and that the answer is the text of the last turn of the model."""
 
     class Unused:
         def submit(self, request: object) -> None:
