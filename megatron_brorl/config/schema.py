@@ -60,6 +60,12 @@ class ParallelConfig:
     tensor: int = key(1, "Tensor-parallel size: ranks over which each layer is split.", ge=1)
     pipeline: int = key(1, "Pipeline-parallel size: stages of consecutive layers.", ge=1)
     context: int = key(1, "Context-parallel size: ranks over which the tokens of a sequence are split.", ge=1)
+    expert: int = key(
+        1,
+        "Expert-parallel size: ranks over which the experts of a layer are distributed. These are ranks of the data, "
+        "context and tensor dimensions; no more are needed.",
+        ge=1,
+    )
     sequence: bool = key(False, "Use Megatron's sequence parallelism. It needs parallel.tensor > 1.")
     distributed_optimizer: bool = key(
         False, "Shard the optimizer over data-parallel ranks (ZeRO-1). Resume with the same tensor and pipeline sizes."
@@ -468,6 +474,7 @@ class TrainConfig:
         "none", "Activations that are recomputed in the backward pass: none, those of the attention core, or all."
     )
     offload: bool = key(False, "Move weights and optimizer state to host memory while the engine generates.")
+    freeze_router: bool = key(False, "Do not train the routers of a mixture of experts.")
     share_prompt: bool = key(
         True, "Share one copy of a group's prompt in a micro-batch if this saves 10% of its tokens."
     )
