@@ -190,7 +190,7 @@ def load(
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
         for entry in names.entries(shape, grid.pp_size, te_names):
-            targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
+            targets = [parameters.pop(entry.megatron)] if entry.is_on(grid, shape.experts) else []
             if entry.layout == "vocab" and shape.tied and "output_layer.weight" in parameters:
                 targets.append(parameters.pop("output_layer.weight"))  # the last stage's copy of a tied embedding
             if targets:

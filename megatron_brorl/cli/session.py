@@ -292,6 +292,7 @@ class Session:
             dtype=DTYPES[self.config.model.dtype],
             ops=self.ops,
             share_prompt=train.share_prompt,
+            freeze_router=train.freeze_router,
             recompute=train.recompute == "full",
             offload=train.offload,
             distributed_optimizer=parallel.distributed_optimizer,

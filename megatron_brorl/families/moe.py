@@ -35,12 +35,15 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     chosen = config.get("num_experts_per_tok", int)
     if chosen > experts:
         raise UserError(f"{config.where}: num_experts_per_tok = {chosen} is more than the {experts} experts")
+    norm_topk_prob = config.get("norm_topk_prob", bool)
+    if norm_topk_prob and chosen == 1:
+        raise UserError(f"{config.where}: norm_topk_prob = true with num_experts_per_tok = 1: the router has no effect")
     return {
         **dense.QWEN3.rest(config),
         "ffn": config.get("moe_intermediate_size", int),
         "experts": experts,
         "chosen_experts": chosen,
-        "norm_topk_prob": config.get("norm_topk_prob", bool),
+        "norm_topk_prob": norm_topk_prob,
     }
 
 
