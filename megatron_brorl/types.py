@@ -76,6 +76,7 @@ class Rollout:
     # (version of the weights, number of tokens) in order; the numbers sum to G. Empty after train.redistribute.
     spans: tuple[tuple[int, int], ...] = ()
     episode: Episode | None = None  # None: a single turn without an environment
+    routes: Tensor | None = None  # [prompt + G - 1, layers, k], experts that the engine chose; None: not recorded
 
     @property
     def sampled_tokens(self) -> int:
@@ -141,6 +142,8 @@ class Experience:
     mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
     # [G] bool each; false: a token of an environment, where `mask` is false, too. Only these do not count in divisors.
     sampled: tuple[Tensor, ...] | None = None  # None: all true
+    # [prompt + G - 1, layers, k] each, experts that the actor must use; None: its routers choose.
+    routes: tuple[Tensor, ...] | None = None
     ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
 
     def __len__(self) -> int:

@@ -405,6 +405,7 @@ class Session:
             stop_ids=self.stop_ids,
             kv_tokens=self._kv_tokens,
             decode=self.tokenizer.decode_all,
+            routes=self.config.replays_routes(self.shape.experts),
         )
         self._closing.append(engine.close)
         return engine

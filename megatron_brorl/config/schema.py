@@ -207,6 +207,12 @@ class RolloutConfig:
     )
     stop_strings: tuple[str, ...] = key((), "Strings that end a response, in addition to the stop tokens of the model.")
     dtype: Literal["fp32", "bf16"] = key("fp32", "Data type of the weights and the KV cache of the engine.")
+    replay_routes: Literal["auto", "always", "never"] = key(
+        "auto",
+        "Train a mixture of experts with the experts that the engine chose for each token (router replay), because "
+        'routers that round differently choose different ones. "auto" does so if rollout.dtype differs from '
+        "model.dtype, or if the engine is quantized.",
+    )
     timeout_s: float = key(
         1800.0,
         "Time limit for sampling in a step, in seconds. Unfinished rollouts are lost, or continue in the next "
@@ -562,6 +568,12 @@ class Config:
     theory: TheoryConfig = Field(default_factory=TheoryConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
+
+    def replays_routes(self, experts: int) -> bool:
+        """Return whether a model with this many experts in a layer is trained with the experts that engines chose."""
+        quantized = self.rollout.engine != "torch" and self.engine.quantization != "none"
+        auto = self.rollout.dtype != self.model.dtype or quantized
+        return experts > 0 and {"auto": auto, "always": True, "never": False}[self.rollout.replay_routes]
 
     @property
     def tool_format(self) -> Literal["hermes", "tags"]:

@@ -310,13 +310,14 @@ def connect_engine(
     stop_ids: tuple[int, ...],
     kv_tokens: int = 0,
     decode: Callable[[Sequence[int]], str] | None = None,
+    routes: bool = False,
 ) -> RemoteEngine:
     """Start or join an engine of type rollout.engine and return this rank's connection. Collective of all ranks.
 
     engine.tensor consecutive ranks of a node share one engine. names: shape of every Hugging Face tensor. context:
     maximum number of prompt + response tokens. kv_tokens: tokens whose keys and values fit by the memory plan; 0 =
-    unknown. decode: tokens -> text, for stop strings. Raises UserError if engine.tensor does not divide the ranks of
-    the node, or if the engine does not start.
+    unknown. decode: tokens -> text, for stop strings. routes: whether training needs Rollout.routes. Raises UserError
+    if engine.tensor does not divide the ranks of the node, or if the engine does not start.
     """
     engine = config.rollout.engine
     settings = config.engine
@@ -359,6 +360,7 @@ def connect_engine(
         threads=torch.get_num_threads() * tensor,
         kv_bytes=(config.rollout.kv_cache_mib * 2**20 or psutil.virtual_memory().available // 2 // per_node) * tensor,
         max_kv_tokens=kv_tokens,
+        routes=routes,
         section=dataclasses.asdict(settings),
     )
     return RemoteEngine(
