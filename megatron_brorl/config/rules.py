@@ -44,6 +44,13 @@ def check_model(config: Config, family: str, experts: int, where: str) -> None:
     _refuse(config, where, _experts(config, family, experts))
 
 
+def replays_routes(config: Config, experts: int) -> bool:
+    """Return whether a model with this many experts in a layer is trained with the experts that the engine chose."""
+    quantized = config.rollout.engine != "torch" and config.engine.quantization != "none"
+    auto = config.rollout.dtype != config.model.dtype or quantized
+    return experts > 0 and {"auto": auto, "always": True, "never": False}[config.rollout.replay_routes]
+
+
 def _refuse(config: Config, where: str, rules: Iterable[Rule]) -> None:
     for key, broken, message in rules:
         if broken:
@@ -183,7 +190,7 @@ def _experts(config: Config, family: str, experts: int) -> Iterator[Rule]:
     yield "fp8.recipe", config.fp8.recipe != "none", f"must be 'none' for a {model}"
     yield (
         "rollout.replay_routes",
-        config.replays_routes(experts) and config.rollout.engine == "trtllm",
+        replays_routes(config, experts) and config.rollout.engine == "trtllm",
         "must be 'never' with rollout.engine = 'trtllm', which does not return the experts that it chose",
     )
     mlp = [target for target in ("gate_proj", "up_proj", "down_proj") if target in config.lora.targets]

@@ -556,12 +556,6 @@ class Config:
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
 
-    def replays_routes(self, experts: int) -> bool:
-        """Return whether a model with this many experts in a layer is trained with the experts that engines chose."""
-        quantized = self.rollout.engine != "torch" and self.engine.quantization != "none"
-        auto = self.rollout.dtype != self.model.dtype or quantized
-        return experts > 0 and {"auto": auto, "always": True, "never": False}[self.rollout.replay_routes]
-
     @property
     def tool_format(self) -> Literal["hermes", "tags"]:
         """Return the format of tool calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_brorl.config.rules import replays_routes
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
@@ -28,7 +29,7 @@ def training_sampling_params(config: Config, stop_ids: tuple[int, ...], experts:
     """Return the sampling parameters of training. experts: of a layer, 0 for a dense model."""
     r = config.rollout
     sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, stop_ids, config.stop_strings, r.partial_tokens)
-    return replace(sampling, routes=config.replays_routes(experts))
+    return replace(sampling, routes=replays_routes(config, experts))
 
 
 def evaluation_sampling_params(config: Config, stop_ids: tuple[int, ...]) -> Sampling:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_brorl.config.rules import replays_routes
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor
@@ -135,7 +136,7 @@ def verify_weights(worker: Worker, engine: Watchdog, version: int, config: Confi
     `tolerance`.
     """
     limit = tolerance(config)
-    routes = config.replays_routes(worker.shape.experts)
+    routes = replays_routes(config, worker.shape.experts)
     gap = log_prob_gap(worker, engine, version, routes)
 
     # Checksums cover the bytes that were sent. The engine may still hold other weights.

@@ -40,14 +40,52 @@ def full_tensors(stage: Stage, of: Callable[[Tensor], Tensor] = Tensor.detach) -
     return found
 
 
+def by_transformers(model: Any, routes: list[Tensor] | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the logits of jobs.rows(1), and the gradient of the mean of -log p.
+
+    routes: the experts of each row [prompt + G - 1, layers, k], if the routers do not choose them.
+    """
+    prompts, responses = jobs.rows(1)
+    logits = []
+    loss = torch.zeros(())
+    model.zero_grad()
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        for number, layer in enumerate(model.model.layers if routes else ()):
+            layer.mlp.gate.forward = partial(_given_experts, layer.mlp.gate, routes[row][:, number].long())
+        logits.append(model(torch.cat((prompt, response[:-1]))[None]).logits[0, len(prompt) - 1 :])
+        loss = loss - logits[-1].log_softmax(-1).gather(-1, response[:, None]).sum()
+    (loss / sum(map(len, responses))).backward()
+
+    # transformers stacks the weights of all experts, and gate_proj on up_proj.
+    found = {}
+    for name, parameter in model.named_parameters():
+        prefix, _, kind = name.partition(".mlp.experts.")
+        if not kind:
+            found[name] = parameter.grad
+        for expert, x in enumerate(parameter.grad if kind else ()):
+            parts = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
+            for part, value in zip(parts, x.chunk(len(parts)), strict=True):
+                found[f"{prefix}.mlp.experts.{expert}.{part}.weight"] = value
+    return [x.detach() for x in logits], found
+
+
+def _given_experts(gate: Any, experts: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, weights of the given experts [tokens, k] and the experts, as a router of transformers does."""
+    logits = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+    weights = logits.softmax(-1).gather(-1, experts)
+    return logits, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, experts
+
+
 def gradients(
     _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]
 ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[str, Tensor], float]:
     """Return log-probs [G] and logits [G, V] of this replica's rows, the gradient of the mean of -log p, and its norm.
 
-    The option share is the part of the rows that the first replica trains on; the others share the rest equally.
+    The option share is the part of the rows that the first replica trains on; the others share the rest equally. The
+    option routes is that of by_transformers.
     """
     share = options.pop("share", None)
+    routes = options.pop("routes", None)
     worker = jobs.make_worker(directory, parallel, OptimConfig(clip_grad=0.0), **options)
     prompts, responses = jobs.rows(1)
     tokens = sum(map(len, responses))
@@ -57,7 +95,8 @@ def gradients(
         ends[1:-1] = [round(len(prompts) * share)] * (grid.dp_size - 1)
     own = range(ends[grid.dp_rank], ends[grid.dp_rank + 1])
     own_rows = [prompts[i] for i in own], [responses[i] for i in own]
-    scored = dict(zip(own, worker.log_probs(*own_rows, 1.0), strict=True))
+    own_routes = routes and [routes[i] for i in own]
+    scored = dict(zip(own, worker.log_probs(*own_rows, 1.0, own_routes), strict=True))
     logits: dict[int, Tensor] = {}
 
     def loss(batch: Packed, head: Any) -> tuple[Tensor, None]:
@@ -65,7 +104,7 @@ def gradients(
         logits.update((own[row], values) for row, values in found)
         return -head.log_probs()[0].sum() / tokens, None
 
-    step, _ = worker.train(*own_rows, loss, 1.0, 0.0)
+    step, _ = worker.train(*own_rows, loss, 1.0, 0.0, own_routes)
     for values in logits.values():
         dist.all_reduce(values, group=grid.groups.cp)  # zeros except for this rank's tokens
     return scored, logits, full_tensors(worker, lambda p: p.main_grad), step.grad_norm

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from dist.expert_jobs import by_transformers
 from dist.jobs import rows
 
 from megatron_brorl.config.schema import LoraConfig
@@ -47,28 +48,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(models):
     """Logits of the rows, and the gradient of the mean of -log p, by transformers."""
-    prompts, responses = rows(1)
-    found = {}
-    for normalised, (_, model) in models.items():
-        logits = []
-        loss = torch.zeros(())
-        for prompt, response in zip(prompts, responses, strict=True):
-            logits.append(model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1])
-            loss = loss - logits[-1].log_softmax(-1).gather(-1, response[:, None]).sum()
-        (loss / sum(map(len, responses))).backward()
-
-        # transformers stacks the weights of all experts, and gate_proj on up_proj.
-        gradients = {}
-        for name, parameter in model.named_parameters():
-            prefix, _, kind = name.partition(".mlp.experts.")
-            if not kind:
-                gradients[name] = parameter.grad
-            for expert, x in enumerate(parameter.grad if kind else ()):
-                parts = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
-                for part, value in zip(parts, x.chunk(len(parts)), strict=True):
-                    gradients[f"{prefix}.mlp.experts.{expert}.{part}.weight"] = value
-        found[normalised] = ([x.detach() for x in logits], gradients)
-    return found
+    return {normalised: by_transformers(model) for normalised, (_, model) in models.items()}
 
 
 PLAIN_WEIGHTS = [(1, {}, {}, False), (2, EP2, {"tokens": 60}, False)]  # norm_topk_prob = false

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from megatron_brorl.config.load import load_table
-from megatron_brorl.config.rules import check_model, parse_benchmark
+from megatron_brorl.config.rules import check_model, parse_benchmark, replays_routes
 from megatron_brorl.errors import UserError
+from megatron_brorl.train.sampling_params import training_sampling_params
 
 GAE = ["algo.advantage=gae"]
 TOOLS = ["environment.factory=my_env.py:Calculator"]
@@ -96,6 +97,7 @@ def test_a_broken_rule_is_one_line_that_names_the_key(overrides, message):
     assert str(caught.value).startswith("run.toml: ")
 
 
+TRTLLM_BF16 = ["rollout.engine=trtllm", "rollout.dtype=bf16"]
 TP_EP = ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"]
 
 
@@ -113,6 +115,10 @@ TP_EP = ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"]
             "fp8.recipe = 'tensorwise': must be 'none' for a qwen model",
         ),
         (8, ["lora.rank=4", "lora.targets=['q_proj', 'up_proj']"], "remove up_proj: experts cannot have adapters"),
+        (0, ["rollout.replay_routes=always"], "rollout.replay_routes = 'always': needs experts, not a qwen model"),
+        (8, TRTLLM_BF16, "rollout.replay_routes = 'auto': must be 'never' with rollout.engine = 'trtllm'"),
+        (8, [*TRTLLM_BF16, "rollout.replay_routes=never"], ""),
+        (0, TRTLLM_BF16, ""),
         (8, [*TP_EP, "train.freeze_router=true"], ""),
         (8, ["lora.rank=4", "lora.targets=['q_proj']", "parallel.expert=8"], ""),
         (0, ["lora.rank=4", "parallel.tensor=2"], ""),
@@ -124,6 +130,24 @@ def test_the_keys_fit_to_the_experts_of_the_model(experts, overrides, message):
         return check_model(config, "qwen", experts, "DIR")
     with pytest.raises(UserError, match=f"^DIR: .*{re.escape(message)}"):
         check_model(config, "qwen", experts, "DIR")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "experts", "expected"),
+    [
+        ([], 8, False),
+        (["rollout.dtype=bf16"], 8, True),
+        (["rollout.dtype=bf16"], 0, False),
+        (["rollout.dtype=bf16", "model.dtype=bf16"], 8, False),
+        (["rollout.dtype=bf16", "model.dtype=bf16", "rollout.engine=vllm", "engine.quantization=fp8"], 8, True),
+        (["rollout.replay_routes=always"], 8, True),
+        (["rollout.dtype=bf16", "rollout.replay_routes=never"], 8, False),
+    ],
+)
+def test_routes_are_replayed_where_engine_and_trainer_round_differently(overrides, experts, expected):
+    config = load_table({}, "run.toml", overrides)
+    assert replays_routes(config, experts) is expected
+    assert training_sampling_params(config, (2,), experts).routes is expected
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import _check_stop_strings
 from megatron_brorl.rollout.remote.pending import PendingRollouts, sibling_seed
-from megatron_brorl.rollout.remote.protocol import Message
+from megatron_brorl.rollout.remote.protocol import Message, decode, encode
 from megatron_brorl.types import Episode, Rollout
 
 
@@ -125,6 +126,32 @@ def test_stop_strings_are_searched_in_the_turn_that_continues_a_rollout():
     ((found,),) = pending.result()
     assert (found.token_ids.tolist(), found.finish) == ([0, 1, 2, 3, 2, 1, 2], "stop")
     assert (found.spans, found.episode) == (((3, 4), (4, 3)), episode)
+
+
+def test_routes_replace_those_of_earlier_calls_and_end_with_the_rollout():
+    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is a
+    sampling = Sampling(1.0, 1.0, 0, 12, (25,), ("bc",), routes=True)
+    request = Request(fakes.prompts(1)[0], 4, 3)
+    prompt = len(request.prompt.token_ids)
+    begun = Rollout(0, torch.tensor([7, 8]), torch.zeros(2), "cut", ((3, 2),), routes=torch.zeros(prompt + 1, 2, 3))
+    pending = PendingRollouts(sampling, None, None, 8, 50, text)
+    pending.add([replace(request, begun=(begun,))])
+    drawn = torch.randint(0, 300, (prompt + 5, 2, 3), dtype=torch.int16)
+    # The first answer continues a rollout and has a token too many, the second is cancelled, the third lacks a token.
+    for number, (ids, finish, rows) in enumerate([([1, 2, 9], "stop", 4), ([], "cut", None), ([5, 6], "length", 0)]):
+        tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.zeros(len(ids))}
+        fields = {"number": number, "finish": finish}
+        if rows is not None:
+            own = drawn[: prompt + rows]
+            fields["routes"] = list(own.shape)
+            tensors["routes"] = own.flatten()
+        pending.answered(decode(encode(Message("rollout", fields, tensors))), 4)
+    first, second, third = pending.result()[0]
+    assert first.token_ids.tolist() == [7, 8, 1, 2]
+    assert torch.equal(first.routes, drawn[: prompt + 3])
+    assert (len(second.token_ids), second.routes) == (0, None)
+    assert (len(third.token_ids), third.routes) == (0, None)
+    assert pending.faults == [f"routes of {prompt} tokens where {prompt + 1} were computed"]
 
 
 @pytest.mark.parametrize(
