@@ -188,11 +188,6 @@ def _experts(config: Config, family: str, experts: int) -> Iterator[Rule]:
     yield "parallel.expert", parallel.tensor > 1 and parallel.expert == 1, f"must be above 1 {with_tensor}"
     yield "parallel.expert", bool(experts % parallel.expert), f"must divide the {experts} experts of a layer"
     yield "fp8.recipe", config.fp8.recipe != "none", f"must be 'none' for a {model}"
-    yield (
-        "rollout.replay_routes",
-        replays_routes(config, experts) and config.rollout.engine == "trtllm",
-        "must be 'never' with rollout.engine = 'trtllm', which does not return the experts that it chose",
-    )
     mlp = [target for target in ("gate_proj", "up_proj", "down_proj") if target in config.lora.targets]
     yield "lora.targets", bool(config.lora.rank and mlp), f"remove {', '.join(mlp)}: experts cannot have adapters"
 

@@ -324,6 +324,11 @@ def connect_engine(
     kind = ENGINES[engine]
     model = Path(config.model.path).resolve()
     _check_stop_strings(config.stop_strings, kind.name, model)
+    if routes and not kind.returns_routes:
+        raise UserError(
+            f'rollout.replay_routes = "{config.rollout.replay_routes}": {kind.name} does not return the experts that it '
+            'chose; set "never"'
+        )
 
     # torchrun sets these variables. Without torchrun, this rank is the only one on its node.
     rank = dist.get_rank()

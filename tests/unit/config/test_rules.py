@@ -97,7 +97,6 @@ def test_a_broken_rule_is_one_line_that_names_the_key(overrides, message):
     assert str(caught.value).startswith("run.toml: ")
 
 
-TRTLLM_BF16 = ["rollout.engine=trtllm", "rollout.dtype=bf16"]
 TP_EP = ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"]
 
 
@@ -116,9 +115,6 @@ TP_EP = ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"]
         ),
         (8, ["lora.rank=4", "lora.targets=['q_proj', 'up_proj']"], "remove up_proj: experts cannot have adapters"),
         (0, ["rollout.replay_routes=always"], "rollout.replay_routes = 'always': needs experts, not a qwen model"),
-        (8, TRTLLM_BF16, "rollout.replay_routes = 'auto': must be 'never' with rollout.engine = 'trtllm'"),
-        (8, [*TRTLLM_BF16, "rollout.replay_routes=never"], ""),
-        (0, TRTLLM_BF16, ""),
         (8, [*TP_EP, "train.freeze_router=true"], ""),
         (8, ["lora.rank=4", "lora.targets=['q_proj']", "parallel.expert=8"], ""),
         (0, ["lora.rank=4", "parallel.tensor=2"], ""),
