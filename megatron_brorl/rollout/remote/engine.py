@@ -326,8 +326,8 @@ def connect_engine(
     _check_stop_strings(config.stop_strings, kind.name, model)
     if routes and not kind.returns_routes:
         raise UserError(
-            f'rollout.replay_routes = "{config.rollout.replay_routes}": {kind.name} does not return the experts that it '
-            'chose; set "never"'
+            f'rollout.replay_routes = "{config.rollout.replay_routes}": {kind.name} does not return the experts of a '
+            'token; set "never"'
         )
 
     # torchrun sets these variables. Without torchrun, this rank is the only one on its node.

@@ -11,10 +11,9 @@ import fakes
 import pytest
 import torch
 
-from megatron_brorl.config.load import load_table
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.remote.engine import _check_stop_strings, connect_engine
+from megatron_brorl.rollout.remote.engine import _check_stop_strings
 from megatron_brorl.rollout.remote.pending import PendingRollouts, sibling_seed
 from megatron_brorl.rollout.remote.protocol import Message, decode, encode
 from megatron_brorl.types import Episode, Rollout
@@ -127,12 +126,6 @@ def test_stop_strings_are_searched_in_the_turn_that_continues_a_rollout():
     ((found,),) = pending.result()
     assert (found.token_ids.tolist(), found.finish) == ([0, 1, 2, 3, 2, 1, 2], "stop")
     assert (found.spans, found.episode) == (((3, 4), (4, 3)), episode)
-
-
-def test_an_engine_that_returns_no_routes_is_refused():
-    config = load_table({}, "run.toml", ["rollout.engine=trtllm", "rollout.dtype=bf16"])
-    with pytest.raises(UserError, match=r'rollout.replay_routes = "auto": TensorRT-LLM does not return .* set "never"'):
-        connect_engine(config, {}, 200, 304, (2,), routes=True)
 
 
 def test_routes_replace_those_of_earlier_calls_and_end_with_the_rollout():
