@@ -36,5 +36,5 @@ def test_zero_1_divides_moments_and_masters():
     """Bytes per parameter in bf16: weight 2, gradient 4, master 4, moments 8, of which the last two are cut."""
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
     shape = parse_shape(qwen2_config(**sizes), "test")
-    whole, cut = (sum(memory_plan.training_parts(shape, 0, 1, 1, torch.bfloat16, n).values()) for n in (1, 64))
+    whole, cut = (sum(memory_plan.training_parts(shape, 0, 1, 1, torch.bfloat16, 1, n).values()) for n in (1, 64))
     assert cut / whole == pytest.approx((6 + 12 / 64) / 18, rel=1e-6)
