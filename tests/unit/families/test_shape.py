@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,42 @@ def test_unsupported_gemma_configurations_are_refused(tmp_path, changes, key):
         parse_shape(raw, "dir/config.json")
     assert str(e.value).startswith("dir/config.json: ")
     assert key in str(e.value)
+
+
+MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **SIZES}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_experts": 16, "num_experts_per_tok": 1, "norm_topk_prob": False},  # a model of the hub
+        {"num_local_experts": 16, "norm_topk_prob": True, "mlp_only_layers": []},  # as transformers 5 writes it
+        {"moe_intermediate_size": 40, "decoder_sparse_step": 1, "head_dim": 32},
+    ],
+)
+def test_the_shape_of_a_mixture_of_experts_equals_what_transformers_resolves(tmp_path, changes):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | changes))
+    resolved = AutoConfig.from_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
+    assert (shape.experts, shape.chosen_experts) == (resolved.num_experts, resolved.num_experts_per_tok)
+    assert (shape.ffn, shape.norm_topk_prob) == (resolved.moe_intermediate_size, resolved.norm_topk_prob)
+    assert shape.head_dim == getattr(resolved, "head_dim", 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported: every layer must have experts"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
+        ({"num_experts": 4}, "num_experts_per_tok = 8 is more than the 4 experts"),
+        ({"norm_topk_prob": True, "num_experts_per_tok": 1}, "the router has no effect"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+    ],
+)
+def test_unsupported_mixtures_of_experts_are_refused(changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse_shape(MIXTURE | changes, "dir/config.json")
 
 
 @pytest.mark.parametrize(
