@@ -32,6 +32,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these
     tokens_per_call: int = 0  # a call of generate cuts a response after this many new tokens; 0 = no limit
     log_probs: bool = True  # False: the engine may return nan
+    routes: bool = False  # record the experts of every token (Rollout.routes)
 
 
 @dataclass(frozen=True)

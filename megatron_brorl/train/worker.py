@@ -335,7 +335,7 @@ class Worker(Stage):
         o = options
         self.actor = build_actor(shape, grid, o.dtype, o.ops, o.recompute, o.fields, o.lora, o.seed)
         table = names.entries(shape, grid.pp_size, self.actor.uses_te)
-        self.buckets = make_buckets(table, o.dtype.itemsize)
+        self.buckets = make_buckets(table, o.dtype.itemsize, expert_ranks=grid.ep_size)
         self.adapter_table = names.adapter_entries(shape, grid.pp_size, o.lora) if o.lora else []
         self.adapter_weights = sum(math.prod(entry.hf_shapes[0]) for entry in self.adapter_table)
         super().__init__(self.actor, options, optim)
