@@ -13,7 +13,6 @@ from megatron_brorl.cli import memory_plan
 from megatron_brorl.config.schema import LoraConfig
 from megatron_brorl.families.shape import parse_shape, read_shape
 
-
 LAYOUTS = [
     (1, {}, torch.float32),
     (1, {}, torch.bfloat16),
