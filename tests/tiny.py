@@ -63,17 +63,8 @@ FAMILIES = {
     ),
 }
 # Not in FAMILIES, because a mixture of experts does not support every layout.
-MOE = Family(
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    {
-        "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-    },
-)
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MOE = Family(Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 16, **_EXPERTS})
 CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 VOCAB = 103  # no tensor-parallel size divides it
 
