@@ -198,7 +198,7 @@ def load(
                 for target in targets:
                     target.copy_(part)
                     if keep:
-                        kept[local_names[id(target)]] = part.to(target.device)
+                        kept[local_names[id(target)]] = part.to(target.device).contiguous()  # Megatron takes views
 
     if parameters:
         raise AssertionError(f"parameters without a Hugging Face name: {sorted(parameters)}")

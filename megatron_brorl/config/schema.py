@@ -69,7 +69,8 @@ class ParallelConfig:
     )
     sequence: bool = key(False, "Use Megatron's sequence parallelism. It needs parallel.tensor > 1.")
     distributed_optimizer: bool = key(
-        False, "Shard the optimizer over data-parallel ranks (ZeRO-1). Resume with the same tensor and pipeline sizes."
+        False,
+        "Shard the optimizer over data-parallel ranks (ZeRO-1). Resume with the same tensor, pipeline, expert sizes.",
     )
     overlap: bool = key(
         False,

@@ -142,7 +142,7 @@ def train_steps(
 
 def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
     """Return the pipeline stage, and the bytes of weights, gradients and optimizer after a step."""
-    worker = make_worker(directory, parallel, OptimConfig(), distributed_optimizer=False, **options)
+    worker = make_worker(directory, parallel, OptimConfig(), **options)
     prompts, responses = rows(2)
     zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
     experience = Experience(tuple(prompts), tuple(responses), zeros, None, ones)
