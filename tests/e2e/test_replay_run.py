@@ -28,7 +28,6 @@ def test_a_run_replays_routes_of_carried_rollouts_after_it_is_resumed(config, tm
         assert [line["step"] for line in lines][-1] == 2
         gaps[replay] = [(line["logprob_gap_mean"], line["reshard_gap_mean"]) for line in lines]
         assert all(line["carried_rollouts"] for line in lines)
-    print(gaps)
     for with_replay, without in zip(*gaps.values(), strict=True):
         assert with_replay[0] < without[0] / 1.5
         assert with_replay[1] < without[1]
