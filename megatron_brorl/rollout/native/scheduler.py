@@ -30,7 +30,7 @@ class QueuedRollout:
 
     request: int  # index of its request
     so_far: Rollout  # tokens of earlier calls, or from before its eviction
-    limit: int  # response length at which it stops: with finish reason "length" if it equals max_tokens, else "cut"
+    limit: int  # response length at which it stops
 
 
 class Scheduler:
@@ -300,10 +300,8 @@ class Scheduler:
 def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[QueuedRollout]:
     for i, request in enumerate(requests, start=first):
         for so_far in request.rollouts():
-            limit = (
-                len(so_far.token_ids) + sampling.tokens_per_call if sampling.tokens_per_call else sampling.max_tokens
-            )
-            yield QueuedRollout(i, so_far, min(limit, sampling.max_tokens))
+            limit = min(len(so_far.token_ids) + sampling.new_tokens, sampling.max_tokens)
+            yield QueuedRollout(i, so_far, limit)
 
 
 def _batches(chunks: Sequence[PrefillChunk]) -> list[list[int]]:
