@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,13 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def tools() -> Iterator[Client]:
-    with EnvironmentPool(HOSTILE, 2, 60.0, "hermes") as pool:
-        yield Client(pool)
-
-
-@pytest.fixture(scope="module")
-def impatient() -> Iterator[Client]:
-    with EnvironmentPool(HOSTILE, 2, 2.0, "hermes") as pool:
-        yield Client(pool)
-
-
-@pytest.fixture(scope="module")
-def steps() -> Iterator[Client]:
-    with EnvironmentPool(f"{FILE}:Steps", 2, 60.0, "tags") as pool:
-        yield Client(pool)
+def clients() -> Iterator[dict[str, Client]]:
+    settings = {"tools": ("Hostile", 60.0), "impatient": ("Hostile", 2.0), "steps": ("Steps", 60.0)}
+    with ExitStack() as stack:
+        yield {
+            name: Client(stack.enter_context(EnvironmentPool(f"{FILE}:{factory}", 2, seconds, "hermes")))
+            for name, (factory, seconds) in settings.items()
+        }
 
 
 def error(reason: str) -> ScoreResult:
@@ -142,11 +134,9 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "code", "expected"), CASES)
 def test_a_hostile_environment_ends_only_its_own_episodes(
-    request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str], method: str, code: str, expected: Any
+    clients: dict[str, Client], capfd: pytest.CaptureFixture[str], method: str, code: str, expected: Any
 ) -> None:
-    client: Client = request.getfixturevalue(
-        "impatient" if expected is HANGS else "steps" if method == "step" else "tools"
-    )
+    client = clients["impatient" if expected is HANGS else "steps" if method == "step" else "tools"]
     assert not client.reset(0).done  # lives in the other process
     reply = client.reset(1, **{"act" if method == "step" else method: code})
     if method != "reset":
@@ -193,7 +183,8 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("text", "message"), MALFORMED)
-def test_a_malformed_call_gives_an_error_to_the_model(tools: Client, text: str, message: str) -> None:
+def test_a_malformed_call_gives_an_error_to_the_model(clients: dict[str, Client], text: str, message: str) -> None:
+    tools = clients["tools"]
     tools.reset(0)
     reply = tools.step(0, f"{hermes(name='add', arguments={'a': '2', 'b': 3})} and {text}")
     good, bad = reply.messages
@@ -205,19 +196,15 @@ def test_a_malformed_call_gives_an_error_to_the_model(tools: Client, text: str, 
     assert tools.step(0, "done").score == ScoreResult(1.0, "ok")
 
 
-def test_at_most_16_calls_of_a_turn_are_executed(tools: Client) -> None:
-    tools.reset(0)
+def test_at_most_16_calls_of_a_turn_are_executed_also_of_the_last_one(clients: dict[str, Client]) -> None:
+    tools = clients["tools"]
+    tools.reset(0, reward="result = self.turns")
     reply = tools.step(0, ACT * 20)
     *results, error = (message["content"] for message in reply.messages)
     assert results == [f"turn {i + 1}" for i in range(16)]
     assert error.startswith("error: at most 16 calls")
     assert (reply.calls, reply.malformed) == (17, 1)
-    tools.pool.end(0)
-
-
-def test_the_last_turn_executes_its_calls_and_is_scored(tools: Client) -> None:
-    tools.reset(0, reward="result = self.turns")
-    assert tools.step(0, ACT + ACT, last=True) == Reply((), True, ScoreResult(2.0, "ok"), calls=2)
+    assert tools.step(0, ACT + ACT, last=True) == Reply((), True, ScoreResult(18.0, "ok"), calls=2)
 
 
 def test_calls_that_wait_run_at_the_same_time_and_episodes_keep_their_state() -> None:
@@ -265,34 +252,27 @@ def test_an_ended_episode_gets_no_reply_and_leaves_no_object() -> None:
         assert not replies
 
 
-@pytest.mark.parametrize("factory", [HOSTILE, "class"])
-def test_a_closed_pool_sends_no_reply(factory: str) -> None:
+def test_a_closed_pool_sends_no_reply() -> None:
     replies: list[Reply] = []
-    RELEASE.clear()
-    pool = EnvironmentPool(Waiting if factory == "class" else HOSTILE, 1, 60.0, "hermes")
+    pool = EnvironmentPool(HOSTILE, 1, 60.0, "hermes")
     client = Client(pool)
     client.reset(0, act="threading.Event().wait()")
-    pids = client.pids() if factory == HOSTILE else []
+    pids = client.pids()
     pool.step(0, ACT, False, replies.append)
     pool.close()
     pool.close()
-    RELEASE.set()
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not replies
     with pytest.raises(RuntimeError, match="closed"):
         pool.step(0, ACT, False, replies.append)
 
 
-RELEASE = threading.Event()
-
-
-class Waiting:
+class Local:
     def reset(self, row: dict[str, Any]) -> str:
         self.row = row
         return "begin"
 
     def act(self) -> str:
-        RELEASE.wait()
         raise ValueError(self.row["id"])
 
     def reward(self) -> float:
@@ -300,8 +280,7 @@ class Waiting:
 
 
 def test_a_class_runs_in_this_process() -> None:
-    RELEASE.set()
-    with EnvironmentPool(Waiting, 1, 1.0, "tags") as pool:
+    with EnvironmentPool(Local, 1, 1.0, "tags") as pool:
         client = Client(pool)
         assert client.reset(0).messages == ({"role": "user", "content": "begin"},)
         client.reset(1)
