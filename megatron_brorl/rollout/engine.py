@@ -31,7 +31,7 @@ class Sampling:
     stop_ids: tuple[int, ...]  # a response ends with the first of these tokens and includes it
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these
     tokens_per_call: int = 0  # a call of generate cuts a response after this many new tokens; 0 = no limit
-    turn_tokens: int = 0  # a response ends with "length" after this many new tokens; 0 = no limit but max_tokens
+    turn_tokens: int = 0  # for turns of an environment: one ends with "length" after this many tokens; 0 = no turns
     log_probs: bool = True  # False: the engine may return nan
 
     @property
