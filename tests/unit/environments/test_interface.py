@@ -83,7 +83,7 @@ ARGS = "act(self, a{}):\n        '''Act.\n\n        Args:\n            a: A numb
     ("factory", "message"),
     [
         ("missing.py:Game", "environment missing.py:Game: no such file"),
-        (f"{Calculator.__module__}:Other", "has no .*'Other'"),
+        (f"{Calculator.__module__}:Other", "does not define 'Other'"),
         (f"{Calculator.__module__}:_value", "is not a class"),
         (make("reset(self, row): ...", object), "environment Game: has no method reward"),
         (make("reward(self): ...", object), "has no method reset"),
