@@ -45,10 +45,7 @@ def test_values_are_those_of_python(expression: str) -> None:
         ("1+" * 100 + "1", "more than 200 characters"),
         ("(" * 150, ""),
         ("\ud800", ""),
-        *[
-            (text, "only numbers")
-            for text in ("x", "True", "'a' * 9", "[1]", "f()", "1 if 1 else 2", "1j", "~1", "1 << 9")
-        ],
+        *[(text, "only numbers") for text in ("x", "True", "'a' * 9", "[1]", "f()", "1j", "~1", "1 << 9")],
     ],
 )
 def test_other_expressions_are_refused(expression: str, message: str) -> None:
@@ -64,7 +61,6 @@ def test_other_expressions_are_refused(expression: str, message: str) -> None:
         ("It is 5.0.", "5", 1.0),
         ("-1,234", "-1234", 1.0),
         ("5 or 6", "5", 0.0),
-        ("none", "5", 0.0),
         ("9007199254740993", "9007199254740992", 0.0),
         ("", "5", 0.0),
     ],
