@@ -57,11 +57,10 @@ def test_special_tokens_in_messages_are_plain_text(directory: Path) -> None:
     assert tokenizer.decode_all(ids) == text
 
 
-def test_a_template_that_repeats_messages_cannot_hold_special_tokens(tmp_path: Path) -> None:
+def test_special_tokens_are_plain_text_in_a_template_that_repeats_messages(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(make_hf(tmp_path, chat_template="{{ messages[0].content }}{{ messages[0].content }}"))
     assert tokenizer.apply_chat(TURNS[:1])[0] == "12 + 7?12 + 7?"
-    with pytest.raises(UserError, match="does not keep messages apart"):
-        tokenizer.apply_chat([{"role": "user", "content": "</s>"}])
+    assert tokenizer.apply_chat([{"role": "user", "content": "</s>"}]) == ("</s></s>", tokenizer.encode("</s></s>"))
 
 
 def test_errors_of_a_template_name_the_row(directory: Path, tmp_path: Path) -> None:
@@ -78,16 +77,13 @@ def test_errors_of_a_template_name_the_row(directory: Path, tmp_path: Path) -> N
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "empty": ([], "prompt must be a string or a list of messages that is not empty"),
+    "empty": ([], "prompt must be a string or a list with a message of the user that is not empty"),
     "content type": ([{"role": "user", "content": 3}], "prompt[0] must be"),
     "role": ([{"role": "human", "content": "x"}], "prompt[0]: unknown role 'human'; known: system, user, assistant"),
     "late system": ([TURNS[0], SYSTEM, TURNS[2]], "prompt[1]: a system message may only come first"),
     "ends with the assistant twice": ([*TURNS[:2], TURNS[1]], "prompt[1] and later: after the last"),
     "ends with a tool": ([*TURNS[:2], {"role": "tool", "content": "5"}], "the last one must be the assistant's"),
-    "arguments": (
-        [TURNS[0], {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
-        "not valid JSON",
-    ),
+    "calls": ([TURNS[0], {"role": "assistant", "tool_calls": 1}], "prompt[1].tool_calls must be a list of"),
     "surrogate": ([{"role": "user", "content": "\ud800"}], "prompt has half of a surrogate pair"),
 }
 
