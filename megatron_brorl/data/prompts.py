@@ -199,7 +199,8 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
     verifier = row.get("verifier", row_format.verifier)
     row_id = row.get("id", default_id)
     text = prompt_text(prompt) if isinstance(prompt, list) else prompt
-    _check_texts({"prompt": text, "answer": answer, "target": target, "verifier": verifier, "id": row_id}, where)
+    texts = {"prompt": text, "answer": answer, "target": target, "verifier": verifier, "id": row_id}
+    _check_texts({**texts, "messages": json.dumps(turns, ensure_ascii=False)}, where)
     answer = target if answer is None else answer
 
     # Parquet has no type for any object, so metadata may be a string of JSON there.

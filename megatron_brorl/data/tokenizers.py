@@ -75,7 +75,7 @@ class Tokenizer(Protocol):
         A turn ends with its stop token. The ids of an answer follow that token, up to the beginning of the next turn.
         With chat, the template renders the messages after a short conversation, so the rest of a rollout stays as it
         was sampled, even if the template drops thoughts of earlier turns. Without chat, see chat.plain_ids. The
-        contents are data, as above. Raises UserError if the template does not accept the messages or frame a turn so.
+        contents are data, as above. Raises UserError if the template does not write such turns.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -195,7 +195,8 @@ class HuggingFaceTokenizer:
                 before = self._render([question], variables)
                 text = self._render([question, *given], variables, to_answer=False)
                 end = self._stop.search(text, len(before))
-                if text.startswith(before) and end:
+                writes_calls = "tool_calls" not in messages[0] or self.template_reads("tool_calls")
+                if text.startswith(before) and end and writes_calls:
                     return text[len(before) : end.end()]
             else:
                 # Some templates write thoughts only into the last turn, so the text before its content may change.
@@ -204,8 +205,8 @@ class HuggingFaceTokenizer:
                 if end := self._stop.match(text):
                     return text[end.end() :]
             raise UserError(
-                f"{self.directory}: the chat template does not begin a turn of the assistant as it asks for one, or "
-                "does not end it with a stop token; correct the template, its variables or eos_token_id"
+                f"{self.directory}: the chat template does not write a turn of the assistant as it asks for one, with "
+                "its tool calls and a stop token at the end; change the template, its variables or eos_token_id"
             )
 
         return self._encoded(messages, added)[1]

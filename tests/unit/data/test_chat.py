@@ -85,6 +85,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "ends with a tool": ([*TURNS[:2], {"role": "tool", "content": "5"}], "the last one must be the assistant's"),
     "calls": ([TURNS[0], {"role": "assistant", "tool_calls": 1}], "prompt[1].tool_calls must be a list of"),
     "surrogate": ([{"role": "user", "content": "\ud800"}], "prompt has half of a surrogate pair"),
+    "surrogate in a turn": (
+        [*TURNS[:2], {"role": "tool", "content": "\ud800"}, TURNS[1]],
+        "messages has half of a surrogate pair",
+    ),
 }
 
 

@@ -118,12 +118,12 @@ def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path: Path, temp
 
 @pytest.mark.parametrize(
     ("template", "messages"),
-    [(WITHOUT_STOP, OBSERVATION), (WITHOUT_STOP, TURN), (THOUGHTS, THOUGHT)],
-    ids=["answer", "turn", "two thoughts"],
+    [(WITHOUT_STOP, OBSERVATION), (WITHOUT_STOP, TURN), (THOUGHTS, THOUGHT), (PLAIN, conversation("7")[3:4])],
+    ids=["answer", "turn", "two thoughts", "no calls"],
 )
 def test_templates_that_cannot_frame_turns_are_refused(tmp_path: Path, template: str, messages: Any) -> None:
     tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=template))
-    with pytest.raises(UserError, match=r"^[^\n]*: the chat template does not begin a turn[^\n]*$"):
+    with pytest.raises(UserError, match=r"^[^\n]*: the chat template does not write a turn[^\n]*$"):
         tokenizer.continuation(messages, True, {"enable_thinking": False})
 
 
