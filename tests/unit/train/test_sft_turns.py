@@ -15,17 +15,13 @@ from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.train.sft import sft
 from megatron_brorl.types import Demonstration
 
-ANSWER = Demonstration((7, 11, 2), (True,) * 3)
-RESPONSES = [
-    Demonstration((40, 2, 51, 52, 53, 7, 2), (True, True, False, False, False, True, True)),
-    ANSWER,
-    Demonstration((60, 61, 9), (False, False, True)),
-    Demonstration((12, 30, 31, 2, 5), (True, False, True, True, False)),
-]
+# The ids and the mask of each response.
+RESPONSES = [((40, 2, 51, 52, 53, 7, 2), "1100011"), ((60, 61, 9), "001"), ((12, 30, 31, 2, 5), "10110")]
+ANSWER = ((7, 11, 2), "111")  # the response of a prompt without a demonstration
 
 
 def test_only_turns_of_the_model_are_trained_on(processes, model):
-    given = [None if own is ANSWER else own for own in RESPONSES]
+    given = [*(Demonstration(ids, tuple(char == "1" for char in mask)) for ids, mask in RESPONSES), None]
     prompts = [replace(p, answer="7", demonstration=own) for p, own in zip(fakes.prompts(4), given, strict=True)]
     source = SimpleNamespace(prompts=lambda _start, _count: prompts)
     tokenizer = SimpleNamespace(eos_id=2, encode=lambda text: [int(text), 11])
@@ -36,10 +32,10 @@ def test_only_turns_of_the_model_are_trained_on(processes, model):
 
     reference = copy.deepcopy(model[1]).double()
     losses = []
-    for prompt, own in zip(prompts, RESPONSES, strict=True):
-        log_probs = reference(torch.tensor([[*prompt.token_ids, *own.token_ids]])).logits[0].log_softmax(-1)
-        at = zip(log_probs[len(prompt.token_ids) - 1 :], own.token_ids, own.trained, strict=False)
-        losses += [-row[token] for row, token, trained in at if trained]
+    for prompt, (ids, mask) in zip(prompts, [*RESPONSES, ANSWER], strict=True):
+        log_probs = reference(torch.tensor([[*prompt.token_ids, *ids]])).logits[0].log_softmax(-1)
+        at = zip(log_probs[len(prompt.token_ids) - 1 :], ids, mask, strict=False)
+        losses += [-row[token] for row, token, char in at if char == "1"]
     loss = torch.stack(losses).mean()
     loss.backward()
     norm = sum(float(p.grad.square().sum()) for p in reference.parameters()) ** 0.5
