@@ -50,12 +50,7 @@ def conversation(text: str) -> list[dict[str, Any]]:
     calls = [{"function": {"name": "add", "arguments": {"a": 12, "b": text}}}] * 2
     asked = [TURNS[0], {**TURNS[1], "tool_calls": calls}, {"role": "user", "content": f"12 + {text}?"}]
     results = [{"role": "tool", "name": "add", "content": result} for result in (text, "22")]
-    return [
-        *asked,
-        {"role": "assistant", "tool_calls": calls},
-        *results,
-        {"role": "assistant", "content": f"is {text}"},
-    ]
+    return [*asked, {"role": "assistant", "tool_calls": calls}, *results, {"role": "assistant", "content": text}]
 
 
 @pytest.fixture(scope="module")
