@@ -38,8 +38,9 @@ TOOLS = (
 THOUGHTS = (
     "{% set last = messages.index((messages | selectattr('role', 'eq', 'user') | list)[-1]) %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>\n\n') %}<|assistant|>\n"
-    "{% if loop.index0 > last and (loop.last or parts[1:]) %}{{ parts[0] if parts[1:] else '<think>\n\n' }}</think>\n\n"
-    "{% endif %}{{ parts[-1] }}</s>\n{% else %}<|user|>{{ m.content | trim }}</s>\n{% endif %}{% endfor %}"
+    "{% if loop.index0 > last and (not add_generation_prompt or parts[1:]) %}"
+    "{{ parts[0] if parts[1:] else '<think>\n\n' }}</think>\n\n{% endif %}{{ parts[-1] }}</s>\n"
+    "{% else %}<|user|>{{ m.content | trim }}</s>\n{% endif %}{% endfor %}"
     "{{ '<|assistant|>\n' ~ ('<think>\n\n</think>\n\n' if enable_thinking is false) if add_generation_prompt }}"
 )
 TURN = [{"role": "assistant", "content": "20"}]
@@ -47,7 +48,7 @@ THOUGHT = [{"role": "assistant", "content": "<think>\nadd\n</think>\n\n20"}]
 
 
 def conversation(text: str) -> list[dict[str, Any]]:
-    calls = [{"function": {"name": "add", "arguments": {"a": 12, "b": text}}}] * 2
+    calls = [{"function": {"name": "add", "arguments": {"a": 12, text: text}}}] * 2
     asked = [TURNS[0], {**TURNS[1], "tool_calls": calls}, {"role": "user", "content": f"12 + {text}?"}]
     results = [{"role": "tool", "name": "add", "content": result} for result in (text, "22")]
     return [*asked, {"role": "assistant", "tool_calls": calls}, *results, {"role": "assistant", "content": text}]
@@ -181,7 +182,7 @@ def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path: Path, temp
         assert tokenizer.continuation(turn, True, variables) == library(rest).input_ids
 
 
-WITHOUT_STOP = ROLES.replace("</s>", "")
+WITHOUT_STOP = TOOLS.replace("{% endfor %}</s>", "{% endfor %}")  # Messages of the user end with one.
 UNUSABLE = [(WITHOUT_STOP, TURNS[:1]), (WITHOUT_STOP, TURN), (THOUGHTS, THOUGHT), (ROLES, conversation("7")[3:4])]
 
 
