@@ -211,7 +211,7 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
 
     verifier_row = VerifierRow(id=row_id, prompt=text, answer=answer, metadata=metadata)
     entry(verifier, where, row_format.reward).check_row(verifier_row, where)
-    return Row(where, prompt, answer, verifier, row_id, metadata, target, turns)
+    return Row(where, prompt, answer, verifier, row_id, metadata, target, tuple(turns))
 
 
 def _check_texts(texts: Mapping[str, Any], where: str) -> None:
