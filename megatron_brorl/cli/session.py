@@ -115,6 +115,7 @@ class Session:
         self.ops = backend(config.ops.implementation, cpu_bridge.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
 
+        self._environment_class = program.environment or config.environment.factory
         self.environment = self._describe_environment()
         data = self._data_config()
 
@@ -221,10 +222,6 @@ class Session:
         names = ", ".join(tool["function"]["name"] for tool in kind.tools)
         self.program.on_check("environment", f"tools {names}" if names else "observations of step")
         return kind
-
-    @property
-    def _environment_class(self) -> str | type:
-        return self.program.environment or self.config.environment.factory
 
     def _continuation(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""

@@ -11,7 +11,7 @@ from typing import Any
 
 _MAX_CHARS = 200  # of an expression
 _MAX_BITS = 1024  # of an integer
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class Calculator:
@@ -41,12 +41,8 @@ class Calculator:
         self._text = text
 
     def reward(self) -> float:
-        numbers = _NUMBER.findall(self._text)
-        return float(bool(numbers) and _decimal(numbers[-1]) == _decimal(self._answer))
-
-
-def _decimal(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+        numbers = _NUMBER.findall(self._text.replace(",", ""))
+        return float(bool(numbers) and Decimal(numbers[-1]) == Decimal(self._answer.replace(",", "")))
 
 
 def _value(node: ast.AST) -> int | float:

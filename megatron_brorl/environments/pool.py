@@ -54,7 +54,7 @@ class Reply:
 Send = Callable[[Reply], None]
 
 
-class EnvironmentPool:
+class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     """Environments by the number of their episode, which the caller chooses. A context manager, thread-safe.
 
     A reply is passed to a function, in the thread of the pool. Replies to ended episodes are dropped, also by `close`.
@@ -79,9 +79,6 @@ class EnvironmentPool:
         # A daemon thread lets the program exit even if the pool was not closed.
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> EnvironmentPool:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -125,10 +125,10 @@ class _Call:
         self._not_begun = deque((i, rollout) for i, r in enumerate(requests) for rollout in r.rollouts())
         self._episodes: list[_Running] = []
         self._turns: list[_Running] = []  # by index of the engine's request
-        self._waiting: dict[int, _Running] = {}  # for a reply, by number of the episode
+        self._waiting: set[_Running] = set()  # for a reply
         self._ready: deque[_Running] = deque()  # for the engine
         self._resets = 0  # episodes among the waiting ones whose first turn has not begun
-        self._replies: SimpleQueue[tuple[int, Reply]] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[_Running, Reply]] = SimpleQueue()
         self._lost: list[str] = []  # reasons
 
     def next_requests(self, room: int) -> list[Request]:
@@ -161,8 +161,7 @@ class _Call:
         if ids[-1] in self.sampling.stop_ids:
             ids.pop()
         last = rollout.finish == "length" or running.episode.turns == self.owner.config.max_turns
-        self._waiting[running.number] = running
-        self.owner.pool.step(running.number, self.owner.decode(ids), last, self._on_reply(running))
+        self._ask(running, self.owner.pool.step, self.owner.decode(ids), last)
 
     def close(self) -> None:
         """End the episodes whose rollouts are unfinished, and print a line about lost environments."""
@@ -192,9 +191,8 @@ class _Call:
             nothing = Episode(torch.empty(0, dtype=torch.bool), turns=0)
             running = _Running(i, next(_NUMBERS), replace(rollout, episode=nothing))
             self._episodes.append(running)
-            self._waiting[running.number] = running
             self._resets += 1
-            self.owner.pool.reset(running.number, self.requests[i].prompt.row(), self._on_reply(running))
+            self._ask(running, self.owner.pool.reset, self.requests[i].prompt.row())
 
     def _next_turn(self, running: _Running) -> Request:
         request = self.requests[running.request]
@@ -202,19 +200,20 @@ class _Call:
         # Without tokens it is not a continued rollout, so that siblings start from the same state of their prompt.
         return Request(request.prompt, request.key, 1, begun.index, (begun,) if len(begun.token_ids) else ())
 
-    def _on_reply(self, running: _Running) -> Callable[[Reply], None]:
-        return lambda reply: self._replies.put((running.number, reply))
+    def _ask(self, running: _Running, call: Callable[..., None], *arguments: Any) -> None:
+        self._waiting.add(running)
+        call(running.number, *arguments, lambda reply: self._replies.put((running, reply)))
 
     def _receive(self, seconds: float = 0.0) -> None:
         """Handle the replies that have arrived. Wait at most `seconds` for the first one."""
         with suppress(Empty):
             item = self._replies.get(bool(seconds), seconds)
             while True:
-                number, reply = item
-                self._handle(self._waiting.pop(number), reply)
+                self._handle(*item)
                 item = self._replies.get_nowait()
 
     def _handle(self, running: _Running, reply: Reply) -> None:
+        self._waiting.remove(running)
         begins = not running.episode.turns
         self._resets -= begins
         calls, malformed = running.episode.calls + reply.calls, running.episode.malformed + reply.malformed
