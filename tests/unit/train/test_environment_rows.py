@@ -14,18 +14,17 @@ from megatron_brorl.train.experience import shape_rewards
 from megatron_brorl.train.groups import gather_outcomes, group_metrics, select_groups
 from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
-# ids, with brackets around the observations, and spans
-ROWS = [
-    ([7, 8, 7, 8, 2], [0, 0, 1, 1, 0], ((3, 4), (5, 1))),  # [7 8] 7 8 [2]
-    ([4, 4, 4, 9, 4, 4], [1, 1, 0, 0, 1, 1], ((2, 2), (3, 2), (4, 2))),  # 4 4 [4 9] 4 4
-    ([5, 6, 5], [1, 1, 1], ((5, 3),)),
+ROWS = [  # ids, which of them the model sampled, and spans
+    ([7, 8, 7, 8, 2], [False, False, True, True, False], ((3, 4), (5, 1))),
+    ([4, 4, 4, 9, 4, 4], [True, True, False, False, True, True], ((2, 2), (3, 2), (4, 2))),
+    ([5, 6, 5], [True] * 3, ((5, 3),)),
 ]
 
 
 def scored():
     rows = []
     for i, (ids, sampled, spans) in enumerate(ROWS):
-        episode = None if all(sampled) else Episode(torch.tensor(sampled).bool(), 1)
+        episode = None if all(sampled) else Episode(torch.tensor(sampled), 1)
         rollout = Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), "stop", spans, episode)
         rows.append(ScoredRollout(0, rollout, float(i), False))
     return rows
@@ -33,26 +32,21 @@ def scored():
 
 def test_tables_and_metrics_count_sampled_tokens(processes):
     outcomes = gather_outcomes(scored(), 1, 3, ngram=2)
-    assert outcomes.tokens.tolist() == [[5, 6, 3]]
-    assert outcomes.sampled.tolist() == [[2, 4, 3]]
+    assert (outcomes.tokens.tolist(), outcomes.sampled.tolist()) == ([[5, 6, 3]], [[2, 4, 3]])
     # "4 4" is repeated after the observation; "7 8" occurs in the observation first, which does not count.
     assert outcomes.repeats.tolist() == [[0, 1, 0]]
     assert group_metrics(select_groups(outcomes))["response_tokens"] == pytest.approx(3.0)
     config = Config(rollout=RolloutConfig(max_tokens=4), shaping=ShapingConfig(overlong_tokens=2))
     assert shape_rewards(outcomes, config, 0).rewards.tolist() == [[0.0, 1.0 - 1.0, 2.0 - 0.5]]
-
-
-def test_staleness_is_that_of_sampled_tokens(processes):
-    found = staleness(scored(), 6)
     ages = [3, 3, 4, 4, 2, 2, 1, 1, 1]
-    assert found == {"staleness_mean": pytest.approx(sum(ages) / 9), "staleness_max": 4}
+    assert staleness(scored(), 6) == {"staleness_mean": pytest.approx(sum(ages) / 9), "staleness_max": 4}
 
 
 def test_a_carried_rollout_owns_its_mask():
     row = scored()[0]
     copy = with_own_tensors(row)
     row.rollout.episode.sampled.zero_()
-    assert copy.rollout.episode.sampled.tolist() == [False, False, True, True, False]
+    assert copy.rollout.episode.sampled.tolist() == ROWS[0][1]
 
 
 def test_first_tokens_of_the_mass_balance(processes):
@@ -61,5 +55,4 @@ def test_first_tokens_of_the_mass_balance(processes):
     tokens, sampled = _TokenMetrics(Config(rollout=RolloutConfig(n=3)), 0, collected, worker, None)._first_tokens()
     for i, (ids, own, _) in enumerate(ROWS):
         rest = MAX_POSITION - len(ids)
-        assert tokens[0, i].tolist() == ids + [-1] * rest
-        assert sampled[0, i].tolist() == [bool(x) for x in own] + [False] * rest
+        assert (tokens[0, i].tolist(), sampled[0, i].tolist()) == (ids + [-1] * rest, own + [False] * rest)
