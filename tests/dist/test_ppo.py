@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import statistics
+from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -124,7 +124,6 @@ def loop(directory, case):
             raw.append(generalised(earned, x, algo))
         returns = [a + x for a, x in zip(raw, v, strict=True)]
         flat = torch.cat(raw)
-        goal = torch.cat(returns)
         mean, std = (flat.mean(), flat.std(correction=0)) if algo.advantage == "gae" else (0.0, 1.0)
         advantages = [
             (a - mean) / std + algo.correct_boost * (reward >= 0.99) - algo.distill_coef * (o - f)
@@ -132,21 +131,26 @@ def loop(directory, case):
         ]
         gaps = [o - s for o, s in zip(old, engine, strict=True)]
         live = [trusted(gap, algo) for gap in gaps]
-        sums = dict.fromkeys(("value_clipped", "entropy", "kl", "ratio"), 0.0)
-        losses, norms, value_losses, critic_norms, distances = [], [], [], [], []
+        # The values of each metric, by token or by optimizer step.
+        seen = defaultdict(list, masked_share=[~t for t in live])
+        if algo.kl_in == "reward":
+            seen["reference_kl"] = seen["teacher_kl"] = [o - f for o, f in zip(old, fixed, strict=True)]
+        if algo.advantage == "gae":
+            seen |= {"value_mean": v, "return_mean": returns}
+            seen["explained_variance"] = [1 - flat.var() / torch.cat(returns).var()]
         for members in 2 * [[i for i, g in enumerate(OF_PROMPT) if (i - OF_PROMPT.index(g)) % 2 == k] for k in (0, 1)]:
             tokens = sum(int(own[i].sum()) for i in members)
             filled = sum(bool(own[i].any()) for i in members)
+            loss = torch.zeros(()).double()
+            for i in members if algo.advantage == "gae" else ():
+                new = values(critic, *rows[i])
+                near = torch.clamp(new, v[i] - CLIP, v[i] + CLIP)
+                errors = torch.stack(((new - returns[i]) ** 2, (near - returns[i]) ** 2))
+                seen["value_clipped"].append(errors[1] > errors[0])
+                loss = loss + errors.max(dim=0).values.sum() / 2 / tokens
             if algo.advantage == "gae":
-                loss = torch.zeros(()).double()
-                for i in members:
-                    new = values(critic, *rows[i])
-                    near = torch.clamp(new, v[i] - CLIP, v[i] + CLIP)
-                    errors = torch.stack(((new - returns[i]) ** 2, (near - returns[i]) ** 2))
-                    sums["value_clipped"] += int((errors[1] > errors[0]).sum())
-                    loss = loss + errors.max(dim=0).values.sum() / 2 / tokens
-                value_losses.append(loss.item())
-                critic_norms.append(descend(critic, critic_adam, loss, CRITIC_OPTIM))
+                seen["value_loss"].append(loss)
+                seen["critic_grad_norm"].append(descend(critic, critic_adam, loss, CRITIC_OPTIM))
             loss = torch.zeros(()).double()
             for i in members:
                 every = distribution(actor, *rows[i])[live[i]]
@@ -156,46 +160,25 @@ def loop(directory, case):
                 clipped = ratio.clamp(1 - algo.eps_low, 1 + algo.eps_high)
                 a = advantages[i][live[i]]
                 weight = gaps[i][live[i]].exp().clamp(max=algo.is_cap)
-                gain = weight * torch.minimum(ratio * a, clipped * a)
-                kl = (current - fixed[i][live[i]]) ** 2 / 2 * (algo.kl_in == "loss")
+                terms = -weight * torch.minimum(ratio * a, clipped * a)
+                if algo.kl_in == "loss":
+                    kl = (current - fixed[i][live[i]]) ** 2 / 2
+                    terms = terms + algo.kl_coef * kl
+                    seen["reference_kl"].append(kl)
                 entropy = -(every.exp() * every).sum(-1)
-                terms = algo.kl_coef * kl - gain - algo.entropy_coef * entropy
+                seen["entropy"].append(entropy)
+                if not seen["loss"]:
+                    seen["logprob_gap_mean"].append((current - engine[i][live[i]]).abs())
+                terms = terms - algo.entropy_coef * entropy
                 divisor = tokens if algo.aggregation == "token_mean" else filled * len(old[i])
                 loss = loss + terms.sum() / max(divisor, 1)
-                for name, x in (("entropy", entropy), ("kl", kl), ("ratio", ratio)):
-                    sums[name] += float(x.detach().sum())
-                distances += (current - engine[i][live[i]]).abs().tolist() if not norms else []
-            losses.append(loss.item())
-            norms.append(descend(actor, adam, loss, OPTIM))
-        count = sum(map(len, old))
+            seen["loss"].append(loss)
+            seen["grad_norm"].append(descend(actor, adam, loss, OPTIM))
+        found = {name: torch.cat([torch.as_tensor(x).double().flatten() for x in xs]) for name, xs in seen.items()}
         places = [s.nonzero().flatten()[t] for s, t in zip(own, live, strict=True)]
         names = [f"{g}/{i - OF_PROMPT.index(g)}" for i, g in enumerate(OF_PROMPT)]
-        trained = 2 * sum(map(len, places))
-        in_reward = (torch.cat(old) - torch.cat(fixed)).mean().item()
-        found = {
-            "loss": statistics.fmean(losses),
-            "grad_norm": statistics.fmean(norms),
-            "masked_share": 1 - trained / 2 / count,
-            "trained_tokens": trained,
-            "entropy": sums["entropy"] / trained,
-            "ratio_mean": sums["ratio"] / trained,
-            "reference_kl": in_reward if algo.kl_in == "reward" else sums["kl"] / trained,
-            "logprob_gap_mean": statistics.fmean(distances),
-            "updates": 4,
-        }
-        if algo.distill_coef:
-            found["teacher_kl"] = in_reward
-        if algo.advantage == "gae":
-            found |= {
-                "explained_variance": 1 - (flat.var() / goal.var()).item(),
-                "value_loss": statistics.fmean(value_losses),
-                "critic_grad_norm": statistics.fmean(critic_norms),
-                "value_clipped": sums["value_clipped"] / 2 / count,
-                "value_mean": torch.cat(v).mean().item(),
-                "return_mean": goal.mean().item(),
-                "critic_updates": 4,
-            }
-        metrics.append((found, {name: tuple(x.tolist()) for name, x in zip(names, places, strict=True)}))
+        trained = {name: tuple(x.tolist()) for name, x in zip(names, places, strict=True)}
+        metrics.append(({name: x.mean().item() for name, x in found.items()}, trained))
     return str(directory), metrics, dict(actor.state_dict()), dict(critic.state_dict())
 
 
@@ -215,6 +198,7 @@ def test_steps_equal_a_plain_loop(worlds, loops, size, parallel, options, case):
     for got, actor_weights, critic_weights in results:
         for mine, (wanted, places) in zip(got, metrics, strict=True):
             assert mine["trained"].items() <= places.items()
+            assert (mine["updates"], mine["trained_tokens"]) == (4, 2 * sum(map(len, places.values())))
             # With values of zero the residuals are the returns, and no variance is explained.
             assert {name: mine[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
         for name, tensor in actor_weights.items():

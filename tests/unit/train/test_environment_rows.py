@@ -40,13 +40,9 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
     assert shape_rewards(outcomes, config, 0).rewards.tolist() == [[0.0, 1.0 - 1.0, 2.0 - 0.5]]
     ages = [3, 3, 4, 4, 2, 2, 1, 1, 1]
     assert staleness(scored(), 6) == {"staleness_mean": pytest.approx(sum(ages) / 9), "staleness_max": 4}
-
-
-def test_a_carried_rollout_owns_its_mask():
-    row = scored()[0]
-    copy = with_own_tensors(row)
-    row.rollout.episode.sampled.zero_()
-    assert copy.rollout.episode.sampled.tolist() == ROWS[0][1]
+    whole = torch.ones(9) > 0
+    view = Rollout(0, torch.arange(4), torch.zeros(4), "cut", episode=Episode(whole[:4], 1))
+    assert with_own_tensors(ScoredRollout(0, view, 0.0, False)).rollout.episode.sampled.untyped_storage().nbytes() == 4
 
 
 def test_first_tokens_of_the_mass_balance(processes):
