@@ -56,6 +56,7 @@ SEQUENCES = replace(
     aggregation="sequence_mean",
     distill_coef=0.1,
 )
+STEPS = 2
 CLIP = 0.05
 TEMPERATURE = 0.9
 OF_PROMPT = [0] * 9 + [1] * 3 + [2] * 11 + [3]
@@ -97,13 +98,7 @@ def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], lis
 
 
 def ppo(
-    _rank: int,
-    directory: str,
-    parallel: dict[str, Any],
-    steps: int,
-    options: dict[str, Any],
-    algo: AlgoConfig,
-    environment: bool,
+    _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any], algo: AlgoConfig, environment: bool
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the metrics of each step and the final weights of actor and critic, the same on every rank.
 
@@ -121,7 +116,7 @@ def ppo(
             each.load_hf(directory)
     models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()), teacher)
     metrics = []
-    for step in range(steps):
+    for step in range(STEPS):
         groups, all_rows, advantages = scored(step, environment)
         own = all_rows[24 * grid.dp_rank // grid.dp_size : 24 * (grid.dp_rank + 1) // grid.dp_size]
         own, experience, found = make_experience(own, groups, advantages, models, algo, TEMPERATURE)

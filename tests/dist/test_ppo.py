@@ -9,11 +9,10 @@ from functools import cache
 import pytest
 import tiny
 import torch
-from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, SEQUENCES, TEMPERATURE, batch, turns
+from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, SEQUENCES, STEPS, TEMPERATURE, batch, turns
 from dist.world import pairs
 
 pytestmark = pytest.mark.slow
-STEPS = 2
 LAYOUTS = [
     (1, {}, {}),
     (1, {}, {"ops": "reference", "share_prompt": False, "tokens_per_micro_batch": 100_000}),
@@ -194,7 +193,7 @@ def test_steps_equal_a_plain_loop(worlds, loops, size, parallel, options, case):
     directory, metrics, actor, critic = loops(case)
     algo, environment = CASES[case][2:]
     assert all(0 < found["masked_share"] < 1 and found.get("value_clipped", 1) > 0 for found, _ in metrics)
-    results = worlds(size).run("ppo_jobs:ppo", directory, parallel, STEPS, options, algo, environment)
+    results = worlds(size).run("ppo_jobs:ppo", directory, parallel, options, algo, environment)
     for got, actor_weights, critic_weights in results:
         for mine, (wanted, places) in zip(got, metrics, strict=True):
             assert mine["trained"].items() <= places.items()
