@@ -75,9 +75,9 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
 def turns(responses: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return which tokens of each response the model sampled; the others are those of up to seven observations.
 
-    The first response has no sampled tokens, and every third one has no observations.
+    Every third response, from the first on, has no observations.
     """
-    return [torch.arange(len(r)) % 3 >= (i + 1) % 3 for i, r in enumerate(responses)]
+    return [torch.arange(len(r)) % 3 >= i % 3 for i, r in enumerate(responses)]
 
 
 def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], list[ScoredRollout], torch.Tensor]:

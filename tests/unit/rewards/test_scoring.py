@@ -197,7 +197,6 @@ def test_a_rollout_with_an_environment_has_its_score() -> None:
         ([5, 6, 2, 80, 81, 7, 8, 2], [1, 1, 1, 0, 0, 1, 1, 1], "stop", ScoreResult(1.0, "ok")),
         ([80, 5, 2, 81, 82], [0, 1, 1, 0, 0], "length", ScoreResult(1.0, "ok")),  # reward.cut_off_factor is 0
         ([9, 2], [1, 1], "stop", ScoreResult(0.0, "error", "ValueError: no")),
-        ([80, 81], [0, 0], "length", ScoreResult(0.0, "ok")),
     ]
     no_pool: Any = None
     with Scorer([Prompt("e", "?", (1,), "none of these", "exact")], str, (2,), no_pool, RewardConfig()) as scorer:
@@ -205,10 +204,10 @@ def test_a_rollout_with_an_environment_has_its_score() -> None:
             episode = Episode(torch.tensor(sampled).bool(), 2, score=given)
             scorer.finished(0, Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), finish, episode=episode))
         scores = scorer.scores([(0, i) for i in range(len(made))])
-    assert scores.answers == ["[7, 8]", "[5]", "[9]", "[]"]
-    assert (scores.rewards.tolist(), scores.right) == ([1.0, 0.0, 0.0, 0.0], [True, False, False, False])
+    assert scores.answers == ["[7, 8]", "[5]", "[9]"]
+    assert (scores.rewards.tolist(), scores.right) == ([1.0, 0.0, 0.0], [True, False, False])
     assert scores.results == [given for *_, given in made]
-    assert (scores.counts["ok"], scores.counts["error"]) == (3, 1)
+    assert (scores.counts["ok"], scores.counts["error"]) == (2, 1)
     what = "the environment raised on an answer, which scores 0 (metric verifier_errors)"
     assert scores.raised == {what: "ValueError: no"}
 
