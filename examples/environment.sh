@@ -10,11 +10,11 @@ NAME=${1:?environment.sh: name an example: calculator or guessing}
 shift
 RUN=${RUN:-runs/$NAME}
 PROCESSES=${PROCESSES:-2}
-CONFIG=examples/$NAME/$NAME.toml
+CONFIG=examples/environments/$NAME.toml
 
 if [ ! -f "$RUN/sft/model/config.json" ]; then
   echo "== 1/3 data, a random model and a tokenizer: $RUN/init"
-  python "examples/$NAME/make_data.py" "runs/$NAME/data"
+  python examples/environments/make_data.py runs/environments
   python tools/make_tiny_model.py "$CONFIG" "$RUN/init" "$@" --vocab 140
   echo "== 2/3 warm start on solved examples: $RUN/sft"
   brorl sft --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/init" run.dir="$RUN/sft"
