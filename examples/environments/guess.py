@@ -1,7 +1,5 @@
 """Environments of number guessing: a turn of the model is a guess, and the observation is a hint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,13 +1,7 @@
-"""Write the training and held-out rows of the examples of environments, which have different prompts.
-
-python examples/environments/make_data.py runs/environments
-"""
-
-from __future__ import annotations
+"""Write training and held-out rows of the examples of environments, with different prompts, to runs/environments."""
 
 import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,8 +23,8 @@ def game(low: int, high: int) -> dict[str, str]:
     """Return a row with the targets of a game with and without feedback."""
     numbers = range(low, high + 1)
     row = {"prompt": f"{low} to {high}: ", "answer": str(RANDOM.choice(numbers))}
-    targets = {"feedback": play(Guess(), row, numbers), "no_feedback": play(GuessWithoutFeedback(), row, numbers)}
-    return row | targets
+    games = {"feedback": Guess(), "no_feedback": GuessWithoutFeedback()}
+    return row | {column: play(environment, row, numbers) for column, environment in games.items()}
 
 
 def play(environment: Guess, row: dict[str, str], possible: Sequence[int]) -> str:
@@ -48,16 +42,16 @@ def play(environment: Guess, row: dict[str, str], possible: Sequence[int]) -> st
     return text.removesuffix(observation)  # a rollout ends with a guess
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    folder = Path("runs/environments")
     folder.mkdir(parents=True, exist_ok=True)
     for name, make_row, problems in (("calculator", product, PRODUCTS), ("guessing", game, BOUNDS)):
         RANDOM.shuffle(problems)
         quarter = len(problems) // 4
         for part, chosen, count in (("held_out", problems[:quarter], 400), ("train", problems[quarter:], 16000)):
             rows = [make_row(*RANDOM.choice(chosen)) for _ in range(count)]
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (folder / f"{name}_{part}.jsonl").write_text(text, encoding="utf-8")
+            (folder / f"{name}_{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -1,4 +1,4 @@
-"""Two steps of the examples with environments. Hints and products in rows and in recorded rollouts are computed again."""
+"""Two steps of the examples with environments. Hints and products of rows and rollouts are computed again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from e2e.runs import ENVIRONMENT, REPOSITORY, rows
 from megatron_brorl import load_run
 from megatron_brorl.user_functions import import_function
 
-SMALL = ["sft.steps=60", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
+SMALL = ["sft.steps=50", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
 
 
 def check_calculator(turns: list[str], observations: list[str], prompt: str, answer: str) -> bool:
@@ -31,7 +31,7 @@ def check_calculator(turns: list[str], observations: list[str], prompt: str, ans
 
 def check_guessing(turns: list[str], observations: list[str], prompt: str, answer: str) -> bool:
     """Check the hints of a game, and return whether the number was found."""
-    assert int(answer) in range(int(prompt[:2]), int(prompt[6:8]) + 1)
+    assert int(prompt[:2]) <= int(answer) <= int(prompt[6:8])
     assert len(turns) <= 6
     guesses = [int(turn) if re.fullmatch("[0-9]+", turn) else None for turn in turns]
     assert int(answer) not in guesses[:-1]
@@ -45,14 +45,14 @@ def test_example(tmp_path, name):
     for part in ("examples", "tools"):
         shutil.copytree(REPOSITORY / part, tmp_path / part)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", "examples/environment.sh", name, *SMALL]
     env = {**ENVIRONMENT, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    command = ["bash", "examples/environment.sh", name, *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
     check = globals()[f"check_{name}"]
-    files = [tmp_path / "runs" / "environments" / f"{name}_{part}.jsonl" for part in ("train", "held_out")]
-    train, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    files = [tmp_path / f"runs/environments/{name}_{part}.jsonl" for part in ("train", "held_out")]
+    train, held_out = (list(map(json.loads, file.read_text().splitlines())) for file in files)
     assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
     for row in train:
         parts = re.split("(<result>.*?</result>)", row["target" if name == "calculator" else "feedback"])
@@ -61,18 +61,15 @@ def test_example(tmp_path, name):
         assert len(set(guesses)) == 6 or guesses[-1] == row["answer"]
 
     assert all(line["turns"] > 1 for line in rows(tmp_path / "runs" / name))
-    found = load_run(tmp_path / "runs" / name)
-    groups = {group["group"]: group for group in found.groups(1).to_pylist()}
-    for rollout in found.rollouts(1).to_pylist():
+    run = load_run(tmp_path / "runs" / name)
+    groups = {group["group"]: (group["prompt"], group["reference"]) for group in run.groups(1).to_pylist()}
+    for rollout in run.rollouts(1).to_pylist():
         turns, observations = ([t["text"] for t in rollout["turns"] if t["sampled"] is flag] for flag in (True, False))
-        group = groups[rollout["group"]]
-        assert rollout["reward"] == check(turns, observations, group["prompt"], group["reference"])
+        assert rollout["reward"] == check(turns, observations, *groups[rollout["group"]])
 
 
 @pytest.mark.parametrize("text", ["", "x", " 17", "-17", "17.0", "\u0661\u0667", "1\u2077", "17\n"])
 def test_other_texts_are_wrong_guesses(text):
-    guess, _ = import_function(f"{REPOSITORY}/examples/environments/guess.py:Guess", "environment")
-    game = guess()
+    game = import_function(f"{REPOSITORY}/examples/environments/guess.py:Guess", "environment")[0]()
     game.reset({"answer": "17"})
-    assert game.step(text) == ("<result>no number</result>", False)
-    assert game.reward() == 0.0
+    assert (game.step(text), game.reward()) == (("<result>no number</result>", False), 0.0)
