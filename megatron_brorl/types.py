@@ -84,6 +84,13 @@ class Rollout:
         """Return the number of tokens that the model sampled."""
         return len(self.token_ids) if self.episode is None else int(self.episode.sampled.sum())
 
+    def parts(self) -> list[tuple[bool, Tensor]]:
+        """Return the token ids of each turn (true) and each observation (false) in order."""
+        if self.episode is None:
+            return [(True, self.token_ids)]
+        kinds, counts = self.episode.sampled.unique_consecutive(return_counts=True)
+        return list(zip(kinds.tolist(), self.token_ids.split(counts.tolist()), strict=True))
+
 
 @dataclass(frozen=True)
 class PromptGroup:

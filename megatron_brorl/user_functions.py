@@ -46,7 +46,7 @@ def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
 
     found = getattr(module, function, None)
     if not callable(found):
-        raise UserError(f"{what} {name}: {path} has no function {function!r}; define it, or name another")
+        raise UserError(f"{what} {name}: {path} does not define {function!r}; add it, or name another")
     source = Path(module.__file__ or "")
     if not source.is_file():
         raise UserError(f"{what} {name}: its module has no file to compute a hash of; put it into a .py file")

@@ -177,7 +177,7 @@ class Engine:
 
     def _go_on(self, start: Rollout, drawn: list[int], sampling: Sampling) -> Rollout:
         done = len(start.token_ids)
-        new = drawn[done : done + (sampling.tokens_per_call or sampling.max_tokens)]
+        new = drawn[done : done + sampling.new_tokens]
         finish = "length" if done + len(new) == sampling.max_tokens else "cut"
         ends = [i for i, drawn in enumerate(new) if drawn in sampling.stop_ids]
         if ends:

@@ -31,7 +31,7 @@ from megatron_brorl.data.chat import Message
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
-from megatron_brorl.environments.interface import Kind, describe
+from megatron_brorl.environments.interface import Format, Kind, describe
 from megatron_brorl.environments.pool import EnvironmentPool
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape, read_shape
@@ -117,6 +117,7 @@ class Session:
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
         check_model(config, self.shape.family, self.shape.experts, config.model.path)
 
+        self._environment_class = program.environment or config.environment.factory
         self.environment = self._describe_environment()
         data = self._data_config()
 
@@ -219,20 +220,15 @@ class Session:
         if not self.config.environment.factory:
             return None
         kind = describe(self._environment_class)
-        role = "tool" if kind.tools else "user"
-        self._continuation([{"role": role, "content": "x"}])
-        tools = ", ".join(tool["function"]["name"] for tool in kind.tools)
-        self.program.on_check("environment", f"tools {tools}" if tools else "observations of step")
+        self._continuation([{"role": "tool" if kind.tools else "user", "content": "x"}])
+        names = ", ".join(tool["function"]["name"] for tool in kind.tools)
+        self.program.on_check("environment", f"tools {names}" if names else "observations of step")
         return kind
-
-    @property
-    def _environment_class(self) -> str | type:
-        return self.program.environment or self.config.environment.factory
 
     def _continuation(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""
-        is_chat = self.config.tool_format == "hermes"
-        return self.tokenizer.continuation(messages, is_chat, self.config.data.chat_template_kwargs)
+        data = self.config.data
+        return self.tokenizer.continuation(messages, data.chat, data.chat_template_kwargs)
 
     def _data_config(self) -> DataConfig:
         """Return section [data] for reading rows. With an environment, its tools are part of prompts of a template."""
@@ -240,7 +236,7 @@ class Session:
         if self.environment is None:
             return data
         variables = dict(data.chat_template_kwargs)
-        if self.environment.tools and self.config.tool_format == "hermes":
+        if self.environment.tools and data.chat:
             if self.tokenizer.template_reads("tools"):
                 variables["tools"] = list(self.environment.tools)
             elif int(os.environ.get("RANK", "0")) == 0:
@@ -374,9 +370,8 @@ class Session:
     def _turn_engine(self, engine: RolloutEngine) -> RolloutEngine:
         """Return the engine with environments, whose processes end with the session."""
         config = self.config.environment
-        pool = EnvironmentPool(
-            self._environment_class, config.workers, config.max_tool_seconds, self.config.tool_format
-        )
+        tool_format: Format = "hermes" if self.config.data.chat else "tags"
+        pool = EnvironmentPool(self._environment_class, config.workers, config.max_tool_seconds, tool_format)
         self._closing.append(pool.close)
         turns = TurnEngine(engine, pool, config, self.tokenizer.decode, self._continuation)
         return typing.cast(RolloutEngine, turns)

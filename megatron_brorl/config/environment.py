@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from megatron_brorl.config.section import key, section
 
 CALL_END = "</call>"  # ends a tool call in the plain format
@@ -11,7 +9,10 @@ CALL_END = "</call>"  # ends a tool call in the plain format
 
 @section
 class EnvironmentConfig:
-    """A rollout of several turns: the model calls tools, or answers observations of an environment."""
+    """A rollout of several turns: the model calls tools, or answers observations of an environment.
+
+    Tool calls have the JSON format of chat templates with data.chat, and else a plain format with tags.
+    """
 
     factory: str = key(
         "",
@@ -26,9 +27,4 @@ class EnvironmentConfig:
         ge=0,
     )
     max_tool_seconds: float = key(10.0, "Seconds per call of an environment. After that, it is lost.", gt=0)
-    format: Literal["auto", "hermes", "tags"] = key(
-        "auto",
-        'Format of tool calls. "hermes" is the JSON format of the chat templates of Qwen and others, "tags" a plain '
-        'one for models without a chat template. "auto" uses "hermes" with data.chat, and else "tags".',
-    )
     workers: int = key(2, "Number of processes per rank that run environments.", ge=1)

@@ -141,14 +141,9 @@ def _environment(config: Config) -> Iterator[Rule]:
     # An unfinished rollout of a checkpoint would lack the object of its environment.
     yield "rollout.partial_tokens", on and bool(rollout.partial_tokens), f"must be 0 with {name}"
     yield (
-        "environment.format",
-        on and config.tool_format == "hermes" and not config.data.chat,
-        '"hermes" needs data.chat = true; use "tags"',
-    )
-    yield (
-        "environment.format",
-        on and config.tool_format == "tags" and rollout.engine == "trtllm",
-        f'"tags" needs the stop string {CALL_END}, and rollout.engine = "trtllm" stops only at tokens',
+        "data.chat",
+        on and not config.data.chat and rollout.engine == "trtllm",
+        f'with {name}, turns end at {CALL_END}, but rollout.engine = "trtllm" stops only at tokens',
     )
     yield (
         "data.chat_template_kwargs",

@@ -558,15 +558,9 @@ class Config:
     sft: SftConfig = Field(default_factory=SftConfig)
 
     @property
-    def tool_format(self) -> Literal["hermes", "tags"]:
-        """Return the format of tool calls."""
-        chosen = self.environment.format
-        return chosen if chosen != "auto" else "hermes" if self.data.chat else "tags"
-
-    @property
     def stop_strings(self) -> tuple[str, ...]:
         """Return the strings that end a response, or a turn of it."""
-        ends_calls = self.environment.factory and self.tool_format == "tags"
+        ends_calls = self.environment.factory and not self.data.chat
         return (*self.rollout.stop_strings, *([CALL_END] if ends_calls else []))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.config.environment import CALL_END
 from megatron_brorl.config.schema import DataConfig
-from megatron_brorl.errors import UserError, shown
+from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 
 # {"role": str, "content": str}; the assistant may add "tool_calls", and a tool its "name" and "tool_call_id".
@@ -26,12 +27,7 @@ _MACRO = (
 )
 _DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 
-_KEYS = {
-    "system": {"role", "content"},
-    "user": {"role", "content"},
-    "assistant": {"role", "content", "tool_calls"},
-    "tool": {"role", "content", "name", "tool_call_id"},
-}  # of a message, by role
+_ROLES = ("system", "user", "assistant", "tool")
 
 
 def has_chat_template(model: Path) -> bool:
@@ -47,76 +43,62 @@ def check_messages(prompt: Sequence[Any], where: str) -> list[Message]:
 
     At most one system message may come first, and the last message is the user's.
     """
-    if not prompt:
-        raise UserError(f"{where}: prompt must be a string or a list of messages that is not empty")
-    messages = [_check_message(raw, f"{where}: prompt[{i}]", i == 0) for i, raw in enumerate(prompt)]
-    last = messages[-1]
-    if last["role"] != "user" or not last["content"].strip():
-        raise UserError(f"{where}: the last message of a prompt must be the user's, and not empty")
+    messages, turns = check_conversation(prompt, where)
+    if turns:
+        raise UserError(f"{where}: the last message of a prompt must be the user's")
     return messages
 
 
-def check_turns(turns: Sequence[Any], where: str, first: int) -> list[Message]:
-    """Return the messages after the last one of the user, from prompt[first] on. Raises UserError if one is malformed.
+def check_conversation(prompt: Sequence[Any], where: str) -> tuple[list[Message], list[Message]]:
+    """Return the messages up to the last one of the user, and those after it. Raises UserError for the first mistake.
 
-    The assistant's messages alternate with one or more tool results, and the last message is the assistant's.
+    After the last message of the user, turns of the assistant alternate with one or more results of tools.
     """
-    messages = [_check_message(raw, f"{where}: prompt[{first + i}]", False) for i, raw in enumerate(turns)]
-    if messages and not re.fullmatch("a(t+a)*", "".join(message["role"][0] for message in messages)):
+    messages = [_check_message(raw, f"{where}: prompt[{i}]") for i, raw in enumerate(prompt)]
+    roles = "".join(message["role"][0] for message in messages)
+    end = roles.rfind("u") + 1
+    if (late := roles.rfind("s")) > 0:
+        raise UserError(f"{where}: prompt[{late}]: a system message may only come first")
+    if not end or not messages[end - 1]["content"].strip():
+        raise UserError(f"{where}: prompt must be a string or a list with a message of the user that is not empty")
+    if not re.fullmatch("(a(t+a)*)?", roles[end:]):
         raise UserError(
-            f"{where}: prompt[{first}] and later: after the last message of the user, messages of the assistant and "
-            "tool results must alternate, and the last one must be the assistant's"
+            f"{where}: prompt[{end}] and later: after the last message of the user, messages of the assistant and "
+            "results of tools must alternate, and the last one must be the assistant's"
         )
-    return messages
+    return messages[:end], messages[end:]
 
 
-def _check_message(raw: Any, name: str, is_first: bool) -> Message:
+def _check_message(raw: Any, name: str) -> Message:
     # Parquet adds the keys of all other objects, with null.
-    message = _without_nulls(raw)
+    message = {k: v for k, v in raw.items() if v is not None} if isinstance(raw, dict) else {}
     role = message.get("role")
-    if isinstance(role, str) and role not in _KEYS:
-        raise UserError(f"{name}: unknown role {role!r}; known: {', '.join(_KEYS)}")
-    if role == "system" and not is_first:
-        raise UserError(f"{name}: a system message may only come first")
-
+    if isinstance(role, str) and role not in _ROLES:
+        raise UserError(f"{name}: unknown role {role!r}; known: {', '.join(_ROLES)}")
     calls = message.pop("tool_calls", []) if role == "assistant" else []
     if calls:
         message.setdefault("content", "")
-    keys = set(message)
-    if not {"role", "content"} <= keys <= _KEYS.get(str(role), set()) or not all(
-        isinstance(value, str) for value in message.values()
-    ):
+    optional = {"name", "tool_call_id"} if role == "tool" else set()
+    keys = {"role", "content"}
+    if not keys <= set(message) <= keys | optional or not all(isinstance(value, str) for value in message.values()):
         raise UserError(f'{name} must be {{"role": "...", "content": "..."}} with strings and no other keys')
-    if not isinstance(calls, list):
-        raise UserError(f"{name}.tool_calls must be a list")
-    if calls:
-        message["tool_calls"] = [_check_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return message
+    return {**message, "tool_calls": _check_calls(calls, f"{name}.tool_calls")} if calls else message
 
 
-def _check_call(raw: Any, name: str) -> dict[str, Any]:
-    """Return a tool call in OpenAI's format, with its arguments as an object, which chat templates expect."""
-    function = _without_nulls(_without_nulls(raw).get("function"))
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as e:
-            raise UserError(f"{name}.function.arguments: not valid JSON: {shown(e)}") from None
-    if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
-        raise UserError(f'{name} must be {{"function": {{"name": "...", "arguments": {{...}}}}}}')
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _without_nulls(raw: Any) -> dict[str, Any]:
-    return {k: v for k, v in raw.items() if v is not None} if isinstance(raw, dict) else {}
-
-
-def split_turns(prompt: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Split a conversation after the last message of the user."""
-    users = [i for i, raw in enumerate(prompt) if isinstance(raw, dict) and raw.get("role") == "user"]
-    end = users[-1] + 1 if users else len(prompt)
-    return prompt[:end], prompt[end:]
+def _check_calls(raw: Any, name: str) -> list[dict[str, Any]]:
+    """Return tool calls in OpenAI's format, with their arguments as objects, which chat templates expect."""
+    calls = []
+    try:
+        for function in (call["function"] for call in raw):
+            called, arguments = function["name"], function["arguments"]
+            if not isinstance(called, str):
+                raise TypeError
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            calls.append({"type": "function", "function": {"name": called, "arguments": {**arguments}}})
+    except (KeyError, TypeError, ValueError, RecursionError):
+        form = '{"function": {"name": "...", "arguments": {...}}}'
+        raise UserError(f"{name} must be a list of {form}; arguments may be a string with a JSON object") from None
+    return calls
 
 
 def prompt_text(prompt: str | Sequence[Message]) -> str:
@@ -146,21 +128,11 @@ def date_variables(template: str, date: datetime.date) -> dict[str, Any]:
     return {"chat_template": _MACRO + template, _DATES: dates}
 
 
-def plain_text(messages: Sequence[Message]) -> str:
-    """Return the text that follows a turn without a chat template: results of tools in tags, or an observation."""
-    return "".join(f"<result>{m['content']}</result>" if m["role"] == "tool" else m["content"] for m in messages)
+def plain_ids(messages: Sequence[Message], encode: Callable[[str], list[int]], eos_id: int) -> list[int]:
+    """Return the ids of messages without a chat template: results of tools in tags, and the text of others.
 
-
-def mentions(template: str, variable: str) -> bool:
-    """Return whether a template mentions a variable."""
-    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
-
-
-def check_variables(template: str, variables: Mapping[str, Any], directory: Path) -> None:
-    """Raise UserError for a variable that the template does not mention, because it would change nothing."""
-    for name in variables:
-        if not mentions(template, name):
-            raise UserError(
-                f"data.chat_template_kwargs.{name}: the chat template of {directory} reads no such variable; correct "
-                "or remove the name"
-            )
+    A turn of the assistant ends with </call> or with the EOS token.
+    """
+    texts = [f"<result>{m['content']}</result>" if m["role"] == "tool" else m["content"] for m in messages]
+    is_open = messages[-1]["role"] == "assistant" and not texts[-1].endswith(CALL_END)
+    return encode("".join(texts)) + [eos_id] * is_open

@@ -15,12 +15,12 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.environment import CALL_END
 from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
-from megatron_brorl.data.chat import Message, check_messages, check_turns, conversation, prompt_text, split_turns
+from megatron_brorl.data.chat import Message, check_conversation, conversation, prompt_text
 from megatron_brorl.data.columns import KEYS, map_columns
 from megatron_brorl.data.readers import parse_row, raw_rows, without_nulls
 from megatron_brorl.data.tokenizers import Tokenizer
@@ -48,7 +48,7 @@ class Row:
 
     def texts(self) -> tuple[str | None, ...]:
         """Return the texts that the tokenizer must be able to represent."""
-        return prompt_text(self.prompt), self.answer, self.target, *(m["content"] for m in self.turns)
+        return prompt_text(self.prompt), self.answer, self.target, prompt_text(self.turns)
 
 
 @dataclass(frozen=True)
@@ -76,44 +76,35 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
     prompts = []
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
-        turns = _demonstration(row, tokenizer, config)
-        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata, row.target, turns))
+        response = _demonstration(row, tokenizer, config)
+        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata, row.target, response))
     return prompts
 
 
 def _demonstration(row: Row, tokenizer: Tokenizer, config: DataConfig) -> Demonstration | None:
-    """Return the response of a row that has several turns, or observations in its target; None for other rows."""
-    try:
-        if row.turns:
-            prompt = conversation(row.prompt, config, row.where)
-            return tokenizer.apply_chat_turns(prompt, row.turns, config.chat_template_kwargs)
-        if row.target and not config.chat and ("<result>" in row.target or "</result>" in row.target):
-            return _tagged_turns(row.target, tokenizer)
-    except UserError as e:
-        raise UserError(f"{row.where}: {e}") from None
-    return None
-
-
-def _tagged_turns(target: str, tokenizer: Tokenizer) -> Demonstration:
-    """Return the turns of a target with observations in tags.
-
-    Turns and observations are encoded apart, as during a rollout. A turn ends with </call> or with the EOS token.
-    """
-    parts = _OBSERVATION.split(target)
-    if any("<result>" in turn or "</result>" in turn for turn in parts[::2]):
-        raise UserError("target: <result> and </result> do not match; put each observation between one pair of them")
-    if not parts[-1]:
-        raise UserError("target: ends with an observation, after which there is nothing to learn; add a turn or cut it")
+    """Return the response of a row with several turns, with the tokens that a rollout has; None for other rows."""
+    turns = row.turns if config.chat else _tagged_turns(row)
     ids: list[int] = []
     trained: list[bool] = []
-    for i, part in enumerate(parts):
-        is_turn = i % 2 == 0
-        own = tokenizer.encode(part)
-        if is_turn and part and not part.endswith(CALL_END):
-            own.append(tokenizer.eos_id)
+    for role, messages in groupby(turns, lambda message: message["role"]):
+        try:
+            own = tokenizer.continuation(list(messages), config.chat, config.chat_template_kwargs)
+        except UserError as e:
+            raise UserError(f"{row.where}: {e}") from None
         ids += own
-        trained += [is_turn] * len(own)
-    return Demonstration(tuple(ids), tuple(trained))
+        trained += [role == "assistant"] * len(own)
+    return Demonstration(tuple(ids), tuple(trained)) if ids else None
+
+
+def _tagged_turns(row: Row) -> list[Message]:
+    """Return the turns of a target with observations in tags as messages; [] without observations."""
+    parts = _OBSERVATION.split(row.target or "")
+    if any(tag in turn for turn in parts[::2] for tag in ("<result>", "</result>")) or (parts[1:] and not parts[-1]):
+        raise UserError(
+            f"{row.where}: target: <result> and </result> must surround each observation, and a turn must follow it"
+        )
+    roles = ("assistant", "user")
+    return [{"role": roles[i % 2], "content": part} for i, part in enumerate(parts) if part and parts[1:]]
 
 
 def render(
@@ -199,17 +190,17 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
     target = row.get("target")
     turns: list[Message] = []
     if isinstance(prompt, list):
-        messages, rest = split_turns(prompt)
-        prompt = check_messages(messages, where)
-        turns = check_turns(rest, where, len(messages))
+        prompt, turns = check_conversation(prompt, where)
         if turns and target is not None:
             raise UserError(f"{where}: has a target, and a message of the assistant at the end; remove one of them")
         if turns:
             target = turns[-1]["content"]
+            turns = [] if turns == [{"role": "assistant", "content": target}] else turns
     verifier = row.get("verifier", row_format.verifier)
     row_id = row.get("id", default_id)
     text = prompt_text(prompt) if isinstance(prompt, list) else prompt
-    _check_texts({"prompt": text, "answer": answer, "target": target, "verifier": verifier, "id": row_id}, where)
+    texts = {"prompt": text, "answer": answer, "target": target, "verifier": verifier, "id": row_id}
+    _check_texts({**texts, "messages": json.dumps(turns, ensure_ascii=False)}, where)
     answer = target if answer is None else answer
 
     # Parquet has no type for any object, so metadata may be a string of JSON there.
@@ -220,8 +211,7 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
 
     verifier_row = VerifierRow(id=row_id, prompt=text, answer=answer, metadata=metadata)
     entry(verifier, where, row_format.reward).check_row(verifier_row, where)
-    has_several = len(turns) > 1 or any("tool_calls" in turn for turn in turns)
-    return Row(where, prompt, answer, verifier, row_id, metadata, target, turns if has_several else ())
+    return Row(where, prompt, answer, verifier, row_id, metadata, target, tuple(turns))
 
 
 def _check_texts(texts: Mapping[str, Any], where: str) -> None:

@@ -23,11 +23,10 @@ from typing import Any
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from megatron_brorl.data.chat import Message, plain_text
+from megatron_brorl.data.chat import Message, plain_ids
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG
 from megatron_brorl.files import read_object
-from megatron_brorl.types import Demonstration
 
 MODEL = "tokenizer.model"
 CONVERTED = "tokenizer.json"
@@ -87,15 +86,7 @@ class SentencePieceTokenizer:
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, list[int]]:
-        raise self._no_template()
-
-    def apply_chat_turns(
-        self, prompt: Sequence[Message], turns: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> Demonstration:
-        raise self._no_template()
-
-    def _no_template(self) -> UserError:
-        return UserError(
+        raise UserError(
             f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
             "set data.chat = false and write the frame of the prompt into data.template"
         )
@@ -105,7 +96,7 @@ class SentencePieceTokenizer:
     ) -> list[int]:
         if chat:
             self.apply_chat(messages, variables)  # raises UserError
-        return self.encode(plain_text(messages))
+        return plain_ids(messages, self.encode, self.eos_id)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])

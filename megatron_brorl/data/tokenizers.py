@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_brorl.data.chat import DATE, Message, check_variables, date_variables, mentions, plain_text
+from megatron_brorl.data.chat import DATE, Message, date_variables, plain_ids
 from megatron_brorl.data.sentencepiece import (
     CONVERTED,
     MAX_CHECKED_PIECES,
@@ -22,10 +22,9 @@ from megatron_brorl.data.sentencepiece import (
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, refuse_gguf
 from megatron_brorl.files import read_object
-from megatron_brorl.types import Demonstration
 
 GENERATION = "generation_config.json"
-_MARK = "\u2039message {}\u203a"  # stands for a message while the template's own text is extracted
+_MARKS = 0x108000  # code of the character that stands for the first special token of data in a template
 _TURN = "\u2039turn\u203a"  # stands for a turn of the assistant
 
 
@@ -71,21 +70,12 @@ class Tokenizer(Protocol):
     def continuation(
         self, messages: Sequence[Message], chat: bool, variables: Mapping[str, Any] = MappingProxyType({})
     ) -> list[int]:
-        """Return the ids that follow an assistant's turn, after its stop token, if these messages answer it.
+        """Return the ids of one turn of the assistant after its beginning, or of messages that answer a turn.
 
-        With chat, they are those that the template writes after a turn, up to the next turn of the assistant. They do
-        not depend on earlier messages, so the rest of a rollout stays as it was sampled, even if the template drops
-        thoughts of earlier turns. Without chat, they are those of chat.plain_text. The contents are data, as above.
-        Raises UserError if the template does not accept the messages, or changes the end of a turn before them.
-        """
-
-    def apply_chat_turns(
-        self, prompt: Sequence[Message], turns: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> Demonstration:
-        """Return the tokens that the chat template adds to a prompt for turns of the assistant and tool results.
-
-        The prompt ends with the beginning of the assistant's turn, see apply_chat. A turn, which is trained on, ends
-        with its stop token. Raises UserError as apply_chat does, and if the template rewrites earlier messages.
+        A turn ends with its stop token. The ids of an answer follow that token, up to the beginning of the next turn.
+        With chat, the template renders the messages after a short conversation, so the rest of a rollout stays as it
+        was sampled, even if the template drops thoughts of earlier turns. Without chat, see chat.plain_ids. The
+        contents are data, as above. Raises UserError if the template does not write such turns.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -157,8 +147,8 @@ class HuggingFaceTokenizer:
         unk_id = self._inner.unk_token_id  # GPT-2's EOS has this name too, although it can encode all text.
         self.unk_id: int | None = None if unk_id in (self.eos_id, self.bos_id, self.pad_id) else unk_id
 
-        self._special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
-        self._turn_end: tuple[Mapping[str, Any], str, int] | None = None  # variables, and _find_turn_end of them
+        special = [t.content for t in self._inner.added_tokens_decoder.values() if t.special]
+        self._special = sorted(special, key=len, reverse=True)  # A longer one may contain a shorter one.
         # Tokenizing a text shows whether the tokenizer adds BOS.
         self._leads_with_bos = self.bos_id is not None and self._inner("a").input_ids[:1] == [self.bos_id]
 
@@ -180,118 +170,67 @@ class HuggingFaceTokenizer:
         return self._today if self._inner.chat_template and DATE in self._template() else None
 
     def template_reads(self, variable: str) -> bool:
-        return mentions(self._template(), variable)
+        return re.search(rf"\b{re.escape(variable)}\b", self._template()) is not None
 
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, list[int]]:
-        check_variables(self._template(), variables, self.directory)
-        return self._framed(messages, lambda given: self._render(given, variables))
+        for name in variables:
+            if not self.template_reads(name):
+                raise UserError(
+                    f"data.chat_template_kwargs.{name}: the chat template of {self.directory} reads no such variable; "
+                    "correct or remove the name"
+                )
+        return self._encoded(messages, lambda given: self._render(given, variables))
 
     def continuation(
         self, messages: Sequence[Message], chat: bool, variables: Mapping[str, Any] = MappingProxyType({})
     ) -> list[int]:
         if not chat:
-            return self.encode(plain_text(messages))
+            return plain_ids(messages, self.encode, self.eos_id)
 
-        if self._turn_end is None or self._turn_end[0] != variables:
-            self._turn_end = variables, *self._find_turn_end(variables)
-        _, end, stop = self._turn_end
-
-        def rest(given: Sequence[Message]) -> str:
-            text = self._after_turn(given, variables)
-            if not text.startswith(end):
-                raise UserError(
-                    f"{self.directory}: the chat template writes another end of a turn when messages follow; use a "
-                    "template without this difference, or remove environment.factory"
-                )
-            return text[stop:]
-
-        return self._framed(messages, rest)[1]
-
-    def _find_turn_end(self, variables: Mapping[str, Any]) -> tuple[str, int]:
-        """Return the text that the template writes after a turn, and the place in it after the stop token."""
-        end = self._after_turn([], variables, to_answer=False)
-        stops = filter(None, (self.decode_all([i]) for i in stop_ids(self.directory, self)))
-        found = re.search("|".join(map(re.escape, stops)), end)
-        if not found:
+        def added(given: Sequence[Message]) -> str:
+            question = {"role": "user", "content": "x"}
+            if messages[0]["role"] == "assistant":
+                before = self._render([question], variables)
+                text = self._render([question, *given], variables, to_answer=False)
+                end = self._stop.search(text, len(before))
+                writes_calls = "tool_calls" not in messages[0] or self.template_reads("tool_calls")
+                if text.startswith(before) and end and writes_calls:
+                    return text[len(before) : end.end()]
+            else:
+                # Some templates write thoughts only into the last turn, so the text before its content may change.
+                turn = {"role": "assistant", "content": _TURN}
+                text = self._render([question, turn, *given], variables).partition(_TURN)[2]
+                if end := self._stop.match(text):
+                    return text[end.end() :]
             raise UserError(
-                f"{self.directory}: the chat template does not end a turn with a stop token of the model; correct the "
-                "template or eos_token_id, or remove environment.factory"
+                f"{self.directory}: the chat template does not write a turn of the assistant as it asks for one, with "
+                "its tool calls and a stop token at the end; change the template, its variables or eos_token_id"
             )
-        return end, found.end()
 
-    def _after_turn(self, messages: Sequence[Message], variables: Mapping[str, Any], to_answer: bool = True) -> str:
-        """Return the text after an assistant's turn with these messages after it.
+        return self._encoded(messages, added)[1]
 
-        The text before it may depend on them, because some templates write only the thoughts of the last turn.
-        """
-        turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
-        return self._render([*turn, *messages], variables, to_answer).partition(_TURN)[2]
+    @cached_property
+    def _stop(self) -> re.Pattern[str]:
+        stops = (self.decode_all([i]) for i in stop_ids(self.directory, self))
+        return re.compile(rf"\s*(?:{'|'.join(map(re.escape, filter(None, stops)))})")
 
-    def _framed(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> tuple[str, list[int]]:
-        """Return the rendered text of messages and its ids. Contents of messages never become special tokens."""
-        # Without special tokens in the messages, the text is tokenized as a whole, as in the training of the model.
-        rendered = render(messages)
-        contents = [message["content"] for message in messages]
-        if not any(map(self._has_special, contents)):
+    def _encoded(self, messages: Sequence[Message], render: Callable[[Any], str]) -> tuple[str, list[int]]:
+        """Return the rendered text of messages and its ids. Special tokens in messages stay plain text."""
+        # A character of a private area replaces each of them, so all others are the template's own.
+        marks = {token: chr(_MARKS + i) for i, token in enumerate(self._special)}
+        given = _replaced(list(messages), marks)
+        rendered = render(given)
+        # Without them, the text is tokenized as a whole, as in the training of the model.
+        if given == list(messages):
             return rendered, self._ids(rendered)
-
-        # Otherwise render it again with a mark in place of each message. The text between marks is the template's own.
-        marks = [_MARK.format(i) for i in range(len(contents))]
-        marked = render([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
-        pattern = "|".join(map(re.escape, marks))
-        frames = re.split(pattern, marked)
-        if re.findall(pattern, marked) != marks:
-            raise UserError(
-                f"{self.directory}: a prompt contains a special token of the tokenizer, and its chat template does not "
-                "keep messages apart; remove the special token from the data"
-            )
-
-        # Only the template's own text may become special tokens. Messages are tokenized as plain text.
-        text = frames[0]
-        ids = self._ids(text)
-        for content, frame in zip(contents, frames[1:], strict=True):
-            text += content + frame
-            ids += [*self.encode(content), *self._ids(frame)]
-        return text, ids
-
-    def apply_chat_turns(
-        self, prompt: Sequence[Message], turns: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> Demonstration:
-        messages = [*prompt, *turns]
-        if self._has_special(json.dumps(messages, ensure_ascii=False)):
-            raise UserError(
-                "a message contains a special token of the tokenizer, which would become a control token; remove it"
-            )
-        whole = self._render(messages, variables, to_answer=False)
-        starts = []
-        for i, message in enumerate(messages):
-            if i >= len(prompt) and message["role"] == "assistant":
-                before = self._render(messages[:i], variables)
-                if not whole.startswith(before):
-                    raise UserError(
-                        f"{self.directory}: the chat template changes earlier text when a turn of the assistant is "
-                        "added, so its turns cannot be found; change data.chat_template_kwargs or the template"
-                    )
-                starts.append(len(before))
-
-        # Encode each turn with the text up to the next one. Only the tokens up to the stop token are the model's.
-        stops = stop_ids(self.directory, self)
-        ids: list[int] = []
-        trained: list[bool] = []
-        for start, end in zip(starts, [*starts[1:], len(whole)], strict=True):
-            own = self._ids(whole[start:end])
-            length = next((i for i, token in enumerate(own, start=1) if token in stops), 0)
-            if not length:
-                raise UserError(
-                    f"{self.directory}: the chat template ends a turn of the assistant without a stop token; add its "
-                    f"last token to eos_token_id of {GENERATION}"
-                )
-            ids += own
-            trained += [True] * length + [False] * (len(own) - length)
-        last = len(trained) - trained[::-1].index(True)
-        return Demonstration(tuple(ids[:last]), tuple(trained[:last]))
+        tokens = {ord(mark): token for token, mark in marks.items()}
+        ids = []
+        # A special token may include the white space around it.
+        for i, part in enumerate(re.split(rf"(\s*(?:{'|'.join(map(re.escape, self._special))})\s*)", rendered)):
+            ids += self._ids(part.translate(tokens), split_special_tokens=i % 2 == 0)
+        return rendered.translate(tokens), ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_all([i for i in ids if int(i) not in (self.bos_id, self.eos_id, self.pad_id)])
@@ -314,8 +253,9 @@ class HuggingFaceTokenizer:
 
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], to_answer: bool = True) -> str:
         given = {**variables}
+        template = self._template()
         if self.template_date is not None:
-            given |= date_variables(self._template(), self.template_date)
+            given |= date_variables(template, self.template_date)
         try:
             rendered = self._inner.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=to_answer, **given
@@ -334,6 +274,18 @@ class HuggingFaceTokenizer:
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
         options = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}
         return list(self._inner(text, **options).input_ids)
+
+
+def _replaced(value: Any, marks: Mapping[str, str]) -> Any:
+    """Return a copy of a JSON value with marks in place of tokens in all of its strings."""
+    if isinstance(value, dict):
+        return {_replaced(k, marks): _replaced(v, marks) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_replaced(element, marks) for element in value]
+    if isinstance(value, str):
+        for token, mark in marks.items():
+            value = value.replace(token, mark)
+    return value
 
 
 def tokenizer_difference(one: Tokenizer, other: Tokenizer) -> str:

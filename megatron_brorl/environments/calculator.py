@@ -10,19 +10,8 @@ from decimal import Decimal
 from typing import Any
 
 _MAX_CHARS = 200  # of an expression
-_MAX_BITS = 1024  # of an integer result
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-
-_OPERATORS: dict[type[ast.AST], Callable[..., int | float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+_MAX_BITS = 1024  # of an integer
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class Calculator:
@@ -42,7 +31,9 @@ class Calculator:
             expression: Numbers, the operators + - * / // % ** and parentheses.
         """
         try:
-            return str(_value(expression))
+            if len(expression) > _MAX_CHARS:
+                raise ValueError(f"the expression has more than {_MAX_CHARS} characters")
+            return str(_value(ast.parse(expression.strip(), mode="eval").body))
         except (ArithmeticError, ValueError, SyntaxError, RecursionError, MemoryError) as e:
             return f"error: {e}"
 
@@ -50,43 +41,43 @@ class Calculator:
         self._text = text
 
     def reward(self) -> float:
-        numbers = _NUMBER.findall(self._text)
-        return float(bool(numbers) and _decimal(numbers[-1]) == _decimal(self._answer))
+        numbers = _NUMBER.findall(self._text.replace(",", ""))
+        return float(bool(numbers) and Decimal(numbers[-1]) == Decimal(self._answer.replace(",", "")))
 
 
-def _decimal(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
-
-
-def _value(expression: str) -> int | float:
-    """Return the value of an expression. Raises ValueError, SyntaxError or ArithmeticError for the model to read."""
-    if len(expression) > _MAX_CHARS:
-        raise ValueError(f"the expression has more than {_MAX_CHARS} characters")
-    return _node_value(ast.parse(expression.strip(), mode="eval").body)
-
-
-def _node_value(node: ast.AST) -> int | float:
-    # bool is excluded, which isinstance would accept as an int.
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and type(node.value) is not bool:
-        value: int | float = node.value
+def _value(node: ast.AST) -> int | float:
+    """Return the value of an expression. Raises ValueError or ArithmeticError with a text for the model."""
+    # bool is a subclass of int.
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        value: Any = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        value = _OPERATORS[type(node.op)](_node_value(node.operand))
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        value = _power(_node_value(node.left), _node_value(node.right))
+        value = _OPERATORS[type(node.op)](_value(node.operand))
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        value = _OPERATORS[type(node.op)](_node_value(node.left), _node_value(node.right))
+        value = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     else:
         raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
+    if isinstance(value, complex):
+        raise ValueError("the power is not a real number")
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise OverflowError(f"a number has more than {_MAX_BITS} bits")
     return value
 
 
-def _power(base: int | float, exponent: int | float) -> int | float:
-    """Return base ** exponent if its size is bounded and it is real."""
+def _power(base: int | float, exponent: int | float) -> Any:
+    # Python would compute an integer power of any size.
     if isinstance(base, int) and abs(exponent) * base.bit_length() > 2 * _MAX_BITS:
         raise OverflowError("the power is too large")
-    value = base**exponent
-    if isinstance(value, complex):
-        raise ValueError("the power is not a real number")
-    return value
+    return base**exponent
+
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}

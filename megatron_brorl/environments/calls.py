@@ -27,7 +27,7 @@ from typing import Any
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.rewards.extract import after_thought
 
-MAX_CALLS = 16  # per turn, to bound the size of a reply
+_MAX_CALLS = 16  # per turn, to bound the size of a reply
 
 # A call without an end tag extends to the end of the text.
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -48,10 +48,12 @@ class Call:
 
 
 def find_calls(text: str, format: Format) -> list[Call]:
-    """Return all calls of a turn in order."""
+    """Return the calls of a turn in order, the first _MAX_CALLS and a malformed one in place of the others."""
     pattern, parse = (_HERMES, _parse_hermes) if format == "hermes" else (_TAGS, _parse_tags)
-    calls = []
+    calls: list[Call] = []
     for match in pattern.finditer(after_thought(text)):
+        if len(calls) == _MAX_CALLS:
+            return [*calls, Call("", {}, f"at most {_MAX_CALLS} calls are executed per turn")]
         try:
             if not match[2]:
                 raise MalformedCall("the end tag is missing")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError, validate_call
 
-from megatron_brorl.environments.calls import MAX_CALLS, Call, MalformedCall, find_calls, keyword_arguments
+from megatron_brorl.environments.calls import Call, MalformedCall, find_calls, keyword_arguments
 from megatron_brorl.environments.interface import MAX_TEXT, Format, tools
 from megatron_brorl.rewards.verifier import Judge, describe_error
 
 _MAX_ERROR = 200  # characters of an error message to the model
+_NO_ROW: Any = {"answer": None}  # Judge does not call `reward` again without a reference answer.
 
 
 class Outcome(NamedTuple):
@@ -48,83 +49,62 @@ class Episodes:
 
         last: the episode ends after this turn.
         """
-        turn = _Turn(self._environments[episode], self._tools, text, format)
+        environment = self._environments[episode]
+        has_step = hasattr(environment, "step")
+        calls = [] if has_step else find_calls(text, format)
+        messages: list[dict[str, str]] = []
+        malformed = 0
         try:
-            done = turn.run() or last
-            score = Judge(lambda *_: turn.environment.reward())("", _NO_ROW) if done else None
+            if has_step:
+                observation, done = _pair(environment.step(text))
+                messages.append(_message("user", observation))
+            else:
+                done = not calls
+                if done and hasattr(environment, "final"):
+                    environment.final(text)
+            for call in calls:
+                try:
+                    name, result = call.name, self._execute(environment, call)
+                except MalformedCall as e:
+                    malformed += 1
+                    name, result = "unknown", f"error: {str(e)[:_MAX_ERROR]}"
+                messages.append(_message("tool", result, name))
+            if not (done or last):
+                return Outcome(messages, False, None, len(calls), malformed)
+            score = Judge(lambda *_: environment.reward())("", _NO_ROW)
         except BaseException as e:  # includes SystemExit
-            return self._failed(episode, e)._replace(calls=turn.calls, malformed=turn.malformed)
-        if done:
-            self.end(episode)
-        return Outcome([] if done else turn.messages, done, score, turn.calls, turn.malformed)
+            return self._failed(episode, e)._replace(calls=len(calls), malformed=malformed)
+        self.end(episode)
+        return Outcome([], True, score, len(calls), malformed)
 
     def end(self, episode: int) -> None:
         """Drop the environment of an episode, if there is one."""
         self._environments.pop(episode, None)
+
+    def _execute(self, environment: Any, call: Call) -> Any:
+        """Call a tool and return its result. Raises MalformedCall."""
+        if call.error:
+            raise MalformedCall(call.error)
+        if call.name not in self._tools:
+            raise MalformedCall(f"no tool {call.name[:60]!r}; the tools are {', '.join(self._tools)}")
+        tool = self._tools[call.name]
+        arguments = keyword_arguments(call, tool)
+        try:
+            return tool(environment, **arguments)
+        except ValidationError as e:
+            first = e.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))[:60]
+            raise MalformedCall(f"{call.name}: argument {where}: {first['msg']}") from None
 
     def _failed(self, episode: int, error: BaseException) -> Outcome:
         self.end(episode)
         return Outcome([], True, ["error", 0.0, describe_error(error), {}])
 
 
-class _Turn:
-    """A turn of the model and its effect on an environment."""
-
-    def __init__(self, environment: Any, tools: Mapping[str, Callable[..., Any]], text: str, format: Format) -> None:
-        self.environment = environment
-        self.tools = tools
-        self.text = text
-        self.format = format
-        self.messages: list[dict[str, str]] = []
-        self.calls = 0
-        self.malformed = 0
-
-    def run(self) -> bool:
-        """Call `step`, the tools or `final`. Return whether the episode is done."""
-        if hasattr(self.environment, "step"):
-            returned = self.environment.step(self.text)
-            if not isinstance(returned, tuple) or len(returned) != 2:
-                raise TypeError("step must return a tuple (observation, done)")
-            self.messages.append(_message("user", returned[0]))
-            return bool(returned[1])
-
-        calls = find_calls(self.text, self.format)
-        if not calls:
-            if hasattr(self.environment, "final"):
-                self.environment.final(self.text)
-            return True
-        self.calls = len(calls)
-        if len(calls) > MAX_CALLS:
-            self.malformed = len(calls)
-            error = f"error: {len(calls)} calls in one turn, at most {MAX_CALLS} are allowed; none was executed"
-            self.messages.append(_message("tool", error, "unknown"))
-            return False
-        for call in calls:
-            try:
-                name, result = call.name, self._execute(call)
-            except MalformedCall as e:
-                self.malformed += 1
-                name, result = "unknown", f"error: {str(e)[:_MAX_ERROR]}"
-            self.messages.append(_message("tool", result, name))
-        return False
-
-    def _execute(self, call: Call) -> Any:
-        """Call a tool and return its result. Raises MalformedCall."""
-        if call.error:
-            raise MalformedCall(call.error)
-        if call.name not in self.tools:
-            raise MalformedCall(f"no tool {call.name[:60]!r}; the tools are {', '.join(self.tools)}")
-        tool = self.tools[call.name]
-        arguments = keyword_arguments(call, tool)
-        try:
-            return tool(self.environment, **arguments)
-        except ValidationError as e:
-            first = e.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))[:60]
-            raise MalformedCall(f"{call.name}: argument {where}: {first['msg']}") from None
-
-
-_NO_ROW: Any = {"answer": None}  # Judge does not call `reward` again without a reference answer.
+def _pair(returned: Any) -> tuple[Any, bool]:
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError("step must return a tuple (observation, done)")
+    return returned[0], bool(returned[1])
 
 
 def _message(role: str, content: Any, name: str = "") -> dict[str, str]:

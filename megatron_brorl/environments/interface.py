@@ -1,26 +1,11 @@
 """Environments that users write: classes with one object per rollout. Imports no torch, because workers import it.
 
-    class Calculator:
-        def reset(self, row):  # id, prompt, answer, metadata; may return an observation before the first turn
-            self.answer = row["answer"]
-
-        def calculate(self, expression: str) -> str:
-            \"\"\"Evaluate an expression.
-
-            Args:
-                expression: Numbers and operators.
-            \"\"\"
-
-        def final(self, text):  # optional
-            self.text = text
-
-        def reward(self):  # a finite number, or any other score that a verifier may return
-            return float(self.text == self.answer)
-
-Every other public method is a tool, with type hints and a docstring in the format of transformers' get_json_schema.
-A turn without a tool call ends the episode; `final` receives its text. A class with a method `step` has no tools:
-`step(text)` receives each turn and returns (observation, done). On the last turn that the limits allow, tools and
-`step` are called as usual, but the model does not see their results.
+`reset(row)` receives id, prompt, answer and metadata, and may return an observation before the first turn. `reward()`
+returns a finite number, or any other score that a verifier may return. Every other public method is a tool, with type
+hints and a docstring in the format of transformers' get_json_schema. A turn without a tool call ends the episode; the
+optional method `final(text)` receives it. A class with a method `step` has no tools: `step(text)` receives each turn
+and returns (observation, done). On the last turn that the limits allow, tools and `step` are called as usual, but the
+model does not see their results. environments.calculator is an example.
 
 Results and observations become text: a string as it is, any other value as JSON, MAX_TEXT characters at most. A tool
 tells the model about a mistake by returning a text. An exception ends the episode with reward 0.

@@ -10,26 +10,33 @@ address space of a worker is limited to 4 GB.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
-import math
 import os
 import pickle
+import signal
+import tempfile
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_brorl.environments.episodes import Episodes
+from pydantic import TypeAdapter
+
+from megatron_brorl.environments.episodes import Episodes, Outcome
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.worker_pool import MAX_FAILED_STARTS, score_result
-from megatron_brorl.rewards.worker_process import WorkerLostError, WorkerProcess
+from megatron_brorl.rewards.worker import READY, json_line
+from megatron_brorl.rewards.worker_pool import score_result
+from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, command, end_reason, environment
 from megatron_brorl.types import ScoreResult
 
 _MAX_RUNNING = 64  # calls of one process at a time; the time limit of a call begins when the call is sent
+_MAX_FAILED_STARTS = 3
+_MAX_LINE = 1 << 20  # bytes of a result
+_RESULT = TypeAdapter(tuple[int, Outcome])  # what a worker writes for a call: its number and its outcome
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,10 @@ class Reply:
 Send = Callable[[Reply], None]
 
 
-class EnvironmentPool:
+class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     """Environments by the number of their episode, which the caller chooses. A context manager, thread-safe.
 
-    A reply is passed to a function, in a thread of the pool. Replies to ended episodes are dropped, also by `close`.
-    An episode must have received its reply before its next step.
+    A reply is passed to a function, in the thread of the pool. Replies to ended episodes are dropped, also by `close`.
     """
 
     def __init__(self, factory: str | type, workers: int, max_tool_seconds: float, format: Format) -> None:
@@ -59,261 +65,217 @@ class EnvironmentPool:
 
         max_tool_seconds: time limit of a reset or step, which may contain several tool calls.
         """
+        self._factory = factory
+        self._seconds = max_tool_seconds
         self._format = format
         self._closed = False
-        self._workers: list[_Worker | _Threads]
-        if isinstance(factory, str):
-            self._workers = [_Worker(factory, max_tool_seconds) for _ in range(workers)]
-        else:
-            self._workers = [_Threads(factory)]
-
-    def __enter__(self) -> EnvironmentPool:
-        return self
+        # Only the thread of the loop uses the processes and the episodes.
+        self._processes: list[_Process | _Threads | None] = [None] * (workers if isinstance(factory, str) else 1)
+        self._rooms = [asyncio.Semaphore(_MAX_RUNNING) for _ in self._processes]
+        self._episodes: dict[int, _Episode] = {}
+        self._failed_starts: list[str] = []  # reasons why the last processes could not start
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(_MAX_RUNNING))
+        # A daemon thread lets the program exit even if the pool was not closed.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread.start()
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def reset(self, episode: int, row: Mapping[str, Any], reply: Send) -> None:
-        """Create an environment in the process with the fewest, and begin an episode on a data row.
+        """Create an environment and begin an episode on a data row.
 
-        Raises UserError if processes have failed to start MAX_FAILED_STARTS times in a row.
+        Raises UserError if processes have failed to start _MAX_FAILED_STARTS times in a row.
         """
-        self._check_open()
-        worker = min(self._workers, key=lambda worker: len(worker.episodes))
-        worker.call("reset", episode, (dict(row),), reply)
+        if len(self._failed_starts) >= _MAX_FAILED_STARTS:
+            raise UserError(f"environment {self._factory}: its process cannot start: {self._failed_starts[-1]}")
+        self._submit(self._reset(episode, dict(row), reply))
 
     def step(self, episode: int, text: str, last: bool, reply: Send) -> None:
         """Pass the text of a turn to the environment. last: the episode ends after this turn and is scored."""
-        self._check_open()
-        self._worker(episode).call("step", episode, (text, last, self._format), reply)
+        self._submit(self._call(episode, reply, "step", text, last, self._format))
 
     def end(self, episode: int) -> None:
         """Drop an episode and its pending reply. Does nothing if it is over."""
-        for worker in self._workers:
-            worker.end(episode)
+        self._submit(self._end(episode))
 
     def close(self) -> None:
         """Kill the processes."""
         if not self._closed:
             self._closed = True
-            for worker in self._workers:
-                worker.close()
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
-    def _worker(self, episode: int) -> _Worker | _Threads:
-        for worker in self._workers:
-            if episode in worker.episodes:
-                return worker
-        raise KeyError(episode)
-
-    def _check_open(self) -> None:
+    def _submit(self, call: Coroutine[Any, Any, None]) -> None:
         if self._closed:
+            call.close()
             raise RuntimeError("the environment pool is closed")
+        self._loop.call_soon_threadsafe(self._loop.create_task, call)
+
+    async def _reset(self, number: int, row: dict[str, Any], send: Send) -> None:
+        self._episodes[number] = _Episode()
+        await self._call(number, send, "reset", row)
+
+    async def _call(self, number: int, send: Send, method: str, *arguments: Any) -> None:
+        episode = self._episodes.get(number)
+        if episode is None:
+            return
+        place = number % len(self._processes)
+        async with episode.lock, self._rooms[place]:
+            if number not in self._episodes:
+                return
+            episode.process = episode.process or self._live_process(place)
+            try:
+                reply = await episode.process.call(method, number, *arguments)
+            except WorkerLostError as e:
+                reply = Reply((), True, None, lost=f"environment lost: {e}")
+        if number in self._episodes:
+            if reply.done:
+                del self._episodes[number]
+            send(reply)
+
+    async def _end(self, number: int) -> None:
+        episode = self._episodes.pop(number, None)
+        if episode:
+            async with episode.lock:  # A running call may still create the environment.
+                if episode.process:
+                    episode.process.end(number)
+
+    def _live_process(self, place: int) -> _Process | _Threads:
+        process = self._processes[place]
+        if process is None or process.lost:
+            if isinstance(self._factory, str):
+                process = _Process(self._factory, self._seconds, self._failed_starts)
+            else:
+                process = _Threads(self._factory)
+            self._processes[place] = process
+        return process
+
+    async def _stop(self) -> None:
+        self._episodes.clear()
+        for process in self._processes:
+            if process:
+                await process.kill()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(eq=False)
+class _Episode:
+    process: _Process | _Threads | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the call of the episode
+
+
+class _Process:
+    """A worker process (environments.worker)."""
+
+    def __init__(self, factory: str, seconds: float, failed_starts: list[str]) -> None:
+        """failed_starts: receives the reason if the process cannot start, and is cleared otherwise."""
+        self.lost = ""  # the reason why the process has ended
+        self._factory = factory
+        self._seconds = seconds
+        self._failed_starts = failed_starts
+        self._process: asyncio.subprocess.Process | None = None
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}  # by number of the call
+        self._ready = asyncio.Event()  # also set if the process is lost
+        self._life = asyncio.create_task(self._run())
+
+    async def call(self, method: str, *arguments: Any) -> Reply:
+        """Call a method of Episodes in the process. Raises WorkerLostError."""
+        await self._ready.wait()
+        if not self.lost:
+            number = next(self._numbers)
+            reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+            self._send(number, method, arguments)
+            try:
+                return await asyncio.wait_for(reply, self._seconds)
+            except asyncio.TimeoutError:
+                self._lose(f"no answer in {self._seconds:g} s")
+        raise WorkerLostError(self.lost, during_call=True)
+
+    def end(self, number: int) -> None:
+        """Drop the environment of an episode."""
+        if not self.lost:
+            self._send(0, "end", (number,))
+
+    async def kill(self) -> None:
+        """Kill the process and all processes that it has started."""
+        self._lose("the pool was closed")
+        if self._process:
+            await self._process.wait()
+
+    def _send(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        assert self._process
+        assert self._process.stdin
+        self._process.stdin.write(pickle.dumps((number, method, arguments)))
+
+    async def _run(self) -> None:
+        """Start the process, and pass on its results until it ends."""
+        with tempfile.TemporaryFile() as stderr:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command("megatron_brorl.environments.worker", self._factory),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=stderr,
+                    env=environment(),
+                    start_new_session=True,  # The terminal's Ctrl-C is meant for the trainer.
+                    limit=_MAX_LINE,
+                )
+                assert self._process.stdout
+                if await asyncio.wait_for(self._process.stdout.readline(), START_S) == json_line(READY):
+                    self._failed_starts.clear()
+                    self._ready.set()
+                    while line := await self._process.stdout.readline():
+                        number, outcome = _RESULT.validate_json(line, strict=True)
+                        self._waiting.pop(number).set_result(_reply(outcome))
+                self._lose(end_reason(await asyncio.wait_for(self._process.wait(), EXIT_S), stderr))
+            except asyncio.TimeoutError:
+                self._lose("does not start, or has closed its pipe")
+            except OSError as e:
+                self._lose(f"{e.strerror}; is the machine overloaded?")
+            except (ValueError, KeyError, WorkerLostError):
+                self._lose("wrote a result that is not a reply")
+
+    def _lose(self, reason: str) -> None:
+        """Kill the process, and let its calls raise WorkerLostError."""
+        if self.lost:
+            return
+        self.lost = reason
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if not self._ready.is_set():
+            self._failed_starts.append(reason)
+            self._ready.set()
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(WorkerLostError(reason, during_call=True))
 
 
 class _Threads:
     """Environments in this process, with a thread per call."""
 
+    lost = ""
+
     def __init__(self, cls: type) -> None:
-        self.episodes: set[int] = set()
         self._environments = Episodes(cls)
+        self.end = self._environments.end
 
-    def call(self, method: str, episode: int, arguments: tuple[Any, ...], reply: Send) -> None:
-        self.episodes.add(episode)
-        threading.Thread(target=self._run, args=(method, episode, arguments, reply), daemon=True).start()
+    async def call(self, method: str, *arguments: Any) -> Reply:
+        return _reply(await asyncio.to_thread(getattr(self._environments, method), *arguments))
 
-    def end(self, episode: int) -> None:
-        self.episodes.discard(episode)
-        self._environments.end(episode)
-
-    def close(self) -> None:
-        self.episodes.clear()
-
-    def _run(self, method: str, episode: int, arguments: tuple[Any, ...], reply: Send) -> None:
-        outcome = _reply(getattr(self._environments, method)(episode, *arguments))
-        if episode not in self.episodes:
-            self._environments.end(episode)  # The episode has ended while `reset` created its environment.
-            return
-        if outcome.done:
-            self.episodes.discard(episode)
-        reply(outcome)
-
-
-@dataclass(eq=False)
-class _Call:
-    episode: int
-    is_reset: bool
-    message: bytes
-    reply: Send
-    deadline: float = math.inf  # set when the call is sent
-
-
-class _Worker:
-    """A worker process, the thread that starts it and exchanges messages with it, and its episodes.
-
-    On Linux a process started with PR_SET_PDEATHSIG dies with the thread that started it.
-    """
-
-    def __init__(self, factory: str, seconds: float) -> None:
-        # Why an episode is lost, or "". An episode stays here until its last reply.
-        self.episodes: dict[int, str] = {}
-        self._factory = factory
-        self._seconds = seconds
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()  # guards episodes and the members below
-        self._queue: deque[tuple[int, _Call]] = deque()  # calls to send, by number
-        self._sent: dict[int, _Call] = {}  # calls without a reply, in the order of their deadlines
-        self._ended: list[int] = []  # episodes whose environments the process has to drop
-        self._process: WorkerProcess | None = None
-        self._error: UserError | None = None  # set once the thread gives up
-        self._closed = False
-        self._wake, self._waker = os.pipe()
-        for pipe in (self._wake, self._waker):
-            os.set_blocking(pipe, False)
-        # A daemon thread lets the program exit even if the pool was not closed.
-        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
-        self._thread.start()
-
-    def call(self, method: str, episode: int, arguments: tuple[Any, ...], reply: Send) -> None:
-        number = next(self._numbers)
-        message = pickle.dumps((number, method, (episode, *arguments)), protocol=pickle.HIGHEST_PROTOCOL)
-        with self._lock:
-            if self._error:
-                raise self._error
-            if not self._closed:
-                self.episodes.setdefault(episode, "")
-                self._queue.append((number, _Call(episode, method == "reset", message, reply)))
-                self._notify()
-
-    def end(self, episode: int) -> None:
-        with self._lock:
-            if self.episodes.pop(episode, None) is not None and not self._closed:
-                self._ended.append(episode)
-                self._notify()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            if self._process:
-                self._process.stop()
-        self._thread.join()
-        for pipe in (self._wake, self._waker):
-            os.close(pipe)
-
-    def _notify(self) -> None:
-        """Wake the thread. The caller holds the lock, and the pool is open."""
-        with contextlib.suppress(BlockingIOError):  # The pipe is full of earlier notifications.
-            os.write(self._waker, b"x")
-
-    def _run(self) -> None:
-        """Run a worker process, and start another one when it dies."""
-        failed_starts = 0
-        while failed_starts < MAX_FAILED_STARTS and not self._closed:
-            failed_starts += 1
-            reason = ""
-            process = None
-            try:
-                process = WorkerProcess(self._factory, program="megatron_brorl.environments.worker")
-                with self._lock:
-                    self._process = process
-                process.wait_until_ready()
-                failed_starts = 0
-                self._serve(process)
-            except WorkerLostError as lost:
-                reason = str(lost)
-            except OSError as e:
-                reason = f"{e.strerror}; is the machine overloaded?"
-            with self._lock:
-                self._process = None
-            if process:
-                process.close()
-            if failed_starts == MAX_FAILED_STARTS:
-                with self._lock:
-                    self._error = UserError(f"environment {self._factory}: its process cannot start: {reason}")
-            self._lose_all(reason)
-
-    def _serve(self, process: WorkerProcess) -> None:
-        """Exchange messages with the process until the pool is closed. Raises WorkerLostError."""
-        while True:
-            messages, lost = self._take()
-            for call, reason in lost:
-                call.reply(_lost(reason))
-            if self._closed:
-                return
-            for message in messages:
-                process.send(message, self._seconds)
-            first = next(iter(self._sent.values()), None)
-            wait = first.deadline - time.monotonic() if first else 60.0
-            if wait <= 0:
-                raise WorkerLostError(f"no answer in {self._seconds:g} s", during_call=True, timed_out=True)
-            for result in process.results(wait, self._wake):
-                self._deliver(result)
-
-    def _take(self) -> tuple[list[bytes], list[tuple[_Call, str]]]:
-        """Move calls from the queue to those that are sent. Return messages to send, and calls of lost episodes."""
-        messages, lost = [], []
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake, 1 << 16)
-        with self._lock:
-            for episode in self._ended:
-                messages.append(pickle.dumps((0, "end", (episode,))))
-            self._ended.clear()
-            while self._queue and len(self._sent) < _MAX_RUNNING:
-                number, call = self._queue.popleft()
-                reason = self.episodes.get(call.episode)
-                if reason:
-                    lost.append((call, reason))
-                    del self.episodes[call.episode]
-                elif reason is not None:
-                    call.deadline = time.monotonic() + self._seconds
-                    self._sent[number] = call
-                    messages.append(call.message)
-        return messages, lost
-
-    def _deliver(self, result: Any) -> None:
-        """Pass on the reply to a call. Raises WorkerLostError if the result is not a reply."""
-        if not isinstance(result, list) or len(result) != 2 or type(result[0]) is not int:
-            raise WorkerLostError("wrote a result that is not a reply", during_call=True)
-        reply = _reply(result[1])
-        with self._lock:
-            call = self._sent.pop(result[0], None)
-            if call is None:
-                raise WorkerLostError("wrote a second reply to a call", during_call=True)
-            live = call.episode in self.episodes
-            if not live:
-                self._ended.append(call.episode)  # again, because `reset` may have created its environment since
-            elif reply.done:
-                del self.episodes[call.episode]
-        if live:
-            call.reply(reply)
-
-    def _lose_all(self, reason: str) -> None:
-        """Mark all episodes of a dead process as lost, and reply to their calls."""
-        with self._lock:
-            waiting = set() if self._error else {call.episode for _, call in self._queue if call.is_reset}
-            for episode in self.episodes.keys() - waiting:
-                self.episodes[episode] = self.episodes[episode] or reason
-            calls = [*self._sent.values()]
-            self._sent.clear()
-            if self._error:
-                calls += [call for _, call in self._queue]
-                self._queue.clear()
-            self._ended.clear()
-            calls = [] if self._closed else [c for c in calls if self.episodes.pop(c.episode, None) is not None]
-        for call in calls:
-            call.reply(_lost(reason))
-
-
-def _lost(reason: str) -> Reply:
-    return Reply((), True, None, lost=f"environment lost: {reason}")
-
-
-def _reply(outcome: Any) -> Reply:
-    """Return the reply in an Outcome. Raises WorkerLostError if it has not the form of one."""
-    try:
-        messages, done, score, calls, malformed = outcome
-        texts = [text for message in messages for text in message.values()]
-        if type(done) is bool and type(calls) is type(malformed) is int and all(type(text) is str for text in texts):
-            return Reply(tuple(messages), done, score_result(score) if done else None, calls, malformed)
-    except (TypeError, ValueError, AttributeError):
+    async def kill(self) -> None:
         pass
-    raise WorkerLostError("wrote a result that is not a reply", during_call=True)
+
+
+def _reply(outcome: Outcome) -> Reply:
+    """Return the reply in an outcome. Raises WorkerLostError if its score is not one of a Judge."""
+    score = score_result(outcome.score) if outcome.done else None
+    return Reply(tuple(outcome.messages), outcome.done, score, outcome.calls, outcome.malformed)

@@ -21,6 +21,8 @@ def main(factory: str, memory_mb: int, parent: int) -> None:
     """Run calls from standard input until the parent closes it."""
     messages, results = isolate(memory_mb, parent)
     episodes = Episodes(import_function(factory, "environment")[0])  # type: ignore[arg-type]
+    silence_stderr()
+    results.write(json_line(READY))
     pid = os.getpid()
     one_writer = threading.Lock()
 
@@ -34,8 +36,6 @@ def main(factory: str, memory_mb: int, parent: int) -> None:
         except OSError:
             os._exit(1)  # The environment has closed the pipe.
 
-    silence_stderr()
-    results.write(json_line(READY))
     try:
         while messages.peek(1):
             number, method, arguments = pickle.load(messages)

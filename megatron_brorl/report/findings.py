@@ -67,20 +67,22 @@ def _no_signal(why: Cause, config: Config, rows: Sequence[Row]) -> str:
     count = f"{sum(row.get('rollouts') or 0 for row in rows):,.0f}"
     rollout = config.rollout
     extract = config.reward.extract
+    turn = config.environment.max_turn_tokens
+    limit = f"rollout.max_tokens = {rollout.max_tokens}" + (f" or environment.max_turn_tokens = {turn}" if turn else "")
     cut = _mean(rows, "cut_off_share") or 0.0
     reward = _mean(rows, "reward") or 0.0
     # Rewards above 0 that never reach reward.correct_at are a separate cause.
     short = f" (mean reward {reward:.3g}, reward.correct_at = {config.reward.correct_at:g})" if reward else ""
     how_many = f"every one of {count} responses was" if cut == 1 else f"{cut:.0%} of {count} responses were"
     sentences: dict[Cause, str] = {
-        "cut off": f"{how_many} cut off at rollout.max_tokens = {rollout.max_tokens}: raise it, or "
+        "cut off": f"{how_many} cut off at {limit}: raise it, or "
         "use a prompt form after which the model ends its answers (data.chat, data.template)",
         "no answer": f'no response of {count} had an answer where reward.extract = "{extract}" looks for it, '
         f"{_PLACES[extract]}: ask for that form in data.template or data.system_prompt, or set reward.extract to the "
-        "form that the model gives" + (f"; {cut:.0%} were cut off at rollout.max_tokens" if cut else ""),
+        "form that the model gives" + (f"; {cut:.0%} were cut off at {limit}" if cut else ""),
         "none right": f"no response of {count} was right{short}: check that the verifier calls a reference answer "
         "right, then use easier prompts, a larger rollout.n or a warm start (brorl sft)"
-        + (f"; {cut:.0%} were cut off at rollout.max_tokens = {rollout.max_tokens}" if cut else ""),
+        + (f"; {cut:.0%} were cut off at {limit}" if cut else ""),
         "all right": f"every one of {count} responses was right, so there is nothing to learn: use harder prompts",
         "no mixed group": f"no group had a signal, because the rewards in each group were equal: raise "
         f"rollout.n = {rollout.n}, or use prompts that the model sometimes gets right (brorl pass-rates)",

@@ -137,14 +137,12 @@ class Scorer:
     def _submit(self, prompt: Prompt, rollout: Rollout) -> _Pending:
         cut_off = rollout.finish == "length"
         if rollout.episode is not None:
-            if rollout.episode.score is None:
-                raise ValueError(
-                    f"row {prompt.id}: rollout {rollout.index} has ended, but its environment gave no score"
-                )
+            assert rollout.episode.score is not None
             score: Future[ScoreResult] = Future()
             score.set_result(rollout.episode.score)
-            turn = without_stop(last_turn(rollout.token_ids, rollout.episode.sampled), self._stop_ids)
-            return _Pending(cut_off, False, self._decode(turn.tolist()).strip(), score, "the environment")
+            turns = [ids for sampled, ids in rollout.parts() if sampled]
+            text = self._decode(without_stop(turns[-1], self._stop_ids).tolist())
+            return _Pending(cut_off, False, text.strip(), score, "the environment")
 
         verifier = self._entry(prompt.verifier, "verifier", self._config)
         unscored = cut_off and not scores_cut_off(verifier, self._config)
@@ -180,17 +178,6 @@ def scores_cut_off(verifier: Entry, config: RewardConfig) -> bool:
 def without_stop(token_ids: Tensor, stop_ids: Sequence[int]) -> Tensor:
     """Return the tokens [G] of a response's text: without the stop token that ends it."""
     return token_ids[:-1] if len(token_ids) and int(token_ids[-1]) in stop_ids else token_ids
-
-
-def last_turn(token_ids: Tensor, sampled: Tensor) -> Tensor:
-    """Return the tokens of the last turn of the model in a rollout with an environment.
-
-    token_ids: [G]. sampled: bool [G], false for tokens of the environment.
-    """
-    kinds, counts = sampled.unique_consecutive(return_counts=True)
-    parts = token_ids.split(counts.tolist())
-    turns = [part for part, is_turn in zip(parts, kinds.tolist(), strict=True) if is_turn]
-    return turns[-1] if turns else token_ids[:0]
 
 
 def verifier_name(prompt: Prompt) -> str:

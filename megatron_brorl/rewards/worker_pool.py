@@ -23,7 +23,7 @@ from megatron_brorl.rewards.worker_process import WorkerLostError, WorkerProcess
 from megatron_brorl.types import Prompt, ScoreResult
 
 _MAX_JOBS_PER_MESSAGE = 256
-MAX_FAILED_STARTS = 3  # consecutive failures of one thread to start a worker process
+_MAX_FAILED_STARTS = 3  # consecutive failures of one thread to start a worker process
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class RewardPool:
     def submit(self, request: ScoreRequest) -> Future[ScoreResult]:
         """Return a future for the score. Scores are cached until `reset`, except those of impure verifiers.
 
-        The future raises UserError if a thread has failed MAX_FAILED_STARTS times in a row to start its process.
+        The future raises UserError if a thread has failed _MAX_FAILED_STARTS times in a row to start its process.
         Raises RuntimeError if the pool is closed.
         """
         self._check_open()
@@ -194,7 +194,7 @@ class RewardPool:
         """Run a worker process, and start another one when it dies. The body of a worker thread."""
         failed_starts = 0
         reason = ""
-        while failed_starts < MAX_FAILED_STARTS and not self._stopped:
+        while failed_starts < _MAX_FAILED_STARTS and not self._stopped:
             failed_starts += 1  # set to 0 below if the process runs a job
             jobs: deque[_Job] = deque()
             process = None

@@ -19,14 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 from megatron_brorl.rewards.worker import READY
 
 START_S = 120.0  # time limit for creating the objects, which includes their imports
-_MAX_LINE = 1 << 20
-_READ = 1 << 16
-_EXIT_S = 10.0
+_MAX_LINE = 1 << 16
+EXIT_S = 10.0  # time limit for ending after the pipe was closed
 
 
 class WorkerLostError(Exception):
@@ -45,18 +44,15 @@ class WorkerLostError(Exception):
 class WorkerProcess:
     """One worker process; a context manager that kills it. Only `stop` may be called from another thread."""
 
-    def __init__(self, factory: str, memory_mb: int = 4096, program: str = "megatron_brorl.rewards.worker") -> None:
-        """factory: import path "module:function" of a function that returns the object with a given name.
-
-        program: the main module. `run` works with the default only; see `send` and `results` for others.
-        """
+    def __init__(self, factory: str, memory_mb: int = 4096) -> None:
+        """factory: import path "module:function" of a function that returns the object with a given name."""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", program, factory, str(memory_mb), str(os.getpid())],
+            command("megatron_brorl.rewards.worker", factory, memory_mb),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=_environment(),
+            env=environment(),
             start_new_session=True,  # The terminal's Ctrl-C is meant for the trainer.
             bufsize=0,
         )
@@ -81,30 +77,11 @@ class WorkerProcess:
         """
         if self._buffer or _ready(self._results, select.POLLIN, 0):
             raise WorkerLostError("ended, or wrote an unexpected result", during_call=False)
-        self.send(pickle.dumps(calls, protocol=pickle.HIGHEST_PROTOCOL), START_S)
-        self.wait_until_ready()
-        for _ in calls:
-            yield self._receive(seconds, during_call=True)
-
-    def wait_until_ready(self) -> None:
-        """Wait until the worker has created its objects. Raises WorkerLostError after START_S."""
+        self._send(pickle.dumps(calls, protocol=pickle.HIGHEST_PROTOCOL))
         if self._receive(START_S, during_call=False) != READY:
             raise WorkerLostError("wrote an unexpected result", during_call=False)
-
-    def results(self, seconds: float, wake: int) -> list[Any]:
-        """Wait until results arrive, file descriptor `wake` is readable, or `seconds` have passed. Return the results.
-
-        For programs that return results in any order. Raises WorkerLostError if the process has ended.
-        """
-        pipes = select.poll()
-        pipes.register(self._results, select.POLLIN)
-        pipes.register(wake, select.POLLIN)
-        ready = pipes.poll(1000 * max(0.0, seconds))
-        if any(file == self._results.fileno() for file, _ in ready):
-            self._read(during_call=True)
-        lines = self._buffer.split(b"\n")
-        self._buffer = lines.pop()
-        return [_parsed(line, during_call=True) for line in lines]
+        for _ in calls:
+            yield self._receive(seconds, during_call=True)
 
     def stop(self) -> None:
         """Kill the process from another thread, in which `run` then raises WorkerLostError."""
@@ -121,13 +98,12 @@ class WorkerProcess:
         for file in (self._calls, self._results, self._stderr):
             file.close()
 
-    def send(self, message: bytes, seconds: float) -> None:
-        """Write a pickle to the process. Raises WorkerLostError if it does not read within `seconds`, or has ended."""
+    def _send(self, message: bytes) -> None:
         unsent = memoryview(message)
-        end = time.monotonic() + seconds
+        end = time.monotonic() + START_S
         while unsent:
             if not _ready(self._calls, select.POLLOUT, end - time.monotonic()):
-                raise WorkerLostError(f"no answer in {seconds:g} s", during_call=False, timed_out=True)
+                raise WorkerLostError(f"no answer in {START_S:g} s", during_call=False, timed_out=True)
             try:
                 unsent = unsent[os.write(self._calls.fileno(), unsent) :]
             except BrokenPipeError:
@@ -136,31 +112,27 @@ class WorkerProcess:
     def _receive(self, seconds: float, during_call: bool) -> Any:
         end = time.monotonic() + seconds
         while b"\n" not in self._buffer:
+            if len(self._buffer) > _MAX_LINE:
+                raise WorkerLostError("wrote a result that is too long", during_call)
             if not _ready(self._results, select.POLLIN, end - time.monotonic()):
                 raise WorkerLostError(f"no answer in {seconds:g} s", during_call, timed_out=True)
-            self._read(during_call)
+            data = os.read(self._results.fileno(), _MAX_LINE)
+            if not data:
+                raise WorkerLostError(self._failure(), during_call)
+            self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return _parsed(line, during_call)
-
-    def _read(self, during_call: bool) -> None:
-        data = os.read(self._results.fileno(), _READ)
-        if not data:
-            raise WorkerLostError(self._failure(), during_call)
-        self._buffer += data
-        if len(self._buffer) - self._buffer.rfind(b"\n") > _MAX_LINE:
-            raise WorkerLostError("wrote a result that is too long", during_call)
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            raise WorkerLostError("wrote a result that is not JSON", during_call) from None
 
     def _failure(self) -> str:
         """Return the last line on stderr of a process that ended by itself, or how it ended."""
         try:
-            code = self._process.wait(_EXIT_S)
+            code = self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
             return "closed its pipe"
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}, perhaps for lack of memory"
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else f"exit code {code}"
+        return end_reason(code, self._stderr)
 
 
 def call_in_worker(function: str, *arguments: Any) -> Any:
@@ -169,20 +141,27 @@ def call_in_worker(function: str, *arguments: Any) -> Any:
         return next(worker.run([(function, arguments)], START_S))
 
 
-def _parsed(line: bytes, during_call: bool) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        raise WorkerLostError("wrote a result that is not JSON", during_call) from None
-
-
 def _ready(file: Any, event: int, seconds: float) -> bool:
     pipe = select.poll()
     pipe.register(file, event)
     return bool(pipe.poll(1000 * max(0.0, seconds)))
 
 
-def _environment() -> dict[str, str]:
+def command(program: str, factory: str, memory_mb: int = 4096) -> list[str]:
+    """Return the command of a worker process whose main module is `program`."""
+    return [sys.executable, "-m", program, factory, str(memory_mb), str(os.getpid())]
+
+
+def end_reason(code: int, stderr: IO[bytes]) -> str:
+    """Return the last line that a process has written to stderr, or how it ended; code: its return code."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}, perhaps for lack of memory"
+    stderr.seek(0)
+    lines = stderr.read().decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else f"exit code {code}"
+
+
+def environment() -> dict[str, str]:
     """Return environment variables that give each worker this process's import path and the same hash seed."""
     seed = os.environ.get("PYTHONHASHSEED", "")
     return {

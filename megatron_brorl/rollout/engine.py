@@ -32,8 +32,14 @@ class Sampling:
     stop_ids: tuple[int, ...]  # a response ends with the first of these tokens and includes it
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these
     tokens_per_call: int = 0  # a call of generate cuts a response after this many new tokens; 0 = no limit
+    turn_tokens: int = 0  # for turns of an environment: one ends with "length" after this many tokens; 0 = no turns
     log_probs: bool = True  # False: the engine may return nan
     routes: bool = False  # record the experts of every token (Rollout.routes)
+
+    @property
+    def new_tokens(self) -> int:
+        """Return how many tokens a call of generate adds to a response at most."""
+        return self.tokens_per_call or self.turn_tokens or self.max_tokens
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -21,7 +22,7 @@ import torch
 from megatron_brorl.config.environment import EnvironmentConfig
 from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rollout.engine import GenerateCallbacks, Request, RolloutEngine, Sampling, Supply, extend_spans
-from megatron_brorl.types import Episode, Rollout, ScoreResult
+from megatron_brorl.types import Episode, FinishReason, Rollout, ScoreResult
 
 if TYPE_CHECKING:
     from megatron_brorl.environments.pool import EnvironmentPool, Reply
@@ -68,21 +69,34 @@ class TurnEngine:
         if requests and requests[0].prompt.verifier != ENVIRONMENT:
             return self.engine.generate(requests, sampling, callbacks, supply)
         call = _Call(self, requests, sampling, callbacks, supply)
-        turn = replace(sampling, tokens_per_call=self.config.max_turn_tokens)
+        turn_tokens = self.config.max_turn_tokens or sampling.max_tokens
         try:
-            call.end(self.engine.generate([], turn, call, call))
+            self.engine.generate([], replace(sampling, turn_tokens=turn_tokens), call, call)
         finally:
             call.close()
         return call.results()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """An episode of a call."""
 
     request: int  # index among the caller's requests
     number: int  # of the episode in the pool
-    so_far: Rollout  # After a turn, its finish is that of the turn.
+    rollout: Rollout  # Its finish is that of its last turn.
+
+    @property
+    def episode(self) -> Episode:
+        assert self.rollout.episode is not None
+        return self.rollout.episode
+
+    def update(self, **changes: Any) -> None:
+        """Replace fields of the episode."""
+        self.rollout = replace(self.rollout, episode=replace(self.episode, **changes))
+
+    def end(self, score: ScoreResult, finish: FinishReason) -> None:
+        self.update(score=score)
+        self.rollout = replace(self.rollout, finish=finish)
 
 
 class _Call:
@@ -111,10 +125,10 @@ class _Call:
         self._not_begun = deque((i, rollout) for i, r in enumerate(requests) for rollout in r.rollouts())
         self._episodes: list[_Running] = []
         self._turns: list[_Running] = []  # by index of the engine's request
-        self._waiting: dict[int, _Running] = {}  # for a reply, by number of the episode
+        self._waiting: set[_Running] = set()  # for a reply
         self._ready: deque[_Running] = deque()  # for the engine
         self._resets = 0  # episodes among the waiting ones whose first turn has not begun
-        self._replies: SimpleQueue[tuple[int, Reply]] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[_Running, Reply]] = SimpleQueue()
         self._lost: list[str] = []  # reasons
 
     def next_requests(self, room: int) -> list[Request]:
@@ -138,35 +152,21 @@ class _Call:
     def finished(self, request: int, rollout: Rollout) -> None:
         """Send the text of a turn to its environment."""
         running = self._turns[request]
-        before = _episode(running.so_far)
+        before = running.episode
         begin = len(before.sampled)
         new = torch.ones(len(rollout.token_ids) - begin, dtype=torch.bool)
-        episode = replace(before, sampled=torch.cat((before.sampled, new)), turns=before.turns + 1)
-        running.so_far = replace(rollout, episode=episode)
+        running.rollout = replace(rollout, episode=before)
+        running.update(sampled=torch.cat((before.sampled, new)), turns=before.turns + 1)
         ids = rollout.token_ids[begin:].tolist()
         if ids[-1] in self.sampling.stop_ids:
             ids.pop()
-        last = rollout.finish == "length" or episode.turns == self.owner.config.max_turns
-        self._step(running, self.owner.decode(ids), last)
-
-    def end(self, turns: Sequence[Sequence[Rollout]]) -> None:
-        """End the rollouts whose turn reached max_turn_tokens, and wait for the last replies.
-
-        turns: the result of the engine, which does not report these turns before.
-        """
-        limit = self.owner.config.max_turn_tokens
-        unreported = [(i, r) for i, rollouts in enumerate(turns) for r in rollouts if r.finish == "cut" and limit]
-        for i, rollout in unreported:
-            begin = len(_episode(self._turns[i].so_far).sampled)
-            if len(rollout.token_ids) == begin + limit and not self.cancelled():
-                self.finished(i, replace(rollout, finish="length"))
-        while self._waiting and not self.cancelled():
-            self._receive(_POLL_S)
+        last = rollout.finish == "length" or running.episode.turns == self.owner.config.max_turns
+        self._ask(running, self.owner.pool.step, self.owner.decode(ids), last)
 
     def close(self) -> None:
         """End the episodes whose rollouts are unfinished, and print a line about lost environments."""
         for running in self._episodes:
-            if _episode(running.so_far).score is None:
+            if running.episode.score is None:
                 self.owner.pool.end(running.number)
         if self._lost:
             text = f"{len(self._lost)} rollouts are lost, for example: {self._lost[0]}"
@@ -176,9 +176,8 @@ class _Call:
         """Return the rollouts of each request of the caller, by index, without those that were not begun."""
         found: list[list[Rollout]] = [[] for _ in self.requests]
         for running in self._episodes:
-            rollout = running.so_far
-            done = _episode(rollout).score is not None
-            found[running.request].append(rollout if done else replace(rollout, finish="cut"))
+            done = running.episode.score is not None
+            found[running.request].append(running.rollout if done else replace(running.rollout, finish="cut"))
         return [sorted(rollouts, key=lambda r: r.index) for rollouts in found]
 
     def _begin(self, most: int) -> None:
@@ -192,84 +191,65 @@ class _Call:
             nothing = Episode(torch.empty(0, dtype=torch.bool), turns=0)
             running = _Running(i, next(_NUMBERS), replace(rollout, episode=nothing))
             self._episodes.append(running)
-            self._waiting[running.number] = running
             self._resets += 1
-            self.owner.pool.reset(running.number, self.requests[i].prompt.row(), self._on_reply(running))
+            self._ask(running, self.owner.pool.reset, self.requests[i].prompt.row())
 
     def _next_turn(self, running: _Running) -> Request:
         request = self.requests[running.request]
-        begun = running.so_far
+        begun = running.rollout
         # Without tokens it is not a continued rollout, so that siblings start from the same state of their prompt.
         return Request(request.prompt, request.key, 1, begun.index, (begun,) if len(begun.token_ids) else ())
 
-    def _step(self, running: _Running, text: str, last: bool) -> None:
-        self._waiting[running.number] = running
-        self.owner.pool.step(running.number, text, last, self._on_reply(running))
-
-    def _on_reply(self, running: _Running) -> Callable[[Reply], None]:
-        return lambda reply: self._replies.put((running.number, reply))
+    def _ask(self, running: _Running, call: Callable[..., None], *arguments: Any) -> None:
+        self._waiting.add(running)
+        call(running.number, *arguments, lambda reply: self._replies.put((running, reply)))
 
     def _receive(self, seconds: float = 0.0) -> None:
         """Handle the replies that have arrived. Wait at most `seconds` for the first one."""
-        try:
-            item = self._replies.get(timeout=seconds) if seconds else self._replies.get_nowait()
+        with suppress(Empty):
+            item = self._replies.get(bool(seconds), seconds)
             while True:
-                number, reply = item
-                self._handle(self._waiting.pop(number), reply)
+                self._handle(*item)
                 item = self._replies.get_nowait()
-        except Empty:
-            pass
 
     def _handle(self, running: _Running, reply: Reply) -> None:
-        rollout = running.so_far
-        episode = _episode(rollout)
-        begins = not episode.turns
+        self._waiting.remove(running)
+        begins = not running.episode.turns
         self._resets -= begins
-        calls, malformed = episode.calls + reply.calls, episode.malformed + reply.malformed
-        rollout = replace(rollout, episode=replace(episode, calls=calls, malformed=malformed, score=reply.score))
-        running.so_far = rollout
+        calls, malformed = running.episode.calls + reply.calls, running.episode.malformed + reply.malformed
+        running.update(calls=calls, malformed=malformed, score=reply.score)
         if reply.lost or (begins and reply.done):
             self._lose(running, reply.lost or f"reset: {reply.score.reason if reply.score else 'no score'}")
         elif reply.done:
-            self._deliver(running, rollout)
+            self._deliver(running)
         else:
             self._continue(running, self.owner.encode(reply.messages) if reply.messages else [])
 
     def _continue(self, running: _Running, ids: Sequence[int]) -> None:
         """Append the tokens of an observation, so that the engine samples the next turn."""
-        rollout = running.so_far
-        episode = _episode(rollout)
-        if len(rollout.token_ids) + len(ids) >= self.sampling.max_tokens:
-            if not episode.turns:
-                self._lose(running, f"the first observation of {len(ids)} tokens leaves no room in rollout.max_tokens")
-                return
+        rollout, sampled = running.rollout, running.episode.sampled
+        if len(rollout.token_ids) + len(ids) < self.sampling.max_tokens:
+            running.rollout = replace(
+                rollout,
+                token_ids=torch.cat((rollout.token_ids, torch.tensor(ids, dtype=torch.int64))),
+                log_probs=torch.cat((rollout.log_probs, torch.zeros(len(ids)))),
+                finish="cut",
+                spans=extend_spans(rollout.spans, self.owner.engine.version, len(ids)),
+            )
+            running.update(sampled=torch.cat((sampled, torch.zeros(len(ids), dtype=torch.bool))))
+            self._ready.append(running)
+        elif len(sampled):
             self.owner.pool.end(running.number)
-            score = ScoreResult(0.0, "no_answer", "the observation leaves no room in rollout.max_tokens")
-            self._deliver(running, replace(rollout, finish="length", episode=replace(episode, score=score)))
-            return
-        running.so_far = Rollout(
-            rollout.index,
-            torch.cat((rollout.token_ids, torch.tensor(ids, dtype=torch.int64))),
-            torch.cat((rollout.log_probs, torch.zeros(len(ids)))),
-            "cut",
-            extend_spans(rollout.spans, self.owner.engine.version, len(ids)),
-            replace(episode, sampled=torch.cat((episode.sampled, torch.zeros(len(ids), dtype=torch.bool)))),
-        )
-        self._ready.append(running)
+            running.end(ScoreResult(0.0, "no_answer", "the observation leaves no room in rollout.max_tokens"), "length")
+            self._deliver(running)
+        else:
+            self._lose(running, f"the first observation of {len(ids)} tokens leaves no room in rollout.max_tokens")
 
-    def _deliver(self, running: _Running, rollout: Rollout) -> None:
-        running.so_far = rollout
+    def _deliver(self, running: _Running) -> None:
         if self.callbacks is not None:
-            self.callbacks.finished(running.request, rollout)
+            self.callbacks.finished(running.request, running.rollout)
 
     def _lose(self, running: _Running, reason: str) -> None:
         self._lost.append(reason)
         self.owner.pool.end(running.number)
-        rollout = running.so_far
-        episode = replace(_episode(rollout), score=ScoreResult(0.0, "crash", reason))
-        running.so_far = replace(rollout, finish="cut", episode=episode)
-
-
-def _episode(rollout: Rollout) -> Episode:
-    assert rollout.episode is not None
-    return rollout.episode
+        running.end(ScoreResult(0.0, "crash", reason), "cut")

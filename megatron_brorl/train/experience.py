@@ -95,9 +95,7 @@ def token_advantages(
 
     starts = torch.tensor([0, *lengths]).cumsum(0)
     per_token = torch.zeros(int(starts[-1])) if kl is None else -algo.kl_coef * torch.cat([torch.zeros(0), *kl])
-    # A response has no sampled token if the first observation of an environment fills it.
-    filled = starts[1:] > starts[:-1]
-    per_token[starts[1:][filled] - 1] += rewards[filled]
+    per_token[starts[1:] - 1] += rewards
     old = torch.zeros_like(per_token) if values is None else torch.cat([torch.zeros(0), *values])
     advantages, returns = ops.gae(per_token, old, starts, gamma=algo.gamma, lam=algo.lam)
 

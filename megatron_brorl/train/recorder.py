@@ -165,12 +165,7 @@ class Recorder:
         text = answered = text_of(rollout.token_ids)
         turns = None
         if rollout.episode is not None:
-            flags, counts = rollout.episode.sampled.unique_consecutive(return_counts=True)
-            parts = rollout.token_ids.split(counts.tolist())
-            turns = [
-                {"text": _valid(text_of(part)), "sampled": flag}
-                for part, flag in zip(parts, flags.tolist(), strict=True)
-            ]
+            turns = [{"text": _valid(text_of(ids)), "sampled": sampled} for sampled, ids in rollout.parts()]
             answered = next((str(turn["text"]) for turn in reversed(turns) if turn["sampled"]), "")
         verifier_entry = entry(verifier, "verifier", self.config.reward)
         answer = extract(answered, verifier_entry.find, verifier_entry.max_chars).answer

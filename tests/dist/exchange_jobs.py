@@ -16,7 +16,7 @@ from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.rollout.sampler import deal
 from megatron_brorl.train import redistribute
 from megatron_brorl.train.groups import gather_outcomes, select_groups
-from megatron_brorl.types import Rollout, ScoredRollout
+from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
 GROUPS = 6
 N = 90
@@ -26,7 +26,7 @@ CUT = {(4, 17)}  # so that group 4 is not closed
 
 
 def rollout(group: int, sibling: int) -> ScoredRollout:
-    """Make a rollout from its position; some log-probabilities are not finite."""
+    """Make a rollout from its position; some log-probabilities are not finite, and some tokens not sampled."""
     g = torch.Generator().manual_seed(1000 * group + sibling)
     tokens = int((200 * (0.5 * torch.randn(2, generator=g).sum()).exp()).clamp(1, 900))
     log_probs = torch.randn(tokens, generator=g)
@@ -36,7 +36,8 @@ def rollout(group: int, sibling: int) -> ScoredRollout:
     reward = 1.0 if group == 3 else float(sibling % 4 == 0)
     ids = torch.randint(0, 2**31 - 1, (tokens,), generator=g)
     routes = torch.randint(0, 300, (PROMPTS[group] + tokens - 1, 3, 1), generator=g, dtype=torch.int16)
-    rollout = Rollout(sibling, ids, log_probs, finish, ((0, tokens),), routes=routes)
+    episode = Episode(torch.arange(tokens) % 5 > 0, 3) if sibling % 3 else None
+    rollout = Rollout(sibling, ids, log_probs, finish, ((0, tokens),), episode, routes)
     return ScoredRollout(group, rollout, reward, finish != "cut" and sibling % 3 == 0, sibling + 2**40)
 
 

@@ -1,7 +1,8 @@
-"""PPO steps of actor and critic on given rollouts, in any layout."""
+"""Steps of an actor and a critic on given rollouts, in any layout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.update import update_critic, update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
-from megatron_brorl.types import Prompt, PromptGroup, Rollout, ScoredRollout
+from megatron_brorl.types import Episode, Prompt, PromptGroup, Rollout, ScoredRollout
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
 OPTIM = OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
@@ -39,6 +40,23 @@ ALGO = AlgoConfig(
     mismatch_bounds=(0.3, 3.0),
     correct_boost=0.25,
 )
+# Without a critic: ratios, the mismatch and the aggregation are those of sequences, and the KL is in the reward.
+SEQUENCES = replace(
+    ALGO,
+    advantage="grpo",
+    gamma=1.0,
+    lam=1.0,
+    ratio="sequence",
+    eps_low=0.01,
+    eps_high=0.01,
+    kl_in="reward",
+    kl_estimator="k1",
+    mismatch_mask="sequence",
+    mismatch_bounds=(0.8, 1.25),
+    aggregation="sequence_mean",
+    distill_coef=0.1,
+)
+STEPS = 2
 CLIP = 0.05
 TEMPERATURE = 0.9
 OF_PROMPT = [0] * 9 + [1] * 3 + [2] * 11 + [3]
@@ -54,45 +72,62 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
     return prompts, responses, sampled, rewards.tolist()
 
 
-def scored(step: int) -> tuple[list[PromptGroup], list[ScoredRollout], torch.Tensor]:
+def turns(responses: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return which tokens of each response the model sampled; the others are those of up to seven observations.
+
+    Every third response, from the first on, has no observations.
+    """
+    return [torch.arange(len(r)) % 3 >= i % 3 for i, r in enumerate(responses)]
+
+
+def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], list[ScoredRollout], torch.Tensor]:
     """Return the groups of a step, its rollouts, and their rewards as advantages [groups, N]."""
-    prompts, responses, sampled, rewards = batch(step)
+    prompts, responses, log_probs, rewards = batch(step)
     drawn = [prompts[OF_PROMPT.index(g)].tolist() for g in range(4)]
     groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "exact"), step, i) for i, p in enumerate(drawn)]
     rollouts = []
     advantages = torch.zeros(4, 11)
-    for i, group in enumerate(OF_PROMPT):
+    for i, (group, sampled) in enumerate(zip(OF_PROMPT, turns(responses), strict=True)):
         sibling = i - OF_PROMPT.index(group)
-        rollout = Rollout(sibling, responses[i], sampled[i], "stop")
+        rollout = Rollout(sibling, responses[i], log_probs[i], "stop")
+        if environment and not sampled.all():
+            rollout = replace(rollout, log_probs=log_probs[i] * sampled, episode=Episode(sampled, turns=3))
         rollouts.append(ScoredRollout(group, rollout, rewards[i], rewards[i] >= 0.99))
         advantages[group, sibling] = rewards[i]
     return groups, rollouts, advantages
 
 
 def ppo(
-    _rank: int, directory: str, parallel: dict[str, Any], steps: int, options: dict[str, Any]
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the metrics of each step and the final weights of actor and critic, the same on every rank."""
+    _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any], algo: AlgoConfig, environment: bool
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the metrics of each step and the final weights of actor and critic, the same on every rank.
+
+    "trained" of the metrics has the positions of the trained tokens of each of this replica's rollouts.
+    """
     grid = grid_of(**parallel)
     shape = read_shape(directory)
     ops = backend(options.get("ops", "fused"), torch.device("cpu"))
     stage = StageOptions(**{"tokens_per_micro_batch": 120, **options, "ops": ops})
     worker = Worker(shape, grid, stage, OPTIM)
-    critic = CriticWorker(shape, grid, stage, CRITIC_OPTIM)
-    worker.load_hf(directory)
-    critic.load_hf(directory)
-    models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()))
+    critic = CriticWorker(shape, grid, stage, CRITIC_OPTIM) if algo.advantage == "gae" else None
+    teacher = Worker(shape, grid, stage, None) if algo.distill_coef else None
+    for each in (worker, critic, teacher):
+        if each:
+            each.load_hf(directory)
+    models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()), teacher)
     metrics = []
-    for step in range(steps):
-        groups, all_rows, advantages = scored(step)
+    for step in range(STEPS):
+        groups, all_rows, advantages = scored(step, environment)
         own = all_rows[24 * grid.dp_rank // grid.dp_size : 24 * (grid.dp_rank + 1) // grid.dp_size]
-        own, experience, credit = make_experience(own, groups, advantages, models, ALGO, TEMPERATURE)
-        batches = mini_batches(own, [0, 1, 2, 3], ALGO.mini_batches, "siblings") * ALGO.epochs
-        valued = update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
-        metrics.append(
-            {**credit, **valued, **update_policy(worker, experience, batches, ALGO, OPTIM, TEMPERATURE, 4 * step)}
-        )
-    return metrics, {name: tensor.clone() for name, tensor in worker.hf_tensors()}, critic_weights(critic)
+        own, experience, found = make_experience(own, groups, advantages, models, algo, TEMPERATURE)
+        batches = mini_batches(own, [0, 1, 2, 3], algo.mini_batches, "siblings") * algo.epochs
+        if critic:
+            found |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
+        found |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, 4 * step)
+        places = [tuple(mask.nonzero().flatten().tolist()) for mask in experience.mask or ()]
+        metrics.append({**found, "trained": dict(zip(experience.ids, places, strict=True))})
+    weights = {name: tensor.clone() for name, tensor in worker.hf_tensors()}
+    return metrics, weights, critic_weights(critic) if critic else {}
 
 
 def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:

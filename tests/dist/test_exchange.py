@@ -43,6 +43,8 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
             sampled = rollout(row.group, row.rollout.index)
             assert torch.equal(row.rollout.token_ids, sampled.rollout.token_ids)
             assert torch.equal(row.rollout.log_probs, sampled.rollout.log_probs.view(torch.int32))
+            masks = [getattr(r.rollout.episode, "sampled", None) for r in (row, sampled)]
+            assert masks == [None, None] or torch.equal(*masks)
             assert (row.reward, row.right, row.answer) == (sampled.reward, sampled.right, sampled.answer)
             assert row.rollout.finish == sampled.rollout.finish
             if with_routes:

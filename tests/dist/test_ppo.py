@@ -1,18 +1,18 @@
-"""PPO with a critic: two steps of two epochs against a plain loop in float64, in every layout."""
+"""Two steps of two epochs, with and without a critic and an environment, against a plain loop in float64."""
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from functools import cache
 
 import pytest
 import tiny
 import torch
-from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, TEMPERATURE, batch
+from dist.ppo_jobs import ALGO, CLIP, CRITIC_OPTIM, OF_PROMPT, OPTIM, SEQUENCES, STEPS, TEMPERATURE, batch, turns
 from dist.world import pairs
 
 pytestmark = pytest.mark.slow
-STEPS = 2
 LAYOUTS = [
     (1, {}, {}),
     (1, {}, {"ops": "reference", "share_prompt": False, "tokens_per_micro_batch": 100_000}),
@@ -53,92 +53,128 @@ def descend(module, adam, loss, config):
     return norm.item()
 
 
-def distribution(actor, prompt, response):
-    logits = actor(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+def distribution(actor, prompt, response, own=slice(None)):
+    """Return the log-probabilities [tokens, V] of the tokens `own` of the response."""
+    logits = actor(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1][own]
     return (logits / TEMPERATURE).log_softmax(-1)
 
 
-def log_probs(actor, prompt, response):
-    return distribution(actor, prompt, response).gather(-1, response[:, None])[:, 0]
+def log_probs(actor, prompt, response, own=slice(None)):
+    return distribution(actor, prompt, response, own).gather(-1, response[own][:, None])[:, 0]
 
 
-def values(critic, prompt, response):
-    hidden = critic.model(torch.cat((prompt, response))[None]).last_hidden_state[0, len(prompt) - 1 : -1]
+def values(critic, prompt, response, own=slice(None)):
+    hidden = critic.model(torch.cat((prompt, response))[None]).last_hidden_state[0, len(prompt) - 1 : -1][own]
     return (hidden @ critic.value_head.T)[:, 0]
 
 
-def generalised(reward, v):
+def generalised(rewards, v, algo):
     """A_t = sum_l (gamma lam)^l delta_{t+l} (Schulman et al. 2016, eq. 16), summed directly."""
     n = len(v)
-    after = torch.cat((v[1:], torch.zeros(1).double()))
-    deltas = torch.tensor([reward if t == n - 1 else 0.0 for t in range(n)]).double() + ALGO.gamma * after - v
-    return torch.stack([sum((ALGO.gamma * ALGO.lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)])
+    deltas = (rewards + algo.gamma * torch.cat((v[1:], torch.zeros(1).double()))[:n] - v).tolist()
+    sums = [sum((algo.gamma * algo.lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+    return torch.tensor(sums, dtype=torch.float64)
 
 
-CASES = [("qwen2", True), ("qwen3", False)]
+def trusted(gap, algo):
+    """Return where the mismatch [tokens] of old policy and engine is within the bounds."""
+    ratio = (gap.mean() if algo.mismatch_mask == "sequence" else gap).exp().expand(len(gap))
+    return (ratio >= algo.mismatch_bounds[0]) & (ratio <= algo.mismatch_bounds[1])
+
+
+# The model's family, whether its head is tied, the algorithm, and whether rollouts have tokens of an environment.
+CASES = {
+    "critic": ("qwen2", True, ALGO, False),
+    "critic and turns": ("qwen3", False, ALGO, True),
+    "sequences and turns": ("qwen2", True, SEQUENCES, True),
+}
+# The last layout, context parallelism, does not have ratios of sequences.
+RUNS = pairs(LAYOUTS, list(CASES)[:2]) + pairs(LAYOUTS[:-1], list(CASES)[2:])
 
 
 def loop(directory, case):
-    """Run the plain loop; return its metrics and weights, and the model directory."""
-    actor = tiny.make_model(directory, *case).double()
-    reference = copy.deepcopy(actor)
+    """Run the plain loop; return its metrics and weights, and the model directory.
+
+    Rows have the tokens that the model sampled only; those of the environment are inputs of the models.
+    """
+    *model, algo, environment = CASES[case]
+    actor = tiny.make_model(directory, *model).double()
+    reference = copy.deepcopy(actor)  # also the teacher
     critic = Critic(actor)
     adam = optimizer(actor, OPTIM)
     critic_adam = optimizer(critic, CRITIC_OPTIM)
     metrics = []
     for step in range(STEPS):
-        prompts, responses, sampled, rewards = batch(step)
-        pairs = list(zip(prompts, responses, strict=True))
+        prompts, responses, engine, rewards = batch(step)
+        own = turns(responses) if environment else [torch.ones_like(r, dtype=torch.bool) for r in responses]
+        engine = [x[s].double() for x, s in zip(engine, own, strict=True)]
+        rows = list(zip(prompts, responses, own, strict=True))
         with torch.no_grad():
-            old = [log_probs(actor, p, r) for p, r in pairs]
-            fixed = [log_probs(reference, p, r) for p, r in pairs]
-            v = [values(critic, p, r) for p, r in pairs]
-        raw = [generalised(reward, x) for reward, x in zip(rewards, v, strict=True)]
+            old = [log_probs(actor, *row) for row in rows]
+            fixed = [log_probs(reference, *row) for row in rows]
+            v = [values(critic, *row) * (algo.advantage == "gae") for row in rows]
+        raw = []
+        for reward, x, o, f in zip(rewards, v, old, fixed, strict=True):
+            earned = -algo.kl_coef * (o - f) if algo.kl_in == "reward" else torch.zeros_like(x)
+            earned[-1:] += reward
+            raw.append(generalised(earned, x, algo))
         returns = [a + x for a, x in zip(raw, v, strict=True)]
         flat = torch.cat(raw)
-        goal = torch.cat(returns)
+        mean, std = (flat.mean(), flat.std(correction=0)) if algo.advantage == "gae" else (0.0, 1.0)
         advantages = [
-            (a - flat.mean()) / flat.std(correction=0) + ALGO.correct_boost * (reward >= 0.99)
-            for a, reward in zip(raw, rewards, strict=True)
+            (a - mean) / std + algo.correct_boost * (reward >= 0.99) - algo.distill_coef * (o - f)
+            for a, reward, o, f in zip(raw, rewards, old, fixed, strict=True)
         ]
-        gaps = [(o - s).exp() for o, s in zip(old, sampled, strict=True)]
-        trusted = [(g >= ALGO.mismatch_bounds[0]) & (g <= ALGO.mismatch_bounds[1]) for g in gaps]
-        found = {
-            "explained_variance": 1 - (flat.var() / goal.var()).item(),
-            "value_loss": 0.0,
-            "loss": 0.0,
-            "clipped": 0,
-            "masked": 0,
-        }
-        for _ in range(ALGO.epochs):
-            for part in range(2):
-                members = [i for i, g in enumerate(OF_PROMPT) if (i - OF_PROMPT.index(g)) % 2 == part]
-                tokens = sum(len(responses[i]) for i in members)
-                loss = torch.zeros(()).double()
-                for i in members:
-                    new = values(critic, *pairs[i])
-                    near = torch.clamp(new, v[i] - CLIP, v[i] + CLIP)
-                    errors = torch.stack(((new - returns[i]) ** 2, (near - returns[i]) ** 2))
-                    found["clipped"] += int((errors[1] > errors[0]).sum())
-                    loss = loss + errors.max(dim=0).values.sum() / 2 / tokens
-                found["value_loss"] += loss.item() / 4
-                found["critic_norm"] = descend(critic, critic_adam, loss, CRITIC_OPTIM)
-                loss = torch.zeros(()).double()
-                for i in members:
-                    every = distribution(actor, *pairs[i])
-                    current = every.gather(-1, responses[i][:, None])[:, 0]
-                    ratio = (current - old[i]).exp()
-                    clipped = ratio.clamp(1 - ALGO.eps_low, 1 + ALGO.eps_high)
-                    weight = gaps[i].clamp(max=ALGO.is_cap)
-                    gain = weight * torch.minimum(ratio * advantages[i], clipped * advantages[i])
-                    kl = (current - fixed[i]) ** 2 / 2
-                    entropy = -(every.exp() * every).sum(-1)
-                    terms = ALGO.kl_coef * kl - gain - ALGO.entropy_coef * entropy
-                    loss = loss + (terms * trusted[i]).sum() / tokens
-                found["loss"] += loss.item() / 4
-                found["norm"] = descend(actor, adam, loss, OPTIM)
-        found["masked"] = 1 - sum(int(t.sum()) for t in trusted) / sum(map(len, trusted))
-        metrics.append(found)
+        gaps = [o - s for o, s in zip(old, engine, strict=True)]
+        live = [trusted(gap, algo) for gap in gaps]
+        # The values of each metric, by token or by optimizer step.
+        seen = defaultdict(list, masked_share=[~t for t in live])
+        if algo.kl_in == "reward":
+            seen["reference_kl"] = seen["teacher_kl"] = [o - f for o, f in zip(old, fixed, strict=True)]
+        if algo.advantage == "gae":
+            seen |= {"value_mean": v, "return_mean": returns}
+            seen["explained_variance"] = [1 - flat.var() / torch.cat(returns).var()]
+        for members in 2 * [[i for i, g in enumerate(OF_PROMPT) if (i - OF_PROMPT.index(g)) % 2 == k] for k in (0, 1)]:
+            tokens = sum(int(own[i].sum()) for i in members)
+            filled = sum(bool(own[i].any()) for i in members)
+            loss = torch.zeros(()).double()
+            for i in members if algo.advantage == "gae" else ():
+                new = values(critic, *rows[i])
+                near = torch.clamp(new, v[i] - CLIP, v[i] + CLIP)
+                errors = torch.stack(((new - returns[i]) ** 2, (near - returns[i]) ** 2))
+                seen["value_clipped"].append(errors[1] > errors[0])
+                loss = loss + errors.max(dim=0).values.sum() / 2 / tokens
+            if algo.advantage == "gae":
+                seen["value_loss"].append(loss)
+                seen["critic_grad_norm"].append(descend(critic, critic_adam, loss, CRITIC_OPTIM))
+            loss = torch.zeros(()).double()
+            for i in members:
+                every = distribution(actor, *rows[i])[live[i]]
+                current = every.gather(-1, responses[i][own[i]][live[i]][:, None])[:, 0]
+                ratio = current - old[i][live[i]]
+                ratio = (ratio.mean().expand(len(ratio)) if algo.ratio == "sequence" else ratio).exp()
+                clipped = ratio.clamp(1 - algo.eps_low, 1 + algo.eps_high)
+                a = advantages[i][live[i]]
+                weight = gaps[i][live[i]].exp().clamp(max=algo.is_cap)
+                terms = -weight * torch.minimum(ratio * a, clipped * a)
+                if algo.kl_in == "loss":
+                    kl = (current - fixed[i][live[i]]) ** 2 / 2
+                    terms = terms + algo.kl_coef * kl
+                    seen["reference_kl"].append(kl)
+                entropy = -(every.exp() * every).sum(-1)
+                seen["entropy"].append(entropy)
+                if not seen["loss"]:
+                    seen["logprob_gap_mean"].append((current - engine[i][live[i]]).abs())
+                terms = terms - algo.entropy_coef * entropy
+                divisor = tokens if algo.aggregation == "token_mean" else filled * len(old[i])
+                loss = loss + terms.sum() / max(divisor, 1)
+            seen["loss"].append(loss)
+            seen["grad_norm"].append(descend(actor, adam, loss, OPTIM))
+        found = {name: torch.cat([torch.as_tensor(x).double().flatten() for x in xs]) for name, xs in seen.items()}
+        places = [s.nonzero().flatten()[t] for s, t in zip(own, live, strict=True)]
+        names = [f"{g}/{i - OF_PROMPT.index(g)}" for i, g in enumerate(OF_PROMPT)]
+        trained = {name: tuple(x.tolist()) for name, x in zip(names, places, strict=True)}
+        metrics.append(({name: x.mean().item() for name, x in found.items()}, trained))
     return str(directory), metrics, dict(actor.state_dict()), dict(critic.state_dict())
 
 
@@ -148,28 +184,28 @@ def loops(tmp_path_factory):
     return cache(lambda case: loop(tmp_path_factory.mktemp("model"), case))
 
 
-@pytest.mark.parametrize(("size", "parallel", "options", "case"), pairs(LAYOUTS, CASES))
-def test_ppo_equals_a_plain_loop(worlds, loops, size, parallel, options, case):
+@pytest.mark.parametrize(("size", "parallel", "options", "case"), RUNS)
+def test_steps_equal_a_plain_loop(worlds, loops, size, parallel, options, case):
+    """Positions of trained tokens, metrics and weights are equal."""
     directory, metrics, actor, critic = loops(case)
-    assert sum(f["clipped"] for f in metrics) > 0  # value clipping is active
-    for got, actor_weights, critic_weights in worlds(size).run("ppo_jobs:ppo", directory, parallel, STEPS, options):
-        for mine, wanted in zip(got, metrics, strict=True):
+    algo, environment = CASES[case][2:]
+    assert all(0 < found["masked_share"] < 1 and found.get("value_clipped", 1) > 0 for found, _ in metrics)
+    results = worlds(size).run("ppo_jobs:ppo", directory, parallel, options, algo, environment)
+    for got, actor_weights, critic_weights in results:
+        for mine, (wanted, places) in zip(got, metrics, strict=True):
+            assert mine["trained"].items() <= places.items()
+            assert (mine["updates"], mine["trained_tokens"]) == (4, 2 * sum(map(len, places.values())))
             # With values of zero the residuals are the returns, and no variance is explained.
-            assert mine["explained_variance"] == pytest.approx(wanted["explained_variance"], rel=1e-4, abs=1e-6)
-            assert mine["value_loss"] == pytest.approx(wanted["value_loss"], rel=1e-5)
-            assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-4, abs=1e-6)
-            assert mine["masked_share"] == pytest.approx(wanted["masked"], abs=1e-12)
-            assert 0 < mine["masked_share"] < 1
-            assert mine["critic_updates"] == mine["updates"] == 4
+            assert {name: mine[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
         for name, tensor in actor_weights.items():
             assert (tensor - actor[name]).norm() <= 1e-5 * actor[name].norm(), name
         for name, tensor in critic_weights.items():
             assert (tensor - critic[name]).norm() <= 1e-5 * critic[name].norm(), name
-        assert critic.keys() - critic_weights.keys() <= {"value_head"}
+        assert critic.keys() - critic_weights.keys() <= {"value_head"} or algo.advantage != "gae"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["critic", "critic and turns"])
 def test_a_new_critic_explains_no_variance(loops, case):
     metrics = loops(case)[1]
-    assert metrics[0]["explained_variance"] == 0.0
-    assert metrics[-1]["explained_variance"] != 0.0
+    assert metrics[0][0]["explained_variance"] == 0.0
+    assert metrics[-1][0]["explained_variance"] != 0.0

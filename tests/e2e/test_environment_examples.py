@@ -1,76 +1,75 @@
-"""Two steps of the examples with environments. Every recorded rollout is replayed in the environment."""
+"""Two steps of the examples with environments. Hints and products of rows and rollouts are computed again."""
 
 from __future__ import annotations
 
-import importlib
+import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import forks
-from e2e.runs import REPOSITORY, brorl, rows
+import pytest
+from e2e.runs import ENVIRONMENT, REPOSITORY, rows
 
 from megatron_brorl import load_run
+from megatron_brorl.user_functions import import_function
 
-SMALL = ["sft.steps=60", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "evaluate.every=2", "evaluate.samples=1"]
-
-
-def run(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Run an example on two ranks with small sizes; return the recorded rollouts of the last step."""
-    shutil.copytree(REPOSITORY / "examples" / name, folder / "examples" / name)
-    config = f"examples/{name}/{name}.toml"
-    data = forks.script(folder / "examples" / name / "make_data.py", f"runs/{name}/data", cwd=folder)
-    assert data.returncode == 0, data.stderr
-    held_out = folder / "runs" / name / "data" / "held_out.jsonl"
-    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:8]))
-    model = forks.script(REPOSITORY / "tools" / "make_tiny_model.py", config, "init", "--vocab", 140, cwd=folder)
-    assert model.returncode == 0, model.stderr
-    for command, start, directory in (("sft", "init", "sft"), ("train", "sft/model", "run")):
-        options = [f"model.path={start}", f"run.dir={directory}", *SMALL]
-        done = brorl(command, "--processes", 2, config, *options, cwd=folder)
-        assert done.returncode == 0, done.stderr
-    lines = rows(folder / "run")
-    assert len(lines) == 2
-    assert max(line["turns"] for line in lines) > 1
-    found = load_run(folder / "run")
-    references = {g["group"]: g["reference"] for g in found.groups(1).to_pylist()}
-    return [{**r, "reference": references[r["group"]]} for r in found.rollouts(1).to_pylist()]
+SMALL = ["sft.steps=50", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
 
 
-def texts(rollout: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the turns of the model and the observations."""
-    return tuple([t["text"] for t in rollout["turns"] if t["sampled"] is flag] for flag in (True, False))
+def check_calculator(turns: list[str], observations: list[str], prompt: str, answer: str) -> bool:
+    """Check the results of the calculator, and return whether the final answer is correct."""
+    a, b = map(int, prompt.strip("=").split("*"))
+    assert int(answer) == a * b
+    for turn, observation in zip(turns, observations, strict=False):
+        call = re.fullmatch(r"<call>calculate: (0|[1-9]\d*)\*(0|[1-9]\d*)</call>", turn)
+        assert not call or observation == f"<result>{int(call[1]) * int(call[2])}</result>"
+    return re.findall(r"\d+", turns[-1])[-1:] == [answer]
 
 
-def test_guessing(tmp_path, monkeypatch):
-    rollouts = run(tmp_path, "guessing")
-    monkeypatch.syspath_prepend(REPOSITORY / "examples" / "guessing")
-    monkeypatch.delitem(sys.modules, "guess", raising=False)
-    environment = importlib.import_module("guess").Guess()
-    assert max(len(texts(r)[0]) for r in rollouts) > 2
-    for rollout in rollouts:
-        turns, observations = texts(rollout)
-        environment.reset({"answer": rollout["reference"]})
-        replayed = [environment.step(turn) for turn in turns]
-        assert observations == [observation for observation, _ in replayed[: len(observations)]]
-        assert not any(done for _, done in replayed[:-1])
-        assert rollout["reward"] == environment.reward()
-        assert len(turns) <= 6
+def check_guessing(turns: list[str], observations: list[str], prompt: str, answer: str) -> bool:
+    """Check the hints of a game, and return whether the number was found."""
+    assert int(prompt[:2]) <= int(answer) <= int(prompt[6:8])
+    assert len(turns) <= 6
+    guesses = [int(turn) if re.fullmatch("[0-9]+", turn) else None for turn in turns]
+    assert int(answer) not in guesses[:-1]
+    hints = ["no number" if g is None else "higher" if g < int(answer) else "lower" for g in guesses]
+    assert observations == [f"<result>{hint}</result>" for hint in hints[: len(observations)]]
+    return guesses[-1] == int(answer)
 
 
-def test_calculator(tmp_path):
-    rollouts = run(tmp_path, "calculator")
-    calls = 0
-    for rollout in rollouts:
-        turns, observations = texts(rollout)
-        for turn, observation in zip(turns, observations, strict=False):
-            product = re.fullmatch(r"<call>calculate: (\d{1,4})\*(\d{1,4})</call>", turn)
-            if product and not re.match("0[0-9]", product[1]) and not re.match("0[0-9]", product[2]):
-                calls += 1
-                assert observation == f"<result>{int(product[1]) * int(product[2])}</result>"
-        numbers = re.findall(r"\d+", turns[-1])
-        if rollout["reward"]:
-            assert int(numbers[-1]) == int(rollout["reference"])
-    assert calls
+@pytest.mark.parametrize("name", ["calculator", "guessing"])
+def test_example(tmp_path, name):
+    for part in ("examples", "tools"):
+        shutil.copytree(REPOSITORY / part, tmp_path / part)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**ENVIRONMENT, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    command = ["bash", "examples/environment.sh", name, *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    check = globals()[f"check_{name}"]
+    files = [tmp_path / f"runs/environments/{name}_{part}.jsonl" for part in ("train", "held_out")]
+    train, held_out = (list(map(json.loads, file.read_text().splitlines())) for file in files)
+    assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
+    for row in train:
+        parts = re.split("(<result>.*?</result>)", row["target" if name == "calculator" else "feedback"])
+        assert check(parts[::2], parts[1::2], row["prompt"], row["answer"]) or len(parts) == 11
+        guesses = row.get("no_feedback", row["answer"]).split("<result>wrong</result>")
+        assert len(set(guesses)) == 6 or guesses[-1] == row["answer"]
+
+    assert all(line["turns"] > 1 for line in rows(tmp_path / "runs" / name))
+    run = load_run(tmp_path / "runs" / name)
+    groups = {group["group"]: (group["prompt"], group["reference"]) for group in run.groups(1).to_pylist()}
+    for rollout in run.rollouts(1).to_pylist():
+        turns, observations = ([t["text"] for t in rollout["turns"] if t["sampled"] is flag] for flag in (True, False))
+        assert rollout["reward"] == check(turns, observations, *groups[rollout["group"]])
+
+
+@pytest.mark.parametrize("text", ["", "x", " 17", "-17", "17.0", "\u0661\u0667", "1\u2077", "17\n"])
+def test_other_texts_are_wrong_guesses(text):
+    game = import_function(f"{REPOSITORY}/examples/environments/guess.py:Guess", "environment")[0]()
+    game.reset({"answer": "17"})
+    assert (game.step(text), game.reward()) == (("<result>no number</result>", False), 0.0)

@@ -192,7 +192,8 @@ class TorchEngine:
         def reason(i: int) -> FinishReason:
             if stopped[i]:
                 return "stop"
-            return "length" if scheduler.slot_length[active[i]] == sampling.max_tokens else "cut"
+            has_room = scheduler.slot_length[active[i]] < sampling.max_tokens
+            return "cut" if sampling.tokens_per_call and has_room else "length"
 
         return scheduler.remove(ended, [reason(i) for i in ended.tolist()])
 

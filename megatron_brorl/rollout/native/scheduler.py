@@ -30,7 +30,7 @@ class QueuedRollout:
 
     request: int  # index of its request
     so_far: Rollout  # tokens of earlier calls, or from before its eviction
-    limit: int  # response length at which it stops: with finish reason "length" if it equals max_tokens, else "cut"
+    limit: int  # response length at which it stops
 
 
 class Scheduler:
@@ -155,7 +155,7 @@ class Scheduler:
         if not slots:
             return self.decoder.embedding.new_empty(0, self.decoder.shape.hidden)
 
-        for batch in _batches(chunks):
+        for batch in _batches(chunks, equal=self.sampling.turn_tokens > 0):
             hidden = self.decoder.prefill(self.pool, [chunks[i] for i in batch])
             for i, h in zip(batch, hidden, strict=True):
                 states, key = outputs[i]
@@ -306,16 +306,17 @@ class Scheduler:
 def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[QueuedRollout]:
     for i, request in enumerate(requests, start=first):
         for so_far in request.rollouts():
-            limit = (
-                len(so_far.token_ids) + sampling.tokens_per_call if sampling.tokens_per_call else sampling.max_tokens
-            )
-            yield QueuedRollout(i, so_far, min(limit, sampling.max_tokens))
+            limit = min(len(so_far.token_ids) + sampling.new_tokens, sampling.max_tokens)
+            yield QueuedRollout(i, so_far, limit)
 
 
-def _batches(chunks: Sequence[PrefillChunk]) -> list[list[int]]:
+def _batches(chunks: Sequence[PrefillChunk], equal: bool) -> list[list[int]]:
     """Batch chunks of similar length and with the same number of pages before them, up to PREFILL_TOKENS a batch.
 
     Chunks with fewer pages before them come first, because they may compute pages that later chunks attend to.
+
+    equal: whether chunks of a batch must have the same length. Padding changes the last bits of attention, and with
+    turns the composition of batches depends on the time that environments take.
     """
     batches: list[list[int]] = [[]]
     sizes = [(len(c.before), len(c.ids)) for c in chunks]
@@ -323,7 +324,7 @@ def _batches(chunks: Sequence[PrefillChunk]) -> list[list[int]]:
         before, tokens = sizes[i]
         batch = batches[-1]
         full = (len(batch) + 1) * (before * PAGE + tokens) > PREFILL_TOKENS
-        if batch and (full or sizes[batch[0]][0] != before):
+        if batch and (full or sizes[batch[0]][0] != before or (equal and sizes[batch[0]] != sizes[i])):
             batches.append([])
         batches[-1].append(i)
     return [b for b in batches if b]

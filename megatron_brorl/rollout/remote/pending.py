@@ -39,7 +39,7 @@ class PendingRollout:
 
         # A rollout that reached tokens_per_call, but not max_tokens, continues in the next step.
         finish: FinishReason = answer.fields["finish"]
-        if finish == "length" and len(before.token_ids) + len(ids) < sampling.max_tokens:
+        if finish == "length" and sampling.tokens_per_call and len(before.token_ids) + len(ids) < sampling.max_tokens:
             finish = "cut"
 
         log_probs = answer.tensors["log_probs"] if sampling.log_probs else torch.full((len(ids),), float("nan"))
@@ -111,7 +111,7 @@ class PendingRollouts:
     def _pending(self, number: int, request: Request, begun: Rollout) -> PendingRollout:
         done = len(begun.token_ids)
         sampling = self._sampling
-        tokens = min(sampling.tokens_per_call or sampling.max_tokens, sampling.max_tokens - done)
+        tokens = min(sampling.new_tokens, sampling.max_tokens - done)
         ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
         return PendingRollout(number, ids, begun, tokens, sibling_seed(request.key, begun.index, done))
 

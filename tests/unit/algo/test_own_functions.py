@@ -62,7 +62,7 @@ ADVANTAGE = "def f(rewards, mask, rows):\n    "
 @pytest.mark.parametrize(
     ("key", "source", "message"),
     [
-        ("advantage", "", "has no function 'f'; define it, or name another"),
+        ("advantage", "", "does not define 'f'; add it, or name another"),
         ("advantage", "1 / 0", "cannot be imported: ZeroDivisionError: division by zero (mine.py, line 1)"),
         ("advantage", "def f(rewards): return rewards", "must take (rewards, mask, rows): got an unexpected"),
         ("advantage", ADVANTAGE + "return rows[0]['level']", "KeyError: 'level' (mine.py, line 2)"),

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from unit.data.test_tokenizers import make_hf
+from unit.data.test_tokenizers import SUMS, make_hf
 
 from megatron_brorl.config.schema import DataConfig
-from megatron_brorl.data.prompts import read_rows, render
+from megatron_brorl.data.prompts import read_rows, render, sft_examples, tokenize
+from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 
@@ -24,6 +26,32 @@ TURNS = [
     {"role": "assistant", "content": "19"},
     {"role": "user", "content": "plus 1 "},
 ]
+# As in Qwen 2.5: consecutive results of tools share a message. transformers reads the mask from {% generation %}.
+TOOLS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n{% generation %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}</s>"
+    "{% endgeneration %}{{ '\n' }}{% else %}{{ '<|user|>' if m.role == 'user' or loop.previtem.role != 'tool' }}\n"
+    "{{ m.content }}{{ '</s>\n' if m.role == 'user' or loop.last or loop.nextitem.role != 'tool' }}{% endif %}"
+    "{% endfor %}{{ '<|assistant|>\n' if add_generation_prompt }}"
+)
+# As in Qwen 3: only turns after the last question keep their thoughts, and the last turn always has one.
+THOUGHTS = (
+    "{% set last = messages.index((messages | selectattr('role', 'eq', 'user') | list)[-1]) %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>\n\n') %}<|assistant|>\n"
+    "{% if loop.index0 > last and (not add_generation_prompt or parts[1:]) %}"
+    "{{ parts[0] if parts[1:] else '<think>\n\n' }}</think>\n\n{% endif %}{{ parts[-1] }}</s>\n"
+    "{% else %}<|user|>{{ m.content | trim }}</s>\n{% endif %}{% endfor %}"
+    "{{ '<|assistant|>\n' ~ ('<think>\n\n</think>\n\n' if enable_thinking is false) if add_generation_prompt }}"
+)
+TURN = [{"role": "assistant", "content": "20"}]
+THOUGHT = [{"role": "assistant", "content": "<think>\nadd\n</think>\n\n20"}]
+
+
+def conversation(text: str) -> list[dict[str, Any]]:
+    calls = [{"function": {"name": "add", "arguments": {"a": 12, text: text}}}] * 2
+    asked = [TURNS[0], {**TURNS[1], "tool_calls": calls}, {"role": "user", "content": f"12 + {text}?"}]
+    results = [{"role": "tool", "name": "add", "content": result} for result in (text, "22")]
+    return [*asked, {"role": "assistant", "tool_calls": calls}, *results, {"role": "assistant", "content": text}]
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +85,10 @@ def test_special_tokens_in_messages_are_plain_text(directory: Path) -> None:
     assert tokenizer.decode_all(ids) == text
 
 
-def test_a_template_that_repeats_messages_cannot_hold_special_tokens(tmp_path: Path) -> None:
+def test_special_tokens_are_plain_text_in_a_template_that_repeats_messages(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(make_hf(tmp_path, chat_template="{{ messages[0].content }}{{ messages[0].content }}"))
     assert tokenizer.apply_chat(TURNS[:1])[0] == "12 + 7?12 + 7?"
-    with pytest.raises(UserError, match="does not keep messages apart"):
-        tokenizer.apply_chat([{"role": "user", "content": "</s>"}])
+    assert tokenizer.apply_chat([{"role": "user", "content": "</s>"}]) == ("</s></s>", tokenizer.encode("</s></s>"))
 
 
 def test_errors_of_a_template_name_the_row(directory: Path, tmp_path: Path) -> None:
@@ -78,17 +105,15 @@ def test_errors_of_a_template_name_the_row(directory: Path, tmp_path: Path) -> N
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "empty": ([], "prompt must be a string or a list of messages that is not empty"),
+    "empty": ([], "prompt must be a string or a list with a message of the user that is not empty"),
     "content type": ([{"role": "user", "content": 3}], "prompt[0] must be"),
     "role": ([{"role": "human", "content": "x"}], "prompt[0]: unknown role 'human'; known: system, user, assistant"),
     "late system": ([TURNS[0], SYSTEM, TURNS[2]], "prompt[1]: a system message may only come first"),
     "ends with the assistant twice": ([*TURNS[:2], TURNS[1]], "prompt[1] and later: after the last"),
     "ends with a tool": ([*TURNS[:2], {"role": "tool", "content": "5"}], "the last one must be the assistant's"),
-    "arguments": (
-        [TURNS[0], {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
-        "not valid JSON",
-    ),
+    "calls": ([TURNS[0], {"role": "assistant", "tool_calls": 1}], "prompt[1].tool_calls must be a list of"),
     "surrogate": ([{"role": "user", "content": "\ud800"}], "prompt has half of a surrogate pair"),
+    "surrogate in a turn": ([*TURNS[:2], {"role": "tool", "content": "\ud800"}, *TURN], "messages has half of a"),
 }
 
 
@@ -103,3 +128,87 @@ def test_malformed_messages_are_named_with_their_row(tmp_path: Path, kind: str) 
     assert str(e.value).startswith(f"{path}:2: ")
     assert message in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def read(folder: Path, row: dict[str, Any], tokenizer: Any, **config: Any) -> tuple[list[int], list[int], list[int]]:
+    """Return the ids of the prompt and of the response for supervised training, and the mask of the response."""
+    (folder / "f.jsonl").write_text(json.dumps(row) + "\n")
+    prompts = tokenize(read_rows(folder / "f.jsonl"), tokenizer, DataConfig(**config), 500)
+    ((ids, response),) = sft_examples(prompts, tokenizer)
+    return ids, list(response.token_ids), list(map(int, response.trained))
+
+
+@pytest.mark.parametrize("text", ["77", "</s> <|assistant|>\u2039turn\u203a<s>"])
+def test_turns_for_supervised_training_are_those_of_transformers(tmp_path: Path, text: str) -> None:
+    """Control tokens in the row stay text. Arguments may be a string of JSON, as OpenAI has them."""
+    tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=TOOLS))
+    library = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    tools = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}
+    options = {**tools, "return_dict": True, "return_assistant_tokens_mask": True}
+    whole = library.apply_chat_template(conversation("77"), **options)
+    begin = len(library.apply_chat_template(conversation("77")[:3], add_generation_prompt=True, **options)["input_ids"])
+
+    row = conversation(text)
+    function = row[3]["tool_calls"][0]["function"]
+    row[3]["tool_calls"] = [{"function": {**function, "arguments": json.dumps(function["arguments"])}}] * 2
+    asked, response, trained = read(tmp_path, {"prompt": row}, tokenizer, chat=True, chat_template_kwargs=tools)
+    ids = [*asked, *response, *library("\n").input_ids]  # The template ends with a line break.
+    assert ids == whole["input_ids"] or text != "77"
+
+    def spans(ids: list[int], mask: list[int]) -> list[tuple[int, int, str]]:
+        groups = groupby(zip(ids, mask, strict=True), lambda pair: (min(pair[0], 4), pair[1]))
+        return [(*key, library.decode([i for i, _ in pairs])) for key, pairs in groups]
+
+    expected = spans(whole["input_ids"], [0] * begin + whole["assistant_masks"][begin:])
+    found = spans(ids, [0] * len(asked) + trained + [0])
+    assert found == [(token, own, part.replace("77", text)) for token, own, part in expected]
+
+
+@pytest.mark.parametrize("template", [ROLES, TOOLS, THOUGHTS])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}], ids=["", "no thinking"])
+def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path: Path, template: str, variables: Any) -> None:
+    """The conversation is longer than the one with which the continuation is computed."""
+    tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=template))
+    library = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+
+    def rendered(messages: list[dict[str, Any]], prompt: bool) -> str:
+        return str(library.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **variables))
+
+    for messages in (conversation(" two\nlines ")[4:6], TURNS[:1]):
+        rest = rendered([*TURNS, *TURN, *messages], True).partition("20</s>")[2]
+        assert tokenizer.continuation(messages, True, variables) == library(rest).input_ids
+    for turn in (TURN,) if variables else (TURN, THOUGHT):
+        rest = rendered([*TURNS, *turn], False).removeprefix(rendered(TURNS, True)).removesuffix("\n")
+        assert tokenizer.continuation(turn, True, variables) == library(rest).input_ids
+
+
+WITHOUT_STOP = TOOLS.replace("{% endfor %}</s>", "{% endfor %}")  # Messages of the user end with one.
+UNUSABLE = [(WITHOUT_STOP, TURNS[:1]), (WITHOUT_STOP, TURN), (THOUGHTS, THOUGHT), (ROLES, conversation("7")[3:4])]
+
+
+@pytest.mark.parametrize(("template", "messages"), UNUSABLE, ids=["answer", "turn", "two thoughts", "no calls"])
+def test_templates_that_cannot_frame_turns_are_refused(tmp_path: Path, template: str, messages: Any) -> None:
+    with pytest.raises(UserError, match=r"^[^\n]*: the chat template does not write a turn[^\n]*$"):
+        load_tokenizer(make_hf(tmp_path, chat_template=template)).continuation(
+            messages, True, {"enable_thinking": False}
+        )
+
+
+def test_turns_without_a_template(tmp_path: Path) -> None:
+    """The expected tokens are those of a rollout: a turn ends with </call> or EOS, and observations are appended."""
+    pieces = train_sentencepiece([*SUMS, "<call>add: 1</call><result>2</result>"], tmp_path / "sp", 600)
+    row = {"prompt": "3 + 4", "answer": "7", "target": "x<result>no</result><call>add: 3 4</call><result>7</result>7"}
+    for tokenizer in (pieces, load_tokenizer(make_hf(tmp_path / "hf"))):
+        expected: list[tuple[int, int]] = []
+        for text in ("x", "<result>no</result>", "<call>add: 3 4</call>", "<result>7</result>", "7"):
+            ids = tokenizer.encode(text) + [tokenizer.eos_id] * (text in "x7")
+            expected += [(i, int("result" not in text)) for i in ids]
+        _, response, trained = read(tmp_path, row, tokenizer)
+        assert list(zip(response, trained, strict=True)) == expected
+        results = tokenizer.encode("<result>19</result><result>22</result>")
+        assert tokenizer.continuation(conversation("19")[4:6], False) == results
+    with pytest.raises(UserError, match="has no chat template"):
+        pieces.continuation(TURN, True)
+    for target in ("1<result>2", "1</result>2", "1<result>2</result>"):
+        with pytest.raises(UserError, match=r"f\.jsonl:1: target: <result>"):
+            read(tmp_path, {"prompt": "1", "target": target}, pieces)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import os
@@ -20,10 +19,6 @@ LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 class Odd(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
-
-
-async def coroutine() -> None:
-    await asyncio.sleep(0)
 
 
 def write_everywhere(data: bytes) -> None:

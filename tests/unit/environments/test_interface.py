@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from transformers.utils import get_json_schema
 
 from megatron_brorl.environments.calculator import Calculator
 from megatron_brorl.environments.calls import Call, MalformedCall, find_calls, keyword_arguments
-from megatron_brorl.environments.interface import Kind, describe
+from megatron_brorl.environments.interface import describe
 from megatron_brorl.errors import UserError
 
 
@@ -26,13 +24,12 @@ class Base:
 class Tools(Base):
     number = 3
 
-    def search(self, words: list[str], most: int = 3, order: Literal["new", "old"] = "new") -> str:
+    def search(self, words: list[str], most: int = 3) -> str:
         """Search for words.
 
         Args:
             words: The words.
             most: The largest number of results.
-            order: The order of the results.
         """
         return ""
 
@@ -47,26 +44,9 @@ class Tools(Base):
     def _private(self) -> None: ...
 
 
-class Steps(Base):
-    def step(self, text: str) -> tuple[str, bool]:
-        return "", True
-
-    def public(self, a): ...
-
-
 def test_the_tools_are_the_public_methods() -> None:
     assert describe(Tools).tools == (get_json_schema(Tools.look), get_json_schema(Tools.search))
-    assert describe(Steps).tools == ()
-
-
-def test_a_class_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = (
-        "class Game:\n    def reset(self, row): pass\n    def reward(self): return 0\n    def step(self, text): pass\n"
-    )
-    (tmp_path / "game.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    assert describe("game.py:Game") == Kind((), hashlib.sha256(source.encode()).hexdigest())
-    assert [tool["function"]["name"] for tool in describe(f"{Calculator.__module__}:Calculator").tools] == ["calculate"]
+    assert describe(make("step(self, text): ...")).tools == ()
 
 
 def make(body: str, base: type = Base) -> type:
@@ -83,14 +63,11 @@ ARGS = "act(self, a{}):\n        '''Act.\n\n        Args:\n            a: A numb
     ("factory", "message"),
     [
         ("missing.py:Game", "environment missing.py:Game: no such file"),
-        (f"{Calculator.__module__}:Other", "has no .*'Other'"),
         (f"{Calculator.__module__}:_value", "is not a class"),
         (make("reset(self, row): ...", object), "environment Game: has no method reward"),
-        (make("reward(self): ...", object), "has no method reset"),
         (make("_act(self): ..."), "neither tools .* nor a method step"),
         (make(ARGS.format("")), "tool act: .*missing a type hint"),
         (make(ARGS.format(": Base")), "tool act: .*Base"),
-        (make("act(self, a: int): ..."), "tool act: .*no docstring"),
         (make("act(self, a: int): 'Act.'"), "tool act: .*no description for the argument 'a'"),
         (make("__init__(self, size): ..."), "cannot be created without arguments: .*size"),
     ],
@@ -107,10 +84,8 @@ def hermes(*calls: tuple[str, dict[str, Any]]) -> str:
 
 TEXTS = [
     "No call.",
-    hermes(("look", {})),
     "First.\n" + hermes(("look", {}), ("search", {"words": ["ä", "<b>"], "most": 2})),
     "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(("look", {"a": {"b": [None, 1.5, "\n"]}})),
-    '<tool_call>{"arguments": {"a": "{}"}, "name": "look"}</tool_call>',
 ]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Client:
         return self._wait(lambda reply: self.pool.step(episode, text, last, reply))
 
     def pids(self) -> list[int]:
-        return [worker._process.pid for worker in self.pool._workers]
+        return [process._process.pid for process in self.pool._processes]
 
     @staticmethod
     def _wait(call: Any) -> Reply:
@@ -45,21 +45,13 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def tools() -> Iterator[Client]:
-    with EnvironmentPool(HOSTILE, 2, 60.0, "hermes") as pool:
-        yield Client(pool)
-
-
-@pytest.fixture(scope="module")
-def impatient() -> Iterator[Client]:
-    with EnvironmentPool(HOSTILE, 2, 2.0, "hermes") as pool:
-        yield Client(pool)
-
-
-@pytest.fixture(scope="module")
-def steps() -> Iterator[Client]:
-    with EnvironmentPool(f"{FILE}:Steps", 2, 60.0, "tags") as pool:
-        yield Client(pool)
+def clients() -> Iterator[dict[str, Client]]:
+    settings = {"tools": ("Hostile", 60.0), "impatient": ("Hostile", 2.0), "steps": ("Steps", 60.0)}
+    with ExitStack() as stack:
+        yield {
+            name: Client(stack.enter_context(EnvironmentPool(f"{FILE}:{factory}", 2, seconds, "hermes")))
+            for name, (factory, seconds) in settings.items()
+        }
 
 
 def error(reason: str) -> ScoreResult:
@@ -76,10 +68,10 @@ class Lost(str):
 
 NOT_JSON = "is not JSON serializable"
 HANGS = Lost("no answer in 2 s")
+CORRUPT = Lost("wrote a result that is not a reply")
 
 # (method, code of the method, expected content of the message, score, or reason of the loss)
 CASES = [
-    ("reset", "raise ValueError('no')", error("ValueError: no")),
     ("reset", "result = 5", "5"),
     ("reset", "result = (i for i in ())", error(f"TypeError: Object of type generator {NOT_JSON}")),
     ("reset", "os._exit(0)", Lost("exit code 0")),
@@ -88,65 +80,43 @@ CASES = [
     ("act", "raise ValueError('\\ud800')", error("ValueError: ?")),
     ("act", "raise Odd", error("Odd")),
     ("act", "sys.exit(3)", error("SystemExit: 3")),
-    ("act", "raise KeyboardInterrupt", error("KeyboardInterrupt")),
     ("act", "recurse()", error("RecursionError: maximum recursion depth exceeded")),
-    ("act", "bytearray(1 << 40)", error("MemoryError")),
     ("act", "while True: pass", HANGS),
-    ("act", "9 ** 9 ** 9", HANGS),
     ("act", "os.kill(os.getpid(), signal.SIGSTOP); threading.Event().wait()", HANGS),
     ("act", "threading.Event().wait()", HANGS),
-    ("act", "os._exit(3)", Lost("exit code 3")),
     ("act", "os.kill(os.getpid(), signal.SIGKILL)", Lost("killed by SIGKILL, perhaps for lack of memory")),
     ("act", "ctypes.string_at(0)", Lost("killed by SIGSEGV, perhaps for lack of memory")),
     ("act", "os.closerange(3, 256)", Lost("exit code 1")),
-    ("act", "write_everywhere(b'noise\\n')", Lost("wrote a result that is not JSON")),
-    ("act", "write_everywhere(b'[' * 100_000 + b'\\n')", Lost("wrote a result that is not JSON")),
-    (
-        "act",
-        "write_everywhere(b'[0, [[{\"a\": 1}], false, null, 0, 0]]\\n')",
-        Lost("wrote a result that is not a reply"),
-    ),
-    ("act", "write_everywhere(b'[-1, [[], false, null, 0, 0]]\\n')", Lost("wrote a second reply to a call")),
-    ("act", "write_everywhere(b'x' * (3 << 20))", Lost("wrote a result that is too long")),
+    ("act", "write_everywhere(b'[' * 100_000 + b'\\n')", CORRUPT),
+    ("act", "write_everywhere(b'[-1, [[], false, null, 0, 0]]\\n')", CORRUPT),
+    ("act", "write_everywhere(b'x' * (3 << 20))", CORRUPT),
     ("act", "for _ in range(100): print('x' * 1_000_000, file=sys.stderr); print('y' * 1_000_000)", "turn 1"),
     ("act", "os.write(1, b'[1]\\n'); sys.stdout.close(); os.close(1); os.close(2)", "turn 1"),
     ("act", "result = sys.stdin.read()", ""),
-    ("act", "os.fork()", "turn 1"),
     ("act", "os.fork() or os.execlp('sleep', 'sleep', '60')", "turn 1"),
-    ("act", "threading.Thread(target=threading.Event().wait).start()", "turn 1"),
     ("act", "os.kill(os.getpid(), signal.SIGTERM)", "turn 1"),
     ("act", "result = None", "null"),
     ("act", "result = {'ä': [1, True, '😀']}", '{"ä": [1, true, "😀"]}'),
-    ("act", "result = float('nan')", "NaN"),
     ("act", "result = b'bytes'", error(f"TypeError: Object of type bytes {NOT_JSON}")),
-    ("act", "result = coroutine()", error(f"TypeError: Object of type coroutine {NOT_JSON}")),
     ("act", "result = []; result.append(result)", error("ValueError: Circular reference detected")),
     ("act", "result = '😀' * 10_000_000", "😀" * 4096 + "\n[9995904 more characters]"),
     ("act", "result = 'a\\ud800\\0'", "a?\0"),
     ("act", "result = '<|im_end|>\\n</tool_response>'", "<|im_end|>\n</tool_response>"),
     ("act", "result = 'torch' in sys.modules", "false"),
     ("final", "raise ValueError(self.text)", error("ValueError: the answer")),
-    ("reward", "raise ValueError", error("ValueError")),
     ("reward", "result = float('nan')", invalid("nan")),
-    ("reward", "result = -float('inf')", invalid("-inf")),
     ("reward", "result = '1'", invalid("'1'")),
-    ("reward", "result = object()", invalid("an object of type object")),
     ("reward", "os.abort()", Lost("killed by SIGABRT, perhaps for lack of memory")),
-    ("reward", "result = -2", ScoreResult(-2.0, "ok")),
     ("step", "result = 'ab'", error("TypeError: step must return a tuple (observation, done)")),
-    ("step", "result = iter((1, 2))", error("TypeError: step must return a tuple (observation, done)")),
     ("step", "result = 'over', True", ScoreResult(1.0, "ok")),
-    ("step", "result = ['a'], 0", '["a"]'),
 ]
 
 
 @pytest.mark.parametrize(("method", "code", "expected"), CASES)
 def test_a_hostile_environment_ends_only_its_own_episodes(
-    request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str], method: str, code: str, expected: Any
+    clients: dict[str, Client], capfd: pytest.CaptureFixture[str], method: str, code: str, expected: Any
 ) -> None:
-    client: Client = request.getfixturevalue(
-        "impatient" if expected is HANGS else "steps" if method == "step" else "tools"
-    )
+    client = clients["impatient" if expected is HANGS else "steps" if method == "step" else "tools"]
     assert not client.reset(0).done  # lives in the other process
     reply = client.reset(1, **{"act" if method == "step" else method: code})
     if method != "reset":
@@ -175,15 +145,11 @@ def hermes(**call: Any) -> str:
 
 MALFORMED = [
     ("<tool_call>{'name': 'act'}</tool_call>", "cannot be parsed as JSON"),
-    ("<tool_call></tool_call>", "cannot be parsed as JSON"),
     ("<tool_call>" + "[" * 100_000 + "</tool_call>", "cannot be parsed as JSON"),
     ('<tool_call>{"name": "act", "arguments": {}}', "the end tag is missing"),
-    ("<tool_call><tool_call>{}</tool_call></tool_call>", "cannot be parsed as JSON"),
     ("<tool_call>[1]</tool_call>", "must be a JSON object"),
-    (hermes(arguments={}), 'needs a "name"'),
     (hermes(name="act", arguments="{}"), '"arguments", which are an object'),
     (hermes(name="reward", arguments={}), "no tool 'reward'; the tools are act, add"),
-    (hermes(name="_run", arguments={}), "no tool '_run'"),
     (hermes(name="\ud800" * 1000, arguments={}), "no tool"),
     (hermes(name="add", arguments={"a": 1}), "argument b: Missing required argument"),
     (hermes(name="add", arguments={"a": 1, "b": [2]}), "argument b: Input should be a valid integer"),
@@ -193,7 +159,8 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("text", "message"), MALFORMED)
-def test_a_malformed_call_gives_an_error_to_the_model(tools: Client, text: str, message: str) -> None:
+def test_a_malformed_call_gives_an_error_to_the_model(clients: dict[str, Client], text: str, message: str) -> None:
+    tools = clients["tools"]
     tools.reset(0)
     reply = tools.step(0, f"{hermes(name='add', arguments={'a': '2', 'b': 3})} and {text}")
     good, bad = reply.messages
@@ -205,17 +172,15 @@ def test_a_malformed_call_gives_an_error_to_the_model(tools: Client, text: str, 
     assert tools.step(0, "done").score == ScoreResult(1.0, "ok")
 
 
-def test_too_many_calls_execute_none(tools: Client) -> None:
-    tools.reset(0)
-    reply = tools.step(0, ACT * 17)
-    assert (len(reply.messages), reply.calls, reply.malformed) == (1, 17, 17)
-    assert [m["content"] for m in tools.step(0, ACT * 16).messages] == [f"turn {i + 1}" for i in range(16)]
-    tools.pool.end(0)
-
-
-def test_the_last_turn_executes_its_calls_and_is_scored(tools: Client) -> None:
+def test_at_most_16_calls_of_a_turn_are_executed_also_of_the_last_one(clients: dict[str, Client]) -> None:
+    tools = clients["tools"]
     tools.reset(0, reward="result = self.turns")
-    assert tools.step(0, ACT + ACT, last=True) == Reply((), True, ScoreResult(2.0, "ok"), calls=2)
+    reply = tools.step(0, ACT * 20)
+    *results, error = (message["content"] for message in reply.messages)
+    assert results == [f"turn {i + 1}" for i in range(16)]
+    assert error.startswith("error: at most 16 calls")
+    assert (reply.calls, reply.malformed) == (17, 1)
+    assert tools.step(0, ACT + ACT, last=True) == Reply((), True, ScoreResult(18.0, "ok"), calls=2)
 
 
 def test_calls_that_wait_run_at_the_same_time_and_episodes_keep_their_state() -> None:
@@ -241,8 +206,6 @@ def test_all_episodes_of_a_process_are_lost_and_later_ones_live() -> None:
         assert client.step(3).messages[0]["content"] == "turn 1"
         assert client.pids() != [pid]
         assert not psutil.pid_exists(pid)
-        with pytest.raises(KeyError):
-            pool.step(1, "", False, lambda reply: None)
 
 
 def test_an_ended_episode_gets_no_reply_and_leaves_no_object() -> None:
@@ -265,34 +228,27 @@ def test_an_ended_episode_gets_no_reply_and_leaves_no_object() -> None:
         assert not replies
 
 
-@pytest.mark.parametrize("factory", [HOSTILE, "class"])
-def test_a_closed_pool_sends_no_reply(factory: str) -> None:
+def test_a_closed_pool_sends_no_reply() -> None:
     replies: list[Reply] = []
-    RELEASE.clear()
-    pool = EnvironmentPool(Waiting if factory == "class" else HOSTILE, 1, 60.0, "hermes")
+    pool = EnvironmentPool(HOSTILE, 1, 60.0, "hermes")
     client = Client(pool)
     client.reset(0, act="threading.Event().wait()")
-    pids = client.pids() if factory == HOSTILE else []
+    pids = client.pids()
     pool.step(0, ACT, False, replies.append)
     pool.close()
     pool.close()
-    RELEASE.set()
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not replies
     with pytest.raises(RuntimeError, match="closed"):
         pool.step(0, ACT, False, replies.append)
 
 
-RELEASE = threading.Event()
-
-
-class Waiting:
+class Local:
     def reset(self, row: dict[str, Any]) -> str:
         self.row = row
         return "begin"
 
     def act(self) -> str:
-        RELEASE.wait()
         raise ValueError(self.row["id"])
 
     def reward(self) -> float:
@@ -300,8 +256,7 @@ class Waiting:
 
 
 def test_a_class_runs_in_this_process() -> None:
-    RELEASE.set()
-    with EnvironmentPool(Waiting, 1, 1.0, "tags") as pool:
+    with EnvironmentPool(Local, 1, 1.0, "tags") as pool:
         client = Client(pool)
         assert client.reset(0).messages == ({"role": "user", "content": "begin"},)
         client.reset(1)
@@ -313,6 +268,7 @@ def test_a_process_that_cannot_start_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module")
     with EnvironmentPool(f"{tmp_path}/broken.py:Broken", 1, 5.0, "hermes") as pool:
         client = Client(pool)
-        assert "no_such_module" in client.reset(0).lost
+        for i in range(3):
+            assert "no_such_module" in client.reset(i).lost
         with pytest.raises(UserError, match=r"broken\.py:Broken: its process cannot start: .*no_such_module"):
-            client.reset(1)
+            client.reset(3)

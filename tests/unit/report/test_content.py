@@ -220,7 +220,7 @@ def test_the_page_contains_the_recorded_rollouts(folder):
             assert (f"{place}/{g['group']}" in found["where"]) == bool(own)
             if own:
                 shown = chunks[found["where"][f"{place}/{g['group']}"]]["rollouts"]
-                assert [r["text"] for r in shown] == [r["text"] for r in own]
+                assert [(r["text"], r["turns"]) for r in shown] == [(r["text"], r["turns"]) for r in own]
                 assert [r["advantage"] for r in shown] == [a and pytest.approx(a, rel=1e-3) for a in _advantages(own)]
 
 

@@ -40,9 +40,11 @@ def test_every_chart_is_drawn_and_model_text_stays_text(tmp_path):
     assert body.count("<canvas") >= 15
     recorded = pq.read_table(folder / "rollouts" / "evaluation_000004.rollouts.00000.parquet").to_pylist()
     prompt = html.unescape(re.search(r'aria-selected="true".*?class="id">([^<]*)<', body)[1])
-    own = [r["text"] for r in recorded if r["prompt_id"] == prompt]
+    shown = [r for r in recorded if r["prompt_id"] == prompt]
+    own = [text for r in shown for text in ([turn["text"] for turn in r["turns"] or ()] or [r["text"]])]
     assert HOSTILE in own[0]
-    texts = re.findall(r'class="card .*?<pre class="text">([^<]*)</pre>', body, re.S)
+    cards = "".join(re.findall(r'class="card .*?</article>', body, re.S))
+    texts = re.findall(r'<pre class="text[^>]*>([^<]*)</pre>', cards)
     assert [html.unescape(text) for text in texts] == [text.replace("\u202e", "\ufffd") for text in own]
     assert "<img" not in body
 

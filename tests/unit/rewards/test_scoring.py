@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -191,34 +191,25 @@ def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool: 
     assert others == [True] * len(rows)
 
 
-def test_a_rollout_with_an_environment_has_its_score(pool: RewardPool) -> None:
+def test_a_rollout_with_an_environment_has_its_score() -> None:
     """Check that no verifier is called, and that the answer is the text of the last turn of the model."""
-
-    class Unused:
-        def submit(self, request: object) -> None:
-            raise AssertionError(request)
-
-    prompt = Prompt("e", "?", (1,), "none of these", "exact")
-    made = [
+    made: list[tuple[list[int], list[int], FinishReason, ScoreResult]] = [
         ([5, 6, 2, 80, 81, 7, 8, 2], [1, 1, 1, 0, 0, 1, 1, 1], "stop", ScoreResult(1.0, "ok")),
-        ([80, 5, 2, 81, 82], [0, 1, 1, 0, 0], "length", ScoreResult(1.0, "ok")),
+        ([80, 5, 2, 81, 82], [0, 1, 1, 0, 0], "length", ScoreResult(1.0, "ok")),  # reward.cut_off_factor is 0
         ([9, 2], [1, 1], "stop", ScoreResult(0.0, "error", "ValueError: no")),
-        ([80, 81], [0, 0], "length", ScoreResult(0.0, "ok")),
     ]
-    with Scorer([prompt], lambda ids: f" {ids} ", (2,), Unused(), RewardConfig()) as scorer:  # type: ignore[arg-type]
+    no_pool: Any = None
+    with Scorer([Prompt("e", "?", (1,), "none of these", "exact")], str, (2,), no_pool, RewardConfig()) as scorer:
         for i, (ids, sampled, finish, given) in enumerate(made):
             episode = Episode(torch.tensor(sampled).bool(), 2, score=given)
             scorer.finished(0, Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), finish, episode=episode))
         scores = scorer.scores([(0, i) for i in range(len(made))])
-    assert scores.answers == ["[7, 8]", "[5]", "[9]", "[]"]
-    # reward.cut_off_factor is 0.
-    assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert scores.right == [True, False, False, False]
+    assert scores.answers == ["[7, 8]", "[5]", "[9]"]
+    assert (scores.rewards.tolist(), scores.right) == ([1.0, 0.0, 0.0], [True, False, False])
     assert scores.results == [given for *_, given in made]
-    assert {name: count for name, count in scores.counts.items() if count} == {"ok": 3, "error": 1}
-    assert scores.raised == {
-        "the environment raised on an answer, which scores 0 (metric verifier_errors)": "ValueError: no"
-    }
+    assert (scores.counts["ok"], scores.counts["error"]) == (2, 1)
+    what = "the environment raised on an answer, which scores 0 (metric verifier_errors)"
+    assert scores.raised == {what: "ValueError: no"}
 
 
 def test_scoring_overlaps_with_sampling(tmp_path: Path) -> None:

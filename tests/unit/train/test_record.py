@@ -17,6 +17,7 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout_log import LogEntry, entries, read_groups, read_rollouts
 from megatron_brorl.train import recorder
 from megatron_brorl.train.recorder import Recorder
+from megatron_brorl.types import Episode, PromptGroup, Rollout, ScoredRollout
 
 N, PROMPTS, MOST, SEED = 8, 5, 12, 3
 SAMPLED = {"n": N, "prompts": PROMPTS, "max_tokens": MOST}
@@ -107,6 +108,24 @@ def test_step_is_recorded(processes, model, tmp_path):
         else:
             assert (r["reason"], r["status"], r["score"], r["parts"]) == ("cut off", "no_answer", 0.0, [])
     assert figures["rollouts"] == N * PROMPTS
+
+
+def test_turns_are_the_parts_of_the_mask(tmp_path):
+    """Without an environment, with three turns and with one, all of the same tokens. The answer is in the last turn."""
+    ids = [5, 6, fakes.STOP, 80, 7, fakes.STOP, 81, fakes.STOP, 8, fakes.STOP]
+    sampled = [True] * 3 + [False] + [True] * 2 + [False] * 2 + [True] * 2
+    turns = [("5 6", True), ("80", False), ("7", True), ("81", False), ("8", True)]
+    masks = (None, sampled, [True] * 10)
+    episodes = [None if mask is None else Episode(torch.tensor(mask), 3) for mask in masks]
+    rows = [Rollout(i, torch.tensor(ids), torch.zeros(10), "stop", ((0, 10),), e) for i, e in enumerate(episodes)]
+    recorder = Recorder(tmp_path, configured({"reward": {"extract": "full"}}), fakes.Tokenizer().decode, (2,), 0)
+    groups = [PromptGroup(fakes.prompts(1)[0], 0, 0)]
+    found = recorder._table([ScoredRollout(0, r, 0.0, False) for r in rows], groups, torch.zeros(1, 3)).to_pylist()
+    whole = " ".join(map(str, ids[:-1]))
+    assert [(r["text"], r["token_ids"], r["sampled"]) for r in found] == [(whole, ids, mask) for mask in masks]
+    assert [r["answer"] for r in found] == [whole, "8", whole]
+    parts = [r["turns"] and [(turn["text"], turn["sampled"]) for turn in r["turns"]] for r in found]
+    assert parts == [None, turns, [(whole, True)]]
 
 
 def test_recording_does_not_change_training(processes, model, tmp_path, monkeypatch):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import fakes
 import pytest
@@ -15,59 +15,30 @@ from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.train.sft import sft
 from megatron_brorl.types import Demonstration
 
-EXAMPLES = 6
-
-
-def demonstration(number: int) -> Demonstration | None:
-    """Return a response with observations of one to four tokens, or None for every third example."""
-    if number % 3 == 2:
-        return None
-    draw = torch.Generator().manual_seed(number)
-    lengths = torch.randint(1, 5, (2 * number + 3,), generator=draw).tolist()
-    trained = [i % 2 == 0 for i, length in enumerate(lengths) for _ in range(length)]
-    return Demonstration(tuple(torch.randint(3, 100, (len(trained),), generator=draw).tolist()), tuple(trained))
-
-
-class Turns:
-    """Prompts with demonstrations, or with the answer 7."""
-
-    eos_id = 2
-
-    def prompts(self, start, count):
-        return [replace(p, answer="7", demonstration=demonstration(i)) for i, p in enumerate(fakes.prompts(count))]
-
-    def encode(self, text):
-        return [int(text), 11]
-
-
-def by_hand(model) -> tuple[float, float, int]:
-    """Return loss, gradient norm and number of trained tokens."""
-    model = copy.deepcopy(model).double()
-    total = torch.zeros((), dtype=torch.float64)
-    count = 0
-    for i, prompt in enumerate(fakes.prompts(EXAMPLES)):
-        own = demonstration(i) or Demonstration((7, 11, 2), (True,) * 3)
-        ids = [*prompt.token_ids, *own.token_ids]
-        log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        for position, (token, trained) in enumerate(zip(own.token_ids, own.trained, strict=True)):
-            if trained:
-                total = total - log_probs[len(prompt.token_ids) + position - 1, token]
-                count += 1
-    loss = total / count
-    loss.backward()
-    return float(loss.detach()), math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters())), count
+# The ids and the mask of each response.
+RESPONSES = [((40, 2, 51, 52, 53, 7, 2), "1100011"), ((60, 61, 9), "001"), ((12, 30, 31, 2, 5), "10110")]
+ANSWER = ((7, 11, 2), "111")  # the response of a prompt without a demonstration
 
 
 def test_only_turns_of_the_model_are_trained_on(processes, model):
+    given = [*(Demonstration(ids, tuple(char == "1" for char in mask)) for ids, mask in RESPONSES), None]
+    prompts = [replace(p, answer="7", demonstration=own) for p, own in zip(fakes.prompts(4), given, strict=True)]
+    source = SimpleNamespace(prompts=lambda _start, _count: prompts)
+    tokenizer = SimpleNamespace(eos_id=2, encode=lambda text: [int(text), 11])
     rows = []
-
-    class Rows:
-        def write(self, _step, metrics, _seconds):
-            rows.append(metrics)
-
+    writer = SimpleNamespace(write=lambda _step, metrics, _seconds: rows.append(metrics))
     worker = make_trainer(model[0], processes, configured({}), fakes.Engine()).worker
-    sft(worker, Turns(), Turns(), SftConfig(1, EXAMPLES), OptimConfig(1e-3), Rows(), _Silent())
-    loss, norm, count = by_hand(model[1])
-    assert rows[0]["tokens"] == count
-    assert rows[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    sft(worker, source, tokenizer, SftConfig(1, 4), OptimConfig(1e-3), writer, _Silent())
+
+    reference = copy.deepcopy(model[1]).double()
+    losses = []
+    for prompt, (ids, mask) in zip(prompts, [*RESPONSES, ANSWER], strict=True):
+        log_probs = reference(torch.tensor([[*prompt.token_ids, *ids]])).logits[0].log_softmax(-1)
+        at = zip(log_probs[len(prompt.token_ids) - 1 :], ids, mask, strict=False)
+        losses += [-row[token] for row, token, char in at if char == "1"]
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    norm = sum(float(p.grad.square().sum()) for p in reference.parameters()) ** 0.5
+    assert rows[0]["tokens"] == len(losses)
+    assert rows[0]["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert rows[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)

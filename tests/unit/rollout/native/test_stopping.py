@@ -187,11 +187,8 @@ def test_rows_end_independently(tmp_path):
     for n in range(1, 1 + max(map(len, rows))):
         active = torch.tensor([row for row, ids in zip((4, 0, 5, 2), rows, strict=True) if len(ids) >= n])
         produced = torch.full((6,), n)
-        for row, hit in zip(
-            active.tolist(),
-            stops.hit(tokens[active, n - 1], active, tokens, produced, torch.zeros_like(produced)),
-            strict=True,
-        ):
+        hits = stops.hit(tokens[active, n - 1], active, tokens, produced, torch.zeros_like(produced))
+        for row, hit in zip(active.tolist(), hits, strict=True):
             if hit:
                 ends.setdefault(row, n)
     assert ends == {4: len(rows[0]), 0: brute_force(tokenizer.decode, ("答",), rows[1]), 5: len(rows[2])}

@@ -93,13 +93,16 @@ def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
     sampling = Sampling(1.0, 1.0, 0, 12, (25,), ("bcd", "xx"))
     begun = Rollout(3, torch.tensor([0, 1]), torch.tensor([-0.5, -1.5]), "cut", ((3, 2),))
     pending = PendingRollouts(sampling, None, None, 8, 50, text)
-    pending.add([Request(fakes.prompts(1)[0], 4, 4, 0, (begun,))])
+    episode = Episode(torch.tensor([True, True, True, False]), 1)
+    turn = Rollout(4, torch.tensor([1, 2, 3, 1]), torch.zeros(4), "cut", ((3, 4),), episode)
+    pending.add([Request(fakes.prompts(1)[0], 4, 5, 0, (begun, turn))])
     for number, (added, finish) in enumerate(
         [
             ([1, 2, 3, 9, 9], "stop"),  # two tokens too many
             ([1, 2, 9, 25], "stop"),  # a stop token
             ([1, 2, 9], "stop"),  # neither a stop string nor a stop token
             ([2, 3, 7] + [8] * 7, "length"),  # continues a rollout that ended with "b"
+            ([2, 3, 1, 2, 3, 9], "stop"),  # a turn after a turn "bcd" and an observation "b"
         ]
     ):
         tensors = {"ids": torch.tensor(added), "log_probs": -torch.arange(1.0, len(added) + 1)}
@@ -110,22 +113,10 @@ def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
         ([1, 2, 9, 25], [-1.0, -2.0, -3.0, -4.0], "stop", ((4, 4),)),
         ([], [], "cut", ()),
         ([0, 1, 2, 3], [-0.5, -1.5, -1.0, -2.0], "stop", ((3, 2), (4, 2))),
+        ([1, 2, 3, 1, 2, 3, 1, 2, 3], [0.0] * 4 + [-1.0, -2.0, -3.0, -4.0, -5.0], "stop", ((3, 4), (4, 5))),
     ]
+    assert found[4].episode is episode
     assert pending.faults == ["it ended at a stop string, but its text contains none"]
-
-
-def test_stop_strings_are_searched_in_the_turn_that_continues_a_rollout():
-    """The turn before the observation "d" ended with "bc", which is not found again after "c"."""
-    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is a
-    episode = Episode(torch.tensor([True, True, True, False]), 1)
-    begun = Rollout(0, torch.tensor([0, 1, 2, 3]), torch.zeros(4), "cut", ((3, 4),), episode)
-    pending = PendingRollouts(Sampling(1.0, 1.0, 0, 12, (25,), ("bc",)), None, None, 8, 50, text)
-    pending.add([Request(fakes.prompts(1)[0], 4, 1, 0, (begun,))])
-    tensors = {"ids": torch.tensor([2, 1, 2, 9]), "log_probs": -torch.arange(1.0, 5.0)}
-    pending.answered(Message("rollout", {"number": 0, "finish": "stop"}, tensors), 4)
-    ((found,),) = pending.result()
-    assert (found.token_ids.tolist(), found.finish) == ([0, 1, 2, 3, 2, 1, 2], "stop")
-    assert (found.spans, found.episode) == (((3, 4), (4, 3)), episode)
 
 
 def test_routes_replace_those_of_earlier_calls_and_end_with_the_rollout():

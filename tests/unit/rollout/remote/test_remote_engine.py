@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
-from unit.rollout.test_turns import Reply
+from unit.rollout.test_turns import Pool, Reply, says, text_of, tokens_of
 
 from megatron_brorl.config.environment import EnvironmentConfig
 from megatron_brorl.config.schema import EngineConfig, RolloutConfig
@@ -219,36 +219,17 @@ def test_turns_are_requests_with_the_whole_prefix(backend, tmp_path):
     leader = Connection(address(tmp_path))
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
     engine.update_weights([], 3)
-    held = []
-
-    class Environments:
-        def reset(self, episode, row, reply):
-            reply(Reply())
-
-        def step(self, episode, text, last, reply):
-            score = ScoreResult(float(text.split()[0]), "ok") if last else None
-            held.append((reply, Reply(() if last else ({"content": "20 21"},), last, score)))
-
-        def finished(self, request, rollout):
-            pass
-
-        def cancelled(self):
-            while held and not engine._open_calls:
-                reply, answer = held.pop()
-                reply(answer)
-            return False
-
-    environments = Environments()
-    config = EnvironmentConfig(factory="e:E", max_turns=3)
-    turns = TurnEngine(engine, environments, config, lambda ids: " ".join(map(str, ids)), lambda m: [20, 21])
-    (group,) = turns.generate(
-        [Request(Prompt("p", "", (5, 6), None, "environment"), 7, 2)], Sampling(1.0, 1.0, 0, 30, (2,)), environments
-    )
+    end = Reply((), True, ScoreResult(0.5, "ok"))
+    pool = Pool(delay=1, answer=lambda text, last: end if last else says("20 21"))
+    pool.cancelled = lambda: None if engine._open_calls else pool.deliver()
+    turns = TurnEngine(engine, pool, EnvironmentConfig(factory="e:E", max_turns=3), text_of, tokens_of)
+    request = Request(Prompt("p", "", (5, 6), None, "environment"), 7, 2)
+    (group,) = turns.generate([request], Sampling(1.0, 1.0, 0, 30, (2,)), pool)
     for i, rollout in enumerate(group):
-        first, second, third = (10 + sibling_seed(7, i, done) % 10 for done in (0, 5, 10))
-        assert rollout.token_ids.tolist() == [first, 6, 2, 20, 21, second, 21, 2, 20, 21, third, 21, 2]
-        assert rollout.episode.sampled.tolist() == [True] * 3 + ([False] * 2 + [True] * 3) * 2
-        assert (rollout.episode.turns, rollout.episode.score.reward) == (3, third)
+        first, second, third = (10 + sibling_seed(7, i, done) % 10 for done in (1, 6, 11))
+        assert rollout.token_ids.tolist() == [31, first, 31, 2, 20, 21, second, 21, 2, 20, 21, third, 21, 2]
+        assert rollout.episode.sampled.tolist() == [False] + [True] * 3 + ([False] * 2 + [True] * 3) * 2
+        assert (rollout.episode.turns, rollout.episode.score.reward) == (3, 0.5)
     leader.close()
     engine.close()
 
