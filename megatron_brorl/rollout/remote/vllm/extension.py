@@ -32,8 +32,11 @@ class VllmWorkerExtension:
         """Start loading a new version of the weights."""
         self._brorl_reader = BucketReader(self.device.index or 0)
         self._brorl_loaded: set[str] = set()
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
+        if self.device.type == "cpu":
+            _drop_expert_kernels(model)
 
     def brorl_load(self, bucket: WorkerBucket) -> None:
         """Load a bucket. Raises ValueError as BucketReader.read."""
@@ -63,6 +66,18 @@ class VllmWorkerExtension:
         """Return the values of a parameter by vLLM's name, for tests."""
         found: Tensor = dict(self.model_runner.get_model().named_parameters())[name]
         return [float(x) for x in found.flatten()]
+
+
+def _drop_expert_kernels(model: torch.nn.Module) -> None:
+    """Make vLLM build the kernels of experts again when their weights are loaded.
+
+    On CPUs the kernel reads packed weights, and vLLM 0.32 packs them only when it builds the kernel. Otherwise a reload
+    would put unpacked weights in their place.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def _pack_heads(model: torch.nn.Module) -> None:
