@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -49,8 +51,8 @@ def test_calls_of_the_worker_extension_match_the_release():
 
 
 @pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Yield the arguments that VllmBackend would pass to vLLM on a GPU; vLLM itself is replaced by empty modules."""
+def backend(tmp_path, monkeypatch):
+    """Yield the VllmBackend of a GPU; vLLM itself is replaced by empty modules."""
     names = {
         "vllm": ("SamplingParams", "TokensPrompt", "__version__"),
         "vllm.engine": (),
@@ -78,16 +80,43 @@ def given(tmp_path, monkeypatch):
         max_kv_tokens=4000,
         section=dataclasses.asdict(EngineConfig(max_num_tokens=4096, kv_dtype="fp8")),
     )
-    yield importlib.import_module(f"{OURS}.llm").VllmBackend(options).arguments()
+    yield importlib.import_module(f"{OURS}.llm").VllmBackend(options)
     del sys.modules[f"{OURS}.llm"]
 
 
 @pytest.mark.parametrize("free", [1, 4, 20, 60, 79])
-def test_engine_starts_next_to_a_trainer(free, given):
+def test_engine_starts_next_to_a_trainer(free, backend):
     """vLLM 0.33 needs the fraction gpu_memory_utilization of the GPU's memory to be free at start, even if the size of
     the KV cache is given (request_memory in v1/worker/utils.py)."""
+    given = backend.arguments()
     assert given["kv_cache_memory_bytes"] > 0
     assert (given["max_num_batched_tokens"], given["kv_cache_dtype"]) == (4096, "fp8")
     share = given.get("gpu_memory_utilization", LISTING.defaults["gpu_memory_utilization"])
     assert 0 < share <= 1  # the bounds of its field
     assert free * GIB >= 80 * GIB * share
+
+
+def test_routes_are_refused_where_vllm_returns_none(backend, monkeypatch):
+    """vLLM's runner for CPUs without Triton does not record them (_verify_aux_output_compatibility in config/vllm.py)."""
+    wanted = dataclasses.replace(backend.options, routes=True)
+    assert type(backend)(wanted).arguments()["enable_return_routed_experts"] is True
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"rollout\.replay_routes: .* set 'never'"):
+        type(backend)(wanted)
+
+
+@pytest.mark.parametrize(("experts", "given", "sent"), [(256, "uint8", "uint8"), (30_000, "uint16", "int16")])
+def test_routes_keep_their_numbers(experts, given, sent, backend, monkeypatch):
+    """vLLM returns an array [prompt + response - 1, layers, k] of uint8, or of uint16 with more than 256 experts."""
+    routes = np.random.default_rng(0).integers(0, experts, (5, 4, 3))
+    drawn = SimpleNamespace(token_ids=[7, 2], finish_reason="stop", routed_experts=routes.astype(given))
+
+    class FakeLlm:
+        async def generate(self, prompt, params, name):
+            yield SimpleNamespace(outputs=[drawn])
+
+    monkeypatch.setattr(sys.modules[type(backend).__module__], "TokensPrompt", dict)
+    backend._llm = FakeLlm()
+    done = asyncio.run(backend._complete("0", [3, 4, 5, 6], SimpleNamespace(logprobs=None)))
+    assert (done.token_ids, done.finish, done.routes.dtype) == ([7, 2], "stop", getattr(torch, sent))
+    assert done.routes.tolist() == routes.tolist()

@@ -33,9 +33,9 @@ SIZES = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}
 class Model:
     """A tiny model in a directory, and its weights as the trainer sends them."""
 
-    def __init__(self, directory: Path, family: str, tied: bool) -> None:
+    def __init__(self, directory: Path, family: str, tied: bool, **overrides: Any) -> None:
         self.directory = directory
-        self.module = tiny.make_model(directory, family, tied, 0, 0.1, **SIZES)
+        self.module = tiny.make_model(directory, family, tied, 0, 0.1, **SIZES, **overrides)
         self.shape = read_shape(directory)
 
     def stream(self) -> Any:

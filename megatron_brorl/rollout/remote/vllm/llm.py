@@ -53,6 +53,7 @@ class VllmBackend(EngineBackend):
         self._aborting: set[asyncio.Task[None]] = set()
         if self.config.quantization == "fp8" and not self.on_gpu:
             raise ValueError("engine.quantization = 'fp8' needs a GPU: set 'none'")
+        # vLLM's second model runner records them, which needs Triton. The CPU build of 0.32 runs without Triton.
         if options.routes and not self.on_gpu:
             raise ValueError("rollout.replay_routes: vLLM returns the chosen experts only on a GPU: set 'never'")
         if options.threads and not self.on_gpu:
