@@ -97,7 +97,7 @@ def test_engine_starts_next_to_a_trainer(free, backend):
 
 
 def test_routes_are_refused_where_vllm_returns_none(backend, monkeypatch):
-    """vLLM's runner for CPUs without Triton does not record them (_verify_aux_output_compatibility in config/vllm.py)."""
+    """Without Triton, as on CPUs, vLLM cannot record them (_verify_aux_output_compatibility in config/vllm.py)."""
     wanted = dataclasses.replace(backend.options, routes=True)
     assert type(backend)(wanted).arguments()["enable_return_routed_experts"] is True
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -75,7 +75,7 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
     would put unpacked weights in their place.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if hasattr(method, "moe_kernel"):
             method.moe_kernel = None
 
