@@ -1,18 +1,10 @@
 """Find tool calls in a turn of the model.
 
-Format "hermes" is the format of Qwen's and Hermes' chat templates:
+    hermes, for the chat templates of Qwen and others:  <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>
+    tags, for small models without a chat template:     <call>calculate: 2 + 3</call>
 
-    <tool_call>
-    {"name": "calculate", "arguments": {"expression": "2 + 3"}}
-    </tool_call>
-
-Format "tags" is short enough for small models without a chat template:
-
-    <call>calculate: 2 + 3</call>
-
-The text after the colon is the argument of a tool with one parameter. It is a JSON object of the arguments for any
-other tool. A turn may contain several calls. Calls in a thought, which ends with </think>, do not count. Both formats
-are parsed in linear time.
+The text after the colon is the argument of a tool with one parameter, and else a JSON object of the arguments. A turn
+may contain several calls. Calls in a thought, which ends with </think>, do not count.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import itertools
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Mapping
@@ -30,11 +31,12 @@ from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.worker import READY, json_line
 from megatron_brorl.rewards.worker_pool import score_result
-from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, command, end_reason, environment
+from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, end_reason, environment
 from megatron_brorl.types import ScoreResult
 
 _MAX_RUNNING = 64  # calls of one process at a time; the time limit of a call begins when the call is sent
 _MAX_FAILED_STARTS = 3
+_MEMORY_MB = 4096
 _MAX_LINE = 1 << 20  # bytes of a result
 _RESULT = TypeAdapter(tuple[int, Outcome])  # what a worker writes for a call: its number and its outcome
 
@@ -220,7 +222,8 @@ class _Process:
         with tempfile.TemporaryFile() as stderr:
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *command("megatron_brorl.environments.worker", self._factory),
+                    *(sys.executable, "-m", "megatron_brorl.environments.worker"),
+                    *(self._factory, str(_MEMORY_MB), str(os.getpid())),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,

@@ -31,24 +31,16 @@ _POLL_S = 0.05  # longest wait for a reply before the caller is asked again whet
 _NUMBERS = count()  # of the episodes of this process
 
 
+@dataclass
 class TurnEngine:
     """A RolloutEngine whose rollouts are episodes of an environment. Methods other than generate are the engine's."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        pool: EnvironmentPool,
-        config: EnvironmentConfig,
-        decode: Callable[[Sequence[int]], str],
-        encode: Callable[[Sequence[dict[str, str]]], list[int]],
-    ) -> None:
-        """decode: the tokens of a turn without its stop token -> text. encode: the messages that answer a turn -> the
-        tokens that follow it (Tokenizer.continuation)."""
-        self.engine = engine
-        self.pool = pool
-        self.config = config
-        self.decode = decode
-        self.encode = encode
+    engine: RolloutEngine
+    pool: EnvironmentPool
+    config: EnvironmentConfig
+    decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
+    # The messages that answer a turn -> the tokens that follow it, see Tokenizer.continuation.
+    encode: Callable[[Sequence[dict[str, str]]], list[int]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
