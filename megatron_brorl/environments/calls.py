@@ -22,8 +22,7 @@ from megatron_brorl.rewards.extract import after_thought
 _MAX_CALLS = 16  # per turn, to bound the size of a reply
 
 # A call without an end tag extends to the end of the text.
-_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_TAGS = re.compile(r"<call>(.*?)(</call>|\Z)", re.DOTALL)
+_CALLS = {tag: re.compile(rf"<{tag}>(.*?)(</{tag}>|\Z)", re.DOTALL) for tag in ("tool_call", "call")}
 
 
 class MalformedCall(Exception):
@@ -41,9 +40,9 @@ class Call:
 
 def find_calls(text: str, format: Format) -> list[Call]:
     """Return the calls of a turn in order, the first _MAX_CALLS and a malformed one in place of the others."""
-    pattern, parse = (_HERMES, _parse_hermes) if format == "hermes" else (_TAGS, _parse_tags)
+    tag, parse = ("tool_call", _parse_hermes) if format == "hermes" else ("call", _parse_tags)
     calls: list[Call] = []
-    for match in pattern.finditer(after_thought(text)):
+    for match in _CALLS[tag].finditer(after_thought(text)):
         if len(calls) == _MAX_CALLS:
             return [*calls, Call("", {}, f"at most {_MAX_CALLS} calls are executed per turn")]
         try:

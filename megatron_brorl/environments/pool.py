@@ -149,17 +149,17 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     def _live_process(self, place: int) -> _Process | _Threads:
         process = self._processes[place]
         if process is None or process.lost:
-            if isinstance(self._factory, str):
-                process = _Process(self._factory, self._seconds, self._failed_starts)
-            else:
+            if isinstance(self._factory, type):
                 process = _Threads(self._factory)
+            else:
+                process = _Process(self._factory, self._seconds, self._failed_starts)
             self._processes[place] = process
         return process
 
     async def _stop(self) -> None:
         self._episodes.clear()
         for process in self._processes:
-            if process:
+            if isinstance(process, _Process):
                 await process.kill()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -273,9 +273,6 @@ class _Threads:
 
     async def call(self, method: str, *arguments: Any) -> Reply:
         return _reply(await asyncio.to_thread(getattr(self._environments, method), *arguments))
-
-    async def kill(self) -> None:
-        pass
 
 
 def _reply(outcome: Outcome) -> Reply:

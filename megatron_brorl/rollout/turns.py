@@ -129,7 +129,13 @@ class _Call:
         taken = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
         self._begin(room - len(taken) - self._resets)
         self._turns += taken
-        return [self._next_turn(running) for running in taken]
+        turns = []
+        for running in taken:
+            request, begun = self.requests[running.request], running.rollout
+            # Without tokens it is not a continued rollout, so that siblings start from the same state of their prompt.
+            rest = (begun,) if len(begun.token_ids) else ()
+            turns.append(Request(request.prompt, request.key, 1, begun.index, rest))
+        return turns
 
     def has_more(self) -> bool:
         if self._waiting and not self._ready:
@@ -185,12 +191,6 @@ class _Call:
             self._episodes.append(running)
             self._resets += 1
             self._ask(running, self.owner.pool.reset, self.requests[i].prompt.row())
-
-    def _next_turn(self, running: _Running) -> Request:
-        request = self.requests[running.request]
-        begun = running.rollout
-        # Without tokens it is not a continued rollout, so that siblings start from the same state of their prompt.
-        return Request(request.prompt, request.key, 1, begun.index, (begun,) if len(begun.token_ids) else ())
 
     def _ask(self, running: _Running, call: Callable[..., None], *arguments: Any) -> None:
         self._waiting.add(running)
