@@ -111,8 +111,7 @@ class _Call:
         self.supply = supply
         self.requests = list(requests)
         self.rows = sum(r.n for r in requests) + (supply.rows if supply else 0)
-        lengths = [len(r.prompt.token_ids) for r in requests]
-        self.prompt_tokens = max([*lengths, supply.prompt_tokens if supply else 0])
+        self.prompt_tokens = max([supply.prompt_tokens if supply else 0, *(len(r.prompt.token_ids) for r in requests)])
 
         self._not_begun = deque((i, rollout) for i, r in enumerate(requests) for rollout in r.rollouts())
         self._episodes: list[_Running] = []
@@ -140,8 +139,7 @@ class _Call:
     def has_more(self) -> bool:
         if self._waiting and not self._ready:
             self._receive(_POLL_S)
-        more = self._waiting or self._ready or self._not_begun
-        return bool(more) or (self.supply is not None and self.supply.has_more())
+        return bool(self._waiting or self._ready or self._not_begun or (self.supply and self.supply.has_more()))
 
     def cancelled(self) -> bool:
         self._receive()
@@ -167,8 +165,8 @@ class _Call:
             if running.episode.score is None:
                 self.owner.pool.end(running.number)
         if self._lost:
-            text = f"{len(self._lost)} rollouts are lost, for example: {self._lost[0]}"
-            print(f"warning: {self.owner.config.factory}: {text}", file=sys.stderr, flush=True)
+            text = f"{self.owner.config.factory}: {len(self._lost)} rollouts are lost, for example: {self._lost[0]}"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def results(self) -> list[list[Rollout]]:
         """Return the rollouts of each request of the caller, by index, without those that were not begun."""
