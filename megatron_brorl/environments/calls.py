@@ -20,7 +20,6 @@ from megatron_brorl.environments.interface import Format
 from megatron_brorl.rewards.extract import after_thought
 
 _MAX_CALLS = 16  # per turn, to bound the size of a reply
-
 # A call without an end tag extends to the end of the text.
 _CALLS = {tag: re.compile(rf"<{tag}>(.*?)(</{tag}>|\Z)", re.DOTALL) for tag in ("tool_call", "call")}
 

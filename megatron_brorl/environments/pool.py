@@ -36,7 +36,6 @@ from megatron_brorl.types import ScoreResult
 
 _MAX_RUNNING = 64  # calls of one process at a time; the time limit of a call begins when the call is sent
 _MAX_FAILED_STARTS = 3
-_MEMORY_MB = 4096
 _MAX_LINE = 1 << 20  # bytes of a result
 _RESULT = TypeAdapter(tuple[int, Outcome])  # what a worker writes for a call: its number and its outcome
 
@@ -223,7 +222,7 @@ class _Process:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "megatron_brorl.environments.worker"),
-                    *(self._factory, str(_MEMORY_MB), str(os.getpid())),
+                    *(self._factory, "4096", str(os.getpid())),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,
