@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
 from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
+from megatron_brorl.config.fp8 import Fp8Config
 from megatron_brorl.config.section import key, section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -78,20 +79,6 @@ class ParallelConfig:
     timeout_s: float = key(
         600.0, "Timeout of a collective operation in seconds. rollout.timeout_s is added during sampling.", gt=0
     )
-
-
-@section
-class Fp8Config:
-    """Training in FP8 with Transformer Engine, on GPUs that support it."""
-
-    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = key(
-        "none",
-        'Scaling recipe. "tensorwise" scales by the current maximum of a tensor, "delayed" by past maxima, and '
-        '"blockwise" per block of 128 x 128. "mxfp8" needs a Blackwell GPU.',
-    )
-    format: Literal["e4m3", "hybrid"] = key("hybrid", 'FP8 number format. "hybrid" stores gradients in e5m2.')
-    parameters: bool = key(False, "Store the weights of linear layers in FP8. The optimizer keeps fp32 weights.")
-    bf16_layers: int = key(0, 'Layers at each end of the model that stay in bf16; 0 with recipe = "delayed".', ge=0)
 
 
 @section
