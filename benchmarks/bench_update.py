@@ -31,7 +31,8 @@ UPDATES = 3
 def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
     """Return the row of a variant."""
     (job,) = args
-    from megatron_brorl.config.schema import AlgoConfig, Fp8Config, LoraConfig, OptimConfig, ParallelConfig
+    from megatron_brorl.config.fp8 import Fp8Config
+    from megatron_brorl.config.schema import AlgoConfig, LoraConfig, OptimConfig, ParallelConfig
     from megatron_brorl.families.shape import read_shape
     from megatron_brorl.models import fp8
     from megatron_brorl.models.weights.names import hf_shapes

@@ -76,6 +76,8 @@ class Rollout:
     # (version of the weights, number of tokens) in order; the numbers sum to G. Empty after train.redistribute.
     spans: tuple[tuple[int, int], ...] = ()
     episode: Episode | None = None  # None: a single turn without an environment
+    # [prompt + G - 1, layers, k] uint8 or int16: the experts of every token but the last. None: not recorded.
+    routes: Tensor | None = None
 
     @property
     def sampled_tokens(self) -> int:

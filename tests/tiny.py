@@ -17,6 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 
@@ -60,13 +62,16 @@ FAMILIES = {
         ),
     ),
 }
+# Not in FAMILIES, because a mixture of experts does not support every layout.
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MOE = Family(Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 16, **_EXPERTS})
 CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 VOCAB = 103  # no tensor-parallel size divides it
 
 
 def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: float = 0.2, **overrides: Any) -> Any:
     """Write and return a random model. All parameters differ from their defaults, also norms and biases."""
-    kind = FAMILIES[family]
+    kind = MOE if family == "qwen3_moe" else FAMILIES[family]
     config = kind.config(
         **{
             "vocab_size": VOCAB,

@@ -190,7 +190,7 @@ def load(
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
         for entry in names.entries(shape, grid.pp_size, te_names):
-            targets = [parameters.pop(entry.megatron)] if entry.stage == grid.pp_rank else []
+            targets = [parameters.pop(entry.megatron)] if entry.is_on(grid, shape.experts) else []
             if entry.layout == "vocab" and shape.tied and "output_layer.weight" in parameters:
                 targets.append(parameters.pop("output_layer.weight"))  # the last stage's copy of a tied embedding
             if targets:
@@ -198,7 +198,7 @@ def load(
                 for target in targets:
                     target.copy_(part)
                     if keep:
-                        kept[local_names[id(target)]] = part.to(target.device)
+                        kept[local_names[id(target)]] = part.to(target.device).contiguous()  # Megatron takes views
 
     if parameters:
         raise AssertionError(f"parameters without a Hugging Face name: {sorted(parameters)}")

@@ -1,7 +1,8 @@
 """Megatron's distributed checkpoints (torch_dist), read and written one tensor at a time, without a process group.
 
 Megatron's own saver needs all ranks with the whole model in memory. The format is torch.distributed.checkpoint's: every
-tensor has one key, its global shape, and chunks at offsets; all layers share a key, with the layer as first dimension.
+tensor has one key, its global shape, and chunks at offsets; all layers share a key, with the layer as first dimension,
+and all experts of all layers, with the expert as second dimension.
 A checkpoint can be loaded under any layout. The layout that it is written for determines only its chunks and the
 vocabulary padding.
 """
@@ -13,6 +14,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,7 +47,8 @@ _BACKEND = {
     "common_backend_version": 1,
 }
 # Linear layers have an empty extra state, without which Megatron refuses to load a checkpoint.
-_EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
+_MLP = ("linear_fc1", "linear_fc2")
 
 
 def parameter_entries(shape: ModelShape, pipeline: int = 1) -> list[WeightEntry]:
@@ -86,19 +89,17 @@ def write(
             length = file.tell() - begin
             results.append(WriteResult(index, length, _StorageInfo(name, begin, length)))
 
-        for layer in range(shape.layers):
-            for part in _EXTRA_STATES:
-                key = f"decoder.layers.{part}._extra_state/shard_{layer}_{shape.layers}"
-                empty = io.BytesIO()
-                torch.save([None], empty)
-                tensors[key] = BytesStorageMetadata()
-                put(0, MetadataIndex(key), empty)
+        for key in _extra_states(shape):
+            empty = io.BytesIO()
+            torch.save([None], empty)
+            tensors[key] = BytesStorageMetadata()
+            put(0, MetadataIndex(key), empty)
 
         for entry in entries:
-            key, _ = _key(entry.megatron)
+            key, _ = _key(entry)
             properties = TensorProperties(dtype=dtype(entry))
             meta = TensorStorageMetadata(properties, torch.Size(_global_shape(entry, shape, tensor)), [])
-            meta = tensors.setdefault(key, meta)  # shared by all layers
+            meta = tensors.setdefault(key, meta)  # shared by all layers and experts
             if meta.properties.dtype != properties.dtype:
                 raise UserError(
                     f"{entry.hf[0]} is of type {properties.dtype}, the same tensor of other layers of "
@@ -122,30 +123,44 @@ def write(
     FileSystemWriter(directory).finish(Metadata(tensors), [results])
 
 
-def _key(name: str) -> tuple[str, int | None]:
-    """Return a parameter's key in the checkpoint and its layer: decoder.layers.3.x -> (decoder.layers.x, 3)."""
-    parts = name.split(".")
+def _extra_states(shape: ModelShape) -> Iterator[str]:
+    """Yield the keys of the extra states of all linear layers."""
+    for layer in range(shape.layers):
+        for part in (*_ATTENTION, *(f"mlp.{name}" for name in _MLP if not shape.experts)):
+            yield f"decoder.layers.{part}._extra_state/shard_{layer}_{shape.layers}"
+        for name, expert in product(_MLP, range(shape.experts)):
+            shard = f"shard_{layer}.{expert}_{shape.layers}.{shape.experts}"
+            yield f"decoder.layers.mlp.experts.experts.{name}._extra_state/{shard}"
+
+
+def _key(entry: WeightEntry) -> tuple[str, tuple[int, ...]]:
+    """Return a parameter's key in the checkpoint, and its place in the tensor of all layers and experts.
+
+    decoder.layers.3.x -> (decoder.layers.x, (3,)), and decoder.layers.3.mlp.experts.local_experts.5.x ->
+    (decoder.layers.mlp.experts.experts.x, (3, 5)).
+    """
+    parts = entry.megatron.split(".")
     if parts[:2] != ["decoder", "layers"]:
-        return name, None
-    return ".".join((*parts[:2], *parts[3:])), int(parts[2])
+        return entry.megatron, ()
+    layer = int(parts.pop(2))
+    if entry.expert is None:
+        return ".".join(parts), (layer,)
+    at = parts.index("local_experts")
+    return ".".join((*parts[:at], "experts", *parts[at + 2 :])), (layer, entry.expert)
 
 
 def _global_shape(entry: WeightEntry, shape: ModelShape, tensor: int) -> tuple[int, ...]:
-    """Return the shape of a key's tensor, with layers in front and the vocabulary padded for `tensor` ranks."""
-    rows, *rest = entry.hf_shapes[0]
-    if entry.layout == "vocab":
-        rows = padded_vocab(shape.vocab, tensor)
-    elif entry.layout in ("qkv", "gate_up"):
-        rows = sum(s[0] for s in entry.hf_shapes)
-    layers = () if _key(entry.megatron)[1] is None else (shape.layers,)
-    return (*layers, rows, *rest)
+    """Return the shape of a key's tensor: layers and experts in front, the vocabulary padded for `tensor` ranks."""
+    rows = padded_vocab(shape.vocab, tensor) if entry.layout == "vocab" else sum(s[0] for s in entry.hf_shapes)
+    in_front = (shape.layers, shape.experts)[: len(_key(entry)[1])]
+    return (*in_front, rows, *entry.hf_shapes[0][1:])
 
 
 def _chunks(
     entry: WeightEntry, full: list[Tensor], shape: ModelShape, rank: int, size: int
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yield the offsets and data of one tensor-parallel rank's chunks; gate and up are separate chunks."""
-    _, layer = _key(entry.megatron)
+    _, place = _key(entry)
     local = to_local(entry, full, shape.kv_heads, rank, size)
     pieces = local.chunk(2) if entry.layout == "gate_up" else (local,)
     for number, piece in enumerate(pieces):
@@ -155,7 +170,7 @@ def _chunks(
         elif entry.layout != "replicated":
             along = 1 if entry.layout == "columns" else 0
             offsets[along] = rank * piece.shape[along]
-        yield (tuple(offsets), piece) if layer is None else ((layer, *offsets), piece.unsqueeze(0))
+        yield (*place, *offsets), piece[(None,) * len(place)]
 
 
 class MegatronCheckpoint:
@@ -180,14 +195,14 @@ class MegatronCheckpoint:
         # An additional tensor means another model. Optimizer states and critics have other names.
         for entry in entries:
             self._check(entry)
-        known = {_key(entry.megatron)[0] for entry in entries}
+        known = {_key(entry)[0] for entry in entries}
         for key in self._tensors:
             if key not in known and key.startswith(("decoder.", "embedding.", "output_layer.")):
                 raise UserError(f"{directory}: unknown tensor {key}; does config.json belong to it?")
 
     def _check(self, entry: WeightEntry) -> None:
         """Raise UserError unless an entry is stored in its shape; the vocabulary may be padded."""
-        key, _ = _key(entry.megatron)
+        key, _ = _key(entry)
         if key not in self._tensors:
             raise UserError(f"{self.directory}: {key} of config.json's model is missing")
         found = tuple(self._tensors[key].size)
@@ -201,17 +216,15 @@ class MegatronCheckpoint:
 
     def dtype(self, entry: WeightEntry) -> torch.dtype:
         """Return the type of an entry's tensors."""
-        return self._tensors[_key(entry.megatron)[0]].properties.dtype
+        return self._tensors[_key(entry)[0]].properties.dtype
 
     def read(self, entry: WeightEntry) -> list[Tensor]:
         """Return the full tensors of an entry in Hugging Face shapes. Raises UserError if a file is damaged."""
-        key, layer = _key(entry.megatron)
+        key, place = _key(entry)
         meta = self._tensors[key]
-        size = list(meta.size)
-        offsets = [0] * len(size)
-        if layer is not None:
-            offsets[0] = layer
-            size[0] = 1
+        own = meta.size[len(place) :]
+        size = [*(1 for _ in place), *own]
+        offsets = [*place, *(0 for _ in own)]
         if entry.layout == "vocab":
             size[0] = self.shape.vocab  # without the padding
 
@@ -228,7 +241,7 @@ class MegatronCheckpoint:
             what = str(e).splitlines()[0] if str(e) else type(e).__name__
             raise UserError(f"{self.directory}: {key} cannot be read, a file is missing or damaged: {what}") from None
 
-        return to_hf(entry, [target if layer is None else target.squeeze(0)], self.shape.kv_heads)
+        return to_hf(entry, [target.view(size[len(place) :])], self.shape.kv_heads)
 
 
 class _ReadInto(DefaultLoadPlanner):

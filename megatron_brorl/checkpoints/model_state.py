@@ -2,8 +2,10 @@
 
 The state of Megatron's distributed optimizer (ZeRO-1) is in its "dp_reshardable" format: each rank writes the part that
 it owns. "fully_reshardable" would gather 12 bytes per parameter on every rank, 21 GB at 1.5B parameters. The price is
-that the files follow the gradient buffers of one tensor- and pipeline-parallel layout, so only the data-parallel size
-may differ when they are loaded.
+that the files follow the gradient buffers of one tensor-, pipeline- and expert-parallel layout, so only the
+data-parallel size may differ when they are loaded.
+
+With expert parallelism, Megatron chains two optimizers, the second one for the experts.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.models.layers.lora import Adapters
 from megatron_brorl.models.nonfinite import require_finite
 from megatron_brorl.models.weights.names import global_parameters
 
 _FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
+_EXPERTS = "experts_optimizer"  # key of the tensors of the experts' optimizer
 
 
 @dataclass(frozen=True)
@@ -56,21 +60,22 @@ class ModelState:
         if not with_optimizer:
             return {"model": model}
         if is_distributed(self.optimizer):
-            optimizer = _distributed_state(self.optimizer, model, self.prefix, loading)
-        else:
-            optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading)
-        return {"model": model, "optimizer": optimizer}
+            return {"model": model, "optimizer": _distributed_state(self.optimizer, model, self.prefix, loading)}
+        first, *experts = (x.sharded_state_dict(model, is_loading=loading) for x in self.optimizer.chained_optimizers)
+        # Megatron would prefix the names of all tensors if there are two optimizers, which depends on the layout. Only
+        # the tensors of the second one are stored, under the names that they have with a single optimizer.
+        return {"model": model, "optimizer": first} | ({_EXPERTS: _tensors(*experts)} if experts else {})
 
     def _weights_state(self) -> dict[str, Any]:
-        """Return the sharded state of the weights: all of them, or only adapters if the others are frozen."""
+        """Return the sharded state of the weights: only of adapters if there are any, because the others are frozen."""
         state: dict[str, Any] = self.module.sharded_state_dict(prefix=self.prefix)
-        if self._trains_all():
+        if not self._has_adapters():
             return state
         trained = [self.prefix + name for name, p in self.module.named_parameters() if p.requires_grad]
         return {name: state[name] for name in trained}
 
-    def _trains_all(self) -> bool:
-        return all(p.requires_grad for p in self.module.parameters())
+    def _has_adapters(self) -> bool:
+        return any(isinstance(module, Adapters) for module in self.module.modules())
 
     def restore(self, state: dict[str, Any], directory: Path) -> None:
         """Load what `sharded` returned and Megatron filled. Without a saved state, the optimizer copies the weights.
@@ -82,11 +87,14 @@ class ModelState:
             for name, weight in self.weights.items():
                 weight.copy_(model[name])
             return
-        self.module.load_state_dict(model, strict=self._trains_all())
+        self.module.load_state_dict(model, strict=not self._has_adapters())
         if "optimizer" in state and is_distributed(self.optimizer):
             _restore_distributed(self.optimizer, state["optimizer"], directory)
         elif "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
+            first, *experts = self.optimizer.chained_optimizers
+            for part in experts:
+                part.load_state_dict(_complete(state[_EXPERTS], part, state["optimizer"]))
+            first.load_state_dict(state["optimizer"])
         else:
             self.optimizer.reload_model_params()
 
@@ -94,6 +102,11 @@ class ModelState:
 def is_distributed(optimizer: Any) -> bool:
     """Return whether Megatron's optimizer is distributed over the data-parallel ranks."""
     return any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
+
+
+def has_stepped(optimizer: Any) -> bool:
+    """Return whether an optimizer has a state."""
+    return any(part.optimizer.state for part in optimizer.chained_optimizers)
 
 
 def _distributed_state(optimizer: Any, model_state: dict[str, Any], prefix: str, loading: bool) -> dict[str, Any]:
@@ -107,11 +120,12 @@ def _distributed_state(optimizer: Any, model_state: dict[str, Any], prefix: str,
     state: dict[str, Any] = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_FORMAT)
 
     # Megatron leaves the padding between parameters uninitialised, but equal states must give equal files.
-    for element in _elements(state["param_state"]):
-        if _value(element["padding"]):
-            for tensor in element.values():
-                if isinstance(tensor, ShardedTensor):
-                    tensor.data.zero_()
+    for part in _of_parts(optimizer, state):
+        for element in _elements(part["param_state"]):
+            if _value(element["padding"]):
+                for tensor in element.values():
+                    if isinstance(tensor, ShardedTensor):
+                        tensor.data.zero_()
     add_prefix_for_sharding(state, prefix)
     return state
 
@@ -123,10 +137,11 @@ def _restore_distributed(optimizer: Any, state: dict[str, Any], directory: Path)
     """
     # torch's Adam counts steps per parameter. Megatron stores one count with the parameter groups, but would then
     # overwrite it with the count that the optimizer had before loading.
-    step = state["optimizer"]["param_groups"][0].get("step")
-    for element in _elements(state["param_state"]):
-        if "step" in element:
-            element["step"] = torch.as_tensor(step, dtype=torch.float32)
+    for part in _of_parts(optimizer, state):
+        step = part["optimizer"]["param_groups"][0].get("step")
+        for element in _elements(part["param_state"]):
+            if "step" in element:
+                element["step"] = torch.as_tensor(step, dtype=torch.float32)
     try:
         with torch.no_grad():
             optimizer.load_state_dict(state)
@@ -154,6 +169,37 @@ def initialise(optimizer: Any) -> None:
         if isinstance(part.optimizer, torch.optim.Adam):
             for values in part.optimizer.state.values():
                 values.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def _of_parts(optimizer: Any, state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Return the state of each optimizer in a chain, from the state of the chain."""
+    return [state] if len(optimizer.chained_optimizers) == 1 else list(state.values())
+
+
+def _of_torch(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of torch's optimizer in the state of Megatron's, which may also have float32 masters."""
+    inner: dict[str, Any] = state.get("optimizer", state)
+    return inner
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the sharded state of an optimizer without its settings and its step count."""
+    inner = _of_torch(state)
+    del inner["param_groups"]
+    inner["state"].pop("common_step", None)
+    return state
+
+
+def _complete(state: dict[str, Any], optimizer: Any, first: dict[str, Any]) -> dict[str, Any]:
+    """Return what `_tensors` returned with the optimizer's settings and the step count in the state `first`."""
+    inner, shared = _of_torch(state), _of_torch(first)
+    inner["param_groups"] = optimizer.optimizer.state_dict()["param_groups"]
+    # Megatron stores the step count of torch's Adam once. Transformer Engine's Adam has one in each group.
+    if "common_step" in shared["state"]:
+        inner["state"]["common_step"] = shared["state"]["common_step"]
+    for group in inner["param_groups"]:
+        group |= {key: x for key, x in shared["param_groups"][0].items() if key == "step"}
+    return state
 
 
 def _elements(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:

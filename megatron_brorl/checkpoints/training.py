@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints.folders import LATEST, LAYOUT, RUN, STEP, STEPPED, Best, read_run
 from megatron_brorl.checkpoints.hugging_face import replace_directory
-from megatron_brorl.checkpoints.model_state import ModelState, initialise, is_distributed
+from megatron_brorl.checkpoints.model_state import ModelState, has_stepped, initialise, is_distributed
 from megatron_brorl.checkpoints.writer import Shards, plan, write_verified
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives, cpu_bridge
@@ -143,7 +143,7 @@ def begin(
     for model in models:
         if model.optimizer and is_distributed(model.optimizer):
             initialise(model.optimizer)
-    stepped = [model.name for model in models if model.optimizer and model.optimizer.optimizer.state]
+    stepped = [model.name for model in models if model.optimizer and has_stepped(model.optimizer)]
     states = _states(models, stepped)
 
     # Create the folder before any rank allocates memory for a copy.
@@ -309,6 +309,7 @@ def _optimizer_layout(models: Sequence[ModelState]) -> dict[str, int] | None:
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
     }
 
 

@@ -22,6 +22,7 @@ import torch
 
 from megatron_brorl.cli.teacher import teacher_shape
 from megatron_brorl.config.load import load
+from megatron_brorl.config.rules import check_model
 from megatron_brorl.config.schema import Config, LoraConfig
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.errors import UserError
@@ -88,26 +89,30 @@ def training_parts(
     tensor: int,
     pipeline: int,
     dtype: torch.dtype,
+    expert: int = 1,
     shards: int = 1,
+    expert_shards: int = 1,
     lora: LoraConfig | None = None,
 ) -> Parts:
     """Return the bytes of a rank's weights, fp32 gradients, and Adam's states (with fp32 masters of other weights).
 
-    shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1). lora: with
-    its rank above 0, only the adapters have gradients and Adam's states.
+    shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1).
+    expert_shards: the same for those of experts. lora: with its rank above 0, only the adapters have gradients and
+    Adam's states.
     """
     table = entries(shape, pipeline)
-    count = _elements(table, stage, tensor)
+    others = _elements([entry for entry in table if entry.expert is None], stage, tensor)
     if shape.tied and stage == pipeline - 1 > 0:
-        count += math.prod(local_shape(table[0], tensor))  # the last stage's copy of the embedding
+        others += math.prod(local_shape(table[0], tensor))  # the last stage's copy of the embedding
+    experts = _elements([entry for entry in table if entry.expert is not None], stage, tensor) // expert
     adapters = _elements(adapter_entries(shape, pipeline, lora), stage, tensor) if lora and lora.rank else 0
-    trained = adapters or count
-    masters = 0 if dtype == torch.float32 else 4
+    trained, trained_experts = (adapters, 0) if adapters else (others, experts)
+    states = 8 if dtype == torch.float32 else 12
     return {
-        "weights": count * dtype.itemsize,
+        "weights": (others + experts) * dtype.itemsize,
         **({"adapters": adapters * dtype.itemsize} if adapters else {}),
-        "gradients": trained * 4,
-        "optimizer": trained * (8 + masters) // shards,
+        "gradients": (trained + trained_experts) * 4,
+        "optimizer": trained * states // shards + trained_experts * states // expert_shards,
     }
 
 
@@ -128,17 +133,26 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
     first. models.layers.fused keeps neither the outputs of norms nor that product (2 H and 2 F). Each adapter adds its
     rank. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
     itself and for each following stage.
+
+    In a mixture of experts, a token has the last part and its input and output (2 H) in each chosen expert, if all
+    experts are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each).
     """
     parallel = config.parallel
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     inputs, wide = (2, 2) if fused else (4, 3)
-    per_layer = inputs * shape.hidden + (attention + wide * shape.ffn) // parallel.tensor
+    mlps = wide * shape.ffn
+    dispatched = 0
+    if shape.experts:
+        inputs += fused  # the router needs the output of its norm
+        dispatched = 2 * shape.chosen_experts * shape.hidden // parallel.tensor
+        mlps = shape.chosen_experts * (mlps + 2 * shape.hidden)
+    per_layer = inputs * shape.hidden + (attention + mlps) // parallel.tensor
     per_layer += config.lora.rank * len(config.lora.targets)
     layers_in_flight = (parallel.pipeline - stage) * (shape.layers // parallel.pipeline)
     if config.train.recompute == "full":
-        per_token = layers_in_flight * shape.hidden + per_layer
+        per_token = layers_in_flight * shape.hidden + per_layer + dispatched
     else:
-        per_token = layers_in_flight * per_layer
+        per_token = layers_in_flight * per_layer + dispatched
     return tokens * per_token * DTYPES[config.model.dtype].itemsize
 
 
@@ -201,17 +215,24 @@ def plan_stage(
             f"parallel.tensor x parallel.pipeline x parallel.context = {of_a_model * parallel.context} does not divide "
             f"{machines.ranks} ranks"
         )
-    shards = machines.ranks // of_a_model if parallel.distributed_optimizer else 1
-    given = (shape, stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], shards)
-    parts = training_parts(*given, config.lora)
-    models = {"": parts} | ({"critic's ": training_parts(*given)} if config.algo.advantage == "gae" else {})
+    stage_ranks = machines.ranks // parallel.pipeline
+    if stage_ranks % parallel.expert:
+        raise UserError(
+            f"parallel.expert = {parallel.expert} does not divide the {stage_ranks} ranks of a pipeline stage: choose "
+            "a divisor, or start more ranks"
+        )
+    size = stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], parallel.expert
+    zero = parallel.distributed_optimizer
+    shards = (stage_ranks // parallel.tensor, stage_ranks // parallel.expert) if zero else (1, 1)
+    parts = training_parts(shape, *size, *shards, lora=config.lora)
+    gae = config.algo.advantage == "gae"
+    models = {"": parts} | ({"critic's ": training_parts(shape, *size, *shards)} if gae else {})
 
     # While the engine generates, gradients are dropped, and the rest stays or moves to the host.
     staying = {f"{of}{name}": x for of, own in models.items() for name, x in own.items() if name != "gradients"}
     staying |= {"reference": trained_weights(parts)} if config.algo.kl_coef > 0 else {}
     if config.teacher.path:
-        size = parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype]
-        staying["teacher"] = training_parts(teacher_shape(config), stage, *size)["weights"]
+        staying["teacher"] = training_parts(teacher_shape(config), *size)["weights"]
     gradients = {f"{of}gradients": own["gradients"] for of, own in models.items()}
     tokens = largest_micro_batch(config, machines, prompts)
     fused = not machines.gpu and config.ops.implementation == "fused" and shape.is_llama_like
@@ -339,7 +360,15 @@ def plan_run(
         host = psutil.virtual_memory().total
         shared = shutil.disk_usage(folder).total if Path(folder).is_dir() else shared
     check_plan(largest, machines, host, shared, folder)
-    return largest, plan_lines(largest, machines)
+    return largest, [size_line(shape), *plan_lines(largest, machines)]
+
+
+def size_line(shape: ModelShape) -> str:
+    """Return the number of parameters in words, and how many of them compute a token in a mixture of experts."""
+    count = sum(map(math.prod, hf_shapes(shape).values()))
+    idle = 3 * shape.layers * (shape.experts - shape.chosen_experts) * shape.hidden * shape.ffn
+    active = f", {(count - idle) / 1e6:,.1f} million active per token" if shape.experts else ""
+    return f"model: {count / 1e6:,.1f} million parameters{active}"
 
 
 def plan_for_doctor(args: argparse.Namespace) -> list[str]:
@@ -350,4 +379,6 @@ def plan_for_doctor(args: argparse.Namespace) -> list[str]:
     ranks = args.ranks or torch.cuda.device_count() or 1
     gpu = int(args.gpu_gib * GIB) or gpu_bytes()
     machines = Machines(ranks, min(args.ranks_per_node or 8, ranks), gpu, here=not args.gpu_gib)
-    return plan_run(config, read_shape(model_directory(config.model.path)), machines)[1]
+    shape = read_shape(model_directory(config.model.path))
+    check_model(config, shape.family, shape.experts, config.model.path)
+    return plan_run(config, shape, machines)[1]

@@ -25,6 +25,7 @@ from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, m
 from megatron_brorl.cli import memory_plan, run_folder
 from megatron_brorl.cli.run_folder import Fingerprint
 from megatron_brorl.cli.teacher import check_teacher, teacher_directory
+from megatron_brorl.config.rules import check_model
 from megatron_brorl.config.schema import Config, DataConfig, OptimConfig
 from megatron_brorl.data.chat import Message
 from megatron_brorl.data.hub import model_directory
@@ -114,6 +115,7 @@ class Session:
         check_installed(() if benchmarks else config.run.log)
         self.ops = backend(config.ops.implementation, cpu_bridge.default_device())
         fp8.check(config.fp8, self.shape, config.parallel.tensor)
+        check_model(config, self.shape.family, self.shape.experts, config.model.path)
 
         self._environment_class = program.environment or config.environment.factory
         self.environment = self._describe_environment()
@@ -286,6 +288,7 @@ class Session:
             dtype=DTYPES[self.config.model.dtype],
             ops=self.ops,
             share_prompt=train.share_prompt,
+            freeze_router=train.freeze_router,
             recompute=train.recompute == "full",
             offload=train.offload,
             distributed_optimizer=parallel.distributed_optimizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_brorl.config.rules import check_model
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_difference
@@ -47,4 +48,6 @@ def check_teacher(config: Config, tokenizer: Tokenizer, context: int) -> ModelSh
         fp8.check(config.fp8, shape, config.parallel.tensor)
     except UserError as e:
         raise UserError(f"{where}: {e}") from None
+    if shape.experts:
+        check_model(config, shape.family, shape.experts, where)
     return shape

@@ -85,6 +85,7 @@ FOREIGN_KEYS = {
         "tensor_model_parallel_size": "parallel.tensor (under rollout: engine.tensor)",
         "pipeline_model_parallel_size": "parallel.pipeline",
         "context_parallel_size": "parallel.context",
+        "expert_model_parallel_size": "parallel.expert",
         "param_offload": "train.offload",
         "enable_gradient_checkpointing": 'train.recompute (true = "full")',
         "gpu_memory_utilization": "engine.memory_fraction",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,22 @@ def check(config: Config, where: str) -> None:
         _learning_rate,
         _data,
     ):
-        for key, broken, message in rules(config):
-            if broken:
-                section, name = key.split(".")
-                raise UserError(f"{where}: {key} = {shown(getattr(getattr(config, section), name))}: {message}")
+        _refuse(config, where, rules(config))
+
+
+def check_model(config: Config, family: str, experts: int, where: str) -> None:
+    """Raise UserError, prefixed by `where`, for the first key that does not fit to a model.
+
+    experts: number of experts of a layer, 0 for a dense model.
+    """
+    _refuse(config, where, _experts(config, family, experts))
+
+
+def _refuse(config: Config, where: str, rules: Iterable[Rule]) -> None:
+    for key, broken, message in rules:
+        if broken:
+            section, name = key.split(".")
+            raise UserError(f"{where}: {key} = {shown(getattr(getattr(config, section), name))}: {message}")
 
 
 def parse_benchmark(benchmark: str) -> tuple[str, str]:
@@ -147,6 +159,24 @@ def _parallel(config: Config) -> Iterator[Rule]:
         parallel.context > 1 and config.algo.ratio != "token",
         "must be 'token' with parallel.context > 1",
     )
+
+
+def _experts(config: Config, family: str, experts: int) -> Iterator[Rule]:
+    parallel = config.parallel
+    dense = experts == 0
+    model = f"{family} model"
+    yield "parallel.expert", dense and parallel.expert > 1, f"must be 1 for a {model}, which has no experts"
+    yield "train.freeze_router", dense and config.train.freeze_router, f"must be false for a {model}, which has none"
+    if dense:
+        return
+    with_tensor = f"with parallel.tensor > 1 for a {model}"
+    yield "parallel.sequence", parallel.tensor > 1 and not parallel.sequence, f"must be true {with_tensor}"
+    # Experts are not split over tensor-parallel ranks, and Megatron would not sum their gradients over these.
+    yield "parallel.expert", parallel.tensor > 1 and parallel.expert == 1, f"must be above 1 {with_tensor}"
+    yield "parallel.expert", bool(experts % parallel.expert), f"must divide the {experts} experts of a layer"
+    yield "fp8.recipe", config.fp8.recipe != "none", f"must be 'none' for a {model}"
+    mlp = [target for target in ("gate_proj", "up_proj", "down_proj") if target in config.lora.targets]
+    yield "lora.targets", bool(config.lora.rank and mlp), f"remove {', '.join(mlp)}: experts cannot have adapters"
 
 
 def _fp8(config: Config) -> Iterator[Rule]:
@@ -318,6 +348,7 @@ _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sec
     "rollout": {"max_tokens", "stop_strings", "partial_tokens", "refills"},
     "algo": {"gamma"},
     "optim": {"betas"},
+    "train": {"freeze_router"},
     "evaluate": {"temperature", "top_p", "top_k"},
 }
 # A resumed run must also keep these if a step carries rollouts over to the next one, because checkpoints then store the

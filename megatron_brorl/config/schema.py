@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
 from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
+from megatron_brorl.config.fp8 import Fp8Config
 from megatron_brorl.config.section import key, section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -60,9 +61,16 @@ class ParallelConfig:
     tensor: int = key(1, "Tensor-parallel size: ranks over which each layer is split.", ge=1)
     pipeline: int = key(1, "Pipeline-parallel size: stages of consecutive layers.", ge=1)
     context: int = key(1, "Context-parallel size: ranks over which the tokens of a sequence are split.", ge=1)
+    expert: int = key(
+        1,
+        "Expert-parallel size: ranks over which the experts of a layer are distributed. These are ranks of the data, "
+        "context and tensor dimensions; no more are needed.",
+        ge=1,
+    )
     sequence: bool = key(False, "Use Megatron's sequence parallelism. It needs parallel.tensor > 1.")
     distributed_optimizer: bool = key(
-        False, "Shard the optimizer over data-parallel ranks (ZeRO-1). Resume with the same tensor and pipeline sizes."
+        False,
+        "Shard the optimizer over data-parallel ranks (ZeRO-1). Resume with the same tensor, pipeline, expert sizes.",
     )
     overlap: bool = key(
         False,
@@ -72,20 +80,6 @@ class ParallelConfig:
     timeout_s: float = key(
         600.0, "Timeout of a collective operation in seconds. rollout.timeout_s is added during sampling.", gt=0
     )
-
-
-@section
-class Fp8Config:
-    """Training in FP8 with Transformer Engine, on GPUs that support it."""
-
-    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = key(
-        "none",
-        'Scaling recipe. "tensorwise" scales by the current maximum of a tensor, "delayed" by past maxima, and '
-        '"blockwise" per block of 128 x 128. "mxfp8" needs a Blackwell GPU.',
-    )
-    format: Literal["e4m3", "hybrid"] = key("hybrid", 'FP8 number format. "hybrid" stores gradients in e5m2.')
-    parameters: bool = key(False, "Store the weights of linear layers in FP8. The optimizer keeps fp32 weights.")
-    bf16_layers: int = key(0, 'Layers at each end of the model that stay in bf16; 0 with recipe = "delayed".', ge=0)
 
 
 @section
@@ -468,6 +462,7 @@ class TrainConfig:
         "none", "Activations that are recomputed in the backward pass: none, those of the attention core, or all."
     )
     offload: bool = key(False, "Move weights and optimizer state to host memory while the engine generates.")
+    freeze_router: bool = key(False, "Do not train the routers of a mixture of experts.")
     share_prompt: bool = key(
         True, "Share one copy of a group's prompt in a micro-batch if this saves 10% of its tokens."
     )

@@ -7,21 +7,24 @@ A new family is a ModelFamily in this folder and an entry in families.shape.FAMI
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_brorl.errors import UserError, shown
 
 Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]  # see models.weights.layouts
-# q, kv: heads and kv heads times head size; head: one head; ffn: intermediate size.
-Dimension = Literal["vocab", "hidden", "q", "kv", "head", "ffn"]
+# q, kv: heads and kv heads times head size; head: one head; ffn: intermediate size (of an expert if there are any).
+Dimension = Literal["vocab", "hidden", "q", "kv", "head", "ffn", "experts"]
 # Initialization of a new model. residual: like normal, for a matrix that writes to the residual stream.
 Init = Literal["normal", "residual", "zeros", "ones"]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of Megatron's model and the Hugging Face tensors that it is made of."""
+    """One parameter of Megatron's model and the Hugging Face tensors that it is made of.
+
+    If the names contain {expert}, there is one such parameter for each expert.
+    """
 
     megatron: str  # within its layer, for parameters of a layer
     hf: Mapping[str, tuple[Dimension, ...]]  # name (within its layer too) -> shape
@@ -32,6 +35,18 @@ class Parameter:
     def name(self, te_names: bool) -> str:
         """Return Megatron's name, with or without Transformer Engine's fused norms."""
         return self.fused if te_names and self.fused else self.megatron
+
+    @property
+    def per_expert(self) -> bool:
+        """Return whether every expert of a layer has such a parameter."""
+        return "{expert}" in self.megatron
+
+    def of_expert(self, expert: int | None) -> Parameter:
+        """Return the parameter of one expert, which no tensor parallelism cuts. None: return the parameter itself."""
+        if expert is None:
+            return self
+        hf = {name.format(expert=expert): dimensions for name, dimensions in self.hf.items()}
+        return replace(self, megatron=self.megatron.format(expert=expert), hf=hf)
 
 
 @dataclass(frozen=True)

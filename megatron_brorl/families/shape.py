@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.families import dense, gemma3
+from megatron_brorl.families import dense, gemma3, moe
 from megatron_brorl.families.family import ConfigJson, Dimension, ModelFamily, Requirement
 from megatron_brorl.files import read_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
-FAMILIES = {f.architecture: f for f in (dense.LLAMA, dense.QWEN2, dense.QWEN3, gemma3.FAMILY)}
+FAMILIES = {f.architecture: f for f in (dense.LLAMA, dense.QWEN2, dense.QWEN3, gemma3.FAMILY, moe.QWEN3_MOE)}
 # Keys that would change the computation or the place of the weights in any family.
 _OF_EVERY_FAMILY = (
     Requirement("text_config", (None, {}), "give the directory of the text model alone"),
@@ -34,7 +34,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
+    ffn: int  # of an expert if there are experts
     vocab: int
     context: int  # max_position_embeddings
     norm_eps: float
@@ -48,6 +48,9 @@ class ModelShape:
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     local_layers: tuple[int, ...] | None = None  # layers with a rotation of their own
     local_rope_theta: float | None = None  # base of that rotation, which is never scaled
+    experts: int = 0  # of each layer; 0: a dense MLP
+    chosen_experts: int = 0  # experts that compute a token
+    norm_topk_prob: bool = False  # whether the weights of a token's experts are divided by their sum
 
     @property
     def model_family(self) -> ModelFamily:
@@ -76,7 +79,7 @@ class ModelShape:
 
     @property
     def is_llama_like(self) -> bool:
-        """Return whether the layers are those of Llama, apart from biases and head norms, as fused layers require."""
+        """Return whether the layers are Llama's, apart from biases, head norms and experts, as fused layers require."""
         others = self.activation, self.embedding_scale, self.attention_scale, self.local_layers
         return others == (None,) * 4 and not self.zero_centred_norms and not self.post_norms
 
@@ -96,6 +99,7 @@ class ModelShape:
             "kv": self.kv_heads * self.head_dim,
             "head": self.head_dim,
             "ffn": self.ffn,
+            "experts": self.experts,
         }
 
 

@@ -1,4 +1,4 @@
-"""One pipeline stage of the actor: Megatron-Core's GPTModel for the dense model families in families/."""
+"""One pipeline stage of the actor: Megatron-Core's GPTModel for the model families in families/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
@@ -79,7 +81,8 @@ class Actor(GPTModel):
         if fused_layers:
             for layer in self.decoder.layers:
                 layer.self_attention.linear_qkv.fuse_norm(layer.input_layernorm)
-                layer.mlp.linear_fc1.fuse_norm(layer.pre_mlp_layernorm)
+                if not shape.experts:
+                    layer.mlp.linear_fc1.fuse_norm(layer.pre_mlp_layernorm)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         """Scale the embeddings (Gemma 3), and give Transformer Engine's layers their rotation angles."""
@@ -201,7 +204,7 @@ def check_layout(
     for key, value in [
         ("num_attention_heads", shape.heads),
         ("num_key_value_heads", shape.kv_heads),
-        ("intermediate_size", shape.ffn),
+        *([] if shape.experts else [("intermediate_size", shape.ffn)]),  # Experts are not split.
     ]:
         if value % tp_size:
             raise UserError(f"{keys[0]} = {tp_size} does not divide {key} = {value} of the model")
@@ -268,13 +271,27 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=gpu and shape.activation is None,
         # If True, Megatron builds mlp.activation_func as a module of the type that _layers sets.
-        use_te_activation_func=ops.fused_layers and shape.is_llama_like,
+        use_te_activation_func=ops.fused_layers and shape.is_llama_like and not shape.experts,
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **(_expert_fields(shape, grid, dtype) if shape.experts else {}),
         **(full_recompute if recompute else {}),
         **(fields or {}),
     )
+
+
+def _expert_fields(shape: ModelShape, grid: Grid, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_router_topk": shape.chosen_experts,
+        "moe_router_pre_softmax": not shape.norm_topk_prob,  # A softmax of the chosen logits divides by their sum.
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "moe_router_load_balancing_type": "none",  # An auxiliary loss would change the policy gradient.
+        "expert_model_parallel_size": grid.ep_size,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def build_actor(
@@ -307,7 +324,7 @@ def build_actor(
 
 
 def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
-    """Set Megatron's attributes on the parameters that are split over tensor-parallel ranks.
+    """Set Megatron's attributes on the parameters that differ between tensor-parallel ranks, experts included.
 
     Megatron sets them only when it initialises weights. Without them, its gradient norm would count a parameter as
     replicated and include only the shard of tensor-parallel rank 0.
@@ -315,7 +332,8 @@ def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
     parameters = dict(global_parameters(model))
     for entry in table:
         parameter = parameters.get(entry.megatron)
-        if parameter is not None and entry.layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
+        is_split = entry.layout != "replicated" or entry.expert is not None
+        if parameter is not None and is_split and not hasattr(parameter, "tensor_model_parallel"):
             # "columns" are the weights of row-parallel linears, which split dim 1 of [out, in]. All others split dim 0.
             dim = int(entry.layout == "columns")
             stride = 1 + int(entry.layout == "gate_up")  # A shard holds a part of gate_proj and a part of up_proj.
@@ -340,11 +358,12 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
             "model cannot use: they need a GPU, Transformer Engine and a Llama-like model"
         )
 
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     attention = layer.self_attention.submodules
     mlp = mlp_submodules(layer)
     norm = RmsNorm
+    experts = SequentialMLP
     attention.core_attention = PackedAttention
     attention.linear_qkv = mlp.linear_fc1 = ColumnLinear
     attention.linear_proj = mlp.linear_fc2 = RowLinear
@@ -352,10 +371,14 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
         from megatron_brorl.models.layers import fused  # its import loads the compiled extension
 
         norm = fused.FusedRmsNorm
-        attention.linear_qkv = mlp.linear_fc1 = fused.FusedColumnLinear
+        attention.linear_qkv = fused.FusedColumnLinear
         attention.linear_proj = fused.FusedRowLinear
-        mlp.activation_func = fused.PassThroughActivation
-        mlp.linear_fc2 = fused.FusedSwiGluLinear
+        if shape.experts:
+            experts = fused.FusedExperts
+        else:
+            mlp.linear_fc1 = fused.FusedColumnLinear
+            mlp.activation_func = fused.PassThroughActivation
+            mlp.linear_fc2 = fused.FusedSwiGluLinear
         # FusedAttention computes in float32 and does not support segments that are split over ranks.
         if config.context_parallel_size == 1 and config.params_dtype != torch.float64:
             layer.self_attention.module = fused.FusedSelfAttention
@@ -365,9 +388,14 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
         attention.q_layernorm = attention.k_layernorm = norm
     if shape.post_norms:
         attention.linear_proj = mlp.linear_fc2 = PostNormRowLinear
+    if shape.experts:
+        linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        mlp.experts = ModuleSpec(experts, submodules=linears)
+        # In checkpoints, the norm before the router has its own name, as in a model of Transformer Engine's layers.
+        del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
 
 
 def uses_te_layers(shape: ModelShape) -> bool:
-    """Return whether the layers come from Transformer Engine, which needs a GPU and Llama-like layers."""
-    return cpu_bridge.has_transformer_engine() and shape.is_llama_like
+    """Return whether the layers come from Transformer Engine. It needs a GPU and dense, Llama-like layers."""
+    return cpu_bridge.has_transformer_engine() and shape.is_llama_like and not shape.experts

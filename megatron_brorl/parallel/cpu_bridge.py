@@ -75,6 +75,11 @@ def release_freed_memory() -> None:
 @lru_cache(maxsize=1)
 def prepare() -> None:
     """Redirect the CUDA calls that Megatron-Core makes outside of tensor factories to the CPU. Idempotent."""
+    from megatron.core.transformer.moe import moe_utils
+
+    # The router reads this name, which Megatron-Core 0.16 does not define without Transformer Engine.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
     if on_gpu():
         return
     cpu = torch.device("cpu")
@@ -87,9 +92,20 @@ def prepare() -> None:
     Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = no_stream
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _sizes_as_lists
+
+
+def _sizes_as_lists(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    """Convert the sizes of messages to lists, as gloo requires, where Megatron copies them from a GPU."""
+    if point == dispatcher.cuda_dtoh_point and dispatcher.ep_size > 1:
+        dispatcher.input_splits = dispatcher.input_splits.tolist()
+        dispatcher.output_splits = dispatcher.output_splits.tolist()
+    return tokens_per_expert
 
 
 class _CudaMeansCpu(TorchFunctionMode):

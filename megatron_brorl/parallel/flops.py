@@ -34,10 +34,11 @@ PEAK_TFLOPS = {
 
 
 def layer_weights(shape: ModelShape) -> int:
-    """Return the number of weights of all layers' matrices."""
+    """Return the number of weights of all layers' matrices that a token is multiplied with."""
     size = shape.dimensions
     attention = 2 * shape.hidden * (size["q"] + size["kv"])  # queries and output, keys and values
-    return shape.layers * (attention + 3 * shape.hidden * shape.ffn)
+    mlps = 3 * shape.hidden * shape.ffn * (shape.chosen_experts if shape.experts else 1)
+    return shape.layers * (attention + shape.hidden * shape.experts + mlps)  # and the router of a mixture of experts
 
 
 def pair_flops(shape: ModelShape) -> int:

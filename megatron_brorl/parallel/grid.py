@@ -39,6 +39,7 @@ class Grid:
     groups: ProcessGroupCollection  # .tp .pp .cp .dp .dp_cp (data x context) ...
     replica: dist.ProcessGroup  # the tp_size x cp_size x pp_size ranks that train on the same rows
     cp_size: int = 1
+    ep_size: int = 1  # ranks of a pipeline stage over which its experts are distributed
     sequence_parallel: bool = False
     barrier_group: dist.ProcessGroup | None = None  # all ranks, over gloo
     barrier_timeout: timedelta = timedelta()
@@ -64,6 +65,11 @@ class Grid:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def ep_rank(self) -> int:
+        """Position of this process in its expert group, groups.ep."""
+        return self.groups.ep.rank() if self.ep_size > 1 else 0
+
+    @property
     def mp_size(self) -> int:
         """Number of ranks of a replica."""
         return self.tp_size * self.cp_size * self.pp_size
@@ -75,7 +81,7 @@ class Grid:
 
     def describe(self) -> str:
         """Return a description of the layout for the user."""
-        sizes = {"tensor": self.tp_size, "context": self.cp_size, "pipeline": self.pp_size}
+        sizes = {"tensor": self.tp_size, "context": self.cp_size, "pipeline": self.pp_size, "expert": self.ep_size}
         split = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
         return f"{self.world_size}: {self.dp_size} cop{'y' if self.dp_size == 1 else 'ies'} of the model{split}"
 
@@ -100,7 +106,8 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     """Join the processes of the launcher (torchrun, Slurm, or a single process) into a grid.
 
     phase_s: seconds that `barrier` waits in addition to parallel.timeout_s; 0 makes it do nothing.
-    Raises UserError if the world size is not a multiple of tensor x context x pipeline.
+    Raises UserError if the world size is not a multiple of tensor x context x pipeline, or if the ranks of a pipeline
+    stage are not a multiple of expert.
     """
     cpu_bridge.prepare()
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -113,6 +120,12 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
             f"world size {world} is not a multiple of {names} = {sizes}: start {model} processes, or a multiple "
             "(torchrun --nproc-per-node)"
         )
+    stage_ranks = world // config.pipeline
+    if stage_ranks % config.expert:
+        raise UserError(
+            f"parallel.expert = {config.expert} does not divide the {stage_ranks} ranks of a pipeline stage (data x "
+            "context x tensor): choose a divisor, or start more processes"
+        )
 
     timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
@@ -124,6 +137,8 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
             tensor_model_parallel_size=config.tensor,
             pipeline_model_parallel_size=config.pipeline,
             context_parallel_size=config.context,
+            expert_model_parallel_size=config.expert,
+            expert_tensor_parallel_size=1 if config.expert > 1 else None,  # An expert is not split.
             create_gloo_process_groups=False,  # Megatron's own checkpoints would need them
         )
 
@@ -142,6 +157,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         groups=groups,
         replica=groups.mp if config.context == 1 else _replica(config, world // model, timeout),
         cp_size=config.context,
+        ep_size=config.expert,
         sequence_parallel=config.sequence,
         # NCCL has no barrier that names the missing ranks.
         barrier_group=dist.new_group(timeout=barrier_timeout, backend="gloo") if phase_s and world > 1 else None,

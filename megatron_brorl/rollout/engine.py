@@ -33,6 +33,7 @@ class Sampling:
     tokens_per_call: int = 0  # a call of generate cuts a response after this many new tokens; 0 = no limit
     turn_tokens: int = 0  # for turns of an environment: one ends with "length" after this many tokens; 0 = no turns
     log_probs: bool = True  # False: the engine may return nan
+    routes: bool = False  # record the experts of every token (Rollout.routes)
 
     @property
     def new_tokens(self) -> int:

@@ -29,6 +29,7 @@ from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
+from megatron_brorl.parallel.collectives import all_reduce_max
 from megatron_brorl.parallel.context import split_for_rank
 from megatron_brorl.parallel.flops import forward_flops, training_flops
 from megatron_brorl.parallel.grid import Grid
@@ -64,6 +65,7 @@ class StageOptions:
     distributed_optimizer: bool = False  # config key parallel.distributed_optimizer
     overlap: bool = False  # config key parallel.overlap
     fields: Mapping[str, Any] | None = None  # further fields of Megatron's TransformerConfig
+    freeze_router: bool = False  # config key train.freeze_router
     lora: LoraConfig | None = None  # train only adapters of the actor
     seed: int = 0  # of new adapters
 
@@ -91,6 +93,8 @@ class Stage:
         # Gradients need no copy in host memory, because every update starts from zeros.
         self._gradients = Offload(tuple, self._gradient_buffers) if optim is not None else None
         if optim is not None:
+            for layer in module.decoder.layers if options.freeze_router else ():
+                layer.mlp.router.requires_grad_(False)
             with cpu_bridge.bridge():
                 self._make_trainable(optim)
 
@@ -160,10 +164,10 @@ class Stage:
 
         Weights in FP8 or bfloat16 are rounded, so masters made from them would differ from the file.
         """
-        if read:
-            self.optimizer.reload_model_params(state_dict={**dict(self.module.named_parameters()), **read})
-        else:
-            self.optimizer.reload_model_params()
+        values = {**dict(self.module.named_parameters()), **read} if read else None
+        # A ChainedOptimizer would pass the tensors only to its first optimizer. Experts have one of their own.
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer.reload_model_params(state_dict=values)
 
     def require_finite(self, what: str, then: str) -> None:
         """Raise UserError on all ranks if a weight is NaN or infinite. Collective.
@@ -187,7 +191,7 @@ class Stage:
     def _finish_gather(self) -> None:
         """Gather the weights that overlap_param_gather would gather in the next forward pass."""
         if isinstance(self.model, DistributedDataParallel) and self.model.ddp_config.overlap_param_gather:
-            for bucket in self.model.bucket_groups:
+            for bucket in (*self.model.bucket_groups, *self.model.expert_parallel_bucket_groups):
                 bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
@@ -228,7 +232,7 @@ class Stage:
     ) -> list[Tensor]:
         """Return per_token(head output) [R], without gradient, as [G] float32 per row on all ranks of the replica."""
         result = [torch.zeros(len(r)) for r in responses]
-        if not result:
+        if not result and self.grid.ep_size == 1:
             return result
 
         def collect(batch: Packed, output: Any) -> tuple[Tensor, Any]:
@@ -242,7 +246,7 @@ class Stage:
             flops = forward_flops(self.shape, batches, self.outputs, self.adapter_weights)
             recorded["flops"] = flops / self.grid.mp_size
             self._run(batches, collect, head, forward_only=True)
-        if self.grid.pp_size > 1 or self.grid.cp_size > 1:
+        if result and (self.grid.pp_size > 1 or self.grid.cp_size > 1):
             flat = torch.cat(result).to(cpu_bridge.default_device())
             dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its own tokens, and zeros
             source = dist.get_global_rank(self.grid.groups.pp, self.grid.pp_size - 1)
@@ -287,9 +291,16 @@ class Stage:
         return {"plain": plain, "computed": plain / gain if gain >= MIN_SHARING_GAIN else plain}
 
     def micro_batches(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
-        """Pack rows of [tokens] each into micro-batches, with this rank's tokens of them in context parallelism."""
-        options = self.options
-        batches = pack(prompts, responses, self._limit, self._multiple, options.share_prompt, self._segments_of)
+        """Pack rows of [tokens] each into micro-batches, with this rank's tokens of them in context parallelism.
+
+        With expert parallelism, ranks exchange tokens in every micro-batch. This is then a collective of all replicas,
+        and the ranks with fewer micro-batches get further ones without rows.
+        """
+        packing = self._limit, self._multiple, self.options.share_prompt, self._segments_of
+        batches = pack(prompts, responses, *packing)
+        if self.grid.ep_size > 1:
+            most = all_reduce_max({"batches": float(len(batches))}, self.grid.groups.dp)["batches"]
+            batches += pack([], [], *packing) * (int(most) - len(batches))
         if self.grid.cp_size == 1:
             return batches
         return [split_for_rank(batch, self.grid.groups.cp.rank(), self.grid.cp_size) for batch in batches]
@@ -324,7 +335,7 @@ class Worker(Stage):
         o = options
         self.actor = build_actor(shape, grid, o.dtype, o.ops, o.recompute, o.fields, o.lora, o.seed)
         table = names.entries(shape, grid.pp_size, self.actor.uses_te)
-        self.buckets = make_buckets(table, o.dtype.itemsize)
+        self.buckets = make_buckets(table, o.dtype.itemsize, expert_ranks=grid.ep_size)
         self.adapter_table = names.adapter_entries(shape, grid.pp_size, o.lora) if o.lora else []
         self.adapter_weights = sum(math.prod(entry.hf_shapes[0]) for entry in self.adapter_table)
         super().__init__(self.actor, options, optim)

@@ -104,8 +104,12 @@ def export(rank: int, directory: str, parallel: dict[str, Any], target: str) -> 
     return seen
 
 
+def streamed(worker: Worker) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu().clone() for name, tensor in worker.hf_tensors()}
+
+
 def train_steps(
-    _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]
+    _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any], read: Any = streamed
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Take two policy updates from the same weights and batch; return the metrics of each and the final weights."""
     # Adam's eps is well above float32 noise. At 1e-8 the first step is the sign of each gradient, also of those (key
@@ -133,12 +137,12 @@ def train_steps(
         worker.offload()
         assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
         metrics.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
-    return metrics, {name: tensor.cpu().clone() for name, tensor in worker.hf_tensors()}
+    return metrics, read(worker)
 
 
 def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
     """Return the pipeline stage, and the bytes of weights, gradients and optimizer after a step."""
-    worker = make_worker(directory, parallel, OptimConfig(), distributed_optimizer=False, **options)
+    worker = make_worker(directory, parallel, OptimConfig(), **options)
     prompts, responses = rows(2)
     zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
     experience = Experience(tuple(prompts), tuple(responses), zeros, None, ones)

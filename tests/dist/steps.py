@@ -70,6 +70,7 @@ def _options(config: Config, grid: Grid) -> StageOptions:
         share_prompt=grid.cp_size == 1,
         distributed_optimizer=config.parallel.distributed_optimizer,
         overlap=config.parallel.overlap,
+        freeze_router=config.train.freeze_router,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import tiny
 import torch
@@ -11,24 +13,38 @@ from megatron_brorl.cli import memory_plan
 from megatron_brorl.config.schema import LoraConfig
 from megatron_brorl.families.shape import parse_shape, read_shape
 
+LAYOUTS = [
+    (1, {}, torch.float32),
+    (1, {}, torch.bfloat16),
+    (2, {"tensor": 2}, torch.bfloat16),
+    (2, {"pipeline": 2}, torch.float32),
+]
+MODELS = [("qwen2", False, None), ("qwen2", True, None), ("qwen2", True, LoraConfig(rank=8))]
+TP_EP = {"tensor": 2, "sequence": True, "expert": 2}
+EXPERTS = [
+    (1, {}, torch.bfloat16, False),
+    (2, {"expert": 2}, torch.float32, False),
+    (2, TP_EP, torch.bfloat16, True),
+    (4, {"expert": 2}, torch.bfloat16, True),
+    (4, {"expert": 2, "pipeline": 2}, torch.bfloat16, False),
+]
+
 
 @pytest.mark.parametrize(
-    ("size", "parallel", "dtype"),
+    ("size", "parallel", "dtype", "zero", "family", "tied", "lora"),
     [
-        (1, {}, torch.float32),
-        (1, {}, torch.bfloat16),
-        (2, {"tensor": 2}, torch.bfloat16),
-        (2, {"pipeline": 2}, torch.float32),
+        *((*layout, False, *model) for layout, model in product(LAYOUTS, MODELS)),
+        *((*layout, "qwen3_moe", True, None) for layout in EXPERTS),
     ],
 )
-@pytest.mark.parametrize(("tied", "lora"), [(False, None), (True, None), (True, LoraConfig(rank=8))])
-def test_bytes_are_those_of_the_tensors(worlds, tmp_path, size, parallel, dtype, tied, lora):
-    tiny.make_model(tmp_path, "qwen2", tied)
+def test_bytes_are_those_of_the_tensors(worlds, tmp_path, size, parallel, dtype, zero, family, tied, lora):
+    tiny.make_model(tmp_path, family, tied)
     shape = read_shape(tmp_path)
-    options = {"dtype": dtype, "lora": lora}
+    options = {"dtype": dtype, "lora": lora, "distributed_optimizer": zero}
     for stage, found in worlds(size).run("jobs:training_bytes", str(tmp_path), parallel, options):
-        layout = parallel.get("tensor", 1), parallel.get("pipeline", 1)
-        parts = memory_plan.training_parts(shape, stage, *layout, dtype, lora=lora)
+        tensor, pipeline, expert = (parallel.get(name, 1) for name in ("tensor", "pipeline", "expert"))
+        shards = (size // (tensor * pipeline), size // (pipeline * expert)) if zero else (1, 1)
+        parts = memory_plan.training_parts(shape, stage, tensor, pipeline, dtype, expert, *shards, lora=lora)
         assert found == pytest.approx(sum(parts.values()), rel=0.01)
 
 
@@ -36,5 +52,5 @@ def test_zero_1_divides_moments_and_masters():
     """Bytes per parameter in bf16: weight 2, gradient 4, master 4, moments 8, of which the last two are cut."""
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 131072}
     shape = parse_shape(qwen2_config(**sizes), "test")
-    whole, cut = (sum(memory_plan.training_parts(shape, 0, 1, 1, torch.bfloat16, n).values()) for n in (1, 64))
+    whole, cut = (sum(memory_plan.training_parts(shape, 0, 1, 1, torch.bfloat16, 1, n).values()) for n in (1, 64))
     assert cut / whole == pytest.approx((6 + 12 / 64) / 18, rel=1e-6)

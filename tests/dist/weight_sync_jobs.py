@@ -99,7 +99,7 @@ FAULTS = {"drop": _drop, "swap": _swap, "flip": _flip, "stop": _stop, "die": _di
 def _small_buckets(worker: Worker) -> None:
     """Use several buckets per stage for a model of a few kilobytes."""
     table = [entry for bucket in worker.buckets for entry in bucket]
-    worker.buckets = make_buckets(table, 4, limit=30_000)
+    worker.buckets = make_buckets(table, 4, limit=30_000, expert_ranks=worker.grid.ep_size)
     assert len(worker.buckets) > 4
 
 

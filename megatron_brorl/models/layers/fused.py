@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from megatron_brorl.models.layers.attention import Segments
@@ -83,6 +84,20 @@ class FusedSwiGluLinear(FusedRowLinear):
     def products(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return FusedRowLinear.products of silu(gate) * up."""
         return ops.swiglu_linear(x, self.weight, self.stacked_a())
+
+
+class FusedExperts(SequentialMLP):
+    """Megatron's experts with the products by csrc. The linear layers of an expert only hold its weights."""
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """rows [R, H], sorted by expert, and the router's weights [R] of them -> [R, H] and no bias."""
+        outputs = []
+        # An expert without tokens takes part, too, because overlapped reductions wait for the gradient of each weight.
+        for expert, own in zip(self.local_experts, rows.split(tokens_per_expert.tolist()), strict=True):
+            gate_up, _ = ops.linear(own, expert.linear_fc1.weight, None)
+            outputs.append(ops.swiglu_linear(gate_up, expert.linear_fc2.weight)[0])
+        out = torch.cat(outputs)
+        return (out * weights.unsqueeze(-1)).to(out.dtype), None
 
 
 class FusedSelfAttention(SelfAttention):

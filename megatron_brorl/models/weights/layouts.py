@@ -3,7 +3,7 @@
 A parameter is split along one dimension of a view in which every rank's part is contiguous:
 
     layout       full view                          split dim   Hugging Face tensors
-    replicated   as is                              -           1
+    replicated   as is                              -           1 or more, below one another
     rows         [out, in]                          0           1   (column-parallel linear)
     columns      [out, in]                          1           1   (row-parallel linear)
     vocab        [V padded to tp, H]                0           1   (the padding is dropped)
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.families.family import Layout
+from megatron_brorl.parallel.grid import Grid
 
 _SPLIT_DIM = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
 
@@ -28,11 +29,17 @@ _SPLIT_DIM = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
 class WeightEntry:
     """One parameter with its Megatron and Hugging Face names."""
 
-    megatron: str  # with the global layer number
+    megatron: str  # with the global numbers of layer and expert
     hf: tuple[str, ...]
     hf_shapes: tuple[tuple[int, ...], ...]
     layout: Layout
     stage: int  # pipeline stage that owns it
+    expert: int | None = None  # global number, for the parameter of an expert, which is "replicated"
+
+    def is_on(self, grid: Grid, experts: int) -> bool:
+        """Return whether this rank has the parameter or a part of it. experts: of each layer of the model."""
+        mine = self.expert is None or self.expert * grid.ep_size // experts == grid.ep_rank
+        return mine and self.stage == grid.pp_rank
 
 
 def local_shape(entry: WeightEntry, size: int) -> tuple[int, ...]:
@@ -42,9 +49,8 @@ def local_shape(entry: WeightEntry, size: int) -> tuple[int, ...]:
         return (-(-first // size), *rest)
     if entry.layout == "columns":
         return (first, rest[0] // size)
-    if entry.layout == "replicated":
-        return entry.hf_shapes[0]
-    return (sum(shape[0] for shape in entry.hf_shapes) // size, *rest)
+    rows = sum(shape[0] for shape in entry.hf_shapes)
+    return (rows if entry.layout == "replicated" else rows // size, *rest)
 
 
 def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
@@ -59,7 +65,7 @@ def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
 def to_local(entry: WeightEntry, hf: Sequence[Tensor], kv_heads: int, rank: int, size: int) -> Tensor:
     """Return the part [local_shape] of rank `rank` of `size`, from full Hugging Face tensors [hf_shapes]."""
     if entry.layout == "replicated":
-        return hf[0]
+        return torch.cat(list(hf)) if len(hf) > 1 else hf[0]
     if entry.layout == "vocab":
         rows = -(-len(hf[0]) // size)
         part = hf[0][rank * rows : (rank + 1) * rows]
@@ -78,7 +84,7 @@ def to_hf(entry: WeightEntry, parts: Sequence[Tensor], kv_heads: int) -> list[Te
     They share memory with a part if nothing had to be merged.
     """
     if entry.layout == "replicated":
-        return [parts[0]]
+        return list(parts[0].split([shape[0] for shape in entry.hf_shapes]))
     views = [_view(entry.layout, p, kv_heads // len(parts)) for p in parts]
     full = torch.cat(views, dim=_SPLIT_DIM[entry.layout]) if len(views) > 1 else views[0]
     if entry.layout == "vocab":

@@ -19,7 +19,7 @@ def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[Wei
     te_names: whether norms have the names that Transformer Engine gives them.
     """
     table = []
-    for layer, parameter in _parameters(shape):
+    for layer, expert, parameter in _parameters(shape):
         of_hf = _in_layer("model.layers", layer)
 
         # Stages have equally many layers. The first also has the embedding, the last the final norm and the head.
@@ -35,6 +35,7 @@ def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[Wei
                 tuple(_sizes(shape, parameter).values()),  # of the whole tensors, not of a rank's part
                 parameter.layout,
                 stage,
+                expert,
             )
         )
     return table
@@ -43,7 +44,7 @@ def entries(shape: ModelShape, pp_size: int, te_names: bool = False) -> list[Wei
 def adapter_entries(shape: ModelShape, pp_size: int, lora: LoraConfig) -> list[WeightEntry]:
     """Return both matrices of every adapter as `entries` does, under the names of PEFT's files."""
     table = []
-    for layer, parameter in _parameters(shape):
+    for layer, _, parameter in _parameters(shape):
         split_inputs = parameter.layout == "columns"  # a row-parallel layer
         for name, size in _sizes(shape, parameter).items():
             module = name.removesuffix(".weight")
@@ -65,7 +66,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of the Hugging Face checkpoint, without a tied lm_head."""
     return {
         _in_layer("model.layers", layer) + name: size
-        for layer, parameter in _parameters(shape)
+        for layer, _, parameter in _parameters(shape)
         for name, size in _sizes(shape, parameter).items()
     }
 
@@ -74,7 +75,7 @@ def hf_inits(shape: ModelShape) -> dict[str, Init]:
     """Return how a new model initialises each tensor of hf_shapes."""
     return {
         _in_layer("model.layers", layer) + name: parameter.init
-        for layer, parameter in _parameters(shape)
+        for layer, _, parameter in _parameters(shape)
         for name in parameter.hf
     }
 
@@ -85,23 +86,30 @@ def global_parameters(actor: Any) -> Mapping[str, Tensor]:
 
 
 def global_name(actor: Any, name: str) -> str:
-    """Return the name of a module or parameter with layers counted over all stages (Megatron counts per stage)."""
+    """Return the name of a module or parameter with layers and experts counted over all ranks of the model.
+
+    Megatron counts layers per stage and experts per rank.
+    """
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
         parts[2] = str(int(parts[2]) + actor.decoder.layers[0].layer_number - 1)
+    if "local_experts" in parts[:-1]:
+        at = parts.index("local_experts") + 1
+        parts[at] = str(int(parts[at]) + actor.grid.ep_rank * (actor.shape.experts // actor.grid.ep_size))
     return ".".join(parts)
 
 
-def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, Parameter]]:
-    """Yield every parameter with its layer, or with None outside of the layers."""
+def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, int | None, Parameter]]:
+    """Yield every parameter with its layer and its expert, which are None outside of layers and experts."""
     family = shape.model_family
-    yield None, family.embedding
+    yield None, None, family.embedding
     for layer in range(shape.layers):
         for parameter in family.layer:
-            yield layer, parameter
-    yield None, family.final_norm
+            for expert in range(shape.experts) if parameter.per_expert else (None,):
+                yield layer, expert, parameter.of_expert(expert)
+    yield None, None, family.final_norm
     if not shape.tied:
-        yield None, family.head
+        yield None, None, family.head
 
 
 def _sizes(shape: ModelShape, parameter: Parameter) -> dict[str, tuple[int, ...]]:

@@ -1,13 +1,14 @@
 """Convert the weights of any training layout to a stream of (Hugging Face name, full tensor), the same on every rank.
 
-A bucket holds consecutive entries of one pipeline stage. It costs one gather over the stage's tensor-parallel ranks and
-one broadcast to the other stages.
+A bucket holds entries of one pipeline stage. It costs one gather over the stage's tensor-parallel ranks, one over its
+expert-parallel ranks, and one broadcast to the other stages.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -20,21 +21,36 @@ from megatron_brorl.parallel.grid import Grid
 BUCKET_BYTES = 64 << 20
 
 
-def make_buckets(entries: Sequence[WeightEntry], item_bytes: int, limit: int = BUCKET_BYTES) -> list[list[WeightEntry]]:
+def make_buckets(
+    entries: Sequence[WeightEntry], item_bytes: int, limit: int = BUCKET_BYTES, expert_ranks: int = 1
+) -> list[list[WeightEntry]]:
     """Split the entries into buckets of at most `limit` bytes of full tensors. A larger entry gets its own bucket.
 
-    item_bytes: size of one element.
+    item_bytes: size of one element. expert_ranks: ranks over which experts are distributed. The first expert of each
+    rank has its entry in the same bucket, in the order of the ranks, and so on, so that one gather can send all of
+    them; if these entries are larger than `limit`, they are the only ones of the bucket.
     """
     buckets: list[list[WeightEntry]] = []
     size = 0
-    for entry in entries:
-        added = item_bytes * sum(math.prod(shape) for shape in entry.hf_shapes)
-        if not buckets or buckets[-1][0].stage != entry.stage or size + added > limit:
+    for group in _groups(entries, expert_ranks):
+        added = item_bytes * sum(math.prod(shape) for entry in group for shape in entry.hf_shapes)
+        if not buckets or buckets[-1][0].stage != group[0].stage or size + added > limit:
             buckets.append([])
             size = 0
-        buckets[-1].append(entry)
+        buckets[-1] += group
         size += added
     return buckets
+
+
+def _groups(entries: Sequence[WeightEntry], expert_ranks: int) -> Iterator[list[WeightEntry]]:
+    """Yield the entries that are sent together: one, or those of the k-th expert of every rank."""
+    for of_experts, found in groupby(entries, lambda entry: entry.expert is not None):
+        run, size = list(found), 1
+        if of_experts:
+            size = expert_ranks
+            each = len({entry.expert for entry in run}) // size
+            run.sort(key=lambda entry: (entry.expert or 0) % each)  # Experts of the same k stay in the order of ranks.
+        yield from (run[i : i + size] for i in range(0, len(run), size))
 
 
 def stream(
@@ -75,22 +91,32 @@ def stream(
 
 
 def _gather(bucket: Sequence[WeightEntry], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:
-    """Return the full Hugging Face tensors of a bucket; a collective of the tensor-parallel ranks of its stage."""
-    local = [parameters[entry.megatron].detach() for entry in bucket]
-    sharded = [x for entry, x in zip(bucket, local, strict=True) if entry.layout != "replicated"]
-    parts: Iterator[Sequence[Tensor]] = iter([(x,) for x in sharded])
+    """Return the full Hugging Face tensors of a bucket; a collective of the tensor- and expert-parallel ranks."""
+    parts: dict[str, Sequence[Tensor]] = {}  # by Megatron name
+    sharded = [entry for entry in bucket if entry.layout != "replicated"]
     if grid.tp_size > 1 and sharded:
-        own = torch.cat([x.flatten() for x in sharded])
-        messages = [torch.empty_like(own) for _ in range(grid.tp_size)]
-        dist.all_gather(messages, own, group=grid.groups.tp)
-        shapes = [tuple(x.shape) for x in sharded]
-        parts = zip(*(_split(message, shapes) for message in messages), strict=True)
+        of_ranks = _all_gather([parameters[entry.megatron] for entry in sharded], grid.groups.tp)
+        parts |= zip((entry.megatron for entry in sharded), of_ranks, strict=True)
+    experts = [entry for entry in bucket if entry.expert is not None]
+    if grid.ep_size > 1 and experts:
+        own = experts[grid.ep_rank :: grid.ep_size]
+        of_ranks = _all_gather([parameters[entry.megatron] for entry in own], grid.groups.ep)
+        parts |= zip((entry.megatron for entry in experts), ((x,) for row in of_ranks for x in row), strict=True)
 
     full: list[Tensor] = []
-    for entry, tensor in zip(bucket, local, strict=True):
-        of_ranks = (tensor,) if entry.layout == "replicated" else next(parts)
-        full.extend(x.contiguous() for x in to_hf(entry, of_ranks, kv_heads))
+    for entry in bucket:
+        of_entry = parts.get(entry.megatron) or (parameters[entry.megatron].detach(),)
+        full.extend(x.contiguous() for x in to_hf(entry, of_entry, kv_heads))
     return full
+
+
+def _all_gather(own: Sequence[Tensor], group: dist.ProcessGroup) -> list[tuple[Tensor, ...]]:
+    """Return for each tensor those of all ranks of the group, which have the same shape."""
+    message = torch.cat([x.detach().flatten() for x in own])
+    messages = [torch.empty_like(message) for _ in range(group.size())]
+    dist.all_gather(messages, message, group=group)
+    shapes = [tuple(x.shape) for x in own]
+    return list(zip(*(_split(each, shapes) for each in messages), strict=True))
 
 
 def _split(message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, pad, rms_norm, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_brorl.families import dense, gemma3
+from megatron_brorl.families import dense, gemma3, moe
 from megatron_brorl.families.family import Parameter
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops import rope
@@ -44,6 +44,18 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class _Mlp:
+    gate_up: Linear  # [B, H] -> [B, 2 ffn]
+    down: Linear  # [B, ffn] -> [B, H]
+
+
+@dataclass(frozen=True)
+class _Experts:
+    router: Linear  # [B, H] -> [B, experts] float32
+    experts: Sequence[_Mlp]
+
+
+@dataclass(frozen=True)
 class _Layer:
     attention_norm: Tensor  # [H], before attention
     qkv: Linear  # [B, H] -> [B, (heads + 2 kv heads) d]
@@ -51,8 +63,7 @@ class _Layer:
     attention_out: Linear  # [B, heads d] -> [B, H]
     post_attention_norm: Tensor | None  # [H], after attention
     mlp_norm: Tensor  # [H], before the MLP
-    gate_up: Linear  # [B, H] -> [B, 2 ffn]
-    down: Linear  # [B, ffn] -> [B, H]
+    mlp: _Mlp | _Experts
     post_mlp_norm: Tensor | None  # [H], after the MLP
     local: bool  # uses the second rotation
 
@@ -101,18 +112,21 @@ class Decoder:
         return 1 + norm.float() if self.shape.zero_centred_norms else norm
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str, number: int) -> _Layer:
-        def find(part: Parameter) -> Tensor | None:
+        def find(part: Parameter, expert: int | None = None) -> Tensor | None:
             found = self.shape.model_family.find(part)
-            return None if found is None else _fused(weights, prefix, found)
+            return None if found is None else _fused(weights, prefix, found.of_expert(expert))
 
-        def get(part: Parameter) -> Tensor:
-            found = find(part)
+        def get(part: Parameter, expert: int | None = None) -> Tensor:
+            found = find(part, expert)
             assert found is not None, f"a family without {part.megatron}"
             return found.to(self.dtype)
 
         def norm(part: Parameter) -> Tensor | None:
             found = find(part)
             return None if found is None else self._scale(found).to(self.dtype)
+
+        def mlp(gate_up: Parameter, down: Parameter, expert: int | None = None) -> _Mlp:
+            return _Mlp(Linear(get(gate_up, expert)), Linear(get(down, expert)))
 
         # Only some families have these.
         bias = find(dense.QKV_BIAS)
@@ -123,6 +137,8 @@ class Decoder:
         if q_norm is not None and k_norm is not None:
             norms = HeadNorms(self._scale(q_norm).float(), self._scale(k_norm).float(), self.shape.norm_eps)
 
+        experts = [mlp(moe.EXPERT_GATE_UP, moe.EXPERT_DOWN, e) for e in range(self.shape.experts)]
+
         return _Layer(
             attention_norm=self._scale(get(dense.ATTENTION_NORM)).to(self.dtype),
             qkv=Linear(get(dense.QKV), None if bias is None else bias.to(self.dtype)),
@@ -130,8 +146,7 @@ class Decoder:
             attention_out=Linear(get(dense.ATTENTION_OUT)),
             post_attention_norm=norm(gemma3.POST_ATTENTION_NORM),
             mlp_norm=self._scale(get(dense.MLP_NORM)).to(self.dtype),
-            gate_up=Linear(get(dense.GATE_UP)),
-            down=Linear(get(dense.DOWN)),
+            mlp=_Experts(Linear(get(moe.ROUTER).float()), experts) if experts else mlp(dense.GATE_UP, dense.DOWN),
             post_mlp_norm=norm(gemma3.POST_MLP_NORM),
             local=number in (self.shape.local_layers or ()),
         )
@@ -158,20 +173,49 @@ class Decoder:
         gate, up = gate_up.chunk(2, dim=-1)
         return gelu(gate, approximate="tanh") * up
 
+    def _mlp(self, mlp: _Mlp, x: Tensor) -> Tensor:
+        """[B, H] -> [B, H]."""
+        return mlp.down(self._activate(mlp.gate_up(x)))
+
+    def _mixture(self, layer: _Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output [B, H] of a mixture of experts for x [B, H], and the experts [B, k] that compute it."""
+        # The router computes in float32, as in training. Rounding its logits would change the choice of many tokens.
+        weights, chosen = layer.router(x.float()).softmax(-1).topk(self.shape.chosen_experts)
+        if self.shape.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+
+        # Sorting the pairs of row and expert by expert lets each expert compute its rows in one product.
+        counts = chosen.flatten().bincount(minlength=len(layer.experts)).tolist()
+        order = chosen.flatten().argsort(stable=True)
+        inputs = x[order // chosen.shape[1]].split(counts)
+        sorted_out = torch.cat([self._mlp(e, own) for e, own in zip(layer.experts, inputs, strict=True) if len(own)])
+        out = torch.empty_like(sorted_out)
+        out[order] = sorted_out
+        return (out.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype), chosen
+
     def _post(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """Return the output [B, H] of attention or MLP, after its norm if there is one."""
         return x if norm is None else self.ops.add_norm(x, None, norm, self.shape.norm_eps)
 
-    def _layers_forward(self, x: Tensor, attend: Any) -> Tensor:
-        """Pass x [B, H] through all layers. attend: (layer number, layer, qkv) -> [B, heads d]."""
+    def _layers_forward(self, x: Tensor, attend: Any) -> tuple[Tensor, Tensor | None]:
+        """Pass x [B, H] through all layers. attend: (layer number, layer, qkv) -> [B, heads d].
+
+        Returns the hidden states [B, H], and the experts [B, layers, k] of each row if the model has experts.
+        """
+        routes = []
         delta = None
         eps = self.shape.norm_eps
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(self.ops.add_norm(x, delta, layer.attention_norm, eps))
             delta = self._post(layer.attention_out(attend(i, layer, qkv)), layer.post_attention_norm)
-            gated = self._activate(layer.gate_up(self.ops.add_norm(x, delta, layer.mlp_norm, eps)))
-            delta = self._post(layer.down(gated), layer.post_mlp_norm)
-        return self.ops.add_norm(x, delta, self.norm, eps)
+            normed = self.ops.add_norm(x, delta, layer.mlp_norm, eps)
+            if isinstance(layer.mlp, _Experts):
+                out, chosen = self._mixture(layer.mlp, normed)
+                routes.append(chosen)
+            else:
+                out = self._mlp(layer.mlp, normed)
+            delta = self._post(out, layer.post_mlp_norm)
+        return self.ops.add_norm(x, delta, self.norm, eps), torch.stack(routes, dim=1) if routes else None
 
     def step(self, pool: PagePool, rows: DecodeBatch, ids: Tensor) -> Tensor:
         """Feed each row's newest token [B] and return the hidden states [B, H]."""
@@ -184,7 +228,12 @@ class Decoder:
             where = local_rows if layer.local else rows
             return self.ops.attend(qkv, layer.head_norms, pool.keys[i], pool.values[i], where, self.scale)
 
-        return self._layers_forward(self._embed(ids), attend)
+        hidden, routes = self._layers_forward(self._embed(ids), attend)
+        if routes is not None:
+            place = rows.lengths - 1
+            pages = rows.tables.gather(1, (place // PAGE).unsqueeze(1)).squeeze(1).long()
+            pool.routes[pages, place % PAGE] = routes.to(pool.routes.dtype)
+        return hidden
 
     def prefill(self, pool: PagePool, chunks: Sequence[PrefillChunk]) -> Tensor:
         """Compute chunks with equally many pages before each; return the hidden states [chunks, H] at their ends."""
@@ -229,7 +278,12 @@ class Decoder:
             return out.transpose(1, 2).reshape(batch * width, -1)  # [B * tokens, heads d]
 
         # Only the last hidden state of a chunk is sampled from.
-        hidden = self._layers_forward(self._embed(ids.flatten()), attend)
+        hidden, routes = self._layers_forward(self._embed(ids.flatten()), attend)
+        if routes is not None:
+            for p, own in zip(chunks, routes.to(pool.routes.dtype).unflatten(0, (batch, width)), strict=True):
+                stored = own[p.store_from : len(p.ids)]
+                padded = pad(stored, (0, 0, 0, 0, 0, -len(stored) % PAGE))
+                pool.routes[p.pages.long().to(self.device)] = padded.unflatten(0, (-1, PAGE))
         return hidden[torch.arange(batch) * width + lengths - 1]
 
 

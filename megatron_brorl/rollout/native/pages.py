@@ -1,4 +1,4 @@
-"""Paged memory for keys and values, with pages that prompts share for a common prefix.
+"""Paged memory for keys, values and chosen experts, with pages that prompts share for a common prefix.
 
 Memory is allocated in pages of PAGE = 16 tokens, which vLLM calls blocks. A prefix that several prompts of a call
 share, such as an instruction, is computed once, and the page tables of these prompts refer to the same pages. To find
@@ -54,6 +54,8 @@ class PagePool:
         keys, values = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
         self.keys = [_empty((pages, *keys), dtype, device) for _ in range(shape.layers)]
         self.values = [_empty((pages, *values), dtype, device) for _ in range(shape.layers)]
+        # The experts of each token of a page in every layer; empty for a model without experts.
+        self.routes = _empty((pages, PAGE, shape.layers, shape.chosen_experts), _route_dtype(shape), device)
         self.reset()
 
     def reset(self) -> None:
@@ -84,6 +86,11 @@ class PagePool:
         taken = self._free[self.free - count : self.free].flip(0)
         self.free -= count
         return taken
+
+    def routes_of(self, pages: Tensor, tokens: int) -> Tensor:
+        """Return the experts [tokens, layers, k] of the first tokens in the given pages [n] int32, on the CPU."""
+        pages = pages[: pages_for(tokens)].long().to(self.routes.device)
+        return self.routes[pages].flatten(0, 1)[:tokens].cpu()
 
     def release(self, pages: Tensor) -> None:
         """Free the given pages [n] int32."""
@@ -158,7 +165,12 @@ def _full_blocks(prompt: Sequence[int]) -> list[tuple[int, ...]]:
 def page_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
     """Return the bytes of one page over all layers."""
     width = pages_for(shape.head_dim) * PAGE
-    return shape.layers * shape.kv_heads * PAGE * (shape.head_dim + width) * dtype.itemsize
+    routes = shape.chosen_experts * _route_dtype(shape).itemsize
+    return shape.layers * PAGE * (shape.kv_heads * (shape.head_dim + width) * dtype.itemsize + routes)
+
+
+def _route_dtype(shape: ModelShape) -> torch.dtype:
+    return torch.uint8 if shape.experts <= 256 else torch.int16
 
 
 def spare_memory(device: torch.device) -> int:

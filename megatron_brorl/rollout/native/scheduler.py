@@ -275,7 +275,13 @@ class Scheduler:
         spans = extend_spans(before.spans, self.version, end - len(before.token_ids))
         # Clone, because the next rollout in this slot overwrites the buffer.
         ids, log_probs = self.slot_tokens[slot, :end].clone(), self.slot_log_probs[slot, :end].clone()
-        return Rollout(before.index, ids, log_probs, finish, spans, before.episode)
+        routes = None
+        if self.sampling.routes and end:
+            prompt = self.slot_prompt[slot]
+            of_prompt = self.pool.routes_of(self.prompt_pages[prompt], int(self.prompt_lengths[prompt]))
+            # The newest token may not have passed through the model yet.
+            routes = torch.cat((of_prompt, self.pool.routes_of(self.slot_pages[slot], end - 1)))
+        return Rollout(before.index, ids, log_probs, finish, spans, before.episode, routes)
 
     def _release(self, slot: int) -> None:
         """Free a slot and its pages. The keys and values of the newest token have not been stored."""

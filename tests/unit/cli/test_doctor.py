@@ -133,7 +133,8 @@ def test_doctor_plans_the_memory_of_a_configuration(tmp_path):
     example = ROOT / "examples" / "brorl_1.5b.toml"
     model = f"model.path={tmp_path}"
     there = ["--ranks", "64", "--ranks-per-node", "8", "--gpu-gib", "80"]
-    training, generating, keys, node = doctor_of(example, model, *there)
+    count, training, generating, keys, node = doctor_of(example, model, *there)
+    assert count == "model: 1,777.1 million parameters"
     # 1,777,088,000 parameters: bf16, fp32 gradients, twelve bytes over 64 ranks.
     assert "weights 3.3 GiB, optimizer 0.3 GiB, reference 3.3 GiB, gradients 6.6 GiB" in training
     assert "engine's weights 3.3 GiB" in generating

@@ -95,6 +95,30 @@ def test_tensor_and_pipeline_parallelism_with_zero_1():
     assert last["activations (estimate)"] == 1000 * 2 * 14 * whole
 
 
+def test_experts_are_distributed_over_the_ranks_of_a_stage():
+    """Qwen3-30B-A3B on 16 ranks: a stage has 8, on which each expert is twice; ZeRO-1 spans 4 ranks for the others."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    sizes |= {"vocab_size": 151936, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128}
+    raw = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 8, "norm_topk_prob": True, **sizes}
+    shape = parse_shape(raw | {"tie_word_embeddings": False}, "test")
+    assert memory.size_line(shape) == "model: 30,532.1 million parameters, 3,353.0 million active per token"
+
+    parallel = {"tensor": 2, "pipeline": 2, "expert": 4, "sequence": True, "distributed_optimizer": True}
+    train = {"tokens_per_micro_batch": 1000}
+    config = load_table({"model": {"dtype": "bf16"}, "parallel": parallel, "train": train}, "test", ())
+    training = memory.plan_stage(config, shape, memory.Machines(16, 8, H100), 1).training
+    # Half of the queries, keys, values and output, and whole norms and routers.
+    others = 24 * (2048 * (16 + 2 + 2 + 16) * 128 + 2 * 2048 + 2 * 128 + 128 * 2048) + 151936 * 1024 + 2048
+    experts = 24 * 32 * 3 * 2048 * 768
+    assert training["weights"] == 2 * (others + experts)
+    assert training["gradients"] == 4 * (others + experts)
+    assert training["optimizer"] == 12 * (others // 4 + experts // 2)
+    layer = 4 * 2048 + (2 * (32 + 4) * 128 + 8 * (3 * 768 + 2 * 2048)) // 2
+    assert training["activations (estimate)"] == 1000 * 2 * (24 * layer + 2 * 8 * 2048 // 2)
+    with pytest.raises(UserError, match=r"parallel\.expert = 4 does not divide the 2 ranks of a pipeline stage"):
+        memory.plan_stage(config, shape, memory.Machines(4, 8, H100))
+
+
 def test_a_rank_on_a_cpu_has_the_engine_in_the_same_process():
     """SmolLM2-135M, counted as above, with 250 held-out prompts of at most 49 tokens."""
     sizes = {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536, "vocab": 49152, "context": 8192}

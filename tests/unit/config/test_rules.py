@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron_brorl.config.load import load_table
-from megatron_brorl.config.rules import parse_benchmark
+from megatron_brorl.config.rules import check_model, parse_benchmark
 from megatron_brorl.errors import UserError
 
 GAE = ["algo.advantage=gae"]
@@ -93,6 +93,24 @@ def test_a_broken_rule_is_one_line_that_names_the_key(overrides, message):
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         load_table({}, "run.toml", overrides)
     assert str(caught.value).startswith("run.toml: ")
+
+
+@pytest.mark.parametrize(
+    ("experts", "overrides", "message"),
+    [
+        (0, "parallel.expert=2", "parallel.expert = 2: must be 1 for a qwen model, which has no experts"),
+        (0, "train.freeze_router=true", "train.freeze_router = True: must be false for a qwen model"),
+        (8, "parallel.tensor=2 parallel.expert=2", "parallel.sequence = False: must be true with parallel.tensor"),
+        (8, "parallel.tensor=2 parallel.sequence=true", "parallel.expert = 1: must be above 1 with parallel.tensor"),
+        (6, "parallel.expert=4", "parallel.expert = 4: must divide the 6 experts of a layer"),
+        (8, "model.dtype=bf16 fp8.recipe=tensorwise", "fp8.recipe = 'tensorwise': must be 'none' for a qwen model"),
+        (8, "lora.rank=4 lora.targets=['q_proj','up_proj']", "remove up_proj: experts cannot have adapters"),
+    ],
+)
+def test_keys_that_do_not_fit_to_the_experts_of_a_model_are_refused(experts, overrides, message):
+    config = load_table({}, "run.toml", overrides.split())
+    with pytest.raises(UserError, match=f"^DIR: .*{re.escape(message)}"):
+        check_model(config, "qwen", experts, "DIR")
 
 
 @pytest.mark.parametrize(

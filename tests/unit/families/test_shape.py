@@ -30,6 +30,7 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -88,12 +89,19 @@ GEMMA: dict[str, dict[str, Any]] = {
     },
     "window": {"sliding_window": 128, "query_pre_attn_scalar": 24},
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a model of the hub": {"num_experts": 16, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    "a model of transformers 5": {"num_local_experts": 16, "norm_topk_prob": True, "mlp_only_layers": []},
+    "sizes": {"moe_intermediate_size": 40, "decoder_sparse_step": 1, "head_dim": 32, "num_key_value_heads": ABSENT},
+}
 CASES = [
     *((kind, f"rope: {name}") for kind in ("llama", "qwen2", "qwen3") for name in ROPES),
     *((kind, f"key: {name}") for kind in ("llama", "qwen2", "qwen3") for name in KEYS),
     *(("gemma3_text", f"gemma: {name}") for name in GEMMA),
+    *(("qwen3_moe", f"experts: {name}") for name in EXPERTS),
 ]
-TABLES = {"rope": ROPES, "key": KEYS, "gemma": GEMMA}
+TABLES = {"rope": ROPES, "key": KEYS, "gemma": GEMMA, "experts": EXPERTS}
 
 
 def write(directory: Path, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +130,10 @@ def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
         "heads": heads,
         "kv_heads": resolved.num_key_value_heads,
         "head_dim": getattr(resolved, "head_dim", None) or hidden // heads,
-        "ffn": resolved.intermediate_size,
+        "ffn": getattr(resolved, "moe_intermediate_size", resolved.intermediate_size),
+        "experts": getattr(resolved, "num_experts", 0),
+        "chosen_experts": getattr(resolved, "num_experts_per_tok", 0),
+        "norm_topk_prob": getattr(resolved, "norm_topk_prob", False),
         "vocab": resolved.vocab_size,
         "context": context or resolved.max_position_embeddings,
         "norm_eps": resolved.rms_norm_eps,
@@ -178,19 +189,27 @@ def test_unsupported_configurations_are_refused(tmp_path, kind, name):
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
+    ("kind", "changes", "key"),
     [
-        ({"rope_scaling": YARN}, "full_attention.rope_type = 'yarn'"),
-        ({"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention.rope_type = 'linear'"),
-        ({"rope_parameters": {"full_attention": {**PLAIN, "partial_rotary_factor": 0.5}}}, "partial_rotary_factor"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"model_type": "gemma2"}, "model_type = 'gemma2'"),
-        ({"text_config": SIZES}, "text_config"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported: every layer must have"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
+        ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok = 8 is more than the 4 experts"),
+        ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}, "the router has no effect"),
+        ("gemma3_text", {"rope_scaling": YARN}, "full_attention.rope_type = 'yarn'"),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention.rope_type = 'linear'"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {**PLAIN, "partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor",
+        ),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("gemma3_text", {"model_type": "gemma2"}, "model_type = 'gemma2'"),
+        ("gemma3_text", {"text_config": SIZES}, "text_config"),
     ],
 )
-def test_unsupported_gemma_configurations_are_refused(tmp_path, changes, key):
-    raw = write(tmp_path, "gemma3_text", changes)
+def test_unsupported_configurations_of_one_family_are_refused(tmp_path, kind, changes, key):
+    raw = write(tmp_path, kind, changes)
     with pytest.raises(UserError) as e:
         parse_shape(raw, "dir/config.json")
     assert str(e.value).startswith("dir/config.json: ")

@@ -86,3 +86,5 @@ def test_a_world_size_that_is_no_multiple_is_refused(monkeypatch):
     )
     with pytest.raises(UserError, match=message):
         grid.build(ParallelConfig(tensor=2, context=2))
+    with pytest.raises(UserError, match=r"parallel\.expert = 4 does not divide the 6 ranks of a pipeline stage"):
+        grid.build(ParallelConfig(tensor=2, expert=4))

@@ -1,0 +1,76 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in place of every MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.families import dense
+from megatron_brorl.families.family import ConfigJson, Parameter, Requirement
+
+ROUTER = Parameter("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, "replicated")
+# Parameters of one expert, which is on one rank as a whole.
+EXPERT_GATE_UP = Parameter(
+    "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+    {
+        "mlp.experts.{expert}.gate_proj.weight": ("ffn", "hidden"),
+        "mlp.experts.{expert}.up_proj.weight": ("ffn", "hidden"),
+    },
+    "replicated",
+)
+EXPERT_DOWN = Parameter(
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+    {"mlp.experts.{expert}.down_proj.weight": ("hidden", "ffn")},
+    "replicated",
+    "residual",
+)
+
+
+def _rest(config: ConfigJson) -> Mapping[str, Any]:
+    """Return the fields of ModelShape that only mixtures of experts have. intermediate_size has no effect."""
+    # transformers 5 writes num_local_experts, earlier versions num_experts.
+    experts = config.get("num_experts", int, config.get("num_local_experts", int, 128), most=65_536)
+    chosen = config.get("num_experts_per_tok", int)
+    if chosen > experts:
+        raise UserError(f"{config.where}: num_experts_per_tok = {chosen} is more than the {experts} experts")
+    norm_topk_prob = config.get("norm_topk_prob", bool)
+    if norm_topk_prob and chosen == 1:
+        raise UserError(f"{config.where}: norm_topk_prob = true with num_experts_per_tok = 1: the router has no effect")
+    return {
+        **dense.QWEN3.rest(config),
+        "ffn": config.get("moe_intermediate_size", int),
+        "experts": experts,
+        "chosen_experts": chosen,
+        "norm_topk_prob": norm_topk_prob,
+    }
+
+
+QWEN3_MOE = replace(
+    dense.QWEN3,
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    requires=(
+        *dense.QWEN3.requires,
+        Requirement("mlp_only_layers", ([], None), "every layer must have experts"),
+        Requirement("decoder_sparse_step", (1,), "every layer must have experts"),
+    ),
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    rest=_rest,
+    layer=(
+        *(p for p in dense.QWEN3.layer if p not in (dense.MLP_NORM, dense.GATE_UP, dense.DOWN)),
+        replace(dense.MLP_NORM, fused=""),  # The router needs the normed input, so no linear layer contains the norm.
+        ROUTER,
+        EXPERT_GATE_UP,
+        EXPERT_DOWN,
+    ),
+)

@@ -1,0 +1,150 @@
+"""Mixtures of experts in many layouts: logits and gradients of transformers, training steps of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from dist.jobs import rows
+from transformers import AutoModelForCausalLM
+
+from megatron_brorl.config.schema import LoraConfig
+
+EP2, EP4 = {"expert": 2}, {"expert": 4}
+TP = {"tensor": 2, "sequence": True}
+WHOLE = {"share_prompt": False}  # context parallelism needs whole sequences
+LAYOUTS = [
+    (1, {}, {}),
+    (1, {}, {"ops": "reference", "tokens": 60}),
+    (2, {}, {"recompute": True}),
+    (2, {"pipeline": 2}, {}),
+    (2, EP2, {}),
+    (2, EP2, {"first": 7, "tokens": 60}),  # different numbers of micro-batches
+    (2, EP2, {"first": 24, "overlap": True}),  # no rows on one rank
+    (2, {**TP, **EP2}, {}),
+    (2, {**TP, **EP2}, {"ops": "reference"}),
+    (2, {"context": 2, **EP2}, WHOLE),
+    (4, {"context": 2, **EP2}, WHOLE),  # each expert on two ranks
+    (4, EP4, {}),
+    (4, EP2, {"first": 3, "tokens": 60}),  # no rows on two ranks
+    (4, {"pipeline": 2, **EP2}, {"recompute": True}),
+    (4, {**TP, **EP4}, {"first": 7}),
+    (4, {**TP, **EP2, "pipeline": 2}, {}),
+    (4, {**TP, **EP4, "context": 2}, WHOLE),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directories by norm_topk_prob."""
+    made = {normalised: tmp_path_factory.mktemp("moe") for normalised in (True, False)}
+    for normalised, directory in made.items():
+        tiny.make_model(directory, "qwen3_moe", False, norm_topk_prob=normalised)
+    return {normalised: str(directory) for normalised, directory in made.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(models, tmp_path_factory):
+    """Logits of the rows, and the gradient of the mean of -log p, by transformers, by norm_topk_prob."""
+    found = {}
+    for normalised, directory in models.items():
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        logits = []
+        loss = torch.zeros(())
+        for prompt, response in zip(*rows(1), strict=True):
+            logits.append(model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1])
+            loss = loss - logits[-1].log_softmax(-1).gather(-1, response[:, None]).sum()
+        (loss / sum(map(len, rows(1)[1]))).backward()
+
+        # transformers stacks experts, and separates them when it saves a model.
+        for parameter in model.parameters():
+            parameter.data = parameter.grad
+        target = tmp_path_factory.mktemp("gradients")
+        model.save_pretrained(target)
+        found[normalised] = ([x.detach() for x in logits], tiny.weights(target))
+    return found
+
+
+PLAIN_WEIGHTS = [(1, {}, {}, False), (2, EP2, {"tokens": 60}, False)]  # norm_topk_prob = false
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "options", "normalised"), [*((*case, True) for case in LAYOUTS), *PLAIN_WEIGHTS]
+)
+def test_logits_and_gradients_equal_transformers(worlds, models, expected, size, parallel, options, normalised):
+    logits, of_loss = expected[normalised]
+    norm = torch.stack([x.norm() for x in of_loss.values()]).norm().item()
+    seen: set[Any] = set()
+    for found, gradients, got in worlds(size).run("expert_jobs:gradients", models[normalised], parallel, options):
+        assert got == pytest.approx(norm, rel=1e-5)
+        for row, values in found.items():
+            torch.testing.assert_close(values, logits[row], atol=1e-4, rtol=0)
+        for name, value in gradients.items():
+            torch.testing.assert_close(value, of_loss[name], atol=5e-6, rtol=0)
+        seen |= {*found, *gradients}
+    assert seen == {*range(len(logits)), *of_loss}
+
+
+ZERO = {"distributed_optimizer": True}
+OVERLAPPED = {**ZERO, "overlap": True}
+FROZEN = {"freeze_router": True}
+LORA = {"lora": LoraConfig(rank=4, targets=("q_proj", "o_proj"))}
+TRAINING = [
+    (2, {}, {}, OVERLAPPED),
+    (2, EP2, {}, {"tokens": 60, "offload": True}),
+    (2, EP2, {}, ZERO),
+    (2, EP2, FROZEN, {"overlap": True}),
+    (2, {**TP, **EP2}, {}, OVERLAPPED),
+    (2, {**TP, **EP2}, FROZEN, {}),
+    (2, {**TP, **EP2}, LORA, OVERLAPPED),
+    (2, {"context": 2, **EP2}, {}, {**OVERLAPPED, **WHOLE}),
+    (4, EP2, {}, {**OVERLAPPED, "tokens": 60}),  # each expert on two ranks, which share its optimizer
+    (4, EP2, FROZEN, {**OVERLAPPED, "offload": True}),
+    (4, {"pipeline": 2, **EP2}, {}, {**OVERLAPPED, "offload": True, "recompute": True}),
+    (4, {**TP, **EP4}, {}, {**ZERO, "offload": True}),
+]
+
+
+@pytest.fixture(scope="module")
+def single(worlds, models):
+    """Two updates in a single process with the ops in plain torch, by the trained parameters."""
+    options = {"tokens": 100_000, "ops": "reference", "share_prompt": False}
+    before = tiny.weights(models[True])
+    found = []
+    for trained in ({}, FROZEN, LORA):
+        result = worlds(1).run("expert_jobs:train_steps", models[True], {}, options | trained)[0]
+        same = {name for name, x in result[1].items() if name in before and torch.equal(x, before[name])}
+        assert same == {n for n in before if (trained == FROZEN and ".mlp.gate." in n) or trained == LORA}
+        found.append((trained, result))
+    return found
+
+
+@pytest.mark.parametrize(("size", "parallel", "trained", "options"), TRAINING)
+def test_training_steps_equal_those_of_a_single_process(worlds, models, single, size, parallel, trained, options):
+    expected_metrics, expected_weights = next(result for key, result in single if key == trained)
+    seen: set[str] = set()
+    for metrics, weights in worlds(size).run("expert_jobs:train_steps", models[True], parallel, options | trained):
+        for got, want in zip(metrics, expected_metrics, strict=True):
+            for key in ("loss", "grad_norm", "entropy"):
+                assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected_weights[name], atol=1e-6, rtol=0)
+        seen |= set(weights)
+    assert seen == set(expected_weights)
+
+
+def test_the_critic_equals_that_of_a_single_process(worlds, models):
+    (before, norm, after), *_ = worlds(1).run("expert_jobs:critic_step", models[True], {})
+    assert float((before[0] - after[0]).abs().max()) > 1e-3
+    for got in worlds(4).run("expert_jobs:critic_step", models[True], {**EP2, "pipeline": 2}):
+        assert got[1] == pytest.approx(norm, rel=1e-5)
+        for values, expected in zip((*got[0], *got[2]), (*before, *after), strict=False):  # empty without the row
+            torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_masters_of_experts_are_the_values_of_the_file(worlds, models, size):
+    found = worlds(size).run("expert_jobs:exact_masters", models[True], EP2)
+    assert set().union(*found) == {name for name in tiny.weights(models[True]) if ".experts." in name}
