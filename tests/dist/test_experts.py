@@ -26,6 +26,7 @@ LAYOUTS = [
     (2, {**TP, **EP2}, {}),
     (2, {**TP, **EP2}, {"ops": "reference"}),
     (2, {"context": 2, **EP2}, WHOLE),
+    (4, {"context": 2, **EP2}, WHOLE),  # each expert on two ranks
     (4, EP4, {}),
     (4, EP2, {"first": 3, "tokens": 60}),  # no rows on two ranks
     (4, {"pipeline": 2, **EP2}, {"recompute": True}),
