@@ -1,40 +1,37 @@
-"""Where router replay is on, and the models that cannot have it."""
+"""Where router replay is on, and the models and engines that cannot have it."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron_brorl.config.load import load_table
-from megatron_brorl.config.rules import check_model, replays_routes
+from megatron_brorl.config.rules import check_model
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.remote.engine import connect_engine
 from megatron_brorl.train.sampling_params import training_sampling_params
 
-BF16 = ["rollout.dtype=bf16"]
+BF16 = "rollout.dtype=bf16"
+FP8 = ("rollout.engine=vllm", "engine.quantization=fp8")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "experts", "expected"),
-    [
+def test_routes_are_replayed_where_engine_and_trainer_round_differently():
+    for overrides, experts, expected in (
         ([], 8, False),
-        (BF16, 8, True),
-        (BF16, 0, False),
-        ([*BF16, "model.dtype=bf16"], 8, False),
-        ([*BF16, "model.dtype=bf16", "rollout.engine=vllm", "engine.quantization=fp8"], 8, True),
+        ([BF16], 8, True),
+        ([BF16], 0, False),
+        ([BF16, "model.dtype=bf16"], 8, False),
+        ([BF16, "model.dtype=bf16", *FP8], 8, True),
         (["rollout.replay_routes=always"], 8, True),
-        ([*BF16, "rollout.replay_routes=never"], 8, False),
-    ],
-)
-def test_routes_are_replayed_where_engine_and_trainer_round_differently(overrides, experts, expected):
-    config = load_table({}, "run.toml", overrides)
-    assert replays_routes(config, experts) is expected
-    assert training_sampling_params(config, (2,), experts).routes is expected
+        ([BF16, "rollout.replay_routes=never"], 8, False),
+    ):
+        config = load_table({}, "run.toml", overrides)
+        assert training_sampling_params(config, (2,), experts).routes is expected
 
 
 def test_dense_models_and_engines_that_return_no_routes_are_refused():
     config = load_table({}, "run.toml", ["rollout.replay_routes=always"])
     with pytest.raises(UserError, match=r"^DIR: rollout\.replay_routes = 'always': needs experts, not a qwen model"):
         check_model(config, "qwen", 0, "DIR")
-    config = load_table({}, "run.toml", [*BF16, "rollout.engine=trtllm"])
-    with pytest.raises(UserError, match=r'rollout.replay_routes = "auto": TensorRT-LLM does not return .* set "never"'):
+    config = load_table({}, "run.toml", [BF16, "rollout.engine=trtllm"])
+    with pytest.raises(UserError, match=r"replay_routes = \"auto\": TensorRT-LLM does not return .* set \"never\""):
         connect_engine(config, {}, 200, 304, (2,), routes=True)
