@@ -16,7 +16,6 @@ from megatron_brorl.config.schema import OptimConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.layouts import to_hf
-from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.reference.sampling import sample_tokens
@@ -86,8 +85,8 @@ def engine_gaps(_rank: int, directory: str) -> tuple[list[Tensor], list[LogProbG
     Also return the gaps that weight sync measures.
     """
     worker = jobs.make_worker(directory, {}, tokens=2048)
-    names, shape = hf_shapes(worker.shape), worker.shape
-    engine = TorchEngine(shape, names, jobs.CPU, torch.bfloat16, 100, sample_tokens, FusedDecode())
+    shape = worker.shape
+    engine = TorchEngine(shape, names.hf_shapes(shape), jobs.CPU, torch.bfloat16, 100, sample_tokens, FusedDecode())
     engine.update_weights(worker.hf_tensors(), 0)
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(jobs.rows(4, 4)[0])]
     sampling = Sampling(1.0, 1.0, 0, 64, (2,), routes=True)
