@@ -17,16 +17,9 @@ from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.layouts import to_hf
 from megatron_brorl.ops.backend import backend
-from megatron_brorl.ops.fused.decode import FusedDecode
-from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel.packing import Packed
-from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train.models import CriticWorker
-from megatron_brorl.train.weight_sync import LogProbGap, log_prob_gap
 from megatron_brorl.train.worker import StageOptions, Worker
-from megatron_brorl.types import Prompt
 
 
 def full_tensors(worker: Worker, of: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, Tensor]:
@@ -77,27 +70,6 @@ def gradients(
     for values in logits.values():
         dist.all_reduce(values, group=grid.groups.cp)  # zeros except for this rank's tokens
     return logits, full_tensors(worker, lambda p: p.main_grad), step.grad_norm
-
-
-def engine_gaps(_rank: int, directory: str) -> tuple[list[Tensor], list[LogProbGap]]:
-    """Return log-probs of the actor in float32 minus those of an engine in bfloat16, without and with replay.
-
-    Also return the gaps that weight sync measures.
-    """
-    worker = jobs.make_worker(directory, {}, tokens=2048)
-    shape = worker.shape
-    engine = TorchEngine(shape, names.hf_shapes(shape), jobs.CPU, torch.bfloat16, 100, sample_tokens, FusedDecode())
-    engine.update_weights(worker.hf_tensors(), 0)
-    prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(jobs.rows(4, 4)[0])]
-    sampling = Sampling(1.0, 1.0, 0, 64, (2,), routes=True)
-    groups = engine.generate([Request(p, 11 + i, 8) for i, p in enumerate(prompts)], sampling)
-    inputs = [torch.tensor(p.token_ids) for p, group in zip(prompts, groups, strict=True) for _ in group]
-    rollouts = [r for group in groups for r in group]
-    gaps = []
-    for routes in (None, [r.routes for r in rollouts]):
-        actual = worker.log_probs(inputs, [r.token_ids for r in rollouts], 1.0, routes)
-        gaps.append(torch.cat([a - r.log_probs for a, r in zip(actual, rollouts, strict=True)]))
-    return gaps, [log_prob_gap(worker, Watchdog(engine, 60.0), 0, replay) for replay in (False, True)]
 
 
 def critic_step(_rank: int, directory: str, parallel: dict[str, Any]) -> tuple[list[Tensor], float, list[Tensor]]:

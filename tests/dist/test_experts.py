@@ -131,12 +131,21 @@ def test_logits_and_gradients_equal_transformers(
 
 
 def test_replay_removes_most_of_the_gap_to_an_engine_in_bfloat16(worlds, models):
-    ((gaps, probes),) = worlds(1).run("expert_jobs:engine_gaps", models[True])
-    without, replayed = ((gap.exp() - 1).abs().gt(0.2).float().mean() for gap in gaps)  # share of ratios
-    assert without > 0.04
-    assert replayed < without / 20
-    assert gaps[1].abs().mean() < gaps[0].abs().mean() / 2
-    assert probes[1].mean < probes[0].mean / 2
+    job = ("jobs:engine_gaps", models[True], {}, torch.bfloat16)
+    without, replayed = (worlds(1).run(*job, replay)[0] for replay in (False, True))
+    share = (without > 0.2).float().mean()
+    print(
+        share,
+        (replayed > 0.2).float().mean(),
+        without.mean(),
+        replayed.mean(),
+        without.max(),
+        replayed.max(),
+        len(without),
+    )
+    assert share > 0.04
+    assert (replayed > 0.2).float().mean() < share / 20
+    assert replayed.mean() < without.mean() / 2
 
 
 ZERO = {"distributed_optimizer": True}

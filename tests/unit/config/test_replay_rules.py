@@ -1,11 +1,10 @@
-"""Where router replay is on, and the models and engines that cannot have it."""
+"""Where router replay is on, and the engines that cannot have it."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron_brorl.config.load import load_table
-from megatron_brorl.config.rules import check_model
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.remote.engine import connect_engine
 from megatron_brorl.train.sampling_params import training_sampling_params
@@ -28,10 +27,7 @@ def test_routes_are_replayed_where_engine_and_trainer_round_differently():
         assert training_sampling_params(config, (2,), experts).routes is expected
 
 
-def test_dense_models_and_engines_that_return_no_routes_are_refused():
-    config = load_table({}, "run.toml", ["rollout.replay_routes=always"])
-    with pytest.raises(UserError, match=r"^DIR: rollout\.replay_routes = 'always': needs experts, not a qwen model"):
-        check_model(config, "qwen", 0, "DIR")
+def test_an_engine_that_returns_no_routes_is_refused():
     config = load_table({}, "run.toml", [BF16, "rollout.engine=trtllm"])
     with pytest.raises(UserError, match=r"replay_routes = \"auto\": TensorRT-LLM does not return .* set \"never\""):
         connect_engine(config, {}, 200, 304, (2,), routes=True)
