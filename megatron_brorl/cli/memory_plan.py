@@ -217,7 +217,10 @@ def plan_stage(
         )
     stage_ranks = machines.ranks // parallel.pipeline
     if stage_ranks % parallel.expert:
-        raise UserError(f"parallel.expert = {parallel.expert} does not divide {stage_ranks} ranks of a pipeline stage")
+        raise UserError(
+            f"parallel.expert = {parallel.expert} does not divide the {stage_ranks} ranks of a pipeline stage: choose "
+            "a divisor, or start more ranks"
+        )
     size = stage, parallel.tensor, parallel.pipeline, DTYPES[config.model.dtype], parallel.expert
     zero = parallel.distributed_optimizer
     shards = (stage_ranks // parallel.tensor, stage_ranks // parallel.expert) if zero else (1, 1)

@@ -356,6 +356,7 @@ _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sec
     "rollout": {"max_tokens", "stop_strings", "partial_tokens", "refills"},
     "algo": {"gamma"},
     "optim": {"betas"},
+    "train": {"freeze_router"},
     "evaluate": {"temperature", "top_p", "top_k"},
 }
 # A resumed run must also keep these if a step carries rollouts over to the next one, because checkpoints then store the

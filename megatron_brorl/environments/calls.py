@@ -1,18 +1,10 @@
 """Find tool calls in a turn of the model.
 
-Format "hermes" is the format of Qwen's and Hermes' chat templates:
+    hermes, for the chat templates of Qwen and others:  <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>
+    tags, for small models without a chat template:     <call>calculate: 2 + 3</call>
 
-    <tool_call>
-    {"name": "calculate", "arguments": {"expression": "2 + 3"}}
-    </tool_call>
-
-Format "tags" is short enough for small models without a chat template:
-
-    <call>calculate: 2 + 3</call>
-
-The text after the colon is the argument of a tool with one parameter. It is a JSON object of the arguments for any
-other tool. A turn may contain several calls. Calls in a thought, which ends with </think>, do not count. Both formats
-are parsed in linear time.
+The text after the colon is the argument of a tool with one parameter, and else a JSON object of the arguments. A turn
+may contain several calls. Calls in a thought, which ends with </think>, do not count.
 """
 
 from __future__ import annotations
@@ -28,10 +20,8 @@ from megatron_brorl.environments.interface import Format
 from megatron_brorl.rewards.extract import after_thought
 
 _MAX_CALLS = 16  # per turn, to bound the size of a reply
-
 # A call without an end tag extends to the end of the text.
-_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_TAGS = re.compile(r"<call>(.*?)(</call>|\Z)", re.DOTALL)
+_CALLS = {tag: re.compile(rf"<{tag}>(.*?)(</{tag}>|\Z)", re.DOTALL) for tag in ("tool_call", "call")}
 
 
 class MalformedCall(Exception):
@@ -49,9 +39,9 @@ class Call:
 
 def find_calls(text: str, format: Format) -> list[Call]:
     """Return the calls of a turn in order, the first _MAX_CALLS and a malformed one in place of the others."""
-    pattern, parse = (_HERMES, _parse_hermes) if format == "hermes" else (_TAGS, _parse_tags)
+    tag, parse = ("tool_call", _parse_hermes) if format == "hermes" else ("call", _parse_tags)
     calls: list[Call] = []
-    for match in pattern.finditer(after_thought(text)):
+    for match in _CALLS[tag].finditer(after_thought(text)):
         if len(calls) == _MAX_CALLS:
             return [*calls, Call("", {}, f"at most {_MAX_CALLS} calls are executed per turn")]
         try:

@@ -56,8 +56,11 @@ class Episodes:
         malformed = 0
         try:
             if has_step:
-                observation, done = _pair(environment.step(text))
-                messages.append(_message("user", observation))
+                returned = environment.step(text)
+                if not isinstance(returned, tuple) or len(returned) != 2:
+                    raise TypeError("step must return a tuple (observation, done)")
+                messages.append(_message("user", returned[0]))
+                done = bool(returned[1])
             else:
                 done = not calls
                 if done and hasattr(environment, "final"):
@@ -99,12 +102,6 @@ class Episodes:
     def _failed(self, episode: int, error: BaseException) -> Outcome:
         self.end(episode)
         return Outcome([], True, ["error", 0.0, describe_error(error), {}])
-
-
-def _pair(returned: Any) -> tuple[Any, bool]:
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError("step must return a tuple (observation, done)")
-    return returned[0], bool(returned[1])
 
 
 def _message(role: str, content: Any, name: str = "") -> dict[str, str]:

@@ -16,6 +16,7 @@ import itertools
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Mapping
@@ -30,7 +31,7 @@ from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.worker import READY, json_line
 from megatron_brorl.rewards.worker_pool import score_result
-from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, command, end_reason, environment
+from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, end_reason, environment
 from megatron_brorl.types import ScoreResult
 
 _MAX_RUNNING = 64  # calls of one process at a time; the time limit of a call begins when the call is sent
@@ -147,17 +148,17 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     def _live_process(self, place: int) -> _Process | _Threads:
         process = self._processes[place]
         if process is None or process.lost:
-            if isinstance(self._factory, str):
-                process = _Process(self._factory, self._seconds, self._failed_starts)
-            else:
+            if isinstance(self._factory, type):
                 process = _Threads(self._factory)
+            else:
+                process = _Process(self._factory, self._seconds, self._failed_starts)
             self._processes[place] = process
         return process
 
     async def _stop(self) -> None:
         self._episodes.clear()
         for process in self._processes:
-            if process:
+            if isinstance(process, _Process):
                 await process.kill()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -220,7 +221,8 @@ class _Process:
         with tempfile.TemporaryFile() as stderr:
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *command("megatron_brorl.environments.worker", self._factory),
+                    *(sys.executable, "-m", "megatron_brorl.environments.worker"),
+                    *(self._factory, "4096", str(os.getpid())),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,
@@ -270,9 +272,6 @@ class _Threads:
 
     async def call(self, method: str, *arguments: Any) -> Reply:
         return _reply(await asyncio.to_thread(getattr(self._environments, method), *arguments))
-
-    async def kill(self) -> None:
-        pass
 
 
 def _reply(outcome: Outcome) -> Reply:

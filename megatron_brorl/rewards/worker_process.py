@@ -48,7 +48,7 @@ class WorkerProcess:
         """factory: import path "module:function" of a function that returns the object with a given name."""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
         self._process = subprocess.Popen(
-            command("megatron_brorl.rewards.worker", factory, memory_mb),
+            [sys.executable, "-m", "megatron_brorl.rewards.worker", factory, str(memory_mb), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -145,11 +145,6 @@ def _ready(file: Any, event: int, seconds: float) -> bool:
     pipe = select.poll()
     pipe.register(file, event)
     return bool(pipe.poll(1000 * max(0.0, seconds)))
-
-
-def command(program: str, factory: str, memory_mb: int = 4096) -> list[str]:
-    """Return the command of a worker process whose main module is `program`."""
-    return [sys.executable, "-m", program, factory, str(memory_mb), str(os.getpid())]
 
 
 def end_reason(code: int, stderr: IO[bytes]) -> str:

@@ -220,10 +220,7 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     spans = [span for r in rollouts for span in r.spans]
     episodes = [(i, r.episode) for i, r in enumerate(rollouts) if r.episode]
     routes = [r.routes for r in rollouts if r.routes is not None]
-    of_routes = {
-        "routes": torch.cat(routes or [torch.empty(0)]),
-        "route_rows": torch.tensor([0 if r.routes is None else len(r.routes) for r in rollouts]),
-    }
+    route_rows = torch.tensor([0 if r.routes is None else len(r.routes) for r in rollouts])
     # Rollouts with equal answers share one ScoreResult object.
     given = [row.score for row in rows] + [episode.score for _, episode in episodes]
     distinct = {id(score): score for score in given if score}
@@ -242,7 +239,7 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         "scores": torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8),
         "score": torch.tensor([place.get(id(row.score), -1) for row in rows], dtype=torch.int64),
         **(of_episodes if episodes else {}),
-        **(of_routes if routes else {}),
+        **({"routes": torch.cat(routes), "route_rows": route_rows} if routes else {}),
     }
 
 

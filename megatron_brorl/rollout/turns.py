@@ -31,24 +31,16 @@ _POLL_S = 0.05  # longest wait for a reply before the caller is asked again whet
 _NUMBERS = count()  # of the episodes of this process
 
 
+@dataclass
 class TurnEngine:
     """A RolloutEngine whose rollouts are episodes of an environment. Methods other than generate are the engine's."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        pool: EnvironmentPool,
-        config: EnvironmentConfig,
-        decode: Callable[[Sequence[int]], str],
-        encode: Callable[[Sequence[dict[str, str]]], list[int]],
-    ) -> None:
-        """decode: the tokens of a turn without its stop token -> text. encode: the messages that answer a turn -> the
-        tokens that follow it (Tokenizer.continuation)."""
-        self.engine = engine
-        self.pool = pool
-        self.config = config
-        self.decode = decode
-        self.encode = encode
+    engine: RolloutEngine
+    pool: EnvironmentPool
+    config: EnvironmentConfig
+    decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
+    # The messages that answer a turn -> the tokens that follow it, see Tokenizer.continuation.
+    encode: Callable[[Sequence[dict[str, str]]], list[int]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -119,8 +111,7 @@ class _Call:
         self.supply = supply
         self.requests = list(requests)
         self.rows = sum(r.n for r in requests) + (supply.rows if supply else 0)
-        lengths = [len(r.prompt.token_ids) for r in requests]
-        self.prompt_tokens = max([*lengths, supply.prompt_tokens if supply else 0])
+        self.prompt_tokens = max([supply.prompt_tokens if supply else 0, *(len(r.prompt.token_ids) for r in requests)])
 
         self._not_begun = deque((i, rollout) for i, r in enumerate(requests) for rollout in r.rollouts())
         self._episodes: list[_Running] = []
@@ -137,13 +128,18 @@ class _Call:
         taken = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
         self._begin(room - len(taken) - self._resets)
         self._turns += taken
-        return [self._next_turn(running) for running in taken]
+        turns = []
+        for running in taken:
+            request, begun = self.requests[running.request], running.rollout
+            # Without tokens it is not a continued rollout, so that siblings start from the same state of their prompt.
+            rest = (begun,) if len(begun.token_ids) else ()
+            turns.append(Request(request.prompt, request.key, 1, begun.index, rest))
+        return turns
 
     def has_more(self) -> bool:
         if self._waiting and not self._ready:
             self._receive(_POLL_S)
-        more = self._waiting or self._ready or self._not_begun
-        return bool(more) or (self.supply is not None and self.supply.has_more())
+        return bool(self._waiting or self._ready or self._not_begun or (self.supply and self.supply.has_more()))
 
     def cancelled(self) -> bool:
         self._receive()
@@ -169,8 +165,8 @@ class _Call:
             if running.episode.score is None:
                 self.owner.pool.end(running.number)
         if self._lost:
-            text = f"{len(self._lost)} rollouts are lost, for example: {self._lost[0]}"
-            print(f"warning: {self.owner.config.factory}: {text}", file=sys.stderr, flush=True)
+            text = f"{self.owner.config.factory}: {len(self._lost)} rollouts are lost, for example: {self._lost[0]}"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def results(self) -> list[list[Rollout]]:
         """Return the rollouts of each request of the caller, by index, without those that were not begun."""
@@ -193,12 +189,6 @@ class _Call:
             self._episodes.append(running)
             self._resets += 1
             self._ask(running, self.owner.pool.reset, self.requests[i].prompt.row())
-
-    def _next_turn(self, running: _Running) -> Request:
-        request = self.requests[running.request]
-        begun = running.rollout
-        # Without tokens it is not a continued rollout, so that siblings start from the same state of their prompt.
-        return Request(request.prompt, request.key, 1, begun.index, (begun,) if len(begun.token_ids) else ())
 
     def _ask(self, running: _Running, call: Callable[..., None], *arguments: Any) -> None:
         self._waiting.add(running)

@@ -52,7 +52,7 @@ def test_calls_of_the_worker_extension_match_the_release():
 
 @pytest.fixture
 def backend(tmp_path, monkeypatch):
-    """Yield the VllmBackend of a GPU; vLLM itself is replaced by empty modules."""
+    """Yield a VllmBackend as on a GPU; vLLM itself is replaced by empty modules."""
     names = {
         "vllm": ("SamplingParams", "TokensPrompt", "__version__"),
         "vllm.engine": (),
@@ -78,6 +78,7 @@ def backend(tmp_path, monkeypatch):
         max_rows=2048,
         stop_ids=(2,),
         max_kv_tokens=4000,
+        routes=True,
         section=dataclasses.asdict(EngineConfig(max_num_tokens=4096, kv_dtype="fp8")),
     )
     yield importlib.import_module(f"{OURS}.llm").VllmBackend(options)
@@ -96,27 +97,25 @@ def test_engine_starts_next_to_a_trainer(free, backend):
     assert free * GIB >= 80 * GIB * share
 
 
-def test_routes_are_refused_where_vllm_returns_none(backend, monkeypatch):
-    """Without Triton, as on CPUs, vLLM cannot record them (_verify_aux_output_compatibility in config/vllm.py)."""
-    wanted = dataclasses.replace(backend.options, routes=True)
-    assert type(backend)(wanted).arguments()["enable_return_routed_experts"] is True
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"rollout\.replay_routes: .* set 'never'"):
-        type(backend)(wanted)
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_routes_are_returned(dtype, backend):
+    """vLLM returns uint16 for more than 256 experts (RoutedExpertsCapturer)."""
+    routes = np.arange(240, 264).reshape(4, 3, 2).astype(dtype)
 
+    async def generate(*_):
+        drawn = SimpleNamespace(token_ids=[5, 2], finish_reason="stop", routed_experts=routes)
+        yield SimpleNamespace(outputs=[drawn])
 
-@pytest.mark.parametrize(("experts", "given", "sent"), [(256, "uint8", "uint8"), (30_000, "uint16", "int16")])
-def test_routes_keep_their_numbers(experts, given, sent, backend, monkeypatch):
-    """vLLM returns an array [prompt + response - 1, layers, k] of uint8, or of uint16 with more than 256 experts."""
-    routes = np.random.default_rng(0).integers(0, experts, (5, 4, 3))
-    drawn = SimpleNamespace(token_ids=[7, 2], finish_reason="stop", routed_experts=routes.astype(given))
-
-    class FakeLlm:
-        async def generate(self, prompt, params, name):
-            yield SimpleNamespace(outputs=[drawn])
-
-    monkeypatch.setattr(sys.modules[type(backend).__module__], "TokensPrompt", dict)
-    backend._llm = FakeLlm()
-    done = asyncio.run(backend._complete("0", [3, 4, 5, 6], SimpleNamespace(logprobs=None)))
-    assert (done.token_ids, done.finish, done.routes.dtype) == ([7, 2], "stop", getattr(torch, sent))
+    backend._llm = SimpleNamespace(generate=generate)
+    vars(sys.modules[f"{OURS}.llm"])["TokensPrompt"] = dict
+    done = asyncio.run(backend._complete("0", [7, 8, 9], SimpleNamespace(logprobs=None)))
     assert done.routes.tolist() == routes.tolist()
+    assert done.routes.dtype == {"uint8": torch.uint8, "uint16": torch.int16}[dtype]
+    assert backend.arguments()["enable_return_routed_experts"]
+
+
+def test_routes_are_refused_on_a_cpu(backend, monkeypatch):
+    """vLLM records them only with Triton (_verify_aux_output_compatibility in config/vllm.py)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^rollout\.replay_routes: .* set 'never'$"):
+        type(backend)(backend.options)

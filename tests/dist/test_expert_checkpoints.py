@@ -15,7 +15,7 @@ from dist.test_steps import VARIANTS, assert_bit_exact, assert_same
 EP = {"expert": 2}
 TP_EP = {"tensor": 2, "sequence": True, "expert": 2}
 CRITIC = VARIANTS["critic"]
-FROZEN = {"train": {"freeze_router": True}}
+FROZEN = VARIANTS["reward_kl"] | {"train": {"freeze_router": True}}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def single(worlds, experts):
         (1, {}, CRITIC, 2, EP),
         (2, EP, CRITIC, 1, {}),
         (2, EP, CRITIC, 4, {**TP_EP, "pipeline": 2}),
-        (2, TP_EP, {}, 2, EP),
+        (2, TP_EP, VARIANTS["reward_kl"], 2, EP),
         (2, TP_EP, {}, 2, {"pipeline": 2}),
         (4, {"expert": 4}, {}, 2, TP_EP),
     ],

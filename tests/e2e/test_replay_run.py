@@ -24,10 +24,12 @@ def test_a_run_replays_routes_of_carried_rollouts_after_it_is_resumed(config, tm
         for steps in (2, 3):
             done = brorl(*command, f"rollout.replay_routes={replay}", f"train.steps={steps}")
             assert done.returncode == 0, done.stderr
-        lines = [line for line in rows(run) if line["trained_tokens"]]
-        assert [line["step"] for line in lines][-1] == 2
+        lines = [line for line in rows(run) if line["step"] > 0]
+        assert all(line["trained_tokens"] and line["carried_rollouts"] for line in lines)
         gaps[replay] = [(line["logprob_gap_mean"], line["reshard_gap_mean"]) for line in lines]
-        assert all(line["carried_rollouts"] for line in lines)
+    done = brorl(*command, "rollout.replay_routes=auto", "train.steps=4")  # its carried rollouts have no routes
+    assert done.returncode == 2
+    assert "rollout.replay_routes: " in done.stderr
     for with_replay, without in zip(*gaps.values(), strict=True):
         assert with_replay[0] < without[0] / 1.5
         assert with_replay[1] < without[1]

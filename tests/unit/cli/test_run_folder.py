@@ -20,7 +20,7 @@ SHAPE = ModelShape(**{f.name: 1 for f in dataclasses.fields(ModelShape)})
 INPUTS = {"tokenizer": "a" * 64, "train": "b" * 64, "held_out": "c" * 64}
 
 # Sections whose keys may all change, because they affect neither the data nor the content of checkpoints.
-FREE_SECTIONS = "parallel fp8 engine shaping critic reference teacher ops train theory sft"
+FREE_SECTIONS = "parallel fp8 engine shaping critic reference teacher ops theory sft"
 FIXED = {
     "run": "seed",
     "model": "dtype",
@@ -28,6 +28,7 @@ FIXED = {
     "rollout": "max_tokens stop_strings partial_tokens refills",
     "algo": "gamma",
     "optim": "betas",
+    "train": "freeze_router",
     "evaluate": "temperature top_p top_k",
 }
 FREE = {
