@@ -77,7 +77,7 @@ def test_cancelled_rollouts_keep_their_tokens(model, shared):
     begun = [r for r in cut if len(r.token_ids)]
     assert begun
     assert model.gap(begun) < 1e-4
-    (ended,) = shared.generate([Request(PROMPT, 3, 512, 0, tuple(found))], replace(SAMPLING, max_tokens=60))
+    (ended,) = shared.generate([Request(PROMPT, 3, 512, 0, tuple(cut))], replace(SAMPLING, max_tokens=60))
     assert all(torch.equal(ended[r.index].token_ids[: len(r.token_ids)], r.token_ids) for r in found)
     assert all(r.finish in ("stop", "length") for r in ended)
 
