@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from e2e.runs import ENVIRONMENT, REPOSITORY, rows
+from e2e.test_examples import PATH
 
 from megatron_brorl import load_run
-from megatron_brorl.user_functions import import_function
 
 SMALL = ["sft.steps=50", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
 
@@ -44,8 +41,7 @@ def check_guessing(turns: list[str], observations: list[str], prompt: str, answe
 def test_example(tmp_path, name):
     for part in ("examples", "tools"):
         shutil.copytree(REPOSITORY / part, tmp_path / part)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**ENVIRONMENT, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    env = {**ENVIRONMENT, "PATH": PATH, "PYTHONPATH": str(REPOSITORY)}
     command = ["bash", "examples/environment.sh", name, *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -57,8 +53,6 @@ def test_example(tmp_path, name):
     for row in train:
         parts = re.split("(<result>.*?</result>)", row["target" if name == "calculator" else "feedback"])
         assert check(parts[::2], parts[1::2], row["prompt"], row["answer"]) or len(parts) == 11
-        guesses = row.get("no_feedback", row["answer"]).split("<result>wrong</result>")
-        assert len(set(guesses)) == 6 or guesses[-1] == row["answer"]
 
     assert all(line["turns"] > 1 for line in rows(tmp_path / "runs" / name))
     run = load_run(tmp_path / "runs" / name)
@@ -66,10 +60,3 @@ def test_example(tmp_path, name):
     for rollout in run.rollouts(1).to_pylist():
         turns, observations = ([t["text"] for t in rollout["turns"] if t["sampled"] is flag] for flag in (True, False))
         assert rollout["reward"] == check(turns, observations, *groups[rollout["group"]])
-
-
-@pytest.mark.parametrize("text", ["", "x", " 17", "-17", "17.0", "\u0661\u0667", "1\u2077", "17\n"])
-def test_other_texts_are_wrong_guesses(text):
-    game = import_function(f"{REPOSITORY}/examples/environments/guess.py:Guess", "environment")[0]()
-    game.reset({"answer": "17"})
-    assert (game.step(text), game.reward()) == (("<result>no number</result>", False), 0.0)

@@ -35,7 +35,7 @@ OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
         (["environment.max_tool_seconds=3.0"], "environment.max_tool_seconds = 3.0: needs environment.factory"),
         ([*TOOLS, "environment.max_turn_tokens=1025"], "environment.max_turn_tokens = 1025: must be at most"),
         ([*TOOLS, "rollout.partial_tokens=512"], "must be 0 with environment.factory = my_env.py:Calculator"),
-        ([*TOOLS, "rollout.engine=trtllm"], "turns end at </call>, but rollout.engine = \"trtllm\" stops only at tokens"),
+        ([*TOOLS, "rollout.engine=trtllm"], 'turns end at </call>, but rollout.engine = "trtllm" stops only at tokens'),
         ([*TOOLS, "data.chat=true", "data.chat_template_kwargs={tools = []}"], "remove tools: the template receives"),
         (["parallel.sequence=true"], "parallel.sequence = True: needs parallel.tensor > 1"),
         (["parallel.context=2"], "train.share_prompt = True: must be false with parallel.context > 1"),

@@ -152,16 +152,16 @@ def test_turns_for_supervised_training_are_those_of_transformers(tmp_path: Path,
     function = row[3]["tool_calls"][0]["function"]
     row[3]["tool_calls"] = [{"function": {**function, "arguments": json.dumps(function["arguments"])}}] * 2
     asked, response, trained = read(tmp_path, {"prompt": row}, tokenizer, chat=True, chat_template_kwargs=tools)
-    ids = [*asked, *response, *library("\n").input_ids]  # The template ends with a line break.
-    assert ids == whole["input_ids"] or text != "77"
 
-    def spans(ids: list[int], mask: list[int]) -> list[tuple[int, int, str]]:
+    def parts(ids: list[int], mask: list[int]) -> list[tuple[int, int, str]]:
         groups = groupby(zip(ids, mask, strict=True), lambda pair: (min(pair[0], 4), pair[1]))
         return [(*key, library.decode([i for i, _ in pairs])) for key, pairs in groups]
 
-    expected = spans(whole["input_ids"], [0] * begin + whole["assistant_masks"][begin:])
-    found = spans(ids, [0] * len(asked) + trained + [0])
-    assert found == [(token, own, part.replace("77", text)) for token, own, part in expected]
+    ids = [*asked, *response, *library("\n").input_ids]  # The template ends with a line break.
+    expected = parts(whole["input_ids"], [0] * begin + whole["assistant_masks"][begin:])
+    replaced = [(token, own, part.replace("77", text)) for token, own, part in expected]
+    assert parts(ids, [0] * len(asked) + trained + [0]) == replaced
+    assert ids == whole["input_ids"] or text != "77"
 
 
 @pytest.mark.parametrize("template", [ROLES, TOOLS, THOUGHTS])
@@ -182,16 +182,14 @@ def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path: Path, temp
         assert tokenizer.continuation(turn, True, variables) == library(rest).input_ids
 
 
-WITHOUT_STOP = TOOLS.replace("{% endfor %}</s>", "{% endfor %}")  # Messages of the user end with one.
-UNUSABLE = [(WITHOUT_STOP, TURNS[:1]), (WITHOUT_STOP, TURN), (THOUGHTS, THOUGHT), (ROLES, conversation("7")[3:4])]
-
-
-@pytest.mark.parametrize(("template", "messages"), UNUSABLE, ids=["answer", "turn", "two thoughts", "no calls"])
-def test_templates_that_cannot_frame_turns_are_refused(tmp_path: Path, template: str, messages: Any) -> None:
-    with pytest.raises(UserError, match=r"^[^\n]*: the chat template does not write a turn[^\n]*$"):
-        load_tokenizer(make_hf(tmp_path, chat_template=template)).continuation(
-            messages, True, {"enable_thinking": False}
-        )
+def test_templates_that_cannot_frame_turns_are_refused(tmp_path: Path) -> None:
+    """The stop token of a turn is missing; there is a second thought; calls are not written."""
+    no_stop = TOOLS.replace("{% endfor %}</s>", "{% endfor %}")
+    unusable = [(no_stop, TURNS[:1]), (no_stop, TURN), (THOUGHTS, THOUGHT), (ROLES, conversation("7")[3:4])]
+    for i, (template, messages) in enumerate(unusable):
+        tokenizer = load_tokenizer(make_hf(tmp_path / str(i), chat_template=template))
+        with pytest.raises(UserError, match=r"^[^\n]*: the chat template does not write a turn[^\n]*$"):
+            tokenizer.continuation(messages, True, {"enable_thinking": False})
 
 
 def test_turns_without_a_template(tmp_path: Path) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import queue
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 
 import psutil
 import pytest
+from unit.environments.hostile_environments import Hostile
+from unit.environments.hostile_environments import __file__ as FILE
 from unit.environments.test_interface import hermes
 
 from megatron_brorl.environments.pool import EnvironmentPool, Reply
 from megatron_brorl.errors import UserError
 from megatron_brorl.types import ScoreResult
 
-FILE = Path(__file__).with_name("hostile_environments.py")
 ACT = hermes(("act", {}))
 
 
@@ -37,9 +37,8 @@ def step(pool, episode, text=ACT, last=False):
 def pools():
     """Pools of two processes. Episodes of even and of odd numbers live in different ones."""
     with ExitStack() as stack:
-        yield cache(
-            lambda name, seconds=60.0: stack.enter_context(EnvironmentPool(f"{FILE}:{name}", 2, seconds, "hermes"))
-        )
+        start = stack.enter_context
+        yield cache(lambda name, seconds=60.0: start(EnvironmentPool(f"{FILE}:{name}", 2, seconds, "hermes")))
 
 
 @pytest.fixture
@@ -99,7 +98,8 @@ CASES = [
 @pytest.mark.parametrize(("method", "code", "expected"), CASES)
 def test_a_hostile_environment_ends_only_its_own_episodes(pools, capfd, method, code, expected):
     pool = pools("Steps") if method == "step" else pools("Hostile", *[2.0] * ("no answer" in expected))
-    assert reset(pool, 0) == Reply((), False, None)
+    for i in (0, 3):  # an episode of the other process, and one of the same process
+        assert reset(pool, i) == Reply((), False, None)
     reply = reset(pool, 1, **{method: code})
     if method != "reset":
         assert reply == Reply((), False, None)
@@ -107,7 +107,7 @@ def test_a_hostile_environment_ends_only_its_own_episodes(pools, capfd, method, 
         assert reply.lost or reply.calls == (method == "act")
     found = outcome(reply)
     assert (found.startswith(expected) and found.isprintable()) if reply.done else found == expected
-    assert outcome(step(pool, 0, last=True)) == "ok 1.0: "
+    assert [outcome(step(pool, i, last=True)) for i in (0, 3)] == ["ok 1.0: ", reply.lost or "ok 1.0: "]
     pool.end(1)
     assert capfd.readouterr() == ("", "")
 
@@ -116,7 +116,6 @@ MALFORMED = [
     ("<tool_call>{'name': 'act'}</tool_call>", "cannot be parsed as JSON"),
     ("<tool_call>" + "[" * 100_000 + "</tool_call>", "cannot be parsed as JSON"),
     ('<tool_call>{"name": "act", "arguments": {}}', "the end tag is missing"),
-    ("<tool_call>[1]</tool_call>", "must be a JSON object"),
     (hermes(("act", "{}")), '"arguments", which are an object'),
     (hermes(("reward", {})), "no tool 'reward'; the tools are act, add"),
     (hermes(("\ud800" * 1000, {})), "no tool"),
@@ -163,15 +162,6 @@ def test_calls_that_wait_run_at_the_same_time_and_episodes_keep_their_state(tool
         tools.end(i)
 
 
-def test_all_episodes_of_a_process_are_lost_and_later_ones_live(tools):
-    reset(tools, 1)
-    reset(tools, 3, act="os._exit(4)")
-    assert step(tools, 3).lost == step(tools, 1).lost == "environment lost: exit code 4"
-    reset(tools, 5)
-    assert outcome(step(tools, 5)) == "turn 1"
-    tools.end(5)
-
-
 def test_an_ended_episode_gets_no_reply_and_leaves_no_object(tools):
     replies = []
     reset(tools, 0, act="result = len(LIVE)")
@@ -203,23 +193,11 @@ def test_a_closed_pool_has_no_processes_and_sends_no_reply():
         pool.step(0, ACT, False, replies.append)
 
 
-class Local:
-    def reset(self, row):
-        self.row = row
-        return "begin"
-
-    def act(self):
-        raise ValueError(self.row["id"])
-
-    def reward(self):
-        return 0.5
-
-
 def test_a_class_runs_in_this_process():
-    with EnvironmentPool(Local, 1, 1.0, "tags") as pool:
-        for episode, text, end in ((0, "<call>act</call>", "error 0.0: ValueError: a"), (1, "no call", "ok 0.5: ")):
-            assert reset(pool, episode).messages == ({"role": "user", "content": "begin"},)
-            assert outcome(step(pool, episode, text)) == end
+    with EnvironmentPool(Hostile, 1, 1.0, "tags") as pool:
+        assert reset(pool, 0, reset="result = 'begin'").messages == ({"role": "user", "content": "begin"},)
+        assert outcome(step(pool, 0, "<call>add: {}</call>")).startswith("error: add: argument a")
+        assert outcome(step(pool, 0, "no call")) == "ok 1.0: "
 
 
 def test_a_process_that_cannot_start_is_a_user_error(tmp_path):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from unit.rollout.native.test_engine import STOPS, Drawer, prompts
-from unit.rollout.native.test_engine import make_engine as make_native
+from unit.rollout.native.test_engine import STOPS, Drawer, make_engine, prompts
 
 from megatron_brorl.config.environment import EnvironmentConfig
 from megatron_brorl.environments.pool import Reply
@@ -102,20 +101,16 @@ def model(tmp_path_factory):
     return directory, tiny.make_model(directory, "qwen2", True)
 
 
-def make_engine(model, pool, max_rows=1000, pages=0, decode=None, **config):
-    memory = pages * page_bytes(read_shape(model[0]), torch.float32)
-    inner = make_native(*model, max_rows, memory=memory, decode=decode)
-    return TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), decode or text_of, tokens_of)
-
-
 def requests(n=6, lengths=(3, 60, 9, 62)):
     return [Request(replace(p, verifier=ENVIRONMENT), stream_key(0, 4, p.id), n) for p in prompts(lengths)]
 
 
-def sample(model, pool, asked=None, sampling=SAMPLING, **engine):
+def sample(model, pool, asked=None, sampling=SAMPLING, supply=None, max_rows=1000, pages=0, decode=text_of, **config):
     """Return the rollouts of all requests in one list."""
-    groups = make_engine(model, pool, **engine).generate(asked or requests(), sampling, pool)
-    return [r for group in groups for r in group]
+    memory = pages * page_bytes(read_shape(model[0]), torch.float32)
+    inner = make_engine(*model, max_rows, memory=memory, decode=decode)
+    engine = TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), decode, tokens_of)
+    return [r for group in engine.generate(asked or requests(), sampling, pool, supply) for r in group]
 
 
 def facts(rollout):
@@ -204,10 +199,9 @@ def test_tokens_do_not_depend_on_the_split_over_ranks(model, whole):
     for rank in range(2):
         own = [replace(r, n=1, first=first) for r in requests() for first in (0, 1)][rank::2]
         others = [replace(r, n=2, first=first) for r in requests() for first in (2, 4)][rank::2]
-        pool = Pool(delay=2)
-        groups = make_engine(model, pool, 5).generate(own, SAMPLING, pool, Drawer(others, 8))
-        for request, group in zip([*own, *others], groups, strict=True):
-            found |= {(request.prompt.id, r.index): r for r in group}
+        rollouts = sample(model, Pool(delay=2), own, supply=Drawer(others, 8), max_rows=5)
+        prompts = [request.prompt.id for request in own + others for _ in range(request.n)]
+        found |= {(prompt, r.index): r for prompt, r in zip(prompts, rollouts, strict=True)}
     check_equal([found[place] for place in sorted(found)], whole)
 
 
@@ -247,6 +241,6 @@ def test_a_call_that_is_cancelled_while_environments_work_ends_them(model):
 def test_prompts_of_another_verifier_are_sampled_in_one_turn(model):
     probes = [replace(r, prompt=replace(r.prompt, verifier="exact")) for r in requests()]
     pool = Pool()
-    alone = [r for group in make_native(*model).generate(probes, SAMPLING) for r in group]
+    alone = [r for group in make_engine(*model).generate(probes, SAMPLING) for r in group]
     assert [r.token_ids.tolist() for r in sample(model, pool, probes)] == [r.token_ids.tolist() for r in alone]
     assert not pool.steps
