@@ -41,21 +41,9 @@ ALGO = AlgoConfig(
     correct_boost=0.25,
 )
 # Without a critic: ratios, the mismatch and the aggregation are those of sequences, and the KL is in the reward.
-SEQUENCES = replace(
-    ALGO,
-    advantage="grpo",
-    gamma=1.0,
-    lam=1.0,
-    ratio="sequence",
-    eps_low=0.01,
-    eps_high=0.01,
-    kl_in="reward",
-    kl_estimator="k1",
-    mismatch_mask="sequence",
-    mismatch_bounds=(0.8, 1.25),
-    aggregation="sequence_mean",
-    distill_coef=0.1,
-)
+GRPO = replace(ALGO, advantage="grpo", gamma=1.0, lam=1.0, kl_in="reward", kl_estimator="k1", distill_coef=0.1)
+SEQUENCES = replace(GRPO, ratio="sequence", eps_low=0.01, eps_high=0.01, aggregation="sequence_mean")
+SEQUENCES = replace(SEQUENCES, mismatch_mask="sequence", mismatch_bounds=(0.8, 1.25))
 STEPS = 2
 CLIP = 0.05
 TEMPERATURE = 0.9
@@ -111,9 +99,8 @@ def ppo(
     worker = Worker(shape, grid, stage, OPTIM)
     critic = CriticWorker(shape, grid, stage, CRITIC_OPTIM) if algo.advantage == "gae" else None
     teacher = Worker(shape, grid, stage, None) if algo.distill_coef else None
-    for each in (worker, critic, teacher):
-        if each:
-            each.load_hf(directory)
+    for each in filter(None, (worker, critic, teacher)):
+        each.load_hf(directory)
     models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()), teacher)
     metrics = []
     for step in range(STEPS):

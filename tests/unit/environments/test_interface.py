@@ -26,8 +26,7 @@ class Tools(Calculator):
         """
         return ""
 
-    @staticmethod
-    def helper() -> int: ...
+    helper = staticmethod(len)
 
     def _private(self) -> None: ...
 
