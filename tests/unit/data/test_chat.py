@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +151,17 @@ def test_turns_for_supervised_training_are_those_of_transformers(tmp_path: Path,
     function = row[3]["tool_calls"][0]["function"]
     row[3]["tool_calls"] = [{"function": {**function, "arguments": json.dumps(function["arguments"])}}] * 2
     asked, response, trained = read(tmp_path, {"prompt": row}, tokenizer, chat=True, chat_template_kwargs=tools)
-
-    def parts(ids: list[int], mask: list[int]) -> list[tuple[int, int, str]]:
-        groups = groupby(zip(ids, mask, strict=True), lambda pair: (min(pair[0], 4), pair[1]))
-        return [(*key, library.decode([i for i, _ in pairs])) for key, pairs in groups]
-
     ids = [*asked, *response, *library("\n").input_ids]  # The template ends with a line break.
-    expected = parts(whole["input_ids"], [0] * begin + whole["assistant_masks"][begin:])
-    replaced = [(token, own, part.replace("77", text)) for token, own, part in expected]
-    assert parts(ids, [0] * len(asked) + trained + [0]) == replaced
-    assert ids == whole["input_ids"] or text != "77"
+    mask = [0] * len(asked) + trained + [0]
+    expected_mask = [0] * begin + whole["assistant_masks"][begin:]
+    assert (ids, mask) == (whole["input_ids"], expected_mask) or text != "77"
+    for own in (0, 1):
+        found, expected = (
+            [i for i, m in zip(*pair, strict=True) if m == own]
+            for pair in ((ids, mask), (whole["input_ids"], expected_mask))
+        )
+        assert library.decode(found) == library.decode(expected).replace("77", text)
+        assert [i for i in found if i < 4] == [i for i in expected if i < 4]  # control tokens
 
 
 @pytest.mark.parametrize("template", [ROLES, TOOLS, THOUGHTS])
@@ -195,14 +195,11 @@ def test_templates_that_cannot_frame_turns_are_refused(tmp_path: Path) -> None:
 def test_turns_without_a_template(tmp_path: Path) -> None:
     """The expected tokens are those of a rollout: a turn ends with </call> or EOS, and observations are appended."""
     pieces = train_sentencepiece([*SUMS, "<call>add: 1</call><result>2</result>"], tmp_path / "sp", 600)
-    row = {"prompt": "3 + 4", "answer": "7", "target": "x<result>no</result><call>add: 3 4</call><result>7</result>7"}
+    texts = ("x", "<result>no</result>", "<call>add: 3 4</call>", "<result>7</result>", "7")
     for tokenizer in (pieces, load_tokenizer(make_hf(tmp_path / "hf"))):
-        expected: list[tuple[int, int]] = []
-        for text in ("x", "<result>no</result>", "<call>add: 3 4</call>", "<result>7</result>", "7"):
-            ids = tokenizer.encode(text) + [tokenizer.eos_id] * (text in "x7")
-            expected += [(i, int("result" not in text)) for i in ids]
-        _, response, trained = read(tmp_path, row, tokenizer)
-        assert list(zip(response, trained, strict=True)) == expected
+        parts = [(tokenizer.encode(text) + [tokenizer.eos_id] * (text in "x7"), "result" not in text) for text in texts]
+        _, response, trained = read(tmp_path, {"prompt": "3 + 4", "answer": "7", "target": "".join(texts)}, tokenizer)
+        assert list(zip(response, trained, strict=True)) == [(i, own) for ids, own in parts for i in ids]
         results = tokenizer.encode("<result>19</result><result>22</result>")
         assert tokenizer.continuation(conversation("19")[4:6], False) == results
     with pytest.raises(UserError, match="has no chat template"):

@@ -39,4 +39,5 @@ class Hostile:
 
 class Steps(Hostile):
     def step(self, text: str) -> Any:
+        self.turns += 1
         return self._run("step", (text, False))

@@ -68,14 +68,14 @@ def hermes(*calls: tuple[str, Any]) -> str:
     return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
 
 
-TEXTS = [
-    "No call.",
-    "First.\n" + hermes(("look", {}), ("search", {"words": ["ä", "<b>"], "most": 2})),
-    "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(("look", {"a": {"b": [None, 1.5, "\n"]}})),
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "No call.",
+        "First.\n" + hermes(("look", {}), ("search", {"words": ["ä", "<b>"], "most": 2})),
+        "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(("look", {"a": {"b": [None, 1.5, "\n"]}})),
+    ],
+)
 def test_hermes_calls_are_those_that_transformers_finds(text: str) -> None:
     parsing = pytest.importorskip("transformers.utils.chat_parsing")
     serving = pytest.importorskip("transformers.cli.serving.utils")

@@ -95,8 +95,8 @@ CASES = [
 @pytest.mark.parametrize(("method", "code", "expected"), CASES)
 def test_a_hostile_environment_ends_only_its_own_episodes(pools, capfd, method, code, expected):
     pool = pools("Steps") if method == "step" else pools("Hostile", *[2.0] * ("no answer" in expected))
-    for i in (0, 3):  # an episode of the other process, and one of the same process
-        assert reset(pool, i) == Reply((), False, None)
+    for i in (0, 3):  # an episode of the other process, and one of the same process; each has one turn, its last one
+        assert reset(pool, i, reward="result = self.turns") == Reply((), False, None)
     reply = reset(pool, 1, **{method: code})
     if method != "reset":
         assert reply == Reply((), False, None)
@@ -120,6 +120,7 @@ MALFORMED = [
     (hermes(("add", {"a": 1, "b": [2]})), "argument b: Input should be a valid integer"),
     (hermes(("act", {"number": 1, "<|x|>": 2})), "argument <|x|>: Unexpected keyword argument"),
     (hermes(("act", {"self": 1})), "argument self: Got multiple values"),
+    (ACT * 20, "at most 16 calls"),
 ]
 
 
@@ -127,23 +128,14 @@ MALFORMED = [
 def test_a_malformed_call_gives_an_error_to_the_model(tools, text, message):
     reset(tools, 0)
     reply = step(tools, 0, f"{hermes(('add', {'a': '2', 'b': 3}))} and {text}")
-    good, bad = reply.messages
+    good, *turns, bad = reply.messages
     assert good == {"role": "tool", "name": "add", "content": "5"}
+    assert [m["content"] for m in turns] == [f"turn {i + 1}" for i in range(15 * (text == ACT * 20))]
     assert bad["content"].startswith("error: ")
     assert message in bad["content"]
     assert len(bad["content"]) < 300
-    assert (reply.done, reply.calls, reply.malformed) == (False, 2, 1)
+    assert (reply.done, reply.calls, reply.malformed) == (False, len(reply.messages), 1)
     assert step(tools, 0, "done").score == ScoreResult(1.0, "ok")
-
-
-def test_at_most_16_calls_of_a_turn_are_executed_also_of_the_last_one(tools):
-    reset(tools, 0, reward="result = self.turns")
-    reply = step(tools, 0, ACT * 20)
-    *results, error = (message["content"] for message in reply.messages)
-    assert results == [f"turn {i + 1}" for i in range(16)]
-    assert error.startswith("error: at most 16 calls")
-    assert (reply.calls, reply.malformed) == (17, 1)
-    assert step(tools, 0, ACT + ACT, last=True) == Reply((), True, ScoreResult(18.0, "ok"), calls=2)
 
 
 def test_calls_that_wait_run_at_the_same_time_and_episodes_keep_their_state(tools):
@@ -161,19 +153,19 @@ def test_calls_that_wait_run_at_the_same_time_and_episodes_keep_their_state(tool
 
 def test_an_ended_episode_gets_no_reply_and_leaves_no_object(tools):
     replies = []
-    reset(tools, 0, act="result = len(LIVE)")
-    for i in (2, 4):
-        reset(tools, i, act="BARRIER.wait()")
-        tools.step(i, ACT, False, replies.append)
-    tools.reset(6, {"metadata": {"reset": "BARRIER.wait()"}}, replies.append)
-    while outcome(step(tools, 0)) != "4":
+    reset(tools, 1, act="result = len(LIVE)")
+    reset(tools, 3, act="BARRIER.wait()")
+    tools.step(3, ACT, False, replies.append)
+    tools.reset(5, {"metadata": {"reset": "BARRIER.wait()"}}, replies.append)
+    while outcome(step(tools, 1)) != "3":
         pass  # until the reset has begun
-    for i in (2, 4, 6):
-        tools.end(i)
-    reset(tools, 8, act="BARRIER.abort()")
-    step(tools, 8, last=True)
-    while outcome(step(tools, 0)) != "1":
+    tools.end(3)
+    tools.end(5)
+    reset(tools, 7, act="BARRIER.abort()")
+    step(tools, 7, last=True)
+    while outcome(step(tools, 1)) != "1":
         pass  # until the calls that waited have returned
+    tools.end(1)
     assert not replies
 
 
