@@ -61,10 +61,7 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
 
 
 def turns(responses: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return which tokens of each response the model sampled; the others are those of up to seven observations.
-
-    Every third response, from the first on, has no observations.
-    """
+    """Return which tokens of each response the model sampled; every third response has no observations."""
     return [torch.arange(len(r)) % 3 >= i % 3 for i, r in enumerate(responses)]
 
 
@@ -88,10 +85,7 @@ def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], lis
 def ppo(
     _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any], algo: AlgoConfig, environment: bool
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the metrics of each step and the final weights of actor and critic, the same on every rank.
-
-    "trained" of the metrics has the positions of the trained tokens of each of this replica's rollouts.
-    """
+    """Return the metrics of each step, with the trained positions, and the final weights of actor and critic."""
     grid = grid_of(**parallel)
     shape = read_shape(directory)
     ops = backend(options.get("ops", "fused"), torch.device("cpu"))

@@ -76,12 +76,6 @@ def generalised(rewards, v, algo):
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def trusted(gap, algo):
-    """Return where the mismatch [tokens] of old policy and engine is within the bounds."""
-    ratio = (gap.mean() if algo.mismatch_mask == "sequence" else gap).exp().expand(len(gap))
-    return (ratio >= algo.mismatch_bounds[0]) & (ratio <= algo.mismatch_bounds[1])
-
-
 # The model's family, whether its head is tied, the algorithm, and whether rollouts have tokens of an environment.
 CASES = {
     "critic": ("qwen2", True, ALGO, False),
@@ -93,10 +87,7 @@ RUNS = pairs(LAYOUTS, list(CASES)[:2]) + pairs(LAYOUTS[:-1], list(CASES)[2:])
 
 
 def loop(directory, case):
-    """Run the plain loop; return its metrics and weights, and the model directory.
-
-    Rows have the tokens that the model sampled only; those of the environment are inputs of the models.
-    """
+    """Run the plain loop, in which only sampled tokens have rows; return its metrics, weights and model directory."""
     *model, algo, environment = CASES[case]
     actor = tiny.make_model(directory, *model).double()
     reference = copy.deepcopy(actor)  # also the teacher
@@ -126,7 +117,9 @@ def loop(directory, case):
             for a, reward, o, f in zip(raw, rewards, old, fixed, strict=True)
         ]
         gaps = [o - s for o, s in zip(old, engine, strict=True)]
-        live = [trusted(gap, algo) for gap in gaps]
+        low, high = torch.tensor(algo.mismatch_bounds).double().log()
+        mismatch = [g.mean().expand(len(g)) if algo.mismatch_mask == "sequence" else g for g in gaps]
+        live = [(m >= low) & (m <= high) for m in mismatch]
         # The values of each metric, by token or by optimizer step.
         seen = defaultdict(list, masked_share=[~t for t in live])
         if algo.kl_in == "reward":

@@ -12,8 +12,6 @@ from e2e.test_examples import PATH, log_of
 
 from megatron_brorl import load_run
 
-SMALL = ["sft.steps=50", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
-
 
 def calculator(turns: list[str], observations: list[str], prompt: str, answer: str) -> bool:
     """Check the results of the calculator, and return whether the final answer is correct."""
@@ -41,7 +39,8 @@ def test_example(tmp_path, check, target):
     for part in ("examples", "tools"):
         shutil.copytree(REPOSITORY / part, tmp_path / part)
     env = {**ENVIRONMENT, "PATH": PATH, "PYTHONPATH": str(REPOSITORY)}
-    command = ["bash", "examples/environment.sh", name, *SMALL]
+    small = ["sft.steps=50", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
+    command = ["bash", "examples/environment.sh", name, *small]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -15,8 +15,6 @@ from megatron_brorl.errors import UserError
 
 
 class Tools(Calculator):
-    number = 3
-
     def search(self, words: list[str], most: int = 3) -> str:
         """Search for words.
 
@@ -26,7 +24,7 @@ class Tools(Calculator):
         """
         return ""
 
-    helper = staticmethod(len)
+    number, helper = 3, staticmethod(len)
 
     def _private(self) -> None: ...
 
@@ -42,9 +40,6 @@ def test_the_tools_are_the_public_methods() -> None:
     assert describe(make("def step(self, text): ...")).tools == ()
 
 
-ARGS = "def act(self, a{}):\n        '''Act.\n\n        Args:\n            a: A number.'''"
-
-
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
@@ -52,8 +47,8 @@ ARGS = "def act(self, a{}):\n        '''Act.\n\n        Args:\n            a: A 
         (f"{Calculator.__module__}:_value", "is not a class"),
         (make("reward = None"), "environment Game: has no method reward"),
         (make("def _act(self): ..."), "neither tools .* nor a method step"),
-        (make(ARGS.format("")), "tool act: .*missing a type hint"),
-        (make(ARGS.format(": slice")), "tool act: .*slice"),
+        (make("def act(self, a): 'Act.'"), "tool act: .*missing a type hint"),
+        (make("def act(self, a: slice): 'Act.'"), "tool act: .*slice"),
         (make("def act(self, a: int): 'Act.'"), "tool act: .*no description for the argument 'a'"),
         (make("def __init__(self, size): ..."), "cannot be created without arguments: .*size"),
     ],

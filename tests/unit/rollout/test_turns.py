@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,13 +48,10 @@ def answer(text: str, last: bool) -> Reply:
 
 @dataclass
 class Pool:
-    """Environments, and the callbacks of a call of generate.
-
-    Replies wait until the engine has asked `delay` times whether the call is cancelled; then all come, the last first.
-    """
+    """Environments, and callbacks of generate. With a delay, replies come at each `delay`-th call of `cancelled`."""
 
     delay: int = 0
-    answer: Callable[[str, bool], Reply | None] = answer  # None: the environment does not reply
+    answer: Any = answer  # None: the environment does not reply
     asked: int = 0
     held: list[Any] = field(default_factory=list)
     steps: dict[int, list[tuple[str, bool]]] = field(default_factory=dict)  # of each episode
