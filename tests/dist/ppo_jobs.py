@@ -61,8 +61,8 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
 
 
 def turns(responses: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return which tokens of each response the model sampled; every third response has no observations."""
-    return [torch.arange(len(r)) % 3 >= i % 3 for i, r in enumerate(responses)]
+    """Return which tokens of each response the model sampled: the last one, and all of every third response."""
+    return [torch.arange(-len(r), 0) % 3 >= i % 3 for i, r in enumerate(responses)]
 
 
 def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], list[ScoredRollout], torch.Tensor]:

@@ -129,7 +129,6 @@ def loop(directory, case):
             seen["explained_variance"] = [1 - flat.var() / torch.cat(returns).var()]
         for members in 2 * [[i for i, g in enumerate(OF_PROMPT) if (i - OF_PROMPT.index(g)) % 2 == k] for k in (0, 1)]:
             tokens = sum(int(own[i].sum()) for i in members)
-            filled = sum(bool(own[i].any()) for i in members)
             loss = torch.zeros(()).double()
             for i in members if algo.advantage == "gae" else ():
                 new = values(critic, *rows[i])
@@ -159,8 +158,7 @@ def loop(directory, case):
                 if not seen["loss"]:
                     seen["logprob_gap_mean"].append((current - engine[i][live[i]]).abs())
                 terms = terms - algo.entropy_coef * entropy
-                divisor = tokens if algo.aggregation == "token_mean" else filled * len(old[i])
-                loss = loss + terms.sum() / max(divisor, 1)
+                loss = loss + terms.sum() / (tokens if algo.aggregation == "token_mean" else len(members) * len(old[i]))
             seen["loss"].append(loss)
             seen["grad_norm"].append(descend(actor, adam, loss, OPTIM))
         found = {name: torch.cat([torch.as_tensor(x).double().flatten() for x in xs]) for name, xs in seen.items()}

@@ -131,7 +131,9 @@ def test_a_malformed_call_gives_an_error_to_the_model(tools, text, message):
     good, *turns, bad = reply.messages
     assert good == {"role": "tool", "name": "add", "content": "5"}
     assert [m["content"] for m in turns] == [f"turn {i + 1}" for i in range(15 * (text == ACT * 20))]
-    assert message in bad["content"].removeprefix("error: ")[:290] == bad["content"][7:]
+    assert bad["content"].startswith("error: ")
+    assert message in bad["content"]
+    assert len(bad["content"]) < 300
     assert (reply.done, reply.calls, reply.malformed) == (False, len(reply.messages), 1)
     assert step(tools, 0, "done").score == ScoreResult(1.0, "ok")
 
