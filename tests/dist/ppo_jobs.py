@@ -43,7 +43,7 @@ ALGO = AlgoConfig(
 # Without a critic: ratios, the mismatch and the aggregation are those of sequences, and the KL is in the reward.
 GRPO = replace(ALGO, advantage="grpo", gamma=1.0, lam=1.0, kl_in="reward", kl_estimator="k1", distill_coef=0.1)
 SEQUENCES = replace(GRPO, ratio="sequence", eps_low=0.01, eps_high=0.01, aggregation="sequence_mean")
-SEQUENCES = replace(SEQUENCES, mismatch_mask="sequence", mismatch_bounds=(0.8, 1.25))
+SEQUENCES = replace(SEQUENCES, mismatch_mask="sequence", mismatch_bounds=(0.6, 1.6))
 STEPS = 2
 CLIP = 0.05
 TEMPERATURE = 0.9

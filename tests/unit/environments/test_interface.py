@@ -66,7 +66,6 @@ def hermes(*calls: tuple[str, Any]) -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        "No call.",
         "First.\n" + hermes(("look", {}), ("search", {"words": ["ä", "<b>"], "most": 2})),
         "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(("look", {"a": {"b": [None, 1.5, "\n"]}})),
     ],

@@ -175,7 +175,6 @@ def test_a_closed_pool_has_no_processes_and_sends_no_reply():
     pid = int(outcome(reset(pool, 0, reset="result = os.getpid()", act=HANG)))
     pool.step(0, ACT, False, replies.append)
     pool.close()
-    pool.close()
     assert not psutil.pid_exists(pid)
     assert not replies
     with pytest.raises(RuntimeError, match="closed"):
