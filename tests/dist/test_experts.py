@@ -14,6 +14,7 @@ from megatron_brorl.config.schema import LoraConfig
 
 EP2, EP4 = {"expert": 2}, {"expert": 4}
 TP = {"tensor": 2, "sequence": True}
+SHARED = "qwen2_moe"
 WHOLE = {"share_prompt": False}  # context parallelism needs whole sequences
 LAYOUTS = [
     (1, {}, {}),
@@ -38,18 +39,21 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Directories by norm_topk_prob."""
-    made = {normalised: tmp_path_factory.mktemp("moe") for normalised in (True, False)}
-    for normalised, directory in made.items():
-        tiny.make_model(directory, "qwen3_moe", False, norm_topk_prob=normalised)
-    return {normalised: str(directory) for normalised, directory in made.items()}
+    """Directories by norm_topk_prob of Qwen3-MoE, and that of Qwen2-MoE."""
+    made = {kind: tmp_path_factory.mktemp("moe") for kind in (True, False, SHARED)}
+    for kind, directory in made.items():
+        if kind == SHARED:
+            tiny.make_model(directory, SHARED, False)
+        else:
+            tiny.make_model(directory, "qwen3_moe", False, norm_topk_prob=kind)
+    return {kind: str(directory) for kind, directory in made.items()}
 
 
 @pytest.fixture(scope="module")
 def expected(models, tmp_path_factory):
-    """Logits of the rows, and the gradient of the mean of -log p, by transformers, by norm_topk_prob."""
+    """Logits of the rows, and the gradient of the mean of -log p, by transformers, as in `models`."""
     found = {}
-    for normalised, directory in models.items():
+    for kind, directory in models.items():
         model = AutoModelForCausalLM.from_pretrained(directory)
         logits = []
         loss = torch.zeros(())
@@ -63,21 +67,28 @@ def expected(models, tmp_path_factory):
             parameter.data = parameter.grad
         target = tmp_path_factory.mktemp("gradients")
         model.save_pretrained(target)
-        found[normalised] = ([x.detach() for x in logits], tiny.weights(target))
+        found[kind] = ([x.detach() for x in logits], tiny.weights(target))
     return found
 
 
 PLAIN_WEIGHTS = [(1, {}, {}, False), (2, EP2, {"tokens": 60}, False)]  # norm_topk_prob = false
+SHARED_EXPERT = [
+    (1, {}, {"ops": "reference", "recompute": True}),
+    (2, {**TP, **EP2}, {}),
+    (2, {**TP, **EP2}, {"ops": "reference"}),
+    (4, {"pipeline": 2, **EP2}, {"recompute": True}),
+]
 
 
 @pytest.mark.parametrize(
-    ("size", "parallel", "options", "normalised"), [*((*case, True) for case in LAYOUTS), *PLAIN_WEIGHTS]
+    ("size", "parallel", "options", "kind"),
+    [*((*case, True) for case in LAYOUTS), *PLAIN_WEIGHTS, *((*case, SHARED) for case in SHARED_EXPERT)],
 )
-def test_logits_and_gradients_equal_transformers(worlds, models, expected, size, parallel, options, normalised):
-    logits, of_loss = expected[normalised]
+def test_logits_and_gradients_equal_transformers(worlds, models, expected, size, parallel, options, kind):
+    logits, of_loss = expected[kind]
     norm = torch.stack([x.norm() for x in of_loss.values()]).norm().item()
     seen: set[Any] = set()
-    for found, gradients, got in worlds(size).run("expert_jobs:gradients", models[normalised], parallel, options):
+    for found, gradients, got in worlds(size).run("expert_jobs:gradients", models[kind], parallel, options):
         assert got == pytest.approx(norm, rel=1e-5)
         for row, values in found.items():
             torch.testing.assert_close(values, logits[row], atol=1e-4, rtol=0)
