@@ -14,7 +14,9 @@ from megatron_brorl.files import read_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
-FAMILIES = {f.architecture: f for f in (dense.LLAMA, dense.QWEN2, dense.QWEN3, gemma3.FAMILY, moe.QWEN2_MOE, moe.QWEN3_MOE)}
+FAMILIES = {
+    f.architecture: f for f in (dense.LLAMA, dense.QWEN2, dense.QWEN3, gemma3.FAMILY, moe.QWEN2_MOE, moe.QWEN3_MOE)
+}
 # Keys that would change the computation or the place of the weights in any family.
 _OF_EVERY_FAMILY = (
     Requirement("text_config", (None, {}), "give the directory of the text model alone"),
