@@ -53,8 +53,7 @@ class _Mlp:
 class _Experts:
     router: Linear  # [B, H] -> [B, experts] float32
     experts: Sequence[_Mlp]
-    shared: _Mlp | None  # computes every row
-    shared_gate: Linear | None  # [B, H] -> [B, 1]
+    shared: tuple[_Mlp, Linear] | None  # computes every row, and its gate [B, H] -> [B, 1]
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,10 @@ class Decoder:
 
         def mixture() -> _Experts:
             experts = [mlp(moe.EXPERT_GATE_UP, moe.EXPERT_DOWN, e) for e in range(self.shape.experts)]
-            shared, gate = None, None
+            shared = None
             if self.shape.shared_ffn:
-                shared, gate = mlp(moe.SHARED_GATE_UP, moe.SHARED_DOWN), Linear(get(moe.SHARED_GATE))
-            return _Experts(Linear(get(moe.ROUTER).float()), experts, shared, gate)
+                shared = mlp(moe.SHARED_GATE_UP, moe.SHARED_DOWN), Linear(get(moe.SHARED_GATE))
+            return _Experts(Linear(get(moe.ROUTER).float()), experts, shared)
 
         return _Layer(
             attention_norm=self._scale(get(dense.ATTENTION_NORM)).to(self.dtype),
@@ -199,8 +198,9 @@ class Decoder:
         out = torch.empty_like(sorted_out)
         out[order] = sorted_out
         mixed = (out.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-        if layer.shared is not None and layer.shared_gate is not None:
-            mixed = mixed + self._mlp(layer.shared, x) * layer.shared_gate(x).sigmoid()
+        if layer.shared is not None:
+            mlp, gate = layer.shared
+            mixed = mixed + self._mlp(mlp, x) * gate(x).sigmoid()
         return mixed, chosen
 
     def _post(self, x: Tensor, norm: Tensor | None) -> Tensor:
