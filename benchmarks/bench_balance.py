@@ -29,9 +29,10 @@ from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost
 from megatron_brorl.rollout.sampler import deal
 from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained_mask
-from megatron_brorl.train.redistribute import TOKEN_BYTES, assign_replicas
+from megatron_brorl.train.redistribute import assign_replicas
 
 PROMPTS = 128
+TOKEN_BYTES = 8  # an id and a log-probability, 4 bytes each
 PROMPT_TOKENS = 200
 MINI_BATCHES = 8
 KEPT = 0.62

@@ -150,6 +150,8 @@ class Experience:
     mask: tuple[Tensor, ...] | None = None  # [G] bool each; false: no policy loss on the token. None: all true
     # [G] bool each; false: a token of an environment, where `mask` is false, too. Only these do not count in divisors.
     sampled: tuple[Tensor, ...] | None = None  # None: all true
+    # [prompt + G - 1, layers, k] each, experts that the actor must use; None: its routers choose.
+    routes: tuple[Tensor, ...] | None = None
     ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, m
 from megatron_brorl.cli import memory_plan, run_folder
 from megatron_brorl.cli.run_folder import Fingerprint
 from megatron_brorl.cli.teacher import check_teacher, teacher_directory
-from megatron_brorl.config.rules import check_model
+from megatron_brorl.config.rules import check_model, replays_routes
 from megatron_brorl.config.schema import Config, DataConfig, OptimConfig
 from megatron_brorl.data.chat import Message
 from megatron_brorl.data.hub import model_directory
@@ -400,6 +400,7 @@ class Session:
             stop_ids=self.stop_ids,
             kv_tokens=self._kv_tokens,
             decode=self.tokenizer.decode_all,
+            routes=replays_routes(self.config, self.shape.experts),
         )
         self._closing.append(engine.close)
         return engine

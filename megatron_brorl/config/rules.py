@@ -44,6 +44,13 @@ def check_model(config: Config, family: str, experts: int, where: str) -> None:
     _refuse(config, where, _experts(config, family, experts))
 
 
+def replays_routes(config: Config, experts: int) -> bool:
+    """Return whether a model with this many experts in a layer is trained with the experts that the engine chose."""
+    quantized = config.rollout.engine != "torch" and config.engine.quantization != "none"
+    auto = config.rollout.dtype != config.model.dtype or quantized
+    return experts > 0 and {"auto": auto, "always": True, "never": False}[config.rollout.replay_routes]
+
+
 def _refuse(config: Config, where: str, rules: Iterable[Rule]) -> None:
     for key, broken, message in rules:
         if broken:
@@ -167,6 +174,7 @@ def _experts(config: Config, family: str, experts: int) -> Iterator[Rule]:
     model = f"{family} model"
     yield "parallel.expert", dense and parallel.expert > 1, f"must be 1 for a {model}, which has no experts"
     yield "train.freeze_router", dense and config.train.freeze_router, f"must be false for a {model}, which has none"
+    yield "rollout.replay_routes", dense and config.rollout.replay_routes == "always", f"needs experts, not a {model}"
     if dense:
         return
     with_tensor = f"with parallel.tensor > 1 for a {model}"

@@ -195,6 +195,12 @@ class RolloutConfig:
     )
     stop_strings: tuple[str, ...] = key((), "Strings that end a response, in addition to the stop tokens of the model.")
     dtype: Literal["fp32", "bf16"] = key("fp32", "Data type of the weights and the KV cache of the engine.")
+    replay_routes: Literal["auto", "always", "never"] = key(
+        "auto",
+        "Train a mixture of experts with the experts that the engine chose for each token (router replay), because "
+        'routers that round differently choose different ones. "auto" does so if rollout.dtype differs from '
+        "model.dtype, or if the engine is quantized.",
+    )
     timeout_s: float = key(
         1800.0,
         "Time limit for sampling in a step, in seconds. Unfinished rollouts are lost, or continue in the next "

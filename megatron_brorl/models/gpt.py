@@ -27,6 +27,7 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear, add_adapters, mlp_submodules
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
+from megatron_brorl.models.layers.replay import ReplayLayer
 from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.models.weights.names import adapter_entries, entries, global_parameters
 from megatron_brorl.ops import rope
@@ -123,6 +124,10 @@ class Actor(GPTModel):
             local_angles = positions.to(angles.dtype).unsqueeze(-1) * self._local_inv_freq.to(angles.dtype)
             local = (local_angles.cos(), local_angles.sin())
 
+        routes = None if batch.routes is None else batch.routes.to(device)
+        if routes is not None and self.config.sequence_parallel:
+            routes = routes.chunk(self.grid.tp_size)[self.grid.tp_rank]  # like the tokens
+
         # Only the first stage reads input_ids. Megatron's pipeline passes hidden states to the others.
         return (ddp or self)(
             input_ids=batch.input_ids.to(device).unsqueeze(0),
@@ -135,6 +140,7 @@ class Actor(GPTModel):
                 local=local,
                 local_layers=self.shape.local_layers or (),
                 cp_group=self.pg_collection.cp if self.grid.cp_size > 1 else None,  # None: segments are not split
+                routes=routes,
             ),
         )
 
@@ -397,6 +403,7 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
         linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
         mlp.experts = ModuleSpec(experts, submodules=linears)
         mlp.shared_experts = ModuleSpec(shared, submodules=replace(linears, linear_fc2=mlp.linear_fc2))
+        spec.module = ReplayLayer
         # In checkpoints, the norm before the router has its own name, as in a model of Transformer Engine's layers.
         del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)

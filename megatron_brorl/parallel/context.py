@@ -47,6 +47,7 @@ def split_for_rank(batch: Packed, rank: int, size: int) -> Packed:
         predict=predict[kept],
         targets=batch.targets[kept],
         kept=kept,
+        routes=None if batch.routes is None else batch.routes[own],
     )
 
 

@@ -40,6 +40,7 @@ class Packed:
     rows: tuple[int, ...]  # indices of the packed rows, in stream order
     counts: Tensor  # [rows] int64, the response tokens of each row
     kept: Tensor | None = None  # [R] int64, which response tokens of the rows this rank predicts; None: all of them
+    routes: Tensor | None = None  # [T, layers, k], the experts of each token; None: the routers choose them
 
     def gather(self, per_row: Sequence[Tensor]) -> Tensor:
         """Concatenate ragged per-token values of all rows ([G] each) into [R] in this batch's order."""
@@ -77,12 +78,14 @@ def pack(
     multiple_of: int = 1,
     share: bool = False,
     segments_of: int = 1,
+    routes: Sequence[Tensor] | None = None,
 ) -> list[Packed]:
     """Pack rows into micro-batches of at most max_tokens stream tokens. A longer row gets its own micro-batch.
 
     prompts and responses: [tokens] int64 each, none empty. share: store a prompt once per micro-batch if that saves at
     least MIN_SHARING_GAIN. multiple_of: pad streams to a multiple of it with one dummy segment, for sequence
     parallelism. segments_of, a divisor of multiple_of: pad each segment to a multiple of it, for context parallelism.
+    routes: of each row, [prompt + response - 1, layers, k]. A shared prompt has those of its first row in the stream.
     Without rows the result is one dummy micro-batch, so that the rank takes part in the collectives.
     """
     if share and segments_of > 1:
@@ -91,7 +94,7 @@ def pack(
     if share:
         shared = _fill_shared(_by_prompt(prompts, responses), max_tokens)
         if _gain(shared, prompts, responses) >= MIN_SHARING_GAIN:
-            return [_pack_shared(b, multiple_of) for b in shared]
+            return [_pack_shared(b, multiple_of, routes) for b in shared]
 
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
     batches: list[list[int]] = [[]]
@@ -105,7 +108,7 @@ def pack(
         batches[-1].append(i)
         used += length
 
-    return [_pack_plain(rows, prompts, responses, multiple_of, segments_of) for rows in batches]
+    return [_pack_plain(rows, prompts, responses, multiple_of, segments_of, routes) for rows in batches]
 
 
 def token_gain(prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int) -> float:
@@ -163,7 +166,12 @@ def _fill_shared(groups: list[_PromptRows], max_tokens: int) -> list[list[_Promp
 
 
 def _pack_plain(
-    rows: list[int], prompts: Sequence[Tensor], responses: Sequence[Tensor], multiple_of: int, segments_of: int
+    rows: list[int],
+    prompts: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    multiple_of: int,
+    segments_of: int,
+    routes: Sequence[Tensor] | None,
 ) -> Packed:
     pieces = [_padded(torch.cat((prompts[i], responses[i][:-1])), segments_of) for i in rows]
     lengths = torch.tensor([len(p) for p in pieces], dtype=torch.int64)
@@ -179,19 +187,24 @@ def _pack_plain(
         predict=first.repeat_interleave(counts) + _concatenated_ranges(counts),
         rows=[(i, responses[i]) for i in rows],
         multiple_of=multiple_of,
+        routes=[_padded_routes(routes[i], segments_of) for i in rows] if routes else [],
     )
 
 
-def _pack_shared(groups: list[_PromptRows], multiple_of: int) -> Packed:
+def _pack_shared(groups: list[_PromptRows], multiple_of: int, routes: Sequence[Tensor] | None) -> Packed:
     pieces: list[Tensor] = []
     offsets: list[int] = []
     predict: list[Tensor] = []
+    own_routes: list[Tensor] = []
     end = 0
 
     for prompt, siblings in groups:
         counts = torch.tensor([len(r) for _, r in siblings])  # response tokens of each sibling
         pieces += [prompt, *(r[:-1] for _, r in siblings)]
         offsets += [0, *([len(prompt)] * len(siblings))]
+        if routes:
+            own_routes.append(routes[siblings[0][0]][: len(prompt)])
+            own_routes += [routes[row][len(prompt) :] for row, _ in siblings]
 
         token_index = _concatenated_ranges(counts)  # index of each token in its response
         end += len(prompt)
@@ -210,6 +223,7 @@ def _pack_shared(groups: list[_PromptRows], multiple_of: int) -> Packed:
         predict=torch.cat(predict),
         rows=[row for _, siblings in groups for row in siblings],
         multiple_of=multiple_of,
+        routes=own_routes,
     )
 
 
@@ -220,6 +234,7 @@ def _finish(
     predict: Tensor,
     rows: list[tuple[int, Tensor]],
     multiple_of: int,
+    routes: list[Tensor],
 ) -> Packed:
     """Concatenate the pieces and append a segment of padding. offsets: first position of each piece."""
     total = sum(map(len, pieces))
@@ -238,11 +253,19 @@ def _finish(
         targets=torch.cat([r for _, r in rows]) if rows else torch.zeros(0, dtype=torch.int64),
         rows=tuple(i for i, _ in rows),
         counts=torch.tensor([len(r) for _, r in rows], dtype=torch.int64),
+        routes=_padded_routes(torch.cat(routes), multiple_of) if routes else None,
     )
 
 
 def _padded(piece: Tensor, multiple_of: int) -> Tensor:
     return torch.nn.functional.pad(piece, (0, -len(piece) % multiple_of))
+
+
+def _padded_routes(routes: Tensor, multiple_of: int) -> Tensor:
+    """Pad routes [rows, layers, k] with the first k experts, because a token needs k different ones."""
+    _, layers, k = routes.shape
+    padding = torch.arange(k, dtype=routes.dtype).expand(-len(routes) % multiple_of, layers, k)
+    return torch.cat((routes, padding))
 
 
 def _runs(lengths: list[int]) -> tuple[tuple[int, int], ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.types import Episode, FinishReason, Prompt, Rollout, ScoredRollout, ScoreResult
 
 # (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
@@ -195,6 +196,12 @@ def check_context(
         )
 
 
+def empty_routes(shape: ModelShape) -> Tensor:
+    """Return the routes [0, layers, k] of no token, in the smallest dtype that holds the number of an expert."""
+    dtype = torch.uint8 if shape.experts <= 256 else torch.int16
+    return torch.empty(0, shape.layers, shape.chosen_experts, dtype=dtype)
+
+
 def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     """Pack scored rollouts into a few tensors, because every object in a checkpoint file costs time.
 
@@ -202,7 +209,8 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     int64 and log_probs [tokens] float32 of all rollouts. spans [spans, 2] int64. rewards [B] float32. scores [bytes]
     uint8: JSON of the distinct ScoreResults. score [B] int64: index of each rollout's ScoreResult, -1 for none.
     Only with environments: episodes [E, 5] int64: index of the rollout, turns, calls, malformed calls, and index of
-    the ScoreResult; sampled [tokens] bool of these rollouts.
+    the ScoreResult; sampled [tokens] bool of these rollouts. Only with routes: routes [rows, layers, k] of all
+    rollouts; route_rows [B] int64: rows of each rollout, 0 for none.
     """
     rollouts = [row.rollout for row in rows]
     heads = [
@@ -211,6 +219,8 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     ]
     spans = [span for r in rollouts for span in r.spans]
     episodes = [(i, r.episode) for i, r in enumerate(rollouts) if r.episode]
+    routes = [r.routes for r in rollouts if r.routes is not None]
+    route_rows = torch.tensor([0 if r.routes is None else len(r.routes) for r in rollouts])
     # Rollouts with equal answers share one ScoreResult object.
     given = [row.score for row in rows] + [episode.score for _, episode in episodes]
     distinct = {id(score): score for score in given if score}
@@ -229,11 +239,12 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         "scores": torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8),
         "score": torch.tensor([place.get(id(row.score), -1) for row in rows], dtype=torch.int64),
         **(of_episodes if episodes else {}),
+        **({"routes": torch.cat(routes), "route_rows": route_rows} if routes else {}),
     }
 
 
 def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
-    """Return the rollouts of rollouts_to_tensors, bit for bit. Their tensors [G] are views."""
+    """Return the rollouts of rollouts_to_tensors, bit for bit. Their tensors are views."""
     heads = tensors["heads"].tolist()
     lengths = [head[2] for head in heads]
     ids = tensors["token_ids"].split(lengths)
@@ -249,13 +260,17 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
             row: Episode(mask, turns, calls, malformed, scores[v])
             for (row, turns, calls, malformed, v), mask in zip(of_episodes, masks, strict=True)
         }
+    routes = [None] * len(heads)
+    if "routes" in tensors:
+        split = tensors["routes"].split(tensors["route_rows"].tolist())
+        routes = [own if len(own) else None for own in split]
     rows: list[ScoredRollout] = []
     at = 0
     for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
         heads, ids, log_probs, tensors["rewards"].tolist(), tensors["score"].tolist(), strict=True
     ):
         own = tuple((version, tokens) for version, tokens in spans[at : at + count])
-        rollout = Rollout(sibling, i, lp, _FINISH[finish], own, episodes.get(len(rows)))
+        rollout = Rollout(sibling, i, lp, _FINISH[finish], own, episodes.get(len(rows)), routes[len(rows)])
         rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, scores[v]))
         at += count
     return rows

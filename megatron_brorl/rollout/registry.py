@@ -20,6 +20,7 @@ class EngineKind:
     package: str  # Python package that its environment must have
     backend: str  # "module:class", imported only in the engine's process
     dtypes: tuple[str, ...]  # supported values of rollout.dtype on a GPU
+    returns_routes: bool = False  # supports Sampling.routes
     takes_fp8_blocks: bool = False  # with engine.quantization = "fp8", the trainer sends FP8 blocks
     min_version: str = "0"  # oldest version that the backend supports
     needs: Mapping[str, str] = field(default_factory=dict)  # further required packages -> remedy if one is missing
@@ -57,6 +58,7 @@ ENGINES: Mapping[str, EngineKind] = {  # by the value of rollout.engine
         package="vllm",
         backend="megatron_brorl.rollout.remote.vllm.llm:VllmBackend",
         dtypes=("bf16", "fp32"),
+        returns_routes=True,
         min_version="0.32",  # has initialize_layerwise_reload and finalize_layerwise_reload
         environment={
             "VLLM_HOST_IP": "127.0.0.1",  # otherwise its workers listen on a public address

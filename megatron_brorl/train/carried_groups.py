@@ -61,7 +61,8 @@ def with_own_tensors(scored: ScoredRollout) -> ScoredRollout:
     """Copy the tensors of a rollout. They are views of larger tensors, which would stay in memory with it."""
     r = scored.rollout
     episode = r.episode and replace(r.episode, sampled=r.episode.sampled.clone())
-    own = replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone(), episode=episode)
+    routes = None if r.routes is None else r.routes.clone()
+    own = replace(r, token_ids=r.token_ids.clone(), log_probs=r.log_probs.clone(), episode=episode, routes=routes)
     return replace(scored, rollout=own)
 
 

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from torch import Tensor
+
 from megatron_brorl.config.schema import Config, RolloutConfig
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
@@ -121,6 +123,7 @@ class Collector:
     source: PromptSource
     sampling: Sampling
     costs: CostModel  # of training on a rollout
+    no_routes: Tensor | None = None  # routes of no token, if rollouts have routes
 
     def collect(self, carried: CarriedGroups, step: int, start: SourcePosition, version: int) -> Collected:
         """Sample, score and select groups. Repeat while too few are kept, up to rollout.refills times. Collective.
@@ -176,7 +179,9 @@ class Collector:
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
             # replica: int64 [groups, N], -1 for rollouts that no replica trains on
             replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size)
-            received, moved_bytes = send_to_replicas(scored, outcomes, replica, self.grid)
+            received, moved_bytes = send_to_replicas(
+                scored, outcomes, replica, self.grid, prompt_tokens, self.no_routes
+            )
         seconds["exchange"] = time.monotonic() - begun
         seconds["score_latency_max"] = self.runner.pool.stats.latency_max_s
 

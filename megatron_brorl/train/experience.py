@@ -133,6 +133,7 @@ def make_experience(
     prompt_of = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
     prompts = tuple(prompt_of[r.group] for r in rollouts)
     responses = tuple(r.rollout.token_ids for r in rollouts)
+    routes = tuple(r.rollout.routes for r in rollouts if r.rollout.routes is not None) or None  # of all or none
     # From here to Experience, all columns have the sampled tokens only.
     sampled = _sampled_masks(rollouts)
     from_engine = _only(sampled, [r.rollout.log_probs for r in rollouts])
@@ -140,7 +141,7 @@ def make_experience(
     # With a single update, the old policy is the current one, so no old log-probabilities are needed.
     old = from_engine if algo.old_log_probs == "rollout" else None
     if old is None and _needs_old(algo):
-        old = _only(sampled, actor.log_probs(prompts, responses, temperature))
+        old = _only(sampled, actor.log_probs(prompts, responses, temperature, routes))
     reference, teacher, values = None, None, None
     if models.reference:
         reference = _only(sampled, models.reference.log_probs(prompts, responses, temperature))
@@ -158,8 +159,8 @@ def make_experience(
     ids, rollouts, prompts, responses, from_engine = (
         _select(x, finite) for x in (ids, rollouts, prompts, responses, from_engine)
     )
-    sampled, old, reference, teacher, values = (
-        None if x is None else _select(x, finite) for x in (sampled, old, reference, teacher, values)
+    sampled, old, reference, teacher, values, routes = (
+        None if x is None else _select(x, finite) for x in (sampled, old, reference, teacher, values, routes)
     )
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
@@ -204,7 +205,7 @@ def make_experience(
     if sampled is not None:
         columns = {name: None if x is None else _filled(sampled, x) for name, x in columns.items()}
         columns["mask"] = columns["mask"] or sampled
-    experience = Experience(prompts=prompts, responses=responses, sampled=sampled, ids=ids, **columns)
+    experience = Experience(prompts, responses, sampled=sampled, routes=routes, ids=ids, **columns)
     return list(rollouts), experience, metrics | critic_metrics
 
 

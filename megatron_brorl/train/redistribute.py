@@ -3,8 +3,9 @@
 Replicas wait for each other at every optimizer step, so the rollouts of each optimizer step are balanced separately, by
 their predicted cost. All ranks know all lengths and compute the same assignment.
 
-Only tokens and log-probabilities travel, 8 bytes per token to every rank of the replica. Rewards and lengths are in
-tables that all ranks have. A token of an environment travels as the bitwise complement of its id, which is negative.
+Only tokens, log-probabilities and recorded routes travel, to every rank of the replica: 8 bytes per token, and 1 or 2
+for each chosen expert. Rewards and lengths are in tables that all ranks have. A token of an environment travels as the
+bitwise complement of its id, which is negative.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
 from megatron_brorl.parallel.grid import Grid
@@ -23,8 +25,7 @@ from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of, trained
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
-TOKEN_BYTES = 8  # an id and a log-probability, 4 bytes each
-MESSAGE_TOKENS = 2**25  # tokens that a rank sends or receives per message, about 256 MiB
+MESSAGE_BYTES = 2**28  # bytes that a rank sends or receives per message, approximately
 
 
 def cost_model(worker: Worker) -> CostModel:
@@ -69,13 +70,13 @@ def assign_replicas(
 
 @dataclass(frozen=True)
 class _Transfers:
-    """The rollouts to send, in (group, sibling) order; each field [K] int64."""
+    """Flat tensors to send, one for each rollout, in (group, sibling) order; each field [K] int64."""
 
     group: Tensor
     sibling: Tensor
     source: Tensor  # rank
     target: Tensor  # replica
-    tokens: Tensor
+    length: Tensor  # of the tensor
 
     def select(self, rows: Tensor | slice) -> _Transfers:
         return _Transfers(**{name: column[rows] for name, column in vars(self).items()})
@@ -85,30 +86,51 @@ class _Transfers:
 
 
 def send_to_replicas(
-    rollouts: Sequence[ScoredRollout], outcomes: Outcomes, replica: Tensor, grid: Grid
+    rollouts: Sequence[ScoredRollout],
+    outcomes: Outcomes,
+    replica: Tensor,
+    grid: Grid,
+    prompt_tokens: Sequence[int] = (),
+    no_routes: Tensor | None = None,
 ) -> tuple[list[ScoredRollout], int]:
     """Send every rollout to all ranks of its replica. Collective.
 
     Returns the rollouts of this replica in order, the same on all of its ranks, and the bytes sent between all ranks.
-    rollouts: of this rank. outcomes: of all ranks. replica: int64 [groups, N] from assign_replicas.
+    rollouts: of this rank. outcomes: of all ranks. replica: int64 [groups, N] from assign_replicas. prompt_tokens: of
+    each group. no_routes: routes [0, layers, k] of no token, if rollouts have routes.
     """
     group, sibling = (replica >= 0).nonzero(as_tuple=True)
-    columns = (outcomes.holder, replica, outcomes.tokens)
-    transfers = _Transfers(group, sibling, *(column[group, sibling] for column in columns))
-    held = {(r.group, r.rollout.index): r.rollout for r in rollouts}
+    holder, target, tokens = (column[group, sibling] for column in (outcomes.holder, replica, outcomes.tokens))
+    held = {(r.group, r.rollout.index): r.rollout for r in rollouts if replica[r.group, r.rollout.index] >= 0}
 
-    # Use as many messages as MESSAGE_TOKENS requires on the busiest rank.
-    sent = _sums(transfers.source, transfers.tokens, grid.world_size) * grid.mp_size
-    received = _sums(transfers.target, transfers.tokens, grid.dp_size)
-    messages = -(-int(max(sent.max(), received.max())) // MESSAGE_TOKENS)
-    found: dict[tuple[int, int], Rollout] = {}
-    for i in range(messages):
-        found |= _exchange(transfers.select(slice(i, None, messages)), held, grid)
+    def ids_and_bits(rollout: Rollout) -> Tensor:
+        ids = rollout.token_ids.int()
+        if episode := rollout.episode:
+            ids = torch.where(episode.sampled, ids, ~ids)
+        return torch.cat((ids, rollout.log_probs.view(torch.int32)))
+
+    transfers = _Transfers(group, sibling, holder, target, 2 * tokens)
+    found, moved = _send(transfers, {slot: ids_and_bits(r) for slot, r in held.items()}, torch.int32, grid)
+    routes: dict[tuple[int, int], Tensor] = {}
+    if no_routes is not None:
+        rows = torch.tensor(prompt_tokens)[group] + tokens - 1
+        transfers = replace(transfers, length=no_routes.shape[1:].numel() * no_routes.itemsize * rows)
+        own = {slot: r.routes.flatten().view(torch.uint8) for slot, r in held.items() if r.routes is not None}
+        if len(own) < len(held):
+            raise UserError(
+                f"rollout.replay_routes: {len(held) - len(own)} rollouts of the checkpoint were sampled without it: "
+                'set "never" until they are trained on'
+            )
+        routes, bytes_of_routes = _send(transfers, own, torch.uint8, grid)
+        routes = {slot: x.view(no_routes.dtype).view(-1, *no_routes.shape[1:]) for slot, x in routes.items()}
+        moved += bytes_of_routes
 
     result = []
     with_environment = outcomes.sampled < outcomes.tokens
     for g, s in sorted(found):
-        rollout = Rollout(s, found[g, s].token_ids, found[g, s].log_probs, FINISH[int(outcomes.state[g, s])])
+        ids, bits = found[g, s].chunk(2)
+        finish = FINISH[int(outcomes.state[g, s])]
+        rollout = Rollout(s, ids.long(), bits.view(torch.float32), finish, routes=routes.get((g, s)))
         if with_environment[g, s]:
             sampled = rollout.token_ids >= 0
             ids = torch.where(sampled, rollout.token_ids, ~rollout.token_ids)
@@ -116,44 +138,55 @@ def send_to_replicas(
         reward = float(outcomes.rewards[g, s])
         right = bool(outcomes.right[g, s])
         result.append(ScoredRollout(g, rollout, reward, right, int(outcomes.answers[g, s])))
-    return result, _bytes_sent(transfers, grid)
+    return result, moved
+
+
+def _send(
+    transfers: _Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
+) -> tuple[dict[tuple[int, int], Tensor], int]:
+    """Send this rank's tensors [length], by group and rollout index. Collective.
+
+    Returns the tensors that this rank's replica receives, and the bytes sent between all ranks.
+    """
+    # Use as many messages as MESSAGE_BYTES requires on the busiest rank.
+    sent = _sums(transfers.source, transfers.length, grid.world_size) * grid.mp_size
+    received = _sums(transfers.target, transfers.length, grid.dp_size)
+    messages = -(-int(max(sent.max(), received.max())) * dtype.itemsize // MESSAGE_BYTES)
+    found: dict[tuple[int, int], Tensor] = {}
+    for i in range(messages):
+        found |= _exchange(transfers.select(slice(i, None, messages)), held, dtype, grid)
+    return found, dtype.itemsize * _elements_sent(transfers, grid)
 
 
 def _exchange(
-    transfers: _Transfers, held: Mapping[tuple[int, int], Rollout], grid: Grid
-) -> dict[tuple[int, int], Rollout]:
-    """Send the rollouts, and return those that this rank's replica receives, by group and rollout index. Collective."""
-    # All ranks of a replica get the same message: ids and bits of log-probabilities, rollout by rollout.
+    transfers: _Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
+) -> dict[tuple[int, int], Tensor]:
+    """Exchange one message between all ranks; see _send. Collective."""
+    # All ranks of a replica get the same message.
     own = transfers.select(transfers.source == grid.rank)
-    for_replica: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.int32)] for _ in range(grid.dp_size)]
+    for_replica: list[list[Tensor]] = [[torch.zeros(0, dtype=dtype)] for _ in range(grid.dp_size)]
     for slot, target in zip(own.slots(), own.target.tolist(), strict=True):
-        ids = held[slot].token_ids.int()
-        if episode := held[slot].episode:
-            ids = torch.where(episode.sampled, ids, ~ids)
-        for_replica[target] += ids, held[slot].log_probs.view(torch.int32)
+        for_replica[target].append(held[slot])
     parts = [torch.cat(pieces) for pieces in for_replica]
     replica_of = {rank: i for i, ranks in enumerate(grid.replicas) for rank in ranks}
 
     # Every rank knows the size of each message, so sizes are not exchanged.
     coming = transfers.select(transfers.target == grid.dp_rank)
     coming = coming.select(coming.source.argsort(stable=True))
-    sizes = 2 * _sums(coming.source, coming.tokens, grid.world_size)
+    sizes = _sums(coming.source, coming.length, grid.world_size)
     received = collectives.all_to_all([parts[replica_of[rank]] for rank in range(grid.world_size)], sizes.tolist())
-
     # `received` has the order of `coming`: by sending rank, then by group and rollout.
-    pieces = received.split(coming.tokens.repeat_interleave(2).tolist())
-    rows = zip(coming.slots(), pieces[::2], pieces[1::2], strict=True)
-    return {(g, s): Rollout(s, ids.long(), bits.view(torch.float32), "cut") for (g, s), ids, bits in rows}
+    return dict(zip(coming.slots(), received.split(coming.length.tolist()), strict=True))
 
 
 def _sums(index: Tensor, values: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64).index_add(0, index, values)
 
 
-def _bytes_sent(transfers: _Transfers, grid: Grid) -> int:
-    """Return the bytes sent between all ranks: a rollout goes to each rank of its replica except its holder."""
+def _elements_sent(transfers: _Transfers, grid: Grid) -> int:
+    """Return the numbers sent between all ranks: a rollout goes to each rank of its replica except its holder."""
     is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
     for i, ranks in enumerate(grid.replicas):
         is_member[ranks, i] = True
     copies = grid.mp_size - is_member[transfers.source, transfers.target].long()
-    return TOKEN_BYTES * int((transfers.tokens * copies).sum())
+    return int((transfers.length * copies).sum())

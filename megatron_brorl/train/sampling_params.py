@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megatron_brorl.config.rules import replays_routes
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
@@ -22,10 +25,11 @@ def context(config: Config, shape: ModelShape) -> int:
     return limit
 
 
-def training_sampling_params(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
-    """Return the sampling parameters of training."""
+def training_sampling_params(config: Config, stop_ids: tuple[int, ...], experts: int) -> Sampling:
+    """Return the sampling parameters of training. experts: of a layer, 0 for a dense model."""
     r = config.rollout
-    return Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, stop_ids, config.stop_strings, r.partial_tokens)
+    sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, stop_ids, config.stop_strings, r.partial_tokens)
+    return replace(sampling, routes=replays_routes(config, experts))
 
 
 def evaluation_sampling_params(config: Config, stop_ids: tuple[int, ...]) -> Sampling:

@@ -25,6 +25,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.parallel.grid import Grid
+from megatron_brorl.rollout.engine import empty_routes
 from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
@@ -160,8 +161,11 @@ class Trainer:
         begun = time.monotonic()
 
         # Prompts -> rollouts -> rewards -> groups whose rewards differ.
-        sampling = training_sampling_params(config, self.stop_ids)
-        collector = Collector(config, self.grid, self.runner, self.train_source, sampling, cost_model(self.worker))
+        shape = self.worker.shape
+        sampling = training_sampling_params(config, self.stop_ids, shape.experts)
+        no_routes = empty_routes(shape) if sampling.routes else None
+        costs = cost_model(self.worker)
+        collector = Collector(config, self.grid, self.runner, self.train_source, sampling, costs, no_routes)
         with span("collect"):
             collected = collector.collect(state.carried, state.step, state.source_position, state.updates)
         state.carried = collected.carried  # unfinished and surplus groups, which the next step starts from

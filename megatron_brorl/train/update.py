@@ -99,7 +99,8 @@ def update_policy(
             return None
 
         weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
-        result, values = worker.train(part.prompts, part.responses, ActorLoss(part, algo, weights), temperature, lr)
+        loss = ActorLoss(part, algo, weights)
+        result, values = worker.train(part.prompts, part.responses, loss, temperature, lr, part.routes)
         # Only the last pipeline stage has values.
         sums = {k: sum((v.sums[k] for v in values), 0.0) for k in losses.SUMS}
         maxima = {k: max((v.maxima[k] for v in values), default=0.0) for k in losses.MAXIMA}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_brorl.config.rules import replays_routes
 from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor
@@ -135,7 +136,8 @@ def verify_weights(worker: Worker, engine: Watchdog, version: int, config: Confi
     `tolerance`.
     """
     limit = tolerance(config)
-    gap = log_prob_gap(worker, engine, version)
+    routes = replays_routes(config, worker.shape.experts)
+    gap = log_prob_gap(worker, engine, version, routes)
 
     # Checksums cover the bytes that were sent. The engine may still hold other weights.
     restarts = 0
@@ -143,7 +145,7 @@ def verify_weights(worker: Worker, engine: Watchdog, version: int, config: Confi
         f"after version {version} log-probs are {gap.mean:.2e} nats from the actor's"
     ):
         restarts = 1
-        gap = log_prob_gap(worker, engine, version)
+        gap = log_prob_gap(worker, engine, version, routes)
 
     # All ranks have the same gap, so they raise together.
     if gap.exceeds(limit):
@@ -156,8 +158,11 @@ def verify_weights(worker: Worker, engine: Watchdog, version: int, config: Confi
     return gap, restarts
 
 
-def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
-    """Return the gap over all engines on random prompts, which they sample and the actor scores. Collective."""
+def log_prob_gap(worker: Worker, engine: Watchdog, version: int, replay_routes: bool = False) -> LogProbGap:
+    """Return the gap over all engines on random prompts, which they sample and the actor scores. Collective.
+
+    replay_routes: score tokens with the experts that the engine chose, as training does.
+    """
     grid = worker.grid
     shape = worker.shape
     # A prompt and a response must fit the smallest context.
@@ -178,7 +183,7 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
     slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world_size)[grid.rank]
     own_requests, group_of = requests(slots, groups, {}, 0)
 
-    sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), ())
+    sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), (), routes=replay_routes)
     result = engine.generate(own_requests, sampling)
 
     # The probe is small, so every replica of the actor scores all responses.
@@ -186,7 +191,8 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int) -> LogProbGap:
     ranks = collectives.all_gather(own)
     rows = [row for rank in ranks for row in rank]
     inputs = [torch.tensor(prompts[g].token_ids) for g, _ in rows]
-    actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0)
+    routes = [r.routes for _, r in rows if r.routes is not None] if replay_routes else None
+    actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0, routes)
     gaps = torch.cat([(scored - r.log_probs).abs() for scored, (_, r) in zip(actual, rows, strict=True)])
     # Replicas may round differently, and all ranks must take the same decision.
     gaps = gaps.nan_to_num(nan=float("inf")).to(cpu_bridge.default_device())

@@ -207,14 +207,21 @@ class Stage:
         return [buffer.grad_data for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers)]
 
     def _train(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, head: MakeHead, lr: float
+        self,
+        prompts: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        loss: LossFunction,
+        head: MakeHead,
+        lr: float,
+        routes: Sequence[Tensor] | None = None,
     ) -> tuple[OptimizerStep, list[Any]]:
         """Take one optimizer step on this replica's rows; return it and the values of `loss` per micro-batch.
 
-        `loss` must divide by the size of the global batch. Only the last pipeline stage returns values.
+        `loss` must divide by the size of the global batch. Only the last pipeline stage returns values. routes: see
+        parallel.packing.pack.
         """
         with span("optimizer step") as recorded:
-            batches = self.micro_batches(prompts, responses)
+            batches = self.micro_batches(prompts, responses, routes)
             flops = training_flops(self.shape, batches, self.outputs, self.adapter_weights)
             recorded["flops"] = flops / self.grid.mp_size
             self._reload()
@@ -229,6 +236,7 @@ class Stage:
         responses: Sequence[Tensor],
         head: MakeHead,
         per_token: Callable[[Any], Tensor],
+        routes: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         """Return per_token(head output) [R], without gradient, as [G] float32 per row on all ranks of the replica."""
         result = [torch.zeros(len(r)) for r in responses]
@@ -242,7 +250,7 @@ class Stage:
             return flat.sum(), None
 
         with torch.no_grad(), span("forward") as recorded:
-            batches = self.micro_batches(prompts, responses)
+            batches = self.micro_batches(prompts, responses, routes)
             flops = forward_flops(self.shape, batches, self.outputs, self.adapter_weights)
             recorded["flops"] = flops / self.grid.mp_size
             self._run(batches, collect, head, forward_only=True)
@@ -290,14 +298,16 @@ class Stage:
         gain = token_gain(prompts, responses, self._limit) if self.options.share_prompt else 1.0
         return {"plain": plain, "computed": plain / gain if gain >= MIN_SHARING_GAIN else plain}
 
-    def micro_batches(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Packed]:
+    def micro_batches(
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None = None
+    ) -> list[Packed]:
         """Pack rows of [tokens] each into micro-batches, with this rank's tokens of them in context parallelism.
 
         With expert parallelism, ranks exchange tokens in every micro-batch. This is then a collective of all replicas,
         and the ranks with fewer micro-batches get further ones without rows.
         """
         packing = self._limit, self._multiple, self.options.share_prompt, self._segments_of
-        batches = pack(prompts, responses, *packing)
+        batches = pack(prompts, responses, *packing, routes)
         if self.grid.ep_size > 1:
             most = all_reduce_max({"batches": float(len(batches))}, self.grid.groups.dp)["batches"]
             batches += pack([], [], *packing) * (int(most) - len(batches))
@@ -362,9 +372,18 @@ class Worker(Stage):
         buckets = make_buckets(self.adapter_table, self.options.dtype.itemsize)
         return stream(buckets, self.shape.kv_heads, self._named(), self.grid, self.options.dtype)
 
-    def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
-        """Return log-probabilities [G] float32 of every response, in row order, on all ranks of the replica."""
-        return self._per_token(prompts, responses, self._head(temperature), lambda head: head.log_probs()[0])
+    def log_probs(
+        self,
+        prompts: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        temperature: float,
+        routes: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return log-probabilities [G] float32 of every response, in row order, on all ranks of the replica.
+
+        routes: the experts to use, see parallel.packing.pack.
+        """
+        return self._per_token(prompts, responses, self._head(temperature), lambda head: head.log_probs()[0], routes)
 
     def last_logits(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor | None:
         """Return the logits [B, V] on the CPU from which the last token of each of B > 0 responses is drawn.
@@ -390,10 +409,16 @@ class Worker(Stage):
         return table.cpu()
 
     def train(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, temperature: float, lr: float
+        self,
+        prompts: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        loss: LossFunction,
+        temperature: float,
+        lr: float,
+        routes: Sequence[Tensor] | None = None,
     ) -> tuple[OptimizerStep, list[Any]]:
         """Take one optimizer step on rows of [tokens] each, see Stage._train."""
-        return self._train(prompts, responses, loss, self._head(temperature), lr)
+        return self._train(prompts, responses, loss, self._head(temperature), lr, routes)
 
     def _head(self, temperature: float) -> MakeHead:
         return lambda hidden, batch: self.actor.head(hidden, batch, temperature)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -49,8 +51,8 @@ def test_calls_of_the_worker_extension_match_the_release():
 
 
 @pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Yield the arguments that VllmBackend would pass to vLLM on a GPU; vLLM itself is replaced by empty modules."""
+def backend(tmp_path, monkeypatch):
+    """Yield a VllmBackend as on a GPU; vLLM itself is replaced by empty modules."""
     names = {
         "vllm": ("SamplingParams", "TokensPrompt", "__version__"),
         "vllm.engine": (),
@@ -76,18 +78,37 @@ def given(tmp_path, monkeypatch):
         max_rows=2048,
         stop_ids=(2,),
         max_kv_tokens=4000,
+        routes=True,
         section=dataclasses.asdict(EngineConfig(max_num_tokens=4096, kv_dtype="fp8")),
     )
-    yield importlib.import_module(f"{OURS}.llm").VllmBackend(options).arguments()
+    yield importlib.import_module(f"{OURS}.llm").VllmBackend(options)
     del sys.modules[f"{OURS}.llm"]
 
 
 @pytest.mark.parametrize("free", [1, 4, 20, 60, 79])
-def test_engine_starts_next_to_a_trainer(free, given):
+def test_engine_starts_next_to_a_trainer(free, backend):
     """vLLM 0.33 needs the fraction gpu_memory_utilization of the GPU's memory to be free at start, even if the size of
     the KV cache is given (request_memory in v1/worker/utils.py)."""
+    given = backend.arguments()
     assert given["kv_cache_memory_bytes"] > 0
     assert (given["max_num_batched_tokens"], given["kv_cache_dtype"]) == (4096, "fp8")
     share = given.get("gpu_memory_utilization", LISTING.defaults["gpu_memory_utilization"])
     assert 0 < share <= 1  # the bounds of its field
     assert free * GIB >= 80 * GIB * share
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_routes_are_returned(dtype, backend):
+    """vLLM returns uint16 for more than 256 experts (RoutedExpertsCapturer)."""
+    routes = np.arange(240, 264).reshape(4, 3, 2).astype(dtype)
+
+    async def generate(*_):
+        drawn = SimpleNamespace(token_ids=[5, 2], finish_reason="stop", routed_experts=routes)
+        yield SimpleNamespace(outputs=[drawn])
+
+    backend._llm = SimpleNamespace(generate=generate)
+    vars(sys.modules[f"{OURS}.llm"])["TokensPrompt"] = dict
+    done = asyncio.run(backend._complete("0", [7, 8, 9], SimpleNamespace(logprobs=None)))
+    assert done.routes.tolist() == routes.tolist()
+    assert done.routes.dtype == {"uint8": torch.uint8, "uint16": torch.int16}[dtype]
+    assert backend.arguments()["enable_return_routed_experts"]

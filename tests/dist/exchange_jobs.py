@@ -35,12 +35,15 @@ def rollout(group: int, sibling: int) -> ScoredRollout:
     # All of group 3 are right, so that it is not kept.
     reward = 1.0 if group == 3 else float(sibling % 4 == 0)
     ids = torch.randint(0, 2**31 - 1, (tokens,), generator=g)
+    routes = torch.randint(0, 300, (PROMPTS[group] + tokens - 1, 3, 1), generator=g, dtype=torch.int16)
     episode = Episode(torch.arange(tokens) % 5 > 0, 3) if sibling % 3 else None
-    rollout = Rollout(sibling, ids, log_probs, finish, ((0, tokens),), episode)
+    rollout = Rollout(sibling, ids, log_probs, finish, ((0, tokens),), episode, routes)
     return ScoredRollout(group, rollout, reward, finish != "cut" and sibling % 3 == 0, sibling + 2**40)
 
 
-def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel, message: int) -> dict[str, Any]:
+def exchanged(
+    rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel, message: int, with_routes: bool
+) -> dict[str, Any]:
     """Return this rank's rows, its log, and the bytes of its messages to other ranks."""
     grid = grid_of(**parallel)
     slots = list(product(range(GROUPS), range(N)))
@@ -56,8 +59,9 @@ def exchanged(rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: Cost
         sent.append(flat.element_size() * (sum(splits) - splits[rank]))
         return send(received, flat, sizes, splits)
 
-    with mock.patch.object(dist, "all_to_all_single", spy), mock.patch.object(redistribute, "MESSAGE_TOKENS", message):
-        rows, moved = redistribute.send_to_replicas(own, outcomes, replica, grid)
+    with mock.patch.object(dist, "all_to_all_single", spy), mock.patch.object(redistribute, "MESSAGE_BYTES", message):
+        no_routes = torch.empty(0, 3, 1, dtype=torch.int16) if with_routes else None
+        rows, moved = redistribute.send_to_replicas(own, outcomes, replica, grid, PROMPTS, no_routes)
     return {
         "replica": grid.dp_rank,
         "rows": [

@@ -48,9 +48,11 @@ def gradients(
 ) -> tuple[dict[int, Tensor], dict[str, Tensor], float]:
     """Return logits [G, V] of this replica's rows, the gradient of the mean of -log p, and its norm.
 
-    The option first is the number of rows of the first replica; the last one has the others.
+    The option first is the number of rows of the first replica; the last one has the others. The option routes has the
+    experts of every row, or None.
     """
     first = options.pop("first", 12)
+    routes = options.pop("routes")
     worker = jobs.make_worker(directory, parallel, OptimConfig(clip_grad=0.0), **options)
     prompts, responses = jobs.rows(1)
     grid = worker.grid
@@ -63,7 +65,8 @@ def gradients(
         logits.update((own[row], values) for row, values in found)
         return -head.log_probs()[0].sum() / sum(map(len, responses)), None
 
-    step, _ = worker.train([prompts[i] for i in own], [responses[i] for i in own], loss, 1.0, 0.0)
+    own_routes = routes and [routes[i] for i in own]
+    step, _ = worker.train([prompts[i] for i in own], [responses[i] for i in own], loss, 1.0, 0.0, own_routes)
     for values in logits.values():
         dist.all_reduce(values, group=grid.groups.cp)  # zeros except for this rank's tokens
     return logits, full_tensors(worker, lambda p: p.main_grad), step.grad_norm

@@ -152,18 +152,25 @@ def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options
     return worker.grid.pp_rank, sum(s.nbytes() for s in storages.values())
 
 
-def engine_gap(_rank: int, directory: str, parallel: dict[str, Any]) -> float:
+def engine_gap(rank: int, directory: str, parallel: dict[str, Any]) -> float:
     """Return the largest |log-prob of the engine - log-prob of the actor| over sampled tokens after a weight sync."""
+    return float(engine_gaps(rank, directory, parallel, torch.float32, False).max())
+
+
+def engine_gaps(_rank: int, directory: str, parallel: dict[str, Any], dtype: torch.dtype, replay: bool) -> torch.Tensor:
+    """Return |log-prob of the engine - log-prob of the actor| of sampled tokens. replay: use the engine's experts."""
     worker = make_worker(directory, parallel)
     shape = worker.shape
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, sample_tokens, FusedDecode())
+    engine = TorchEngine(shape, hf_shapes(shape), CPU, dtype, 100, sample_tokens, FusedDecode())
     engine.update_weights(worker.hf_tensors(), 0)
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
-    groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], Sampling(0.9, 1, 0, 24, (2,)))
+    sampling = Sampling(0.9, 1, 0, 24, (2,), routes=replay)
+    groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], sampling)
     asked = [torch.tensor(p.token_ids) for p, g in zip(prompts, groups, strict=True) for _ in g]
     rollouts = [r for g in groups for r in g]
-    actual = worker.log_probs(asked, [r.token_ids for r in rollouts], 0.9)
-    return max(float((a - r.log_probs).abs().max()) for a, r in zip(actual, rollouts, strict=True))
+    routes = [r.routes for r in rollouts] if replay else None
+    actual = worker.log_probs(asked, [r.token_ids for r in rollouts], 0.9, routes)
+    return torch.cat([(a - r.log_probs).abs() for a, r in zip(actual, rollouts, strict=True)])
 
 
 def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[torch.dtype]]:

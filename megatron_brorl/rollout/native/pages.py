@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops.interface import PAGE
+from megatron_brorl.rollout.engine import empty_routes
 
 BLOCK = 64  # tokens of a prompt
 PAGES_PER_BLOCK = BLOCK // PAGE
@@ -55,7 +56,7 @@ class PagePool:
         self.keys = [_empty((pages, *keys), dtype, device) for _ in range(shape.layers)]
         self.values = [_empty((pages, *values), dtype, device) for _ in range(shape.layers)]
         # The experts of each token of a page in every layer; empty for a model without experts.
-        self.routes = _empty((pages, PAGE, shape.layers, shape.chosen_experts), _route_dtype(shape), device)
+        self.routes = _empty((pages, PAGE, shape.layers, shape.chosen_experts), empty_routes(shape).dtype, device)
         self.reset()
 
     def reset(self) -> None:
@@ -165,12 +166,8 @@ def _full_blocks(prompt: Sequence[int]) -> list[tuple[int, ...]]:
 def page_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
     """Return the bytes of one page over all layers."""
     width = pages_for(shape.head_dim) * PAGE
-    routes = shape.chosen_experts * _route_dtype(shape).itemsize
+    routes = shape.chosen_experts * empty_routes(shape).itemsize
     return shape.layers * PAGE * (shape.kv_heads * (shape.head_dim + width) * dtype.itemsize + routes)
-
-
-def _route_dtype(shape: ModelShape) -> torch.dtype:
-    return torch.uint8 if shape.experts <= 256 else torch.int16
 
 
 def spare_memory(device: torch.device) -> int:

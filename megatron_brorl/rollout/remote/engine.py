@@ -310,19 +310,25 @@ def connect_engine(
     stop_ids: tuple[int, ...],
     kv_tokens: int = 0,
     decode: Callable[[Sequence[int]], str] | None = None,
+    routes: bool = False,
 ) -> RemoteEngine:
     """Start or join an engine of type rollout.engine and return this rank's connection. Collective of all ranks.
 
     engine.tensor consecutive ranks of a node share one engine. names: shape of every Hugging Face tensor. context:
     maximum number of prompt + response tokens. kv_tokens: tokens whose keys and values fit by the memory plan; 0 =
-    unknown. decode: tokens -> text, for stop strings. Raises UserError if engine.tensor does not divide the ranks of
-    the node, or if the engine does not start.
+    unknown. decode: tokens -> text, for stop strings. routes: whether training needs Rollout.routes. Raises UserError
+    if engine.tensor does not divide the ranks of the node, or if the engine does not start.
     """
     engine = config.rollout.engine
     settings = config.engine
     kind = ENGINES[engine]
     model = Path(config.model.path).resolve()
     _check_stop_strings(config.stop_strings, kind.name, model)
+    if routes and not kind.returns_routes:
+        raise UserError(
+            f'rollout.replay_routes = "{config.rollout.replay_routes}": {kind.name} does not return the experts of a '
+            'token; set "never"'
+        )
 
     # torchrun sets these variables. Without torchrun, this rank is the only one on its node.
     rank = dist.get_rank()
@@ -359,6 +365,7 @@ def connect_engine(
         threads=torch.get_num_threads() * tensor,
         kv_bytes=(config.rollout.kv_cache_mib * 2**20 or psutil.virtual_memory().available // 2 // per_node) * tensor,
         max_kv_tokens=kv_tokens,
+        routes=routes,
         section=dataclasses.asdict(settings),
     )
     return RemoteEngine(

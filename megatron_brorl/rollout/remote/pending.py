@@ -29,8 +29,8 @@ class PendingRollout:
     def completed(self, answer: Message, sampling: Sampling, version: int) -> Rollout:
         """Return the rollout extended by the tokens of the engine's answer.
 
-        answer: tensors ids [new tokens] int64 and log_probs [new tokens] float32. version: version of the weights that
-        generated them.
+        answer: tensors ids [new tokens] int64, log_probs [new tokens] float32 and, with Sampling.routes, the routes of
+        all tokens but the last. version: version of the weights that generated them.
         """
         before = self.begun
         ids = answer.tensors["ids"]
@@ -50,6 +50,7 @@ class PendingRollout:
             finish,
             extend_spans(before.spans, version, len(ids)),
             before.episode,
+            answer.tensors["routes"].view(answer.fields["routes"]) if sampling.routes else None,
         )
 
     def fault(self, answer: Message, sampling: Sampling, vocab: int) -> str:
@@ -64,6 +65,9 @@ class PendingRollout:
             return f"token {int(outside[0])} outside the vocabulary of {vocab}"
         if sampling.log_probs and (len(log_probs) != len(ids) or bool(log_probs.isnan().any())):
             return f"{len(log_probs)} log-probabilities for {len(ids)} tokens, or NaN among them"
+        computed = len(self.ids) + len(ids) - 1
+        if sampling.routes and len(ids) and answer.fields.get("routes", [0])[0] != computed:
+            return f"routes of {answer.fields.get('routes', [0])[0]} tokens where {computed} were computed"
         return "" if finish in get_args(FinishReason) else f"unknown finish reason {shown(finish)}"
 
 
@@ -130,12 +134,15 @@ class PendingRollouts:
             end = self._stops.first_end(rollout.token_ids[start:], len(row.begun.token_ids) - start)
             if end is not None:
                 end += start
+                dropped = len(rollout.token_ids) - end
+                routes = rollout.routes
                 rollout = replace(
                     rollout,
                     token_ids=rollout.token_ids[:end],
                     log_probs=rollout.log_probs[:end],
                     finish="stop",
                     spans=extend_spans(row.begun.spans, version, end - len(row.begun.token_ids)),
+                    routes=None if routes is None else routes[: len(routes) - dropped],
                 )
             elif rollout.finish == "stop":
                 fault = "it ended at a stop string, but its text contains none"

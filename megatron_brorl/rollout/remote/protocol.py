@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_brorl.rollout.engine import Sampling
 
-PROTOCOL = 6  # incremented with every change of a message
-_DTYPES = {"int64": torch.int64, "float32": torch.float32}
+PROTOCOL = 7  # incremented with every change of a message
+_DTYPES = {"int64": torch.int64, "float32": torch.float32, "uint8": torch.uint8, "int16": torch.int16}
 _PROBE_TOKENS = 16  # two independent samples of this length do not agree by chance
 
 # {"path": file in host memory, "records": list of weights_receive.TensorRecord}
@@ -30,7 +30,7 @@ class ProtocolError(RuntimeError):
 
 @dataclass(frozen=True)
 class Message:
-    """One message. Fields are JSON values. Tensors are one-dimensional, int64 or float32."""
+    """One message. Fields are JSON values. Tensors are one-dimensional, of _DTYPES."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -88,6 +88,7 @@ class EngineOptions:
     threads: int = 0  # CPU threads, without a GPU; 0 = the engine's default
     kv_bytes: int = 0  # memory for keys and values, without a GPU
     max_kv_tokens: int = 0  # tokens whose keys and values fit by the memory plan; 0 = unlimited
+    routes: bool = False  # the engine must return Completion.routes
 
     @property
     def key(self) -> str:
@@ -111,6 +112,7 @@ class Completion:
     token_ids: list[int]  # new tokens; the backend may omit them if the rollout is "cut"
     finish: Literal["stop", "length", "cut"]  # cut: aborted
     log_probs: list[float]  # of each token under the sampling distribution; empty if not requested
+    routes: Tensor | None = None  # see Rollout.routes; uint8 or int16
 
     @classmethod
     def of(cls, token_ids: Sequence[int], reason: str | None, reported: Sequence[Mapping[int, float]]) -> Completion:

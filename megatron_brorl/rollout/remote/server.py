@@ -194,7 +194,11 @@ class Server:
         if by_token and (not ids or ids[-1] not in self.backend.options.stop_ids):
             raise ValueError(f"a rollout finished by a stop token, but ends with {ids[-3:]}")
         tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.tensor(log_probs)}
-        await self._send(client, Message("rollout", {"call": call, "number": number, "finish": done.finish}, tensors))
+        fields: dict[str, Any] = {"call": call, "number": number, "finish": done.finish}
+        if sampling.routes and done.routes is not None:
+            fields["routes"] = list(done.routes.shape)
+            tensors["routes"] = done.routes.flatten()
+        await self._send(client, Message("rollout", fields, tensors))
 
 
 async def _main(address: str, options: EngineOptions) -> None:

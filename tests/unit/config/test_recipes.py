@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "examples" / "recipes"
 # Keys that depend on the machine or the run and not on the method.
 NOT_OF_THE_METHOD = {
-    "rollout": {"engine", "max_num_seqs", "pull", "kv_cache_mib", "timeout_s", "max_lost_share"},
+    "rollout": {"engine", "max_num_seqs", "pull", "kv_cache_mib", "replay_routes", "timeout_s", "max_lost_share"},
     "reward": {"workers", "timeout_s", "unsandboxed"},
     "evaluate": {"benchmarks"},
 }

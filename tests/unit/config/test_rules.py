@@ -9,6 +9,8 @@ import pytest
 from megatron_brorl.config.load import load_table
 from megatron_brorl.config.rules import check_model, parse_benchmark
 from megatron_brorl.errors import UserError
+from megatron_brorl.rollout.remote.engine import connect_engine
+from megatron_brorl.train.sampling_params import training_sampling_params
 
 GAE = ["algo.advantage=gae"]
 TOOLS = ["environment.factory=my_env.py:Calculator"]
@@ -35,7 +37,7 @@ OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
         (["environment.max_tool_seconds=3.0"], "environment.max_tool_seconds = 3.0: needs environment.factory"),
         ([*TOOLS, "environment.max_turn_tokens=1025"], "environment.max_turn_tokens = 1025: must be at most"),
         ([*TOOLS, "rollout.partial_tokens=512"], "must be 0 with environment.factory = my_env.py:Calculator"),
-        ([*TOOLS, "rollout.engine=trtllm"], "turns end at </call>, but rollout.engine = \"trtllm\" stops only at tokens"),
+        ([*TOOLS, "rollout.engine=trtllm"], "turns end at </call>, but rollout.engine"),
         ([*TOOLS, "data.chat=true", "data.chat_template_kwargs={tools = []}"], "remove tools: the template receives"),
         (["parallel.sequence=true"], "parallel.sequence = True: needs parallel.tensor > 1"),
         (["parallel.context=2"], "train.share_prompt = True: must be false with parallel.context > 1"),
@@ -99,6 +101,7 @@ def test_a_broken_rule_is_one_line_that_names_the_key(overrides, message):
     ("experts", "overrides", "message"),
     [
         (0, "parallel.expert=2", "parallel.expert = 2: must be 1 for a qwen model, which has no experts"),
+        (0, "rollout.replay_routes=always", "rollout.replay_routes = 'always': needs experts, not a qwen model"),
         (0, "train.freeze_router=true", "train.freeze_router = True: must be false for a qwen model"),
         (8, "parallel.tensor=2 parallel.expert=2", "parallel.sequence = False: must be true with parallel.tensor"),
         (8, "parallel.tensor=2 parallel.sequence=true", "parallel.expert = 1: must be above 1 with parallel.tensor"),
@@ -136,3 +139,21 @@ def test_valid_combinations_are_accepted(overrides):
 )
 def test_the_name_of_a_benchmark(benchmark, name, file):
     assert parse_benchmark(benchmark) == (name, file)
+
+
+def test_experts_are_replayed_where_engine_and_trainer_round_differently():
+    fp8 = "model.dtype=bf16 rollout.dtype=bf16 rollout.engine=vllm engine.quantization=fp8"
+    for overrides, experts, expected in (
+        ("rollout.dtype=fp32", 8, False),
+        ("rollout.dtype=bf16", 8, True),
+        ("rollout.dtype=bf16", 0, False),
+        ("rollout.dtype=bf16 model.dtype=bf16", 8, False),
+        (fp8, 8, True),
+        ("rollout.replay_routes=always", 8, True),
+        ("rollout.dtype=bf16 rollout.replay_routes=never", 8, False),
+    ):
+        config = load_table({}, "run.toml", overrides.split())
+        assert training_sampling_params(config, (2,), experts).routes is expected
+    config = load_table({}, "run.toml", ["rollout.engine=trtllm", "rollout.dtype=bf16"])
+    with pytest.raises(UserError, match=r"replay_routes = \"auto\": TensorRT-LLM does not return .* set \"never\""):
+        connect_engine(config, {}, 200, 304, (2,), routes=True)

@@ -8,6 +8,7 @@ from itertools import product
 import fakes
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request, rollouts_from_tensors, rollouts_to_tensors, sort_rollouts
@@ -91,8 +92,12 @@ def test_rollouts_become_tensors_and_back_bit_for_bit():
     rows[0], rows[2] = (replace(row, score=half) for row in (rows[0], rows[2]))
     episodes = (Episode(torch.tensor([True, False, True]), 2, 1, 1, half), Episode(torch.zeros(0) > 0, 0), None, None)
     turns = [replace(r, rollout=replace(r.rollout, episode=e)) for r, e in zip(rows, episodes, strict=True)]
-    for sent in (rows, turns, []):
-        back = rollouts_from_tensors(rollouts_to_tensors(sent))
+    drawn = [torch.randint(0, 300, (4 + i, 3, 2), dtype=torch.int16, generator=g) for i in range(4)]
+    with_routes = [
+        replace(row, rollout=replace(row.rollout, routes=None if i == 1 else drawn[i])) for i, row in enumerate(rows)
+    ]
+    for sent in (rows, turns, with_routes, []):
+        back = rollouts_from_tensors(load(save(rollouts_to_tensors(sent))))
         assert [vars(r.score) if r.score else None for r in back] == [vars(r.score) if r.score else None for r in sent]
         for a, b in zip(sent, back, strict=True):
             assert (a.group, a.rollout.index, a.rollout.finish, a.rollout.spans) == (
@@ -107,6 +112,8 @@ def test_rollouts_become_tensors_and_back_bit_for_bit():
             assert one is None or torch.equal(one.sampled, other.sampled)
             assert torch.equal(a.rollout.token_ids, b.rollout.token_ids)
             assert torch.equal(a.rollout.log_probs, b.rollout.log_probs)
+            assert (a.rollout.routes is None) == (b.rollout.routes is None)
+            assert a.rollout.routes is None or torch.equal(a.rollout.routes, b.rollout.routes)
             assert b.reward == pytest.approx(a.reward, abs=1e-7, nan_ok=True)  # a float32
     assert [(r.group, r.rollout.index) for r in sort_rollouts(rows)] == [(0, 0), (0, 2), (1, 1), (1, 3)]
 

@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,6 +53,8 @@ class VllmBackend(EngineBackend):
         self._aborting: set[asyncio.Task[None]] = set()
         if self.config.quantization == "fp8" and not self.on_gpu:
             raise ValueError("engine.quantization = 'fp8' needs a GPU: set 'none'")
+        if options.routes and not self.on_gpu:
+            raise ValueError("rollout.replay_routes: vLLM returns the chosen experts only on a GPU: set 'never'")
         if options.threads and not self.on_gpu:
             os.environ["OMP_NUM_THREADS"] = str(options.threads)  # inherited by vLLM's own process
 
@@ -114,6 +117,7 @@ class VllmBackend(EngineBackend):
             "worker_extension_cls": EXTENSION,
             "generation_config": "vllm",  # ignore the model's generation_config.json
             "disable_log_stats": True,
+            "enable_return_routed_experts": options.routes,
             **own,
         }
 
@@ -171,7 +175,11 @@ class VllmBackend(EngineBackend):
         if params.logprobs is not None:
             flat = drawn.logprobs
             reported = [{token: x} for token, x in zip(flat.token_ids, flat.logprobs, strict=True)]
-        return Completion.of(drawn.token_ids, drawn.finish_reason, reported)
+        done = Completion.of(drawn.token_ids, drawn.finish_reason, reported)
+        if drawn.routed_experts is None:
+            return done
+        routes = torch.from_numpy(drawn.routed_experts)  # uint8, or uint16 with more than 256 experts
+        return replace(done, routes=routes.to(torch.int16) if routes.dtype == torch.uint16 else routes)
 
     async def _watch(self) -> None:
         """Check periodically that vLLM's engine core answers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.remote.engine import _check_stop_strings
 from megatron_brorl.rollout.remote.pending import PendingRollouts, sibling_seed
-from megatron_brorl.rollout.remote.protocol import Message
+from megatron_brorl.rollout.remote.protocol import Message, decode, encode
 from megatron_brorl.types import Episode, Rollout
 
 
@@ -116,6 +117,30 @@ def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
     ]
     assert found[4].episode is episode
     assert pending.faults == ["it ended at a stop string, but its text contains none"]
+
+
+def test_routes_replace_those_of_earlier_calls_and_end_with_the_rollout():
+    text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is a
+    sampling = Sampling(1.0, 1.0, 0, 12, (25,), ("bc",), routes=True)
+    request = Request(fakes.prompts(1)[0], 4, 3)
+    prompt = len(request.prompt.token_ids)
+    begun = Rollout(0, torch.tensor([7, 8]), torch.zeros(2), "cut", ((3, 2),), routes=torch.zeros(prompt + 1, 2, 3))
+    pending = PendingRollouts(sampling, None, None, 8, 50, text)
+    pending.add([replace(request, begun=(begun,))])
+    drawn = torch.randint(0, 300, (prompt + 5, 2, 3), dtype=torch.int16)
+    # The first answer continues a rollout and has a token too many, the second is cancelled, the third lacks a row.
+    for number, (ids, finish, rows) in enumerate([([1, 2, 9], "stop", 4), ([], "cut", -1), ([5, 6], "length", 0)]):
+        own = drawn[: prompt + rows]
+        tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.zeros(len(ids))}
+        fields = {"number": number, "finish": finish, "routes": list(own.shape)}
+        answer = Message("rollout", fields, {**tensors, "routes": own.flatten()})
+        pending.answered(decode(encode(answer)), 4)
+    first, second, third = pending.result()[0]
+    assert first.token_ids.tolist() == [7, 8, 1, 2]
+    assert torch.equal(first.routes, drawn[: prompt + 3])
+    assert (len(second.token_ids), second.routes) == (0, None)
+    assert (len(third.token_ids), third.routes) == (0, None)
+    assert pending.faults == [f"routes of {prompt} tokens where {prompt + 1} were computed"]
 
 
 @pytest.mark.parametrize(

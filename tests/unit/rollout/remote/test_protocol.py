@@ -30,7 +30,7 @@ def test_messages_survive_encoding():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: [f[0].replace(b'"protocol": 6', b'"protocol": 7'), f[1]], "different protocols (7 and 6)"),
+        (lambda f: [f[0].replace(b'"protocol": 7', b'"protocol": 8'), f[1]], "different protocols (8 and 7)"),
         (lambda f: [b"\x00\x01"], "not a message"),
         (lambda f: [json.dumps([1]).encode()], "not a message"),
         (lambda f: f[:1], "0 tensors arrived, the header lists 1"),

@@ -1,0 +1,35 @@
+"""A run of a mixture of experts whose engine computes in bfloat16, on two processes with expert parallelism."""
+
+from __future__ import annotations
+
+import tiny
+from e2e.runs import brorl, rows
+
+from megatron_brorl.data.sentencepiece import train_sentencepiece
+
+
+def test_a_run_replays_routes_of_carried_rollouts_after_it_is_resumed(config, tmp_path):
+    """With a learning rate of 0, log-probabilities of engine and trainer differ only by rounding and by experts."""
+    model = tmp_path / "model"
+    words = [f"{i * i} {i:x} {'abcdefgh'[i % 8 :]}{'hgfedcba'[i // 8 % 8 :]}" for i in range(2000)]
+    eos = train_sentencepiece(words, model, 512).eos_id
+    tiny.make_model(model, "qwen3_moe", False, vocab_size=512, eos_token_id=eos, hidden_size=64)
+    # Every response needs two steps, so that the checkpoint after each step has rollouts of the next one.
+    sizes = ("rollout.max_tokens=16", "rollout.partial_tokens=8", "rollout.dtype=bf16", "parallel.expert=2")
+    options = ("optim.lr=0.0", "algo.dynamic_sampling=false", "data.held_out=[]", "train.verify_reshard=always")
+    gaps = {}
+    for replay in ("auto", "never"):
+        run = tmp_path / replay
+        command = ["train", "--processes", "2", config, f"model.path={model}", f"run.dir={run}", *sizes, *options]
+        for steps in (2, 3):
+            done = brorl(*command, f"rollout.replay_routes={replay}", f"train.steps={steps}")
+            assert done.returncode == 0, done.stderr
+        lines = [line for line in rows(run) if line["step"] > 0]
+        assert all(line["trained_tokens"] and line["carried_rollouts"] for line in lines)
+        gaps[replay] = [(line["logprob_gap_mean"], line["reshard_gap_mean"]) for line in lines]
+    done = brorl(*command, "rollout.replay_routes=auto", "train.steps=4")  # its carried rollouts have no routes
+    assert done.returncode == 2
+    assert "rollout.replay_routes: " in done.stderr
+    for with_replay, without in zip(*gaps.values(), strict=True):
+        assert with_replay[0] < without[0] / 1.5
+        assert with_replay[1] < without[1]
