@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -64,14 +66,21 @@ FAMILIES = {
 }
 # Not in FAMILIES, because a mixture of experts does not support every layout.
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-MOE = Family(Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 16, **_EXPERTS})
+MIXTURES = {
+    "qwen2_moe": Family(
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 56},
+    ),
+    "qwen3_moe": Family(Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 16, **_EXPERTS}),
+}
 CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 VOCAB = 103  # no tensor-parallel size divides it
 
 
 def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: float = 0.2, **overrides: Any) -> Any:
     """Write and return a random model. All parameters differ from their defaults, also norms and biases."""
-    kind = MOE if family == "qwen3_moe" else FAMILIES[family]
+    kind = (FAMILIES | MIXTURES)[family]
     config = kind.config(
         **{
             "vocab_size": VOCAB,
@@ -90,7 +99,7 @@ def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: flo
             **overrides,
         }
     )
-    if family == "qwen2":
+    if family in ("qwen2", "qwen2_moe"):
         del config.head_dim
     torch.manual_seed(seed)
     model = kind.model(config).eval()

@@ -125,8 +125,9 @@ def write(
 
 def _extra_states(shape: ModelShape) -> Iterator[str]:
     """Yield the keys of the extra states of all linear layers."""
+    mlp = "mlp.shared_experts" if shape.shared_ffn else "mlp"
     for layer in range(shape.layers):
-        for part in (*_ATTENTION, *(f"mlp.{name}" for name in _MLP if not shape.experts)):
+        for part in (*_ATTENTION, *(f"{mlp}.{name}" for name in _MLP if shape.shared_ffn or not shape.experts)):
             yield f"decoder.layers.{part}._extra_state/shard_{layer}_{shape.layers}"
         for name, expert in product(_MLP, range(shape.experts)):
             shard = f"shard_{layer}.{expert}_{shape.layers}.{shape.experts}"

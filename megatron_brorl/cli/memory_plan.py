@@ -135,7 +135,8 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
     itself and for each following stage.
 
     In a mixture of experts, a token has the last part and its input and output (2 H) in each chosen expert, if all
-    experts are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each).
+    experts are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each). A
+    shared expert has the last part, too, and its output (H), which its gate scales.
     """
     parallel = config.parallel
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
@@ -143,9 +144,9 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
     mlps = wide * shape.ffn
     dispatched = 0
     if shape.experts:
-        inputs += fused  # the router needs the output of its norm
+        inputs += fused + (shape.shared_ffn > 0)  # The router needs the output of its norm.
         dispatched = 2 * shape.chosen_experts * shape.hidden // parallel.tensor
-        mlps = shape.chosen_experts * (mlps + 2 * shape.hidden)
+        mlps = shape.chosen_experts * (mlps + 2 * shape.hidden) + wide * shape.shared_ffn
     per_layer = inputs * shape.hidden + (attention + mlps) // parallel.tensor
     per_layer += config.lora.rank * len(config.lora.targets)
     layers_in_flight = (parallel.pipeline - stage) * (shape.layers // parallel.pipeline)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in place of every MLP."""
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with a mixture of experts in place of every MLP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.families import dense
-from megatron_brorl.families.family import ConfigJson, Parameter, Requirement
+from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement
+from megatron_brorl.families.rope import one_rope
 
 ROUTER = Parameter("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, "replicated")
 # Parameters of one expert, which is on one rank as a whole.
@@ -26,6 +27,20 @@ EXPERT_DOWN = Parameter(
     "replicated",
     "residual",
 )
+# The shared expert of Qwen2-MoE computes every token. Its gate scales its output.
+SHARED_GATE_UP = replace(
+    dense.GATE_UP,
+    megatron="mlp.shared_experts.linear_fc1.weight",
+    hf={f"mlp.shared_expert.{name}_proj.weight": ("shared_ffn", "hidden") for name in ("gate", "up")},
+)
+SHARED_DOWN = replace(
+    dense.DOWN,
+    megatron="mlp.shared_experts.linear_fc2.weight",
+    hf={"mlp.shared_expert.down_proj.weight": ("hidden", "shared_ffn")},
+)
+SHARED_GATE = Parameter(
+    "mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": ("one", "hidden")}, "replicated"
+)
 
 
 def _rest(config: ConfigJson) -> Mapping[str, Any]:
@@ -39,7 +54,7 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     if norm_topk_prob and chosen == 1:
         raise UserError(f"{config.where}: norm_topk_prob = true with num_experts_per_tok = 1: the router has no effect")
     return {
-        **dense.QWEN3.rest(config),
+        **one_rope(config),
         "ffn": config.get("moe_intermediate_size", int),
         "experts": experts,
         "chosen_experts": chosen,
@@ -47,16 +62,51 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     }
 
 
+def _rest_with_shared(config: ConfigJson) -> Mapping[str, Any]:
+    return {**_rest(config), "shared_ffn": config.get("shared_expert_intermediate_size", int)}
+
+
+def _layer(of: ModelFamily, *shared: Parameter) -> tuple[Parameter, ...]:
+    """Return the parameters of a dense family's layer with experts in place of the MLP."""
+    return (
+        *(p for p in of.layer if p not in (dense.MLP_NORM, dense.GATE_UP, dense.DOWN)),
+        replace(dense.MLP_NORM, fused=""),  # The router needs the normed input, so no linear layer contains the norm.
+        ROUTER,
+        EXPERT_GATE_UP,
+        EXPERT_DOWN,
+        *shared,
+    )
+
+
+_EVERY_LAYER = (
+    Requirement("mlp_only_layers", ([], None), "every layer must have experts"),
+    Requirement("decoder_sparse_step", (1,), "every layer must have experts"),
+)
+QWEN2_MOE = replace(
+    dense.QWEN2,
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    requires=(*dense.QWEN2.requires, *_EVERY_LAYER, Requirement("qkv_bias", (True,), "q, k and v need one")),
+    defaults={
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+    },
+    rest=_rest_with_shared,
+    layer=_layer(dense.QWEN2, SHARED_GATE_UP, SHARED_DOWN, SHARED_GATE),
+)
 QWEN3_MOE = replace(
     dense.QWEN3,
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    requires=(
-        *dense.QWEN3.requires,
-        Requirement("mlp_only_layers", ([], None), "every layer must have experts"),
-        Requirement("decoder_sparse_step", (1,), "every layer must have experts"),
-    ),
+    requires=(*dense.QWEN3.requires, *_EVERY_LAYER),
     defaults={
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
@@ -66,11 +116,5 @@ QWEN3_MOE = replace(
         "norm_topk_prob": False,
     },
     rest=_rest,
-    layer=(
-        *(p for p in dense.QWEN3.layer if p not in (dense.MLP_NORM, dense.GATE_UP, dense.DOWN)),
-        replace(dense.MLP_NORM, fused=""),  # The router needs the normed input, so no linear layer contains the norm.
-        ROUTER,
-        EXPERT_GATE_UP,
-        EXPERT_DOWN,
-    ),
+    layer=_layer(dense.QWEN3),
 )

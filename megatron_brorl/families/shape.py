@@ -14,7 +14,9 @@ from megatron_brorl.files import read_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"  # the one file of a checkpoint that is not sharded
-FAMILIES = {f.architecture: f for f in (dense.LLAMA, dense.QWEN2, dense.QWEN3, gemma3.FAMILY, moe.QWEN3_MOE)}
+FAMILIES = {
+    f.architecture: f for f in (dense.LLAMA, dense.QWEN2, dense.QWEN3, gemma3.FAMILY, moe.QWEN2_MOE, moe.QWEN3_MOE)
+}
 # Keys that would change the computation or the place of the weights in any family.
 _OF_EVERY_FAMILY = (
     Requirement("text_config", (None, {}), "give the directory of the text model alone"),
@@ -51,6 +53,7 @@ class ModelShape:
     experts: int = 0  # of each layer; 0: a dense MLP
     chosen_experts: int = 0  # experts that compute a token
     norm_topk_prob: bool = False  # whether the weights of a token's experts are divided by their sum
+    shared_ffn: int = 0  # of the expert that computes every token; 0: none
 
     @property
     def model_family(self) -> ModelFamily:
@@ -93,6 +96,7 @@ class ModelShape:
     def dimensions(self) -> Mapping[Dimension, int]:
         """Return the sizes that the family's parameters refer to."""
         return {
+            "one": 1,
             "vocab": self.vocab,
             "hidden": self.hidden,
             "q": self.heads * self.head_dim,
@@ -100,6 +104,7 @@ class ModelShape:
             "head": self.head_dim,
             "ffn": self.ffn,
             "experts": self.experts,
+            "shared_ffn": self.shared_ffn,
         }
 
 

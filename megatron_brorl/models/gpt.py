@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
@@ -210,7 +211,8 @@ def check_layout(
     for key, value in [
         ("num_attention_heads", shape.heads),
         ("num_key_value_heads", shape.kv_heads),
-        *([] if shape.experts else [("intermediate_size", shape.ffn)]),  # Experts are not split.
+        # Experts are not split, apart from the shared one.
+        ("shared_expert_intermediate_size", shape.shared_ffn) if shape.experts else ("intermediate_size", shape.ffn),
     ]:
         if value % tp_size:
             raise UserError(f"{keys[0]} = {tp_size} does not divide {key} = {value} of the model")
@@ -291,6 +293,8 @@ def _expert_fields(shape: ModelShape, grid: Grid, dtype: torch.dtype) -> dict[st
     return {
         "num_moe_experts": shape.experts,
         "moe_ffn_hidden_size": shape.ffn,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
+        "moe_shared_expert_gate": shape.shared_ffn > 0,
         "moe_router_topk": shape.chosen_experts,
         "moe_router_pre_softmax": not shape.norm_topk_prob,  # A softmax of the chosen logits divides by their sum.
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
@@ -369,7 +373,7 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
     attention = layer.self_attention.submodules
     mlp = mlp_submodules(layer)
     norm = RmsNorm
-    experts = SequentialMLP
+    experts, shared = SequentialMLP, SharedExpertMLP
     attention.core_attention = PackedAttention
     attention.linear_qkv = mlp.linear_fc1 = ColumnLinear
     attention.linear_proj = mlp.linear_fc2 = RowLinear
@@ -380,7 +384,8 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
         attention.linear_qkv = fused.FusedColumnLinear
         attention.linear_proj = fused.FusedRowLinear
         if shape.experts:
-            experts = fused.FusedExperts
+            experts, shared = fused.FusedExperts, fused.FusedSharedExpert
+            mlp.linear_fc2 = fused.FusedSwiGluLinear
         else:
             mlp.linear_fc1 = fused.FusedColumnLinear
             mlp.activation_func = fused.PassThroughActivation
@@ -397,6 +402,7 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
     if shape.experts:
         linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
         mlp.experts = ModuleSpec(experts, submodules=linears)
+        mlp.shared_experts = ModuleSpec(shared, submodules=replace(linears, linear_fc2=mlp.linear_fc2))
         spec.module = ReplayLayer
         # In checkpoints, the norm before the router has its own name, as in a model of Transformer Engine's layers.
         del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]

@@ -37,8 +37,9 @@ def layer_weights(shape: ModelShape) -> int:
     """Return the number of weights of all layers' matrices that a token is multiplied with."""
     size = shape.dimensions
     attention = 2 * shape.hidden * (size["q"] + size["kv"])  # queries and output, keys and values
-    mlps = 3 * shape.hidden * shape.ffn * (shape.chosen_experts if shape.experts else 1)
-    return shape.layers * (attention + shape.hidden * shape.experts + mlps)  # and the router of a mixture of experts
+    mlps = 3 * shape.hidden * (shape.ffn * (shape.chosen_experts if shape.experts else 1) + shape.shared_ffn)
+    routers = shape.hidden * (shape.experts + (shape.shared_ffn > 0))  # and the gate of a shared expert
+    return shape.layers * (attention + routers + mlps)
 
 
 def pair_flops(shape: ModelShape) -> int:

@@ -41,21 +41,9 @@ ALGO = AlgoConfig(
     correct_boost=0.25,
 )
 # Without a critic: ratios, the mismatch and the aggregation are those of sequences, and the KL is in the reward.
-SEQUENCES = replace(
-    ALGO,
-    advantage="grpo",
-    gamma=1.0,
-    lam=1.0,
-    ratio="sequence",
-    eps_low=0.01,
-    eps_high=0.01,
-    kl_in="reward",
-    kl_estimator="k1",
-    mismatch_mask="sequence",
-    mismatch_bounds=(0.8, 1.25),
-    aggregation="sequence_mean",
-    distill_coef=0.1,
-)
+GRPO = replace(ALGO, advantage="grpo", gamma=1.0, lam=1.0, kl_in="reward", kl_estimator="k1", distill_coef=0.1)
+SEQUENCES = replace(GRPO, ratio="sequence", eps_low=0.01, eps_high=0.01, aggregation="sequence_mean")
+SEQUENCES = replace(SEQUENCES, mismatch_mask="sequence", mismatch_bounds=(0.6, 1.6))
 STEPS = 2
 CLIP = 0.05
 TEMPERATURE = 0.9
@@ -73,11 +61,8 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
 
 
 def turns(responses: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return which tokens of each response the model sampled; the others are those of up to seven observations.
-
-    Every third response, from the first on, has no observations.
-    """
-    return [torch.arange(len(r)) % 3 >= i % 3 for i, r in enumerate(responses)]
+    """Return which tokens of each response the model sampled: the last one, and all of every third response."""
+    return [torch.arange(-len(r), 0) % 3 >= i % 3 for i, r in enumerate(responses)]
 
 
 def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], list[ScoredRollout], torch.Tensor]:
@@ -100,10 +85,7 @@ def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], lis
 def ppo(
     _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any], algo: AlgoConfig, environment: bool
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the metrics of each step and the final weights of actor and critic, the same on every rank.
-
-    "trained" of the metrics has the positions of the trained tokens of each of this replica's rollouts.
-    """
+    """Return the metrics of each step, with the trained positions, and the final weights of actor and critic."""
     grid = grid_of(**parallel)
     shape = read_shape(directory)
     ops = backend(options.get("ops", "fused"), torch.device("cpu"))
@@ -111,9 +93,8 @@ def ppo(
     worker = Worker(shape, grid, stage, OPTIM)
     critic = CriticWorker(shape, grid, stage, CRITIC_OPTIM) if algo.advantage == "gae" else None
     teacher = Worker(shape, grid, stage, None) if algo.distill_coef else None
-    for each in (worker, critic, teacher):
-        if each:
-            each.load_hf(directory)
+    for each in filter(None, (worker, critic, teacher)):
+        each.load_hf(directory)
     models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()), teacher)
     metrics = []
     for step in range(STEPS):

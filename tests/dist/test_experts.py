@@ -16,6 +16,7 @@ from megatron_brorl.config.schema import LoraConfig
 
 EP2, EP4 = {"expert": 2}, {"expert": 4}
 TP = {"tensor": 2, "sequence": True}
+SHARED = "qwen2_moe"
 WHOLE = {"share_prompt": False}  # context parallelism needs whole sequences
 LAYOUTS = [
     (1, {}, {}),
@@ -40,19 +41,20 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Directories by norm_topk_prob."""
-    made = {normalised: tmp_path_factory.mktemp("moe") for normalised in (True, False)}
-    for normalised, directory in made.items():
-        tiny.make_model(directory, "qwen3_moe", False, norm_topk_prob=normalised)
-    return {normalised: str(directory) for normalised, directory in made.items()}
+    """Directories of Qwen3-MoE by norm_topk_prob, and of Qwen2-MoE."""
+    made = {kind: tmp_path_factory.mktemp("moe") for kind in (True, False, SHARED)}
+    for kind, directory in made.items():
+        family, normalised = (SHARED, False) if kind == SHARED else ("qwen3_moe", kind)
+        tiny.make_model(directory, family, False, norm_topk_prob=normalised)
+    return {kind: str(directory) for kind, directory in made.items()}
 
 
 @pytest.fixture(scope="module")
 def expected(models, tmp_path_factory):
-    """Logits of the rows, and the gradient of the mean of -log p, by transformers, by norm_topk_prob and replay."""
+    """Logits of the rows, and the gradient of the mean of -log p, by transformers, by model and replay."""
     found = {}
-    for normalised, replayed in product((True, False), repeat=2):
-        model = AutoModelForCausalLM.from_pretrained(models[normalised])
+    for kind, replayed in product(models, (True, False)):
+        model = AutoModelForCausalLM.from_pretrained(models[kind])
         logits = []
         loss = torch.zeros(())
         for prompt, response, routes in zip(*rows(1), given_experts(), strict=True):
@@ -67,7 +69,7 @@ def expected(models, tmp_path_factory):
             parameter.data = parameter.grad
         target = tmp_path_factory.mktemp("gradients")
         model.save_pretrained(target)
-        found[normalised, replayed] = ([x.detach() for x in logits], tiny.weights(target))
+        found[kind, replayed] = ([x.detach() for x in logits], tiny.weights(target))
     return found
 
 
@@ -94,6 +96,12 @@ def choose(gate, experts, hidden):
 
 
 PLAIN_WEIGHTS = [(1, {}, {}, False, False), (2, EP2, {"tokens": 60}, False, False)]  # norm_topk_prob = false
+SHARED_EXPERT = [
+    (1, {}, {"ops": "reference", "recompute": True}, SHARED, False),
+    (2, {**TP, **EP2}, {}, SHARED, False),
+    (2, {**TP, **EP2}, {"ops": "reference"}, SHARED, True),
+    (4, {"pipeline": 2, **EP2}, {"recompute": True}, SHARED, False),
+]
 REPLAYED = [
     (1, {}, {}, False, True),
     (1, {}, {**WHOLE, "tokens": 60, "recompute": True}, True, True),
@@ -108,17 +116,15 @@ REPLAYED = [
 
 
 @pytest.mark.parametrize(
-    ("size", "parallel", "options", "normalised", "replayed"),
-    [*((*case, True, False) for case in LAYOUTS), *PLAIN_WEIGHTS, *REPLAYED],
+    ("size", "parallel", "options", "kind", "replayed"),
+    [*((*case, True, False) for case in LAYOUTS), *PLAIN_WEIGHTS, *SHARED_EXPERT, *REPLAYED],
 )
-def test_logits_and_gradients_equal_transformers(
-    worlds, models, expected, size, parallel, options, normalised, replayed
-):
-    logits, of_loss = expected[normalised, replayed]
+def test_logits_and_gradients_equal_transformers(worlds, models, expected, size, parallel, options, kind, replayed):
+    logits, of_loss = expected[kind, replayed]
     options = options | {"routes": given_experts() if replayed else None}
     norm = torch.stack([x.norm() for x in of_loss.values()]).norm().item()
     seen: set[Any] = set()
-    for found, gradients, got in worlds(size).run("expert_jobs:gradients", models[normalised], parallel, options):
+    for found, gradients, got in worlds(size).run("expert_jobs:gradients", models[kind], parallel, options):
         assert got == pytest.approx(norm, rel=1e-5)
         for row, values in found.items():
             torch.testing.assert_close(values, logits[row], atol=1e-4, rtol=0)

@@ -35,6 +35,7 @@ EXPERTS = [
     [
         *((*layout, False, *model) for layout, model in product(LAYOUTS, MODELS)),
         *((*layout, "qwen3_moe", True, None) for layout in EXPERTS),
+        (*EXPERTS[2], "qwen2_moe", False, None),
     ],
 )
 def test_bytes_are_those_of_the_tensors(worlds, tmp_path, size, parallel, dtype, zero, family, tied, lora):

@@ -1,4 +1,4 @@
-"""Tests of the samples of the real vLLM: distribution, seeds and ends of responses."""
+"""Tests of the samples of the real vLLM: distribution, seeds, ends of responses, and turns."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from unit.rollout.test_turns import Pool, answer, facts, text_of, tokens_of
 from vllm_engines import GREEDY, PROMPT, SAMPLING, Model, draw, tokens
 
+from megatron_brorl.config.environment import EnvironmentConfig
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.engine import Request
+from megatron_brorl.rollout.turns import TurnEngine
 
 
 def test_log_probs_are_those_of_transformers(model, shared):
@@ -110,3 +113,22 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(start, t
 def test_greedy_is_the_argmax(model, shared):
     (rollout,) = draw(shared, 1, sampling=GREEDY)
     assert rollout.token_ids.tolist() == model.logits(rollout).argmax(-1).tolist()
+
+
+def test_turns_continue_from_their_prefix_in_any_batch(model, start):
+    stops = tuple(range(2, 12))
+    inner = start(model, options={"stop_ids": stops})
+    inner.update_weights(model.stream(), 0)
+    engine = TurnEngine(inner, Pool(), EnvironmentConfig(factory="e:E", max_turns=4), text_of, tokens_of)
+    ask = Request(replace(PROMPT, verifier="environment"), 11, 32)
+    sampling = replace(SAMPLING, max_tokens=48, stop_ids=stops)
+    (found,) = engine.generate([ask], sampling)
+    second, first = engine.generate([replace(ask, n=20, first=12), replace(ask, n=12)], sampling)
+    assert [facts(r) for r in first + second] == [facts(r) for r in found]
+    for rollout in found:
+        expected = model.logits(rollout).log_softmax(-1).gather(-1, rollout.token_ids[:, None])[:, 0]
+        torch.testing.assert_close(rollout.log_probs, expected * rollout.episode.sampled, atol=1e-4, rtol=0)
+        _, *parts = [ids.tolist() for _, ids in rollout.parts()]
+        for turn, observation in zip(parts[::2], parts[1::2], strict=False):
+            assert observation == tokens_of(answer(text_of(turn[:-1]), False).messages)
+    assert {r.episode.turns for r in found} >= {1, 2, 3}

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megatron_brorl.models.layers.attention import Segments
@@ -98,6 +99,15 @@ class FusedExperts(SequentialMLP):
             outputs.append(ops.swiglu_linear(gate_up, expert.linear_fc2.weight)[0])
         out = torch.cat(outputs)
         return (out * weights.unsqueeze(-1)).to(out.dtype), None
+
+
+class FusedSharedExpert(SharedExpertMLP):
+    """Megatron's shared expert with FusedSwiGluLinear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, 1, H] -> [T, 1, H]."""
+        out, _ = self.linear_fc2(self.linear_fc1(x)[0])
+        return out * torch.nn.functional.linear(x, self.gate_weight).sigmoid()
 
 
 class FusedSelfAttention(SelfAttention):

@@ -53,6 +53,7 @@ class _Mlp:
 class _Experts:
     router: Linear  # [B, H] -> [B, experts] float32
     experts: Sequence[_Mlp]
+    shared: tuple[_Mlp, Linear] | None  # computes every row, and its gate [B, H] -> [B, 1]
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,12 @@ class Decoder:
         if q_norm is not None and k_norm is not None:
             norms = HeadNorms(self._scale(q_norm).float(), self._scale(k_norm).float(), self.shape.norm_eps)
 
-        experts = [mlp(moe.EXPERT_GATE_UP, moe.EXPERT_DOWN, e) for e in range(self.shape.experts)]
+        def mixture() -> _Experts:
+            experts = [mlp(moe.EXPERT_GATE_UP, moe.EXPERT_DOWN, e) for e in range(self.shape.experts)]
+            shared = None
+            if self.shape.shared_ffn:
+                shared = mlp(moe.SHARED_GATE_UP, moe.SHARED_DOWN), Linear(get(moe.SHARED_GATE))
+            return _Experts(Linear(get(moe.ROUTER).float()), experts, shared)
 
         return _Layer(
             attention_norm=self._scale(get(dense.ATTENTION_NORM)).to(self.dtype),
@@ -146,7 +152,7 @@ class Decoder:
             attention_out=Linear(get(dense.ATTENTION_OUT)),
             post_attention_norm=norm(gemma3.POST_ATTENTION_NORM),
             mlp_norm=self._scale(get(dense.MLP_NORM)).to(self.dtype),
-            mlp=_Experts(Linear(get(moe.ROUTER).float()), experts) if experts else mlp(dense.GATE_UP, dense.DOWN),
+            mlp=mixture() if self.shape.experts else mlp(dense.GATE_UP, dense.DOWN),
             post_mlp_norm=norm(gemma3.POST_MLP_NORM),
             local=number in (self.shape.local_layers or ()),
         )
@@ -191,7 +197,11 @@ class Decoder:
         sorted_out = torch.cat([self._mlp(e, own) for e, own in zip(layer.experts, inputs, strict=True) if len(own)])
         out = torch.empty_like(sorted_out)
         out[order] = sorted_out
-        return (out.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype), chosen
+        mixed = (out.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        if layer.shared is not None:
+            mlp, gate = layer.shared
+            mixed = mixed + self._mlp(mlp, x) * gate(x).sigmoid()
+        return mixed, chosen
 
     def _post(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """Return the output [B, H] of attention or MLP, after its norm if there is one."""

@@ -77,7 +77,7 @@ SHAPES = {
     "llama 3 rope": (("llama", False, {"rope_parameters": LLAMA3}), 2, 1),
     "one kv head": (("llama", True, {"num_key_value_heads": 1}), 1, 2),
     **{family: ((family, True, {}), 2, 2) for family in tiny.FAMILIES},
-    "experts": (("qwen3_moe", False, {}), 2, 2),
+    **{family: ((family, False, {}), 2, 2) for family in tiny.MIXTURES},
 }
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +152,16 @@ def test_turns_for_supervised_training_are_those_of_transformers(tmp_path: Path,
     row[3]["tool_calls"] = [{"function": {**function, "arguments": json.dumps(function["arguments"])}}] * 2
     asked, response, trained = read(tmp_path, {"prompt": row}, tokenizer, chat=True, chat_template_kwargs=tools)
     ids = [*asked, *response, *library("\n").input_ids]  # The template ends with a line break.
-    assert ids == whole["input_ids"] or text != "77"
-
-    def spans(ids: list[int], mask: list[int]) -> list[tuple[int, int, str]]:
-        groups = groupby(zip(ids, mask, strict=True), lambda pair: (min(pair[0], 4), pair[1]))
-        return [(*key, library.decode([i for i, _ in pairs])) for key, pairs in groups]
-
-    expected = spans(whole["input_ids"], [0] * begin + whole["assistant_masks"][begin:])
-    found = spans(ids, [0] * len(asked) + trained + [0])
-    assert found == [(token, own, part.replace("77", text)) for token, own, part in expected]
+    mask = [0] * len(asked) + trained + [0]
+    expected_mask = [0] * begin + whole["assistant_masks"][begin:]
+    assert (ids, mask) == (whole["input_ids"], expected_mask) or text != "77"
+    for own in (0, 1):
+        found, expected = (
+            [i for i, m in zip(*pair, strict=True) if m == own]
+            for pair in ((ids, mask), (whole["input_ids"], expected_mask))
+        )
+        assert library.decode(found) == library.decode(expected).replace("77", text)
+        assert [i for i in found if i < 4] == [i for i in expected if i < 4]  # control tokens
 
 
 @pytest.mark.parametrize("template", [ROLES, TOOLS, THOUGHTS])
@@ -182,29 +182,24 @@ def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path: Path, temp
         assert tokenizer.continuation(turn, True, variables) == library(rest).input_ids
 
 
-WITHOUT_STOP = TOOLS.replace("{% endfor %}</s>", "{% endfor %}")  # Messages of the user end with one.
-UNUSABLE = [(WITHOUT_STOP, TURNS[:1]), (WITHOUT_STOP, TURN), (THOUGHTS, THOUGHT), (ROLES, conversation("7")[3:4])]
-
-
-@pytest.mark.parametrize(("template", "messages"), UNUSABLE, ids=["answer", "turn", "two thoughts", "no calls"])
-def test_templates_that_cannot_frame_turns_are_refused(tmp_path: Path, template: str, messages: Any) -> None:
-    with pytest.raises(UserError, match=r"^[^\n]*: the chat template does not write a turn[^\n]*$"):
-        load_tokenizer(make_hf(tmp_path, chat_template=template)).continuation(
-            messages, True, {"enable_thinking": False}
-        )
+def test_templates_that_cannot_frame_turns_are_refused(tmp_path: Path) -> None:
+    """The stop token of a turn is missing; there is a second thought; calls are not written."""
+    no_stop = TOOLS.replace("{% endfor %}</s>", "{% endfor %}")
+    unusable = [(no_stop, TURNS[:1]), (no_stop, TURN), (THOUGHTS, THOUGHT), (ROLES, conversation("7")[3:4])]
+    for i, (template, messages) in enumerate(unusable):
+        tokenizer = load_tokenizer(make_hf(tmp_path / str(i), chat_template=template))
+        with pytest.raises(UserError, match=r"^[^\n]*: the chat template does not write a turn[^\n]*$"):
+            tokenizer.continuation(messages, True, {"enable_thinking": False})
 
 
 def test_turns_without_a_template(tmp_path: Path) -> None:
     """The expected tokens are those of a rollout: a turn ends with </call> or EOS, and observations are appended."""
     pieces = train_sentencepiece([*SUMS, "<call>add: 1</call><result>2</result>"], tmp_path / "sp", 600)
-    row = {"prompt": "3 + 4", "answer": "7", "target": "x<result>no</result><call>add: 3 4</call><result>7</result>7"}
+    texts = ("x", "<result>no</result>", "<call>add: 3 4</call>", "<result>7</result>", "7")
     for tokenizer in (pieces, load_tokenizer(make_hf(tmp_path / "hf"))):
-        expected: list[tuple[int, int]] = []
-        for text in ("x", "<result>no</result>", "<call>add: 3 4</call>", "<result>7</result>", "7"):
-            ids = tokenizer.encode(text) + [tokenizer.eos_id] * (text in "x7")
-            expected += [(i, int("result" not in text)) for i in ids]
-        _, response, trained = read(tmp_path, row, tokenizer)
-        assert list(zip(response, trained, strict=True)) == expected
+        parts = [(tokenizer.encode(text) + [tokenizer.eos_id] * (text in "x7"), "result" not in text) for text in texts]
+        _, response, trained = read(tmp_path, {"prompt": "3 + 4", "answer": "7", "target": "".join(texts)}, tokenizer)
+        assert list(zip(response, trained, strict=True)) == [(i, own) for ids, own in parts for i in ids]
         results = tokenizer.encode("<result>19</result><result>22</result>")
         assert tokenizer.continuation(conversation("19")[4:6], False) == results
     with pytest.raises(UserError, match="has no chat template"):

@@ -14,16 +14,7 @@ from megatron_brorl.environments.interface import describe
 from megatron_brorl.errors import UserError
 
 
-class Base:
-    def reset(self, row: Any) -> None: ...
-
-    def reward(self) -> float:
-        return 0.0
-
-
-class Tools(Base):
-    number = 3
-
+class Tools(Calculator):
     def search(self, words: list[str], most: int = 3) -> str:
         """Search for words.
 
@@ -33,30 +24,20 @@ class Tools(Base):
         """
         return ""
 
-    def look(self) -> dict[str, int]:
-        """Look around."""
-        return {}
-
-    @staticmethod
-    def helper() -> int:
-        return 0
+    number, helper = 3, staticmethod(len)
 
     def _private(self) -> None: ...
 
 
-def test_the_tools_are_the_public_methods() -> None:
-    assert describe(Tools).tools == (get_json_schema(Tools.look), get_json_schema(Tools.search))
-    assert describe(make("step(self, text): ...")).tools == ()
-
-
-def make(body: str, base: type = Base) -> type:
-    """Return a class with a method `act` that begins with `body`."""
-    scope: dict[str, Any] = {"Base": base, "__name__": __name__}
-    exec(f"class Game(Base):\n    def {body}", scope)
+def make(body: str) -> type:
+    scope = {"__name__": __name__}
+    exec(f"class Game:\n    def reset(self, row): ...\n    def reward(self): ...\n    {body}", scope)
     return scope["Game"]
 
 
-ARGS = "act(self, a{}):\n        '''Act.\n\n        Args:\n            a: A number.'''"
+def test_the_tools_are_the_public_methods() -> None:
+    assert describe(Tools).tools == (get_json_schema(Tools.calculate), get_json_schema(Tools.search))
+    assert describe(make("def step(self, text): ...")).tools == ()
 
 
 @pytest.mark.parametrize(
@@ -64,12 +45,12 @@ ARGS = "act(self, a{}):\n        '''Act.\n\n        Args:\n            a: A numb
     [
         ("missing.py:Game", "environment missing.py:Game: no such file"),
         (f"{Calculator.__module__}:_value", "is not a class"),
-        (make("reset(self, row): ...", object), "environment Game: has no method reward"),
-        (make("_act(self): ..."), "neither tools .* nor a method step"),
-        (make(ARGS.format("")), "tool act: .*missing a type hint"),
-        (make(ARGS.format(": Base")), "tool act: .*Base"),
-        (make("act(self, a: int): 'Act.'"), "tool act: .*no description for the argument 'a'"),
-        (make("__init__(self, size): ..."), "cannot be created without arguments: .*size"),
+        (make("reward = None"), "environment Game: has no method reward"),
+        (make("def _act(self): ..."), "neither tools .* nor a method step"),
+        (make("def act(self, a): 'Act.'"), "tool act: .*missing a type hint"),
+        (make("def act(self, a: slice): 'Act.'"), "tool act: .*slice"),
+        (make("def act(self, a: int): 'Act.'"), "tool act: .*no description for the argument 'a'"),
+        (make("def __init__(self, size): ..."), "cannot be created without arguments: .*size"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_a_user_error(factory: Any, message: str) -> None:
@@ -77,19 +58,18 @@ def test_a_class_that_cannot_be_used_is_a_user_error(factory: Any, message: str)
         describe(factory)
 
 
-def hermes(*calls: tuple[str, dict[str, Any]]) -> str:
+def hermes(*calls: tuple[str, Any]) -> str:
     bodies = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
     return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
 
 
-TEXTS = [
-    "No call.",
-    "First.\n" + hermes(("look", {}), ("search", {"words": ["ä", "<b>"], "most": 2})),
-    "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(("look", {"a": {"b": [None, 1.5, "\n"]}})),
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "First.\n" + hermes(("look", {}), ("search", {"words": ["ä", "<b>"], "most": 2})),
+        "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(("look", {"a": {"b": [None, 1.5, "\n"]}})),
+    ],
+)
 def test_hermes_calls_are_those_that_transformers_finds(text: str) -> None:
     parsing = pytest.importorskip("transformers.utils.chat_parsing")
     serving = pytest.importorskip("transformers.cli.serving.utils")
@@ -101,16 +81,13 @@ def test_hermes_calls_are_those_that_transformers_finds(text: str) -> None:
 
 
 def test_tag_calls() -> None:
-    text = '2<call> look </call>a <call>search: {"words": [":"]}</call><call>calculate: 2 : 3\n</call>'
-    calls = find_calls(text, "tags")
-    assert calls == [Call("look", ""), Call("search", '{"words": [":"]}'), Call("calculate", "2 : 3")]
-    arguments = [
-        keyword_arguments(call, tool)
-        for call, tool in zip(calls, (Tools.look, Tools.search, Calculator.calculate), strict=True)
-    ]
+    text = '2<call> reward </call>a <call>search: {"words": [":"]}</call><call>calculate: 2 : 3\n</call><call>a'
+    *calls, unfinished = find_calls(text, "tags")
+    assert calls == [Call("reward", ""), Call("search", '{"words": [":"]}'), Call("calculate", "2 : 3")]
+    arguments = [keyword_arguments(call, getattr(Tools, call.name)) for call in calls]
     assert arguments == [{}, {"words": [":"]}, {"expression": "2 : 3"}]
+    assert unfinished == Call("", {}, "the end tag is missing")
     for text in ("2 + 3", "[1]", "[" * 100_000):
         with pytest.raises(MalformedCall, match="the arguments"):
             keyword_arguments(Call("search", text), Tools.search)
-    assert find_calls("<call>a</call><call>b", "tags") == [Call("a", ""), Call("", {}, "the end tag is missing")]
     assert not find_calls(hermes(("look", {})), "tags")

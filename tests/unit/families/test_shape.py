@@ -30,6 +30,7 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
@@ -93,13 +94,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "a model of the hub": {"num_experts": 16, "num_experts_per_tok": 1, "norm_topk_prob": False},
     "a model of transformers 5": {"num_local_experts": 16, "norm_topk_prob": True, "mlp_only_layers": []},
-    "sizes": {"moe_intermediate_size": 40, "decoder_sparse_step": 1, "head_dim": 32, "num_key_value_heads": ABSENT},
+    "sizes": {"moe_intermediate_size": 40, "num_attention_heads": 16, "head_dim": 32, "num_key_value_heads": ABSENT},
 }
 CASES = [
     *((kind, f"rope: {name}") for kind in ("llama", "qwen2", "qwen3") for name in ROPES),
     *((kind, f"key: {name}") for kind in ("llama", "qwen2", "qwen3") for name in KEYS),
     *(("gemma3_text", f"gemma: {name}") for name in GEMMA),
     *(("qwen3_moe", f"experts: {name}") for name in EXPERTS),
+    *(("qwen2_moe", f"experts: {name}") for name in EXPERTS),
 ]
 TABLES = {"rope": ROPES, "key": KEYS, "gemma": GEMMA, "experts": EXPERTS}
 
@@ -134,6 +136,7 @@ def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
         "experts": getattr(resolved, "num_experts", 0),
         "chosen_experts": getattr(resolved, "num_experts_per_tok", 0),
         "norm_topk_prob": getattr(resolved, "norm_topk_prob", False),
+        "shared_ffn": getattr(resolved, "shared_expert_intermediate_size", 0),
         "vocab": resolved.vocab_size,
         "context": context or resolved.max_position_embeddings,
         "norm_eps": resolved.rms_norm_eps,
@@ -193,6 +196,8 @@ def test_unsupported_configurations_are_refused(tmp_path, kind, name):
     [
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported: every layer must have"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported: every layer must have"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False is not supported"),
         ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok = 8 is more than the 4 experts"),
         ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}, "the router has no effect"),
         ("gemma3_text", {"rope_scaling": YARN}, "full_attention.rope_type = 'yarn'"),

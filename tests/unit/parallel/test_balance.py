@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfig
 
 from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
@@ -21,14 +21,16 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-@pytest.mark.parametrize(("family", "kv_heads"), [(Qwen2Config, 1), (Qwen2Config, 4), (Qwen3MoeConfig, 4)])
+@pytest.mark.parametrize(
+    ("family", "kv_heads"), [(Qwen2Config, 1), (Qwen2Config, 4), (Qwen2MoeConfig, 4), (Qwen3MoeConfig, 4)]
+)
 def test_attention_against_counted_operations(family, kv_heads):
     """T tokens take a T + b T^2 operations by torch's counter, because eager attention multiplies all T^2 pairs."""
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "vocab_size": 200}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 12}
     config = family(
         **sizes,
-        **(experts if family is Qwen3MoeConfig else {}),
+        **(experts if family is not Qwen2Config else {}),
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         attn_implementation="eager",

@@ -106,42 +106,32 @@ def test_mini_batches_do_not_depend_on_the_distribution(of, count):
             assert sorted(spread[0] + spread[1]) == sorted(whole[part])
 
 
-# Rollouts with an environment: token ids, which of them the model sampled, and spans.
-TURNS = [
-    ([7, 8, 7, 8, 2], [False, False, True, True, False], ((3, 4), (5, 1))),
-    ([4, 4, 4, 9, 4, 4], [True, True, False, False, True, True], ((2, 2), (3, 2), (4, 2))),
-    ([5, 6, 5], [True] * 3, ((5, 3),)),
-]
-
-
-def turns():
+def test_tables_and_metrics_count_sampled_tokens(processes):
+    table = [  # token ids, which of them the model sampled, and spans
+        ([7, 8, 7, 8, 2], [False, False, True, True, False], ((3, 4), (5, 1))),
+        ([4, 4, 4, 9, 4, 4], [True, True, False, False, True, True], ((2, 2), (3, 2), (4, 2))),
+        ([5, 6, 5], [True] * 3, ((5, 3),)),
+    ]
     rows = []
-    for i, (ids, sampled, spans) in enumerate(TURNS):
-        episode = None if all(sampled) else Episode(torch.tensor(sampled), 1)
+    for i, (ids, sampled, spans) in enumerate(table):
+        episode = None if all(sampled) else Episode(torch.tensor([*sampled, True])[:-1], 1)
         rollout = Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), "stop", spans, episode)
         rows.append(ScoredRollout(0, rollout, float(i), False))
-    return rows
-
-
-def test_tables_and_metrics_count_sampled_tokens(processes):
-    outcomes = gather_outcomes(turns(), 1, 3, ngram=2)
+    outcomes = gather_outcomes(rows, 1, 3, ngram=2)
     assert (outcomes.tokens.tolist(), outcomes.sampled.tolist()) == ([[5, 6, 3]], [[2, 4, 3]])
     # "4 4" is repeated after the observation; "7 8" occurs in the observation first, which does not count.
     assert outcomes.repeats.tolist() == [[0, 1, 0]]
     assert group_metrics(select_groups(outcomes))["response_tokens"] == pytest.approx(3.0)
-    config = Config(rollout=RolloutConfig(max_tokens=4), shaping=ShapingConfig(overlong_tokens=2))
+    config = Config(rollout=RolloutConfig(n=3, max_tokens=4), shaping=ShapingConfig(overlong_tokens=2))
     assert shape_rewards(outcomes, config, 0).rewards.tolist() == [[0.0, 1.0 - 1.0, 2.0 - 0.5]]
     ages = [3, 3, 4, 4, 2, 2, 1, 1, 1]
-    assert staleness(turns(), 6) == {"staleness_mean": pytest.approx(sum(ages) / 9), "staleness_max": 4}
-    whole = torch.ones(9) > 0
-    view = Rollout(0, torch.arange(4), torch.zeros(4), "cut", episode=Episode(whole[:4], 1))
-    assert with_own_tensors(ScoredRollout(0, view, 0.0, False)).rollout.episode.sampled.untyped_storage().nbytes() == 4
+    assert staleness(rows, 6) == {"staleness_mean": pytest.approx(sum(ages) / 9), "staleness_max": 4}
+    assert with_own_tensors(rows[0]).rollout.episode.sampled.untyped_storage().nbytes() == 5
 
-
-def test_first_tokens_of_the_mass_balance(processes):
-    collected = SimpleNamespace(outcomes=select_groups(gather_outcomes(turns(), 1, 3)), rollouts=turns())
-    worker = SimpleNamespace(grid=processes)
-    tokens, sampled = _TokenMetrics(Config(rollout=RolloutConfig(n=3)), 0, collected, worker, None)._first_tokens()
-    for i, (ids, own, _) in enumerate(TURNS):
+    # The first tokens for the mass balance.
+    collected = SimpleNamespace(outcomes=select_groups(outcomes), rollouts=rows)
+    metrics = _TokenMetrics(config, 0, collected, SimpleNamespace(grid=processes), None)
+    for i, (tokens, sampled) in enumerate(zip(*(x[0].tolist() for x in metrics._first_tokens()), strict=True)):
+        ids, own, _ = table[i]
         rest = MAX_POSITION - len(ids)
-        assert (tokens[0, i].tolist(), sampled[0, i].tolist()) == (ids + [-1] * rest, own + [False] * rest)
+        assert (tokens, sampled) == (ids + [-1] * rest, own + [False] * rest)

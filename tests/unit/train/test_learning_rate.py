@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import fakes
 import pytest
@@ -20,6 +22,7 @@ from unit.train.test_updates_counted import Pool
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.sft import sft, sft_optim
+from megatron_brorl.types import Demonstration
 
 R = math.sqrt(2) / 2
 
@@ -132,15 +135,31 @@ def test_actor_and_critic_decay_over_their_own_updates(processes, model):
     assert [lr for _, lr in found] == pytest.approx(critic, rel=1e-12)
 
 
-def test_sft_follows_the_schedule(processes, model, monkeypatch):
+# Ids and masks of responses for supervised training. The last one is the answer of a prompt without a demonstration.
+RESPONSES = [((40, 2, 51, 52, 7, 2), "110011"), ((60, 61, 9), "001"), ((12, 31, 2, 5), "1010"), ((7, 11, 2), "111")]
+
+
+def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processes, model, monkeypatch):
+    """Check the rates of all steps, and the loss and the gradient of the first step against a loop in float64."""
     monkeypatch.setattr("megatron_brorl.train.sft.WARMUP_STEPS", 1)
     config = SftConfig(steps=5, examples_per_step=4, lr=1e-3)
     optim = sft_optim(config, OptimConfig(lr=7.0, lr_schedule="linear", min_lr_ratio=0.5, lr_decay_steps=99))
+    given = [*(Demonstration(ids, tuple(char == "1" for char in mask)) for ids, mask in RESPONSES[:-1]), None]
+    prompts = [replace(p, answer="7", demonstration=own) for p, own in zip(fakes.prompts(4), given, strict=True)]
+    source = SimpleNamespace(prompts=lambda _start, _count: prompts)
     rows = []
+    writer = SimpleNamespace(write=lambda _step, metrics, _seconds: rows.append(metrics))
+    sft(trainer_of(model, processes, {}).worker, source, Sums(), config, optim, writer, _Silent())
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3, 1e-3, 0.875e-3, 0.75e-3, 0.625e-3], rel=1e-12)
 
-    class Rows:
-        def write(self, _step, metrics, _seconds):
-            rows.append(metrics["lr"])
-
-    sft(trainer_of(model, processes, {}).worker, Sums(), Sums(), config, optim, Rows(), _Silent())
-    assert rows == pytest.approx([1e-3, 1e-3, 0.875e-3, 0.75e-3, 0.625e-3], rel=1e-12)
+    exact = copy.deepcopy(model[1]).double()
+    losses = []
+    for prompt, (ids, mask) in zip(prompts, RESPONSES, strict=True):
+        log_probs = exact(torch.tensor([[*prompt.token_ids, *ids]])).logits[0].log_softmax(-1)
+        at = zip(log_probs[len(prompt.token_ids) - 1 :], ids, mask, strict=False)
+        losses += [-row[token] for row, token, char in at if char == "1"]
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    norm = sum(float(p.grad.square().sum()) for p in exact.parameters()) ** 0.5
+    found = rows[0]["tokens"], rows[0]["loss"], rows[0]["grad_norm"]
+    assert found == pytest.approx((len(losses), float(loss.detach()), norm), rel=1e-5)

@@ -113,10 +113,9 @@ def test_step_is_recorded(processes, model, tmp_path):
 def test_turns_are_the_parts_of_the_mask(tmp_path):
     """Without an environment, with three turns and with one, all of the same tokens. The answer is in the last turn."""
     ids = [5, 6, fakes.STOP, 80, 7, fakes.STOP, 81, fakes.STOP, 8, fakes.STOP]
-    sampled = [True] * 3 + [False] + [True] * 2 + [False] * 2 + [True] * 2
+    masks = (None, [True] * 3 + [False] + [True] * 2 + [False] * 2 + [True] * 2, [True] * 10)
     turns = [("5 6", True), ("80", False), ("7", True), ("81", False), ("8", True)]
-    masks = (None, sampled, [True] * 10)
-    episodes = [None if mask is None else Episode(torch.tensor(mask), 3) for mask in masks]
+    episodes = [mask and Episode(torch.tensor(mask), 3) for mask in masks]
     rows = [Rollout(i, torch.tensor(ids), torch.zeros(10), "stop", ((0, 10),), e) for i, e in enumerate(episodes)]
     recorder = Recorder(tmp_path, configured({"reward": {"extract": "full"}}), fakes.Tokenizer().decode, (2,), 0)
     groups = [PromptGroup(fakes.prompts(1)[0], 0, 0)]

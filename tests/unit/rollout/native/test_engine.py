@@ -46,7 +46,8 @@ def prompts(lengths=(3, 9, 1, 5)):
 # `make test-fast` runs two dense families, one with a tied head and one with an untied head.
 MOE = ("qwen3_moe", False)
 FAST = [("qwen2", False), ("gemma3", True), MOE]
-FAMILIES = [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in [*tiny.CASES, MOE]]
+CASES = [*tiny.CASES, MOE, ("qwen2_moe", False)]
+FAMILIES = [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES]
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=str)

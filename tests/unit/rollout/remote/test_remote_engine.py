@@ -125,6 +125,18 @@ def ask(link: Connection, message: Message) -> None:
     raise AssertionError(message.kind)
 
 
+@pytest.fixture
+def engine(backend, tmp_path):
+    """Return an engine of the backend with weights of version 3."""
+    engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
+    leader = Connection(address(tmp_path))
+    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    engine.update_weights([], 3)
+    yield engine
+    leader.close()
+    engine.close()
+
+
 def test_generate_sleep_and_weight_sync(backend, tmp_path):
     settings = EngineConfig(start_timeout_s=30.0)
     engine = RemoteEngine(settings, OPTIONS, {}, tmp_path, None, tmp_path / "log")
@@ -157,8 +169,7 @@ def test_generate_sleep_and_weight_sync(backend, tmp_path):
 
 
 @pytest.mark.parametrize("backend", [True, False], indirect=True, ids=["kept", "dropped"])
-def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, tmp_path):
-
+def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, engine):
     class Impatient:
         def finished(self, request, rollout):
             raise AssertionError("no rollout has finished")
@@ -166,29 +177,19 @@ def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, tm
         def cancelled(self):
             return bool(engine._open_calls)  # as soon as the requests are sent
 
-    engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
-    leader = Connection(address(tmp_path))
-    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
-    engine.update_weights([], 3)
     request = Request(Prompt("p", "", (5, 6), None, "exact"), 7, 2, 0)
     (group,) = engine.generate([request], Sampling(1.0, 1.0, 0, 8, (2,)), Impatient())
     assert [r.finish for r in group] == ["cut", "cut"]
     expected = [[10 + sibling_seed(7, i, 0) % 10, 6] for i in (0, 1)] if backend.keeps_cut else [[], []]
     assert [r.token_ids.tolist() for r in group] == expected
     assert [r.log_probs.tolist() for r in group] == [[-float(t) for t in ids] for ids in expected]
-    leader.close()
-    engine.close()
 
 
-def test_supply_is_requested_as_there_is_room(backend, tmp_path):
+def test_supply_is_requested_as_there_is_room(engine):
     """The engine computes eight rollouts together, but its cache holds only four of 40 tokens that are half done."""
-    engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     assert engine.rows == 8
     engine._link.capabilities = engine.capabilities = dataclasses.replace(engine.capabilities, kv_tokens=80)
     assert engine.rows == 4
-    leader = Connection(address(tmp_path))
-    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
-    engine.update_weights([], 3)
     prompt = Prompt("p", "", (5, 6), None, "exact")
     left = [Request(prompt, 7, 2, first) for first in range(6, 20, 2)]
 
@@ -209,16 +210,10 @@ def test_supply_is_requested_as_there_is_room(backend, tmp_path):
     assert all(1 <= room <= 4 for room in Queue.rooms)
     (whole,) = engine.generate([Request(prompt, 7, 20)], Sampling(1.0, 1.0, 0, 8, (2,)))
     assert [r.token_ids.tolist() for group in groups for r in group] == [r.token_ids.tolist() for r in whole]
-    leader.close()
-    engine.close()
 
 
-def test_turns_are_requests_with_the_whole_prefix(backend, tmp_path):
+def test_turns_are_requests_with_the_whole_prefix(engine):
     """The seed of a turn is keyed by the number of tokens before it. Replies come when the engine has no rows."""
-    engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
-    leader = Connection(address(tmp_path))
-    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
-    engine.update_weights([], 3)
     end = Reply((), True, ScoreResult(0.5, "ok"))
     pool = Pool(delay=1, answer=lambda text, last: end if last else says("20 21"))
     pool.cancelled = lambda: None if engine._open_calls else pool.deliver()
@@ -230,8 +225,6 @@ def test_turns_are_requests_with_the_whole_prefix(backend, tmp_path):
         assert rollout.token_ids.tolist() == [31, first, 31, 2, 20, 21, second, 21, 2, 20, 21, third, 21, 2]
         assert rollout.episode.sampled.tolist() == [False] + [True] * 3 + ([False] * 2 + [True] * 3) * 2
         assert (rollout.episode.turns, rollout.episode.score.reward) == (3, 0.5)
-    leader.close()
-    engine.close()
 
 
 def test_every_engine_has_a_backend():
