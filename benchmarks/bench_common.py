@@ -26,6 +26,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODELS = {
     "t4": qwen2_config(hidden=256, layers=4, heads=4, kv_heads=2, ffn=688, vocab=4096, context=2048),
     "m30": qwen2_config(hidden=512, layers=8, heads=8, kv_heads=2, ffn=1536, vocab=8192, context=2048),
+    # A mixture of experts, and a dense model with equally many weights per token.
+    "moe": qwen2_config(hidden=256, layers=4, heads=4, kv_heads=2, ffn=256, vocab=1024, context=2048)
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 64, "norm_topk_prob": True}
+    | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+    "moe_dense": qwen2_config(hidden=256, layers=4, heads=4, kv_heads=2, ffn=1024, vocab=1024, context=2048),
     # The sizes of SmolLM2-135M.
     "135m": qwen2_config(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152, context=8192),
     # The sizes of Qwen2.5-1.5B.

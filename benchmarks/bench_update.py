@@ -14,7 +14,6 @@ state_mb: weights, gradients and optimizer. tflops: 6 operations per weight and 
 
 from __future__ import annotations
 
-import math
 import resource
 import statistics
 import tempfile
@@ -35,9 +34,9 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
     from megatron_brorl.config.schema import AlgoConfig, LoraConfig, OptimConfig, ParallelConfig
     from megatron_brorl.families.shape import read_shape
     from megatron_brorl.models import fp8
-    from megatron_brorl.models.weights.names import hf_shapes
     from megatron_brorl.ops.backend import backend
     from megatron_brorl.parallel import cpu_bridge, grid
+    from megatron_brorl.parallel.flops import layer_weights
     from megatron_brorl.train.update import update_policy
     from megatron_brorl.train.worker import StageOptions, Worker
     from megatron_brorl.types import Experience
@@ -81,7 +80,7 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
     if cpu_bridge.on_gpu():
         peak = torch.cuda.max_memory_allocated()
     seconds = statistics.median(taken[1:])
-    weights = sum(math.prod(size) for size in hf_shapes(shape).values())
+    weights = layer_weights(shape) + shape.vocab * shape.hidden
     tokens = job["n"] * (job["prompt"] + job["response"])
     return {
         "variant": job["variant"],

@@ -27,15 +27,12 @@ LAYOUTS = [
     (2, EP2, {"first": 7, "tokens": 60}),  # different numbers of micro-batches
     (2, EP2, {"first": 24, "overlap": True}),  # no rows on one rank
     (2, {**TP, **EP2}, {}),
-    (2, {**TP, **EP2}, {"ops": "reference"}),
     (2, {"context": 2, **EP2}, WHOLE),
     (4, {"context": 2, **EP2}, WHOLE),  # each expert on two ranks
-    (4, EP4, {}),
     (4, EP2, {"first": 3, "tokens": 60}),  # no rows on two ranks
     (4, {"pipeline": 2, **EP2}, {"recompute": True}),
     (4, {**TP, **EP4}, {"first": 7}),
     (4, {**TP, **EP2, "pipeline": 2}, {}),
-    (4, {**TP, **EP4, "context": 2}, WHOLE),
 ]
 
 
@@ -107,7 +104,6 @@ REPLAYED = [
     (1, {}, {**WHOLE, "tokens": 60, "recompute": True}, True, True),
     (2, {"pipeline": 2}, {"tokens": 60}, True, True),
     (2, EP2, {"first": 7, "tokens": 60}, True, True),
-    (2, EP2, {"first": 24}, True, True),
     (2, {**TP, **EP2}, {"tokens": 60, "recompute": True}, True, True),
     (2, {"context": 2, **EP2}, {**WHOLE, "tokens": 60}, True, True),
     (4, {"pipeline": 2, **EP2}, {"tokens": 60, "recompute": True}, True, True),
@@ -140,15 +136,6 @@ def test_replay_removes_most_of_the_gap_to_an_engine_in_bfloat16(worlds, models)
     job = ("jobs:engine_gaps", models[True], {}, torch.bfloat16)
     without, replayed = (worlds(1).run(*job, replay)[0] for replay in (False, True))
     share = (without > 0.2).float().mean()
-    print(
-        share,
-        (replayed > 0.2).float().mean(),
-        without.mean(),
-        replayed.mean(),
-        without.max(),
-        replayed.max(),
-        len(without),
-    )
     assert share > 0.04
     assert (replayed > 0.2).float().mean() < share / 20
     assert replayed.mean() < without.mean() / 2
@@ -161,10 +148,8 @@ LORA = {"lora": LoraConfig(rank=4, targets=("q_proj", "o_proj"))}
 TRAINING = [
     (2, {}, {}, OVERLAPPED),
     (2, EP2, {}, {"tokens": 60, "offload": True}),
-    (2, EP2, {}, ZERO),
     (2, EP2, FROZEN, {"overlap": True}),
     (2, {**TP, **EP2}, {}, OVERLAPPED),
-    (2, {**TP, **EP2}, FROZEN, {}),
     (2, {**TP, **EP2}, LORA, OVERLAPPED),
     (2, {"context": 2, **EP2}, {}, {**OVERLAPPED, **WHOLE}),
     (4, EP2, {}, {**OVERLAPPED, "tokens": 60}),  # each expert on two ranks, which share its optimizer
