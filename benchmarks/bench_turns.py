@@ -1,4 +1,4 @@
-"""How much a slow tool delays the built-in engine: N = 512 episodes whose turns wait 0 to 200 ms for the environment.
+"""Measure how much a slow tool delays the built-in engine: N = 512 episodes whose turns wait 0 to 200 ms for a reply.
 
     python benchmarks/bench_turns.py [--model m30] [--rows 256] [--workers 4] [--quick]
 

@@ -37,7 +37,7 @@ from megatron_brorl.types import ScoreResult
 _MAX_RUNNING = 64  # calls of one process at a time; the time limit of a call begins when the call is sent
 _MAX_FAILED_STARTS = 3
 _MAX_LINE = 1 << 20  # bytes of a result
-_RESULT = TypeAdapter(tuple[int, Outcome])  # what a worker writes for a call: its number and its outcome
+_RESULT = TypeAdapter(tuple[int, Outcome])  # a worker writes the number of a call and its outcome
 
 
 @dataclass(frozen=True)
