@@ -1,4 +1,4 @@
-"""Hook of mkdocs.yml: use README.md as the home page, and generate three pages from the tables of the program.
+"""Hook of mkdocs.yml: README.md is the home page, and two pages and some tables are generated from the program.
 
 A link to a file outside of docs/ is replaced by the path, because the site does not contain the file. A link to a file
 that does not exist is an error.
@@ -29,7 +29,6 @@ def on_files(files: Any, config: Any) -> Any:
     made = {
         "index.md": re.sub(r"\]\(docs/", "](", readme),
         "configuration.md": configuration(),
-        "coming_from.md": coming_from(),
         "metrics.md": metrics(),
     }
     for name, text in made.items():
@@ -56,18 +55,12 @@ def configuration() -> str:
     return "\n".join(lines) + "\n"
 
 
-def coming_from() -> str:
-    """Return the page of the keys of other trainers, each with our key and the conversion of its value."""
-    lines = [
-        "# Coming from TRL, verl or NeMo RL",
-        "",
-        "The error about an unknown key in a TOML file suggests a key from these tables. Without a note, values have",
-        "the same meaning. A step is one round of sampling and training, `rollout.prompts` is the number of prompts",
-        "per step, `algo.mini_batches` the number of optimizer steps per step. Micro-batches are measured in tokens.",
-    ]
+def foreign_keys() -> str:
+    """Return tables of all known keys of other trainers, each with our key and the conversion of its value."""
+    lines = []
     for trainer, table in FOREIGN_KEYS.items():
         rows = [[f"`{theirs}`", answer] for theirs, answer in table.items()]
-        lines += _section(trainer, "", [trainer, "here"], rows)
+        lines += _section(f"All keys of {trainer} that errors explain", "", [trainer, "here"], rows)
     return "\n".join(lines) + "\n"
 
 
@@ -110,7 +103,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             raise PluginError(f"{page.file.src_uri}: {target} does not exist")
         return f"{words} (`{path.relative_to(ROOT)}`)" if path.name not in words else f"`{path.relative_to(ROOT)}`"
 
-    return LINK.sub(inside, markdown)
+    return LINK.sub(inside, markdown) + (foreign_keys() if page.file.src_uri == "coming_from.md" else "")
 
 
 def _joined(page: str, target: str) -> str:

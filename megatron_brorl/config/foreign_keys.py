@@ -12,7 +12,7 @@ _PASSES = "train.steps ({} x rows of data.train / rollout.prompts)"
 _TOKENS = "train.tokens_per_micro_batch ({} x model.context)"
 _WARMUP = "optim.warmup_steps ({} x train.steps x algo.mini_batches x algo.epochs)"
 _GROUP_STD = 'algo.advantage (true = "grpo"; "reinforce_pp_baseline" divides by the deviation of the whole step)'
-_NO_LORA = "none: all weights are trained"
+_LORA = "lora.rank (and lora.alpha for lora_alpha)"
 
 FOREIGN_KEYS = {
     "TRL": {
@@ -40,11 +40,12 @@ FOREIGN_KEYS = {
         "scale_rewards": 'algo.advantage ("group" = "grpo", "batch" = "reinforce_pp_baseline", "mean" = "maxrl")',
         "mask_truncated_completions": "algo.overlong_filter",
         "vllm_importance_sampling_cap": "algo.is_cap",
+        "vllm_importance_sampling_clip_max": "algo.is_cap",
         "reward_funcs": 'data.verifier ("my_rewards.py:score" is a file and a function)',
         "use_vllm": 'rollout.engine (true = "vllm", false = "torch")',
         "vllm_gpu_memory_utilization": "engine.memory_fraction",
         "vllm_tensor_parallel_size": "engine.tensor",
-        "peft_config": _NO_LORA,
+        "peft_config": _LORA,
         "bf16": 'model.dtype (true = "bf16", false = "fp32")',
         "gradient_checkpointing": 'train.recompute (true = "full")',
         "output_dir": "run.dir",
@@ -77,6 +78,7 @@ FOREIGN_KEYS = {
         "use_kl_in_reward": 'algo.kl_in (true = "reward")',
         "entropy_coeff": "algo.entropy_coef",
         "tis_imp_ratio_cap": "algo.is_cap (0 = off)",
+        "rollout_is_threshold": "algo.is_cap (0 = off)",
         "filter_groups": "algo.dynamic_sampling (its enable)",
         "max_num_gen_batches": "rollout.refills (max_num_gen_batches - 1)",
         "grad_clip": "optim.clip_grad",
@@ -92,7 +94,7 @@ FOREIGN_KEYS = {
         "train_files": "data.train",
         "val_files": "data.held_out",
         "custom_reward_function": 'data.verifier ("path.py:name")',
-        "lora_rank": _NO_LORA,
+        "lora_rank": _LORA,
         "total_training_steps": "train.steps",
         "total_epochs": _PASSES.format("total_epochs"),
         "save_freq": "train.checkpoint_every (0 = never)",

@@ -58,7 +58,11 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ("[rollout]\nn = 'four'\nprompt = 3", "unknown key rollout.prompt; did you mean rollout.prompts?"),
         ("[train]\nnum_generations = 8", "unknown key train.num_generations; this trainer calls it rollout.n"),
         ("[grpo]\nnum_generations_per_prompt = 8", "unknown key grpo; this trainer calls it rollout.n"),
-        ("[train]\npeft_config = 8", "train.peft_config; there is no such key here: all weights are trained"),
+        ("[train]\nuse_dynamic_bsz = 8", "train.use_dynamic_bsz; there is no such key here: micro-batches always hold"),
+        (
+            "[train]\npeft_config = 8",
+            "train.peft_config; this trainer calls it lora.rank (and lora.alpha for lora_alpha)",
+        ),
         (
             "[[data.tasks]]\nname = 'gcd'\nwheight = 2",
             "key data.tasks[0].wheight; did you mean data.tasks[].weight?",
@@ -119,6 +123,18 @@ def test_keys_of_other_trainers_are_mapped_to_existing_keys():
         named = set(re.findall(r"\b[a-z]+\.[a-z_]+\b", foreign_key_hint(name)))
         assert {path for path in named if path.partition(".")[0] in sections} <= keys().keys(), name
         assert named or "no such key" in foreign_key_hint(name), name
+
+
+def test_the_page_for_users_of_other_trainers_agrees_with_the_mapping():
+    """Check our key of each row against the schema, and the first key of each other cell against FOREIGN_KEYS."""
+    page = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \| (.*) \| (.*) \| (.*) \|$", page, flags=re.M)
+    assert len(rows) > 30
+    for ours, *cells in rows:
+        assert ours in keys()
+        for table, cell in zip(FOREIGN_KEYS.values(), cells, strict=True):
+            for name in re.findall(r"`(?:[a-z_]+\.)*([a-z_]+)`", cell)[:1]:
+                assert ours in table.get(name, ours), (ours, name)
 
 
 # 8 GPUs, 64 prompts of 16 responses per step, 4 optimizer steps per step, 200 steps, 6,400 rows.

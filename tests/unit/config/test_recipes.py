@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_model import qwen2_config
 
+from megatron_brorl.cli.memory_plan import Machines, plan_run
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
+from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.train.learning_rate import scaled
 
 if sys.version_info >= (3, 11):
@@ -117,3 +120,24 @@ def test_recipes_agree_on_the_length_of_responses():
     names = (f.name for f in fields(longer.rollout))
     unlike = {name for name in names if getattr(longer.rollout, name) != getattr(brorl.rollout, name)}
     assert unlike <= {"max_tokens", "refills", "n", "prompts"}  # keys without effect in an evaluation
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # Adapters of 18,464,768 parameters, as PEFT counts them
+        ((), {"weights": 3_087_428_608, "adapters": 36_929_536, "optimizer": 221_577_216, "gradients": 73_859_072}),
+        (
+            ("lora.rank=0", "optim.lr=1e-6"),
+            {"weights": 3_087_428_608, "optimizer": 18_524_571_648, "gradients": 6_174_857_216},
+        ),
+    ],
+)
+def test_one_gpu_fits_80_gb_with_lora_and_with_all_weights(overrides, expected):
+    """Check the states of the 1,543,714,304 published parameters, and 1,024 responses of full length at a time."""
+    config = load(ROOT / "examples" / "one_gpu.toml", overrides)
+    sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 32768}
+    gpu = 79 * 2**30
+    plan = plan_run(config, parse_shape(qwen2_config(**sizes), "test"), Machines(1, 1, gpu, here=False))[0]
+    assert {name: x for name, x in plan.training.items() if "activations" not in name} == expected
+    assert plan.rows(gpu) >= config.rollout.max_num_seqs == 1024
