@@ -26,7 +26,7 @@ def test_log_probs_match_transformers_after_every_weight_sync(overrides, start, 
     for version in range(4):
         sync_weights(make_worker(str(tmp_path), {}), engine, version)
         rollouts = assert_as_transformers(model, engine, version)
-        # Then change the experts alone, so much that the old ones would be noticed.
+        # Change only the experts before the next sync. With the old ones, log-probabilities would differ by over 0.01.
         with torch.no_grad():
             for name, p in model.module.named_parameters():
                 if "experts" in name:

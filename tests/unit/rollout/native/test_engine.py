@@ -367,7 +367,7 @@ def assert_routes(model, groups, dtype=torch.uint8):
 
 @pytest.mark.parametrize(("rows", "pages"), [(1000, 0), (1, 0), (5, 0), (1000, 25)])
 def test_experts_are_recorded_in_any_batch(moe, rows, pages):
-    """Together, alone, in waves, and with so few pages that rows are evicted and continue."""
+    """The batch has all rows, one row or five rows; with 25 pages, rows are evicted and continue later."""
     memory = pages * page_bytes(read_shape(moe[0]), torch.float32)
     engine = make_engine(*moe, max_rows=rows, memory=memory)
     groups = engine.generate(ROUTED, ROUTES)
