@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: options, fresh processes, the machine's GEMM peak, random models, rows."""
+"""Shared parts of the benchmarks: options, fresh processes, the machine's peak, random models, rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,17 +61,15 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, args).result()
 
 
-def peak_flops(args: tuple[str, int]) -> float:
-    """Return the operations per second of a product of 4096 x 4096 matrices, the best of five. args: dtype, threads."""
-    dtype, threads = args
-    torch.set_num_threads(threads)
-    a, b = torch.randn(2, 4096, 4096).to(DTYPES[dtype])
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        best = min(best, time.perf_counter() - start)
-    return 2 * 4096**3 / best
+def peak_flops(dtype: str, threads: int) -> float:
+    """Return the multiply-add operations per second of `threads` cores (fma_peak.c); bf16 needs AVX-512 BF16."""
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory) / "fma_peak"
+        source = Path(__file__).parent / "fma_peak.c"
+        flags = ["-DBF16"] if dtype == "bf16" else []
+        subprocess.run(["gcc", "-O3", "-march=native", *flags, source, "-o", program], check=True)
+        copies = [subprocess.Popen(program, stdout=subprocess.PIPE, text=True) for _ in range(threads)]
+        return sum(float(copy.communicate()[0]) for copy in copies)
 
 
 def brorl(arguments: Sequence[str], threads: int) -> float:

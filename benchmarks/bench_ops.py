@@ -6,10 +6,10 @@
 
 Every row is measured in a separate process, after one call that compiles and warms up: the median of the seconds and
 the growth of the resident set at its peak. "own" is the fused op with the loss as a user's function (algo.policy_loss).
-gemm_peak_share counts three products, 6 T H V operations, against the speed of a product of 4096 x 4096 matrices in the
-same dtype, the faster of one before and one after the rows. "fused" and "own" return the entropy as well; the others do
-not. They also leave tokens without a gradient (clipped ones) out of two of their products; "clipped" is their share, by
-default that of the random old log-probabilities. Linux only.
+fma_peak_share counts three products, 6 T H V operations, against the machine's multiply-add instructions in the same
+dtype (fma_peak.c). "fused" and "own" return the entropy as well; the others do not. They also leave tokens without a
+gradient (clipped ones) out of two of their products; "clipped" is their share, by default that of the random old
+log-probabilities. Linux only.
 """
 
 from __future__ import annotations
@@ -215,13 +215,12 @@ def rows(
 ) -> list[dict[str, Any]]:
     found = []
     for dtype in dtypes:
-        before = alone(peak_flops, dtype, threads)
+        peak = peak_flops(dtype, threads)
         batch = [alone(measure, name, dtype, shape, clipped, threads, repeat) for shape in shapes for name in names]
-        peak = max(before, alone(peak_flops, dtype, threads))
         for row in batch:
-            row["gemm_peak_share"] = 6 * row["T"] * row["H"] * row["V"] / row["seconds"] / peak
+            row["fma_peak_share"] = 6 * row["T"] * row["H"] * row["V"] / row["seconds"] / peak
         found += batch
-        print(f"{dtype}: peak of a matrix product {peak / 1e9:.0f} GFLOP/s on {threads} threads")
+        print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {threads} threads")
     return found
 
 
@@ -238,7 +237,7 @@ def main() -> None:
     for r in found:
         print(
             f"{r['impl']:<16}{r['dtype']:<7}{r['T']:>6}{r['H']:>6}{r['V']:>8}{r['seconds']:>10.3f}"
-            f"{r['extra_mib']:>11.0f}{r['gemm_peak_share']:>12.1%}{r['loss']:>12.6f}{r['clipped']:>9.1%}"
+            f"{r['extra_mib']:>11.0f}{r['fma_peak_share']:>12.1%}{r['loss']:>12.6f}{r['clipped']:>9.1%}"
         )
     write_rows(args.json, found)
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """Tokens per second and peak memory of N siblings of one prompt in the built-in engine and in others, in one run.
 
-    python benchmarks/bench_rollout.py [--quick] [--json FILE] [--models t4 m30] [--dtypes fp32 bf16] [--n 512]
+    python benchmarks/bench_rollout.py [--quick] [--json FILE] [--models t4 m30] [--dtypes fp32 bf16] [--n 1 8 64 512]
                                   [--prompts 64 512] [--lengths 64 8-256] [--engines brorl transformers]
-                                  [--vllm-python PYTHON] [--threads N] [--repeat N]
+                                  [--vllm-python PYTHON] [--llamacpp-python PYTHON] [--threads N] [--repeat N]
 
-Models have random weights (MODELS in bench_common). Every engine runs in a separate process, with the same weights,
-prompts and threads, at temperature 1 without top-p or top-k, and every sibling gets the same forced length in all of
-them: 64 for all, or 8-256 for lengths evenly spread from 8 to 256 in a shuffled order. No engine looks for an end
-token. The first call warms up; tokens_per_s is the median of the others, each with a different prompt. The time
-includes that of the prompt. Only brorl computes log-probabilities as well.
+A model is a Hugging Face directory, or one of MODELS in bench_common with random weights. Every engine runs in a
+separate process, with the same weights, prompts and threads, at temperature 1 without top-p or top-k, and every sibling
+gets the same forced length in all of them: 64 for all, or 8-256 for lengths evenly spread from 8 to 256 in a shuffled
+order. No engine looks for an end token. The first call warms up; tokens_per_s is the median of the others, each with a
+different prompt. The time includes that of the prompt. Only brorl computes log-probabilities as well.
 
-peak_mib: peak resident set of the engine's process, runtime and weights included. gemm_peak_share: two operations for
+peak_mib: peak resident set of the engine's process, runtime and weights included. fma_peak_share: two operations for
 each weight of the layers' matrices and the LM head per generated token (nothing for the prompt, attention or sampling),
-against a product of 4096 x 4096 matrices of the same dtype, the faster of one before and one after the rows.
+against the machine's multiply-add instructions in the same dtype (fma_peak.c).
 others_cpu_share: the share of the machine that other processes used during the run; above a few percent, measure again.
 brorl also reports refit_ms, a whole update_weights, and prompt_kv_copies: the growth of the keys and values alive in
 the second decoding step when the prompt is twice as long, over the size of one copy of the prompt's keys and values
@@ -30,7 +30,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, write_model, write_rows
+from bench_common import DTYPES, MODELS, matrix_weights, options, peak_flops, write_model, write_rows
 from measure import EngineFailed, ask
 
 from megatron_brorl.families.shape import ModelShape, read_shape
@@ -62,7 +62,7 @@ def kv_bytes(shape: ModelShape, dtype: str, tokens: int) -> int:
 def measure(
     pythons: dict[str, str], shape: ModelShape, model: str, job: dict[str, Any], head: dict[str, Any], scratch: Path
 ) -> list[dict[str, Any]]:
-    """Return the rows of one model, dtype, prompt length and response lengths. gemm_peak_share is in operations/s."""
+    """Return the rows of one model, dtype, prompt length and response lengths. fma_peak_share is in operations/s."""
     rows = []
     tokens = sum(job["lengths"])
     prompt = len(job["prompts"][0])
@@ -78,7 +78,7 @@ def measure(
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
             "peak_mib": found["peak_mib"],
-            "gemm_peak_share": 2 * matrix_weights(shape) * tokens / seconds,
+            "fma_peak_share": 2 * matrix_weights(shape) * tokens / seconds,
             "others_cpu_share": found["others_cpu_share"],
             "version": found.get("version"),
         }
@@ -99,8 +99,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         forms = {"refit_ms": "refit {:.1f} ms", "prompt_kv_copies": "prompt KV {:.2f}x"}
         extra = "  " + ", ".join(form.format(r[key]) for key, form in forms.items() if key in r)
         print(
-            f"{r['model']:<6}{r['dtype']:<6}{r['prompt']:>6}{r['n']:>5}{r['lengths']:>8}  {r['engine']:<13}"
-            f"{r['tokens_per_s']:>9.0f}{ratio:>9}{r['peak_mib']:>9.0f}{r['gemm_peak_share']:>10.1%}"
+            f"{r['model']:<14}{r['dtype']:<6}{r['prompt']:>6}{r['n']:>5}{r['lengths']:>8}  {r['engine']:<13}"
+            f"{r['tokens_per_s']:>9.0f}{ratio:>9}{r['peak_mib']:>9.0f}{r['fma_peak_share']:>10.1%}"
             f"{r['others_cpu_share']:>8.0%}{extra}",
             flush=True,
         )
@@ -108,32 +108,37 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = options(__doc__, "t4, N = 64, a prompt of 64 and 16 tokens each", 3, "timed calls per row")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=["t4", "m30"], help=f"directories, or {', '.join(MODELS)}")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
-    parser.add_argument("--n", type=int, default=512, help="siblings (%(default)s)")
+    parser.add_argument("--n", nargs="+", type=int, default=[512], help="siblings")
     parser.add_argument("--prompts", nargs="+", type=int, default=[64, 512], help="prompt tokens")
     parser.add_argument("--lengths", nargs="+", default=["64"], help="response tokens, such as 64 or 8-256")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
+    parser.add_argument("--llamacpp-python", help="interpreter of an environment with xllamacpp, gguf and safetensors")
     args = parser.parse_args()
     if args.quick:
         args.models = ["t4"]
-        args.n = 64
+        args.n = [64]
         args.prompts = [64]
         args.lengths = ["16"]
     pythons = dict.fromkeys(args.engines, sys.executable)
     if args.vllm_python:
         pythons["vllm"] = args.vllm_python
-    cases = [(dtype, p, spec) for dtype in args.dtypes for p in args.prompts for spec in args.lengths]
-    peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
+    if args.llamacpp_python:
+        pythons["llamacpp"] = args.llamacpp_python
+    cases = list(itertools.product(args.dtypes, args.prompts, args.n, args.lengths))
+    peaks = {dtype: peak_flops(dtype, args.threads) for dtype in args.dtypes}
     found = []
     for model in args.models:
         with tempfile.TemporaryDirectory() as scratch:
-            directory = Path(scratch) / model
-            write_model(model, directory)
+            directory = Path(model)
+            if model in MODELS:
+                directory = Path(scratch) / model
+                write_model(model, directory)
             shape = read_shape(directory)
-            for dtype, prompt, spec in cases:
-                lengths = sibling_lengths(spec, args.n)
+            for dtype, prompt, n, spec in cases:
+                lengths = sibling_lengths(spec, n)
                 job = {
                     "model": str(directory),
                     "scratch": scratch,
@@ -142,21 +147,20 @@ def main() -> None:
                     "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
                     "lengths": lengths,
                     # Enough for the prompt in every sibling, so that no engine has to preempt.
-                    "kv_gib": kv_bytes(shape, dtype, args.n * (prompt + max(lengths))) // 2**30 + 1,
+                    "kv_gib": kv_bytes(shape, dtype, n * (prompt + max(lengths))) // 2**30 + 1,
                 }
-                head = {"prompt": prompt, "n": args.n, "lengths": spec, "dtype": dtype}
+                head = {"prompt": prompt, "n": n, "lengths": spec, "dtype": dtype}
                 try:
-                    found += measure(pythons, shape, model, job, head, Path(scratch))
+                    found += measure(pythons, shape, directory.name, job, head, Path(scratch))
                 except EngineFailed as e:
                     sys.exit(f"bench_rollout: {e}")
-    for dtype in args.dtypes:
-        peak = max(peaks[dtype], alone(peak_flops, dtype, args.threads))
-        print(f"{dtype}: peak of a matrix product {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
+    for dtype, peak in peaks.items():
+        print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
         for row in found:
             if row["dtype"] == dtype:
-                row["gemm_peak_share"] /= peak
-    print("model dtype prompt    N  tokens  engine         tokens/s  brorl is peak MiB peak share  others")
-    for _, table in itertools.groupby(found, lambda r: (r["model"], r["dtype"], r["prompt"], r["lengths"])):
+                row["fma_peak_share"] /= peak
+    print("model         dtype prompt    N  tokens  engine         tokens/s  brorl is peak MiB peak share  others")
+    for _, table in itertools.groupby(found, lambda r: (r["model"], r["dtype"], r["prompt"], r["n"], r["lengths"])):
         show(list(table))
     write_rows(args.json, found)
 

@@ -15,10 +15,10 @@ process with its defaults except for the options above; its numbers come from me
 step warms up; seconds are medians of the others.
 
 peak_mib: resident set of all processes at its peak, libraries included; on this side that counts the scoring processes
-and the writing of checkpoint and model. gemm_peak_share: 8 operations for each weight of the layers' matrices and the
-LM head per response token (2 to sample, 6 to train; nothing for the prompt), against a product of 4096 x 4096 matrices,
-the faster of one before and one after the rows. others_cpu_share: the share of the machine that other processes used
-during the run; above a few percent, measure again. Linux only.
+and the writing of checkpoint and model. fma_peak_share: 8 operations for each weight of the layers' matrices and the
+LM head per response token (2 to sample, 6 to train; nothing for the prompt), against the machine's multiply-add
+instructions (fma_peak.c). others_cpu_share: the share of the machine that other processes used during the run; above a
+few percent, measure again. Linux only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from bench_common import DTYPES, MODELS, alone, matrix_weights, options, peak_flops, train, write_model, write_rows
+from bench_common import DTYPES, MODELS, matrix_weights, options, peak_flops, train, write_model, write_rows
 from measure import EngineFailed, ask
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
@@ -93,7 +93,7 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
-    """Return one row, with gemm_peak_share in operations per second."""
+    """Return one row, with fma_peak_share in operations per second."""
     if not all(0 < step["reward"] < 1 for step in found["steps"]):
         raise EngineFailed(f"{engine}: all rewards of a step are the same, so there was nothing to train on")
     timed = found["steps"][1:]
@@ -114,7 +114,7 @@ def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, we
         "samples_per_s": job["groups"] * job["n"] / seconds["step"],
         "tokens_per_s": tokens / seconds["step"],
         "peak_mib": found["peak_mib"],
-        "gemm_peak_share": 8 * weights * tokens / seconds["step"],
+        "fma_peak_share": 8 * weights * tokens / seconds["step"],
         "others_cpu_share": found["others_cpu_share"],
         "version": found["version"],
     }
@@ -131,7 +131,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(
             f"{r['prompt']:>6}{r['n']:>5}  {r['dtype']:<7}{r['engine']:<7}{r['samples_per_s']:>11.1f}"
             f"{ours[r['prompt'], r['dtype']] / r['samples_per_s']:>9.2f}x{r['peak_mib']:>8.0f}"
-            f"{r['gemm_peak_share']:>11.1%}{r['others_cpu_share']:>7.0%}{r['seconds']['generate']:>10.3f}{phases}"
+            f"{r['fma_peak_share']:>11.1%}{r['others_cpu_share']:>7.0%}{r['seconds']['generate']:>10.3f}{phases}"
         )
 
 
@@ -160,8 +160,7 @@ def main() -> None:
     if args.n % min(args.trl_micro_batch, args.n):
         parser.error(f"--trl-micro-batch {args.trl_micro_batch} does not divide --n {args.n}")
 
-    # The peak of the machine is measured before and after the rows.
-    peaks = {dtype: alone(peak_flops, dtype, args.threads) for dtype in args.dtypes}
+    peaks = {dtype: peak_flops(dtype, args.threads) for dtype in args.dtypes}
     rows = []
     for prompt, dtype in product(args.prompts, args.dtypes):
         with tempfile.TemporaryDirectory() as scratch:
@@ -207,13 +206,11 @@ def main() -> None:
             except EngineFailed as e:
                 sys.exit(f"bench_step: {e}")
 
-    # Shares are relative to the faster of the two peaks.
-    for dtype in args.dtypes:
-        peak = max(peaks[dtype], alone(peak_flops, dtype, args.threads))
-        print(f"{dtype}: peak of a matrix product {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
+    for dtype, peak in peaks.items():
+        print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
         for r in rows:
             if r["dtype"] == dtype:
-                r["gemm_peak_share"] /= peak
+                r["fma_peak_share"] /= peak
     show(rows)
     write_rows(args.json, rows)
 

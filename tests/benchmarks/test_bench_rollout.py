@@ -16,7 +16,7 @@ import measure
 
 from megatron_brorl.families.shape import parse_shape
 
-KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "gemm_peak_share"}
+KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "fma_peak_share"}
 T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 
 
@@ -24,7 +24,7 @@ T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 def test_rows(monkeypatch, tmp_path):
     out = tmp_path / "rows.json"
     peak = 1e11
-    monkeypatch.setattr(bench_rollout, "alone", lambda *_: peak)  # the product of 4096 x 4096 matrices takes seconds
+    monkeypatch.setattr(bench_rollout, "peak_flops", lambda *_: peak)
     options = "--models t4 --n 6 --prompts 16 --lengths 2-7 --threads 1 --repeat 1 --json"
     monkeypatch.setattr(sys, "argv", ["bench_rollout.py", *options.split(), str(out)])
     bench_rollout.main()
@@ -36,7 +36,7 @@ def test_rows(monkeypatch, tmp_path):
     for row in rows:
         assert row.keys() >= KEYS
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
-        assert row["gemm_peak_share"] == pytest.approx(2 * T4_MATRICES * row["tokens_per_s"] / peak)
+        assert row["fma_peak_share"] == pytest.approx(2 * T4_MATRICES * row["tokens_per_s"] / peak)
         assert row["peak_mib"] > 4 * T4_MATRICES / 2**20  # it holds at least the weights
     for row in rows[::2]:
         once = 16 * 4 * 2 * (2 * 64) * 4  # tokens x layers x (keys and values) x (heads x size) x bytes
@@ -74,7 +74,7 @@ def test_an_engine_with_wrong_lengths_is_refused():
 
 @pytest.mark.slow
 def test_the_output_of_a_failed_engine_is_reported(monkeypatch):
-    monkeypatch.setattr(bench_rollout, "alone", lambda *_: 1e11)
+    monkeypatch.setattr(bench_rollout, "peak_flops", lambda *_: 1e11)
     options = "--models t4 --n 2 --prompts 2 --lengths 2 --engines brorl --repeat 1 --vllm-python"
     monkeypatch.setattr(sys, "argv", ["bench_rollout.py", *options.split(), sys.executable])
     with pytest.raises(SystemExit, match=r"engine_vllm\.py .* failed"):

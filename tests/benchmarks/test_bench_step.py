@@ -15,7 +15,7 @@ import bench_step
 
 from megatron_brorl.data.tokenizers import load_tokenizer
 
-KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "gemm_peak_share", "samples_per_s"}
+KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "fma_peak_share", "samples_per_s"}
 T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 
 
@@ -23,7 +23,7 @@ T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 def test_rows(monkeypatch, tmp_path):
     out = tmp_path / "rows.json"
     peak = 1e11
-    monkeypatch.setattr(bench_step, "alone", lambda *_: peak)
+    monkeypatch.setattr(bench_step, "peak_flops", lambda *_: peak)
     options = "--n 16 --prompts 8 --response 16 --threads 1 --repeat 1 --json"
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *options.split(), str(out)])
     bench_step.main()
@@ -34,7 +34,7 @@ def test_rows(monkeypatch, tmp_path):
     assert sum(row["seconds"].values()) <= 2.01 * row["seconds"]["step"]  # the phases are parts of the step
     assert 16 * 15 <= row["tokens"] <= 16 * 16  # few responses end before the limit
     assert row["samples_per_s"] == pytest.approx(16 / row["seconds"]["step"])
-    assert row["gemm_peak_share"] == pytest.approx(8 * T4_MATRICES * row["tokens_per_s"] / peak)
+    assert row["fma_peak_share"] == pytest.approx(8 * T4_MATRICES * row["tokens_per_s"] / peak)
 
 
 def test_prompts_have_the_requested_tokens(tmp_path):
