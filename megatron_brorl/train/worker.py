@@ -276,6 +276,8 @@ class Stage:
                 group["eps"] = optim.eps
                 # wd_mult is 0 for one-dimensional parameters. Megatron's scheduler, which is not used, would apply it.
                 group["weight_decay"] = optim.weight_decay if group["wd_mult"] else 0.0
+                if "fused" in group:  # torch's AdamW then takes one pass over memory on a CPU instead of a dozen
+                    group["fused"] = True
             if optim.clip_grad:
                 for optimizer in self.optimizer.chained_optimizers:
                     clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optim.clip_grad, norm)
