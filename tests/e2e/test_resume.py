@@ -35,7 +35,6 @@ def test_resume_after_a_job_s_end_a_signal_and_a_kill_is_bit_exact(finished, con
     process.send_signal(signal.SIGUSR1)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 75, output
-    assert "resumed from" in output
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() != "step_00000001"
 
     process = start(*command)

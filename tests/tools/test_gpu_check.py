@@ -67,7 +67,7 @@ def test_every_stage_runs_in_the_dry_mode(tmp_path, monkeypatch):
 
     def run(command, **options):
         if command[1:3] == ["-m", "megatron_brorl"]:
-            return forks.command_line(command[3:], os.environ, plots=False)
+            return forks.command_line(command[3:], dict(os.environ), plots=False)
         return start(command, **options)
 
     def here(command, *arguments):
