@@ -320,6 +320,8 @@ class Stage:
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
         if self._weights:
             self._weights.reload()
+        if self.shape.experts:
+            self._finish_gather()  # The modules of experts are not called, so they would not gather their weights.
 
         def gathered(hidden: Tensor, batch: Packed) -> Any:
             self._finish_gather()  # The head's module is not called, so it would not gather its weight.

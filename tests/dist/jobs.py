@@ -109,7 +109,7 @@ def streamed(worker: Worker) -> dict[str, torch.Tensor]:
 
 
 def train_steps(
-    _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any], read: Any = streamed
+    _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Take two policy updates from the same weights and batch; return the metrics of each and the final weights."""
     # Adam's eps is well above float32 noise. At 1e-8 the first step is the sign of each gradient, also of those (key
@@ -137,7 +137,7 @@ def train_steps(
         worker.offload()
         assert any(p.untyped_storage().nbytes() for p in worker.actor.parameters()) != bool(options.get("offload"))
         metrics.append(update_policy(worker, experience, [list(range(len(own)))], algo, optim, 0.9, update))
-    return metrics, read(worker)
+    return metrics, streamed(worker)
 
 
 def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import fakes
 import torch
 from dist.jobs import grid_of
 from dist.steps import _go_on, configured, make_trainer
+from safetensors.torch import load_file
 
 from megatron_brorl.checkpoints.training import Save
 from megatron_brorl.errors import UserError
+from megatron_brorl.models.weights import names
+from megatron_brorl.models.weights.layouts import to_local
+from megatron_brorl.train.worker import Worker
 
 
 def both_ways(
@@ -84,31 +89,44 @@ def refused(_rank: int, directory: str, parallel: dict[str, Any], changes: dict[
     return ""
 
 
-def masters(_rank: int, directory: str, root: str) -> list[dict[str, tuple[int, torch.Tensor]]]:
-    """Float32 masters of a bfloat16 model after loading its directory, and after a checkpoint before the first step.
+def masters(
+    _rank: int, directory: str, parallel: dict[str, Any], root: str
+) -> tuple[tuple[set[str], set[str]], tuple[set[str], set[str]]]:
+    """Compare float32 masters of a bfloat16 model with its file: after loading, and after a checkpoint before any step.
 
-    Each is this rank's part: parameter name -> (where it starts in the flat parameter, values).
+    Return the names of the tensors that differ, and of all of which this rank has a part.
     """
-    changes = {"parallel": {"distributed_optimizer": True}, "model": {"dtype": "bf16"}}
-    config = configured(changes | {"run": {"seed": 3, "dir": root}})
+    settings = {"distributed_optimizer": True}
+    config = configured({"parallel": settings, "model": {"dtype": "bf16"}, "run": {"seed": 3, "dir": root}})
+    grid = grid_of(**parallel)
+    stored = load_file(f"{directory}/model.safetensors")
 
-    def found(trainer: Any) -> dict[str, tuple[int, torch.Tensor]]:
-        optimizer = trainer.worker.optimizer.chained_optimizers[0]
-        names = {id(p): name for name, p in trainer.worker.actor.named_parameters()}
-        parts = {}
-        groups = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
-        for parameters, shards in groups:
-            for p, shard in zip(parameters, shards, strict=True):
-                start = optimizer._get_model_param_range_map(p)["param"].start
-                parts[names[id(p)]] = (start, shard.detach().clone())
-        return parts
+    def found(worker: Worker) -> tuple[set[str], set[str]]:
+        parameters = names.global_parameters(worker.actor)
+        entries = {id(parameters[e.megatron]): e for e in names.entries(worker.shape, 1) if e.megatron in parameters}
+        wrong: set[str] = set()
+        seen: set[str] = set()
+        for optimizer, parameter, master in _masters(worker):
+            entry = entries[id(parameter)]
+            flat = to_local(entry, [stored[name] for name in entry.hf], worker.shape.kv_heads, 0, 1).flatten()
+            start = optimizer._get_model_param_range_map(parameter)["param"].start
+            seen.update(entry.hf)
+            if not torch.equal(master, flat[start : start + len(master)]):
+                wrong.update(entry.hf)
+        return wrong, seen
 
-    first = make_trainer(directory, grid_of(), config, fakes.Engine())
+    first = make_trainer(directory, grid, config, fakes.Engine())
     first.save()
-    second = make_trainer(directory, grid_of(), config, fakes.Engine())
-    with torch.no_grad():
-        for group in second.worker.optimizer.chained_optimizers[0].shard_fp32_from_float16_groups:
-            for shard in group:
-                shard.zero_()
+    second = make_trainer(directory, grid, config, fakes.Engine())
+    for _, _, master in _masters(second.worker):
+        master.detach().zero_()
     second.restore(Path(root) / "checkpoints" / "step_00000000")
-    return [found(first), found(second)]
+    return found(first.worker), found(second.worker)
+
+
+def _masters(worker: Worker) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """Yield each optimizer, parameter, and this rank's part of the float32 master."""
+    for optimizer in worker.optimizer.chained_optimizers:
+        for groups in zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True):
+            for parameter, master in zip(*groups, strict=True):
+                yield optimizer, parameter, master

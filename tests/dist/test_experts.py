@@ -1,15 +1,19 @@
-"""Mixtures of experts in many layouts: logits and gradients of transformers, training steps of one process."""
+"""Mixtures of experts in many layouts: logits, gradients, training steps, and checkpoints of training."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from itertools import product
-from typing import Any
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from conversions import to_hf, weights
 from dist.jobs import rows
+from dist.test_distributed_optimizer import BF16, OVERLAP, ZERO
+from dist.test_steps import VARIANTS, assert_bit_exact, assert_same
 from transformers import AutoModelForCausalLM
 
 from megatron_brorl.config.schema import LoraConfig
@@ -119,17 +123,16 @@ def test_logits_and_gradients_equal_transformers(worlds, models, expected, size,
     logits, of_loss = expected[kind, replayed]
     options = options | {"routes": given_experts() if replayed else None}
     norm = torch.stack([x.norm() for x in of_loss.values()]).norm().item()
-    seen: set[Any] = set()
+    seen: set[int] = set()
     for found, gradients, got in worlds(size).run("expert_jobs:gradients", models[kind], parallel, options):
         assert got == pytest.approx(norm, rel=1e-5)
         for row, values in found.items():
             torch.testing.assert_close(values, logits[row], atol=1e-4, rtol=0)
             got, want = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, logits[row]))
             torch.testing.assert_close(got, want, atol=5e-6, rtol=0)
-        for name, value in gradients.items():
-            torch.testing.assert_close(value, of_loss[name], atol=5e-6, rtol=0)
-        seen |= {*found, *gradients}
-    assert seen == {*range(len(logits)), *of_loss}
+        torch.testing.assert_close(gradients, of_loss, atol=5e-6, rtol=0)
+        seen |= found.keys()
+    assert seen == set(range(len(logits)))
 
 
 def test_replay_removes_most_of_the_gap_to_an_engine_in_bfloat16(worlds, models):
@@ -141,8 +144,7 @@ def test_replay_removes_most_of_the_gap_to_an_engine_in_bfloat16(worlds, models)
     assert replayed.mean() < without.mean() / 2
 
 
-ZERO = {"distributed_optimizer": True}
-OVERLAPPED = {**ZERO, "overlap": True}
+OVERLAPPED = {"distributed_optimizer": True, "overlap": True}
 FROZEN = {"freeze_router": True}
 LORA = {"lora": LoraConfig(rank=4, targets=("q_proj", "o_proj"))}
 TRAINING = [
@@ -155,7 +157,7 @@ TRAINING = [
     (4, EP2, {}, {**OVERLAPPED, "tokens": 60}),  # each expert on two ranks, which share its optimizer
     (4, EP2, FROZEN, {**OVERLAPPED, "offload": True}),
     (4, {"pipeline": 2, **EP2}, {}, {**OVERLAPPED, "offload": True, "recompute": True}),
-    (4, {**TP, **EP4}, {}, {**ZERO, "offload": True}),
+    (4, {**TP, **EP4}, {}, {"distributed_optimizer": True, "offload": True}),
 ]
 
 
@@ -165,10 +167,11 @@ def single(worlds, models):
     options = {"tokens": 100_000, "ops": "reference", "share_prompt": False}
     before = tiny.weights(models[True])
     found = []
-    for trained in ({}, FROZEN, LORA):
-        result = worlds(1).run("expert_jobs:train_steps", models[True], {}, options | trained)[0]
-        same = {name for name, x in result[1].items() if name in before and torch.equal(x, before[name])}
-        assert same == {n for n in before if (trained == FROZEN and ".mlp.gate." in n) or trained == LORA}
+    for trained, fixed in (({}, "never"), (FROZEN, r"\.mlp\.gate\."), (LORA, r"(?<!q_proj|o_proj)\.weight$")):
+        result = worlds(1).run("jobs:train_steps", models[True], {}, options | trained)[0]
+        assert {name for name, x in result[1].items() if torch.equal(x, before[name])} == set(
+            filter(re.compile(fixed).search, before)
+        )
         found.append((trained, result))
     return found
 
@@ -176,27 +179,84 @@ def single(worlds, models):
 @pytest.mark.parametrize(("size", "parallel", "trained", "options"), TRAINING)
 def test_training_steps_equal_those_of_a_single_process(worlds, models, single, size, parallel, trained, options):
     expected_metrics, expected_weights = next(result for key, result in single if key == trained)
-    seen: set[str] = set()
-    for metrics, weights in worlds(size).run("expert_jobs:train_steps", models[True], parallel, options | trained):
+    for metrics, found in worlds(size).run("jobs:train_steps", models[True], parallel, options | trained):
         for got, want in zip(metrics, expected_metrics, strict=True):
             for key in ("loss", "grad_norm", "entropy"):
                 assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6)
-        for name, value in weights.items():
-            torch.testing.assert_close(value, expected_weights[name], atol=1e-6, rtol=0)
-        seen |= set(weights)
-    assert seen == set(expected_weights)
+        torch.testing.assert_close(found, expected_weights, atol=1e-6, rtol=0)
 
 
-def test_the_critic_equals_that_of_a_single_process(worlds, models):
-    (before, norm, after), *_ = worlds(1).run("expert_jobs:critic_step", models[True], {})
-    assert float((before[0] - after[0]).abs().max()) > 1e-3
-    for got in worlds(4).run("expert_jobs:critic_step", models[True], {**EP2, "pipeline": 2}):
-        assert got[1] == pytest.approx(norm, rel=1e-5)
-        for values, expected in zip((*got[0], *got[2]), (*before, *after), strict=False):  # empty without the row
-            torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+# The engine of the following tests records no experts.
+FEW = {"rollout": {"n": 8, "replay_routes": "never"}}
+CRITIC, KL = (VARIANTS[name] | FEW for name in ("critic", "reward_kl"))
+TP_EP = {**TP, **EP2}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_masters_of_experts_are_the_values_of_the_file(worlds, models, size):
-    found = worlds(size).run("expert_jobs:exact_masters", models[True], EP2)
-    assert set().union(*found) == {name for name in tiny.weights(models[True]) if ".experts." in name}
+@pytest.fixture(scope="module")
+def steps(worlds, models):
+    """Metrics and weights of three steps in one process, by the settings that differ."""
+    found = {}
+
+    def get(changes):
+        if repr(changes) not in found:
+            (found[repr(changes)],) = worlds(1).run("steps:run_steps", models[True], {}, changes, 3, {})
+        return found[repr(changes)]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "changes", "other_size", "other"),
+    [
+        (1, {}, CRITIC, 2, EP2),
+        (2, EP2, CRITIC, 1, {}),
+        (2, EP2, CRITIC, 4, {**TP_EP, "pipeline": 2}),
+        (2, TP_EP, KL, 2, EP2),
+        (2, TP_EP, FEW, 2, {"pipeline": 2}),
+        (4, EP4, FEW, 2, TP_EP),
+    ],
+)
+def test_resume_in_another_layout(worlds, models, tmp_path, steps, size, parallel, changes, other_size, other):
+    metrics, expected, _ = steps(changes)
+    worlds(size).run("steps:resumed", models[True], parallel, changes, 2, 2, str(tmp_path))
+    got = worlds(other_size).run("steps:go_on", models[True], other, changes, 1, str(tmp_path))
+    assert_same(got, (metrics[2:], expected, None))
+    for _, found in got:
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "changes", "optimizer"),
+    [
+        (2, EP2, FEW, BF16),
+        (2, EP2, CRITIC, ZERO),
+        (2, TP_EP, FEW, ZERO | BF16),
+        (4, EP2, CRITIC, OVERLAP),
+        (4, {**EP2, "pipeline": 2}, FEW, BF16),
+    ],
+)
+def test_resume_is_bit_exact(worlds, models, tmp_path, steps, size, parallel, changes, optimizer):
+    whole = worlds(size).run("steps:run_steps", models[True], parallel, changes | optimizer, 3, {})
+    cut = worlds(size).run("steps:resumed", models[True], parallel, changes | optimizer, 3, 2, str(tmp_path))
+    assert_bit_exact(cut, whole)
+    if "model" not in optimizer:
+        assert_same(whole, steps(changes))
+
+
+def test_the_distributed_optimizer_needs_the_saved_expert_size(worlds, models, tmp_path, steps):
+    """Another number of replicas is allowed."""
+    metrics, expected, _ = steps(FEW)
+    worlds(2).run("steps:resumed", models[True], EP2, FEW | ZERO, 2, 2, str(tmp_path))
+    got = worlds(4).run("steps:go_on", models[True], EP2, FEW | ZERO, 1, str(tmp_path))
+    assert_same(got, (metrics[2:], expected, None))
+    for refused in worlds(2).run("saving_jobs:refused", models[True], {}, FEW | ZERO, str(tmp_path)):
+        assert re.search("parallel.expert = 2 and this run has .*parallel.expert = 1;", refused)
+
+
+def test_a_checkpoint_with_frozen_routers_becomes_a_hugging_face_directory(worlds, models, tmp_path):
+    ((_, expected), _) = worlds(2).run("steps:resumed", models[True], EP2, KL | {"train": FROZEN}, 2, 2, str(tmp_path))
+    to_hf(tmp_path / "checkpoints" / "step_00000002", tmp_path / "back", Path(models[True]))
+    found = weights(tmp_path / "back")
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    before = tiny.weights(models[True])
+    assert {name for name in before if torch.equal(found[name], before[name])} == {n for n in before if ".gate." in n}

@@ -16,8 +16,6 @@ from megatron_brorl.rollout_log import entries, read_groups, read_rollouts
 pytestmark = pytest.mark.slow
 LAYOUTS = [
     (2, {}),
-    (2, {"tensor": 2}),
-    (2, {"pipeline": 2}),
     (4, {}),
     (4, {"tensor": 2}),
     (4, {"pipeline": 2}),
@@ -102,7 +100,13 @@ def assert_bit_exact(resumed, whole):
         assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
 
 
-@pytest.mark.parametrize(("size", "parallel", "variant"), pairs(LAYOUTS, list(VARIANTS)))
+@pytest.mark.parametrize(
+    ("size", "parallel", "variant"),
+    [
+        *pairs(LAYOUTS, list(VARIANTS)),
+        *pairs([(2, {"tensor": 2}), (2, {"pipeline": 2})], ["whole", "critic"]),  # one replica
+    ],
+)
 def test_steps_equal_those_of_one_process(worlds, directory, single, size, parallel, variant):
     steps = STEPS.get(variant, 2)
     results = worlds(size).run("steps:run_steps", directory, parallel, VARIANTS[variant], steps, {"lose": LOST})

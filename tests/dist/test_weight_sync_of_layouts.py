@@ -13,6 +13,11 @@ from dist.world import World, pairs
 
 pytestmark = pytest.mark.slow
 BIG = (4, {"tensor": 2, "pipeline": 2})
+EP2, EP4, TP = {"expert": 2}, {"expert": 4}, {"tensor": 2, "sequence": True}
+EXPERTS = [
+    *((1, {}), (2, EP2), (2, {**TP, **EP2}), (2, {"context": 2, **EP2})),
+    *((4, EP4), (4, EP2), (4, {"pipeline": 2, **EP2}), (4, {**TP, **EP4}), (4, {**TP, **EP2, "pipeline": 2})),
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +36,22 @@ def test_twenty_weight_syncs_are_bit_exact(worlds, weights):
 
 @pytest.mark.parametrize(
     ("size", "parallel", "case"),
-    pairs(
-        [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"tensor": 2})],
-        [("qwen3", False), ("qwen2", True), ("llama", True)],
-    ),
+    [
+        *pairs(
+            [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"tensor": 2})],
+            [("qwen3", False), ("qwen2", True), ("llama", True)],
+        ),
+        *pairs(EXPERTS, [("qwen3_moe", True)]),
+        *pairs([EXPERTS[i] for i in (0, 2, 6)], [("qwen2_moe", True)]),
+    ],
 )
 def test_every_layout_and_family(worlds, tmp_path, size, parallel, case):
     for seed in range(2):
         tiny.make_model(tmp_path / str(seed), *case, seed=seed)
     directories = [str(tmp_path / str(seed)) for seed in range(2)]
     assert worlds(size).run("weight_sync_jobs:syncs", directories, parallel) == [[]] * size
+    if case[0] in tiny.MIXTURES:
+        assert max(worlds(size).run("jobs:engine_gap", directories[0], parallel)) <= 5e-5
 
 
 FAULTS = {

@@ -33,14 +33,16 @@ def guessing(turns: list[str], observations: list[str], prompt: str, answer: str
     return guesses[-1] == int(answer)
 
 
-@pytest.mark.parametrize(("check", "target"), [(calculator, "target"), (guessing, "feedback")])
-def test_example(tmp_path, check, target):
+@pytest.mark.parametrize(
+    ("check", "target", "processes", "sft_steps"), [(calculator, "target", "2", 50), (guessing, "feedback", "1", 20)]
+)
+def test_example(tmp_path, check, target, processes, sft_steps):
     name = check.__name__
     for part in ("examples", "tools"):
         shutil.copytree(REPOSITORY / part, tmp_path / part)
-    env = {**ENVIRONMENT, "PATH": PATH, "PYTHONPATH": str(REPOSITORY)}
-    small = ["sft.steps=50", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
-    command = ["bash", "examples/environment.sh", name, *small]
+    env = {**ENVIRONMENT, "PATH": PATH, "PYTHONPATH": str(REPOSITORY), "PROCESSES": processes}
+    small = ["sft.examples_per_step=64", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
+    command = ["bash", "examples/environment.sh", name, *small, f"sft.steps={sft_steps}"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

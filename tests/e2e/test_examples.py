@@ -64,13 +64,6 @@ def test_the_smoke_run_changes_only_sizes_and_the_engine():
     assert all(0 < smoke[key] < real[key] for key in sizes)
 
 
-@pytest.fixture(scope="module")
-def smoke_model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("smoke") / "model"
-    example_script().make_tiny_model(directory)
-    return directory
-
-
 FEWER = ["rollout.n=16", "rollout.prompts=6", "reward.workers=1", "data.held_out_prompts=4"]
 # With rollout.pull, timing decides which rollouts share a batch, and so the last bits of the engine's log-probs.
 REPEATABLE = [*FEWER, "rollout.pull=false", "train.steps=3", "train.checkpoint_async=false"]
@@ -90,37 +83,43 @@ def kill(job: subprocess.Popen[str]) -> None:
         job.communicate()
 
 
-@pytest.mark.parametrize("launcher", [["torchrun", "--nproc-per-node", "2"], ["bash"]], ids=["torchrun", "bash"])
-def test_resume_of_the_smoke_run_is_bit_exact(launcher, smoke_model, tmp_path, request):
-    """The run is killed after a checkpoint, which includes the state of the distributed optimizer."""
-    found = {}
-    for name in ("whole", "killed"):
-        directory = tmp_path / name
-        shutil.copytree(smoke_model, tmp_path / f"{name}_model")
-        command = [*launcher, SCRIPT, "--smoke", f"run.dir={directory}", *REPEATABLE]
-        if name == "killed":
-            job = begin(*command)
-            request.addfinalizer(lambda job=job: kill(job))
-            wait_for(job, "train 2/3")
-            kill(job)
-            assert (directory / "checkpoints" / "latest").read_text().strip() in ("step_00000001", "step_00000002")
-        done = run(*command)
-        assert done.returncode == 0, done.stderr
-        found[name] = rows(directory), (directory / "model" / "model.safetensors").read_bytes()
-    assert found["killed"] == found["whole"]
-    lines, _ = found["whole"]
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """A run of two ranks by bash, which makes its model."""
+    directory = tmp_path_factory.mktemp("smoke") / "whole"
+    done = run("bash", SCRIPT, "--smoke", f"run.dir={directory}", *REPEATABLE, PROCESSES="2")
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_resume_of_the_smoke_run_is_bit_exact(smoke, tmp_path, request):
+    """torchrun starts the run again. It is killed after a checkpoint, which includes the state of the distributed
+    optimizer."""
+    directory = tmp_path / "killed"
+    shutil.copytree(f"{smoke}_model", f"{directory}_model")
+    command = ["torchrun", "--nproc-per-node", "2", SCRIPT, "--smoke", f"run.dir={directory}", *REPEATABLE]
+    job = begin(*command)
+    request.addfinalizer(lambda: kill(job))
+    wait_for(job, "train 2/3")
+    kill(job)
+    assert (directory / "checkpoints" / "latest").read_text().strip() in ("step_00000001", "step_00000002")
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    killed, whole = ((rows(d), (d / "model" / "model.safetensors").read_bytes()) for d in (directory, smoke))
+    assert killed == whole
+    lines, _ = whole
     assert len(lines) == 3
     assert sum(line["updates"] for line in lines) >= 1
-    shape = json.loads((tmp_path / "whole" / "model" / "config.json").read_text())
+    shape = json.loads((smoke / "model" / "config.json").read_text())
     assert shape["architectures"] == ["Qwen2ForCausalLM"]
     assert not shape["tie_word_embeddings"]
 
 
-def test_a_preempted_job_saves_and_is_requeued(smoke_model, tmp_path, request):
+def test_a_preempted_job_saves_and_is_requeued(smoke, tmp_path, request):
     """srun starts two ranks. SIGTERM ends them after a checkpoint, and the restarted job exports a model."""
     log = tmp_path / "log"
     directory = tmp_path / "run"
-    shutil.copytree(smoke_model, tmp_path / "run_model")
+    shutil.copytree(f"{smoke}_model", tmp_path / "run_model")
     standin = {"STANDIN_TASKS": "2", "STANDIN_LOG": str(log)}
     command = [
         "sbatch",

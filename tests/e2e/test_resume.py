@@ -22,39 +22,30 @@ def assert_same_run(directory, expected):
         assert (directory / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-def test_resume_after_a_kill_is_bit_exact(finished, config, warm, tmp_path):
+def test_resume_after_a_job_s_end_a_signal_and_a_kill_is_bit_exact(finished, config, warm, tmp_path):
     """SIGKILL ends one rank after a checkpoint and one more step; the launcher reports it and ends the other rank."""
-    process = start("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
-    wait_for(process, "train 5/8")
+    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
+    done = brorl(*command, SLURM_JOB_END_TIME="1")  # in 1970: no time for another step
+    assert done.returncode == 75, done.stderr
+    assert "the job ends at" in done.stdout + done.stderr
+    assert len(rows(tmp_path)) == 1
+
+    process = start(*command)
+    wait_for(process, "train 2/8")
+    process.send_signal(signal.SIGUSR1)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 75, output
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() != "step_00000001"
+
+    process = start(*command)
+    wait_for(process, "train 6/8")
     next(p for p in psutil.Process(process.pid).children() if f"run.dir={tmp_path}" in p.cmdline()).kill()
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal.SIGKILL
     assert "was ended by SIGKILL (out of memory?)" in output.splitlines()[-1]
     assert not (tmp_path / "summary.json").exists()
-    done = train(config, warm, tmp_path)
-    assert "resumed from" in done.stderr
+    assert "resumed from" in train(config, warm, tmp_path).stderr
     assert_same_run(tmp_path, finished[0])
-
-
-def test_resume_after_a_signal_is_bit_exact(finished, config, warm, tmp_path):
-    process = start("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
-    wait_for(process, "train 1/8")
-    process.send_signal(signal.SIGUSR1)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 75, output
-    assert (tmp_path / "checkpoints" / "latest").exists()
-    train(config, warm, tmp_path)
-    assert_same_run(tmp_path, finished[0])
-
-
-def test_a_run_saves_if_the_slurm_job_has_no_time_for_another_step(finished, config, warm, tmp_path):
-    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
-    done = brorl(*command, SLURM_JOB_END_TIME="1")  # in 1970
-    assert done.returncode == 75, done.stderr
-    assert "the job ends at" in done.stdout + done.stderr
-    assert len(rows(tmp_path)) == 1
-    train(config, warm, tmp_path)
-    assert rows(tmp_path) == rows(finished[0])
 
 
 def in_parts(config, warm, folder, options, stops):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from e2e.runs import brorl
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -18,7 +20,14 @@ from megatron_brorl.errors import UserError
 SHORT = {"rollout.n": 8, "rollout.prompts": 2, "algo.mini_batches": 1, "evaluate.every": 1, "evaluate.samples": 2}
 
 
-def test_the_example_design_with_two_steps_per_run(tmp_path, config, init):
+def forked(command, stdout=None, **_):
+    assert command[:3] == [sys.executable, "-m", "megatron_brorl"]
+    done = brorl(*command[3:])
+    stdout.write(done.stdout + done.stderr)
+    return done
+
+
+def test_the_example_design_with_two_steps_per_run(tmp_path, config, init, monkeypatch):
     declared = study.tomllib.loads(Path(study.__file__).with_name("study_example.toml").read_text())
     declared |= {"config": str(config), "processes": 1, "seeds": [1]}
     declared["settings"] = {"model.path": str(init), "train.checkpoint_every": 0}
@@ -30,7 +39,9 @@ def test_the_example_design_with_two_steps_per_run(tmp_path, config, init):
     declared["comparisons"] = [{"claim": "it gains", "before": "plateau", "after": "n16", "over": "rollouts"}]
     own = study.Study(study.Design(**declared), tmp_path / "study")
     own.declare()
-    own.execute()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", forked)
+        own.execute()
 
     # A tuning run and a test run of each arm, two steps of 16 rollouts each.
     page = study.write_page(own)

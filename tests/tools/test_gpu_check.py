@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import forks
 import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import gpu_check  # noqa: E402
+import gpu_stages  # noqa: E402
 
 FINE = """rows.write('{"what": "b", "result": "ok", "speed": 12345.6}\\n')"""
 
@@ -52,8 +57,27 @@ def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_stage_runs_in_the_dry_mode(tmp_path, monkeypatch):
-    """Run all stages on a CPU, with the fakes of tests/contract in place of TensorRT-LLM."""
+    """Run all stages on a CPU, with the fakes of tests/contract in place of TensorRT-LLM.
+
+    Stages with long imports run in this process, and fork their training runs.
+    """
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "contract" / "double"))
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    start, launch = subprocess.run, gpu_check.launch
+
+    def run(command, **options):
+        if command[1:3] == ["-m", "megatron_brorl"]:
+            return forks.command_line(command[3:], dict(os.environ), plots=False)
+        return start(command, **options)
+
+    def here(command, *arguments):
+        if command[2] in ("build", "vllm"):
+            return launch(command, *arguments)
+        told = json.loads(Path(command[3]).read_text())
+        return list(gpu_stages.STAGES[command[2]](gpu_stages.Job(**told)))
+
+    monkeypatch.setattr(gpu_stages, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(gpu_check, "launch", here)
     job = {"device": "cpu", "scratch": str(tmp_path), "pythons": {}}
     rows = gpu_check.run_stages(gpu_check.STAGES, job, tmp_path / "out.jsonl", 300.0, "a command")
     assert [row for row in rows if row["result"].startswith("failed")] == []

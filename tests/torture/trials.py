@@ -99,7 +99,7 @@ class Torture:
     expected: Outcome | None = None
 
     def prepare(self) -> None:
-        """Run once undisturbed, once up to a kill in the second step, and count the file operations of both stages."""
+        """Run once undisturbed, and once up to a kill in the second step."""
         config = write_config(self.root)
         model = self.root / "model"
         make_model(config, model)
@@ -114,6 +114,9 @@ class Torture:
         half = self.root / "half"
         done = self.start(half, {"rank": 0, "where": "metrics.jsonl: write", "at": 2, "fault": faults.KILL})
         assert done.returncode == -9, done.stderr
+
+    def count(self) -> None:
+        """Count the file operations of both stages."""
         for stage, rank in itertools.product(STAGES, range(RANKS)):
             directory = self.begin(stage)
             log = self.root / "log"
@@ -207,6 +210,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="torture") as folder:
         torture = Torture(Path(folder))
         torture.prepare()
+        torture.count()
         trials = [args.again] if args.again else [torture.choose(rng, kind) for kind in kinds]
         for number, (stage, fault) in enumerate(trials, start=1):
             end, problem = torture.trial(stage, fault)
