@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
+from typing import Any
 
 _LONGEST = 1_500  # characters of a message
 
@@ -25,10 +28,22 @@ class RankError(UserError):
 
 
 def shown(value: object, most: int = 200) -> str:
-    """Return the text of an exception or the repr of another value on one line, cut after `most` characters."""
+    """Return the text of an exception, or another value as JSON, on one line, cut after `most` characters.
+
+    In configuration and data files, values have the form of JSON and not of Python.
+    """
     try:
-        text = " ".join(str(value).split()) if isinstance(value, BaseException) else repr(value)
+        if isinstance(value, UnicodeDecodeError):
+            text = f"byte 0x{value.object[value.start]:02x} is not UTF-8; save the file as UTF-8"
+        elif isinstance(value, BaseException):
+            text = " ".join(str(value).split())
+        else:
+            text = json.dumps(value, ensure_ascii=False, default=_plain)
     except ValueError:  # an integer of more digits than Python prints
         text = f"a number of more than {sys.get_int_max_str_digits():,} digits"
     text = text or type(value).__name__
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else repr(value)

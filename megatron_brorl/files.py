@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,29 @@ def read_object(path: Path, remedy: str = "copy it again") -> dict[str, Any]:
     return found
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically. Raises UserError if that is not possible."""
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `path` when the block ends. An error leaves no file behind.
+
+    Raises UserError if the file cannot be written.
+    """
     aside = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
+        yield aside
         aside.replace(path)
     except OSError as e:
-        raise UserError(f"{path.absolute()}: cannot be written: {e.strerror}; choose a writable folder") from None
+        reason = f"cannot be written: {e.strerror}; make it writable or choose another place"
+        raise UserError(f"{path.absolute()}: {reason}") from None
+    finally:
+        with contextlib.suppress(OSError):  # the folder may not exist
+            aside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically. Raises UserError if that is not possible."""
+    with writing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -34,7 +34,7 @@ class Family:
     refused: tuple[tuple[dict[str, Any], str], ...] = ()  # changes of config.json, and parts of the error message
 
 
-ATTENTION_BIAS = ({"attention_bias": True}, "attention_bias = True is not supported")
+ATTENTION_BIAS = ({"attention_bias": True}, "attention_bias = true is not supported")
 FAMILIES = {
     "llama": Family(LlamaConfig, LlamaForCausalLM, refused=(ATTENTION_BIAS, ({"mlp_bias": True}, "mlp_bias = True"))),
     "qwen2": Family(Qwen2Config, Qwen2ForCausalLM),
@@ -55,7 +55,7 @@ FAMILIES = {
         },
         refused=(
             ATTENTION_BIAS,
-            ({"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported"),
+            ({"hidden_activation": "silu"}, 'hidden_activation = "silu" is not supported'),
             ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
             ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
             ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),

@@ -164,6 +164,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UserError as e:
+    except (UserError, OSError) as e:
         print(f"convert_gguf: {e}", file=sys.stderr)
         sys.exit(2)

@@ -102,6 +102,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UserError as e:
+    except (UserError, OSError) as e:
         print(f"make_tiny_model: {e}", file=sys.stderr)
         sys.exit(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -172,5 +173,5 @@ def _token_ids(prompt: object, where: str, tokenizer: Tokenizer, limit: int, cha
 
 def _check_minimum(where: str, minimum: int, **values: float) -> None:
     for name, value in values.items():
-        if not value >= minimum:
-            raise UserError(f"{where}: {name} = {value!r}: must be at least {minimum}")
+        if not minimum <= value < math.inf:
+            raise UserError(f"{where}: {name} = {value!r}: must be finite and at least {minimum}")

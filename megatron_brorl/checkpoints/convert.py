@@ -47,7 +47,7 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
 
     Raises UserError if a file is missing or damaged, or a tensor of config.json's model is missing.
     """
-    shape = read_shape(directory)
+    shape = read_shape(directory, "the source")
     return hugging_face.open_checked(directory, shape), shape, directory
 
 
@@ -64,11 +64,11 @@ def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelSh
         raise UserError(f"{directory}: no such Megatron checkpoint")
     lora = adapters.saved_lora(directory)
     companions = config or directory / COMPANIONS
-    if not companions.is_dir():
+    if not config and not companions.is_dir():
         why = "holds only adapters: give the directory of the base model"
         why = why if lora else f"has no {COMPANIONS}/{CONFIG}: give a directory that has one"
         raise UserError(f"{directory}: {why} (--config)")
-    shape = read_shape(companions)
+    shape = read_shape(companions, "--config")
     if (directory / folders.MANIFEST).is_file() and (problem := folders.find_damage(directory)):
         raise UserError(f"{directory}: {problem}")
     if lora:

@@ -263,7 +263,9 @@ def find(root: Path) -> Path | None:
     # A crash after the folder was renamed leaves a complete checkpoint that is newer than the pointer.
     newest = max(steps)
     directory = root / folders.name_of(newest)
-    if problem := folders.find_damage(directory) if directory.is_dir() else "is missing":
+    if not directory.is_dir():
+        raise UserError(f"{directory}: is missing; delete {pointer} to continue from an older checkpoint")
+    if problem := folders.find_damage(directory):
         raise UserError(f"{directory}: {problem}; delete it and {pointer} to continue from an older checkpoint")
     return directory
 

@@ -149,7 +149,6 @@ def _compare(args: argparse.Namespace) -> int:
     before, after = (read_answers(directory.absolute() / ANSWERS) for directory in folders)
     result = compare(before, after, str(args.before), str(args.after))
 
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "compare.json", result)
     table = markdown(result)
     write_text(out / "compare.md", table)

@@ -37,10 +37,10 @@ def _generate(args: argparse.Namespace) -> int:
     from megatron_brorl.api.engine import Engine
     from megatron_brorl.families.shape import read_shape
 
-    directory = model_directory(args.model)
+    directory = model_directory(args.model, "MODEL")
     max_tokens = args.max_tokens
     if max_tokens is None:
-        max_tokens = min(_MAX_TOKENS, read_shape(directory).context // 2)
+        max_tokens = min(_MAX_TOKENS, read_shape(directory, "MODEL").context // 2)
     chat = not args.raw and has_chat_template(directory)
     if chat:
         print("the prompt is a user message in the model's chat template; --raw leaves it out", file=sys.stderr)

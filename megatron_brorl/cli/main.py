@@ -26,10 +26,11 @@ from megatron_brorl.errors import RankError, UserError
 from megatron_brorl.files import check_outputs, read_object
 from megatron_brorl.tracking import run_info
 
-# Errors caused by disks and permissions. Any other OSError is a bug and is raised again.
+# Errors caused by disks, permissions and names of files. Any other OSError is a bug and is raised again.
 _REFUSED = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
 )
 # Files that `brorl train` writes at its end.
 _LEFT = ("summary.json", "model/config.json", "curves.png")
@@ -73,6 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run_ranks(args: argparse.Namespace) -> int:
     """Run a command of several ranks, as one of them or as their launcher."""
+    if args.processes is not None and args.processes < 1:
+        raise UserError(f"--processes {args.processes}: must be at least 1")
     # Report errors of the configuration once, before any rank starts.
     config = load(args.config, args.overrides)
     check_outputs(config, args.name, args.config)
@@ -82,7 +85,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
             print(message)
         return 0
 
-    if args.processes > 0:
+    if args.processes:
         from megatron_brorl.cli.launch import launch
 
         options = ["--dry-run"] if getattr(args, "dry_run", False) else []
@@ -134,7 +137,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--processes",
             type=int,
-            default=0,
             help="number of ranks to start on this machine; omit it under torchrun or Slurm",
         )
         command.add_argument("config", help="TOML file")
@@ -200,7 +202,7 @@ def finished(config: Config) -> str:
         values.get("run", {}).pop("dir", None)
     if asked != recorded:
         return ""
-    steps = read_object(folder / "summary.json").get("steps")
+    steps = read_object(folder / "summary.json", "delete it to continue the run").get("steps")
     return (
         f"run.dir = {config.run.dir}: this run has finished (steps: {steps}; its model is {folder / 'model'}); raise "
         "train.steps to continue it, or choose another run.dir"

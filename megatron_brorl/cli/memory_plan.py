@@ -375,8 +375,8 @@ def size_line(shape: ModelShape) -> str:
 def plan_for_doctor(args: argparse.Namespace) -> list[str]:
     """Return the plan of `brorl doctor CONFIG` in lines. Raises UserError if it does not fit."""
     config = load(args.config, args.overrides)
-    if args.ranks < 0 or args.ranks_per_node < 0 or args.gpu_gib < 0:
-        raise UserError("brorl doctor: --ranks, --ranks-per-node and --gpu-gib must not be negative")
+    if args.ranks < 0 or args.ranks_per_node < 0 or not 0 <= args.gpu_gib < math.inf:
+        raise UserError("--ranks, --ranks-per-node and --gpu-gib must be finite and not negative")
     ranks = args.ranks or torch.cuda.device_count() or 1
     gpu = int(args.gpu_gib * GIB) or gpu_bytes()
     machines = Machines(ranks, min(args.ranks_per_node or 8, ranks), gpu, here=not args.gpu_gib)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.files import write_text
+from megatron_brorl.files import read_object, write_text
 
 PAGE = "report.html"
 SEVERAL = "comparison.html"
@@ -88,10 +87,15 @@ def show(directory: Path, page: str = "") -> None:
     theory = plot_theory(directory)
     figure = plot_run(directory)  # last, because main.finished reads it as the end of a run
     found: dict[str, str] = {}
-    if (directory / SUMMARY).is_file():
-        summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
+    path = directory / SUMMARY
+    if path.is_file():
+        remedy = "delete it to report without it"
+        summary = read_object(path, remedy)
         found = summary.get("findings", {})
-        print("\n".join(_lines(summary)))
+        try:
+            print("\n".join(_lines(summary)))
+        except KeyError as e:
+            raise UserError(f"{path}: the key {e} is missing: another version wrote the file; {remedy}") from None
     print(f"curves   {figure}")
     if theory:
         print(f"theory   {theory}")

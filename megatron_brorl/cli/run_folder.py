@@ -21,6 +21,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import TEMPLATE_DATE
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import ModelShape
+from megatron_brorl.files import write_text
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.parallel import collectives
 
@@ -129,10 +130,7 @@ def keep_template_date(directory: Path, date: datetime.date | None, is_main_rank
     if len(dates) > 1:  # one rank started before and another after midnight
         raise UserError(f"{path}: ranks started on different days, {' and '.join(dates)}: start the run again")
     if is_main_rank:
-        try:
-            path.write_text(f"{date}\n", encoding="utf-8")
-        except OSError as e:
-            raise UserError(f"{path}: cannot be written: {e.strerror}") from None
+        write_text(path, f"{date}\n")
 
 
 def fingerprint(

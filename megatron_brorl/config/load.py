@@ -33,7 +33,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path).absolute()  # absolute, because messages are read in logs
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file") from None
     except (ValueError, RecursionError) as e:  # invalid UTF-8, syntax or nesting
@@ -93,18 +93,19 @@ def _names_in(value: object) -> list[str]:
 def _override(table: dict[str, Any], item: str) -> None:
     """Apply one `section.key=value`. The value is TOML, or a plain string if it is not valid TOML."""
     key, equals, text = item.partition("=")
-    parts = key.strip().split(".")
-    if not equals or len(parts) != 2 or not all(parts):
+    *tables, last = key.strip().split(".")
+    if not equals or not tables or not all((*tables, last)):
         hint = suggestion(key.strip()) if equals else ""
         raise UserError(f"override {shown(item)}: {hint or 'expected section.key=value, for example rollout.n=64'}")
     try:
         value: Any = tomllib.loads(f"v = {text}")["v"]
     except (ValueError, RecursionError):
         value = text
-    section = table.setdefault(parts[0], {})
-    if not isinstance(section, dict):
-        raise UserError(f"override {shown(item)}: {parts[0]} is not a section")
-    section[parts[1]] = value
+    for name in tables:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise UserError(f"override {shown(item)}: {name} is not a table")
+    table[last] = value
 
 
 def _describe_error(error: ValidationError) -> str:
@@ -121,6 +122,8 @@ def _describe_error(error: ValidationError) -> str:
         return f"{path} is missing"
     if found["type"] == "too_long":
         return f"{path} = {shown(found['input'])}: must have {found['ctx']['max_length']} values"
+    if found["type"] == "too_short":
+        return f"{path} = {shown(found['input'])}: must not be empty"
     message = found["msg"].replace("Input should be", "must be")
     message = message.replace("an object", "a table").replace("array", "list")
     return f"{path} = {shown(found['input'])}: {message}"

@@ -73,7 +73,7 @@ def _matched(regex: str, text: str, where: str) -> str:
     try:
         pattern = re.compile(regex, re.DOTALL)
     except re.error as e:
-        raise UserError(f"data.columns.answer_regex {regex!r}: not a regular expression: {e}") from None
+        raise UserError(f"data.columns.answer_regex = {regex!r}: not a regular expression: {e}") from None
     found = list(pattern.finditer(text))
     if not found:
         raise UserError(f"{where}: the answer has no match of data.columns.answer_regex = {regex!r}")

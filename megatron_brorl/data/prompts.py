@@ -219,7 +219,9 @@ def _check_texts(texts: Mapping[str, Any], where: str) -> None:
         if text is None and key in ("answer", "target"):
             continue
         if not isinstance(text, str) or not (text.strip() or key == "answer"):
-            raise UserError(f"{where}: {key} must be a string that is not empty, not {shown(text, 60)}")
+            kind = "a string" if key == "answer" else "a string that is not empty"
+            found = "there is none" if text is None else f"not {shown(text, 60)}"
+            raise UserError(f"{where}: {key} must be {kind}, {found}")
         # JSON can hold halves of surrogate pairs, which neither a tokenizer nor a verifier accepts.
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); fix its escapes")

@@ -49,7 +49,9 @@ def parse_row(raw: Any, where: str) -> Any:
     try:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as e:
-        raise UserError(f"{where}: not UTF-8 (byte {e.start + 1} of the row); save the file as UTF-8") from None
+        raise UserError(f"{where}: {shown(e)}") from None
+    except json.JSONDecodeError as e:  # its text has the line of the row, which is always 1
+        raise UserError(f"{where}: not valid JSON: {e.msg} at column {e.pos + 1}; fix or remove the row") from None
     except (ValueError, RecursionError) as e:
         raise UserError(f"{where}: not valid JSON: {shown(e)}; fix or remove the row") from None
 
@@ -111,4 +113,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     csv.field_size_limit(1 << 30)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from enumerate(csv.DictReader(file), start=1)
+        for number, row in enumerate(csv.DictReader(file), start=1):
+            if None in row:
+                raise ValueError(f"row {number} has more values than columns; quote values that contain commas")
+            yield number, row

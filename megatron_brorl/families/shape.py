@@ -111,7 +111,7 @@ class ModelShape:
 def read_shape(directory: str | Path, key: str = "model.path") -> ModelShape:
     """Read `directory`/config.json. Raises UserError if it is missing or describes an unsupported model.
 
-    key: the configuration key that holds the directory.
+    key: the configuration key or the argument that names the directory.
     """
     directory = Path(directory).absolute()
     refuse_gguf(directory)

@@ -118,7 +118,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         sizes = " x ".join(str(getattr(config, a)) for a in axes)
         raise UserError(
             f"world size {world} is not a multiple of {names} = {sizes}: start {model} processes, or a multiple "
-            "(torchrun --nproc-per-node)"
+            "(--processes, or torchrun --nproc-per-node)"
         )
     stage_ranks = world // config.pipeline
     if stage_ranks % config.expert:

@@ -87,7 +87,7 @@ def read_run(folder: Path) -> RecordedRun:
 def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RecordedRun]]:
     """Return the content of a page without rollouts, and the runs. Raises UserError if a folder contains no run."""
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise UserError("brorl report: a run is given twice; give each run once")
+        raise UserError("a run is given twice; give each run once")
     runs = [read_run(folder) for folder in folders]
     evaluated = [evaluations(run) for run in runs]
     several = len(runs) > 1

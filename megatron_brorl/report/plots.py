@@ -6,7 +6,6 @@ pyplot is not used: no state is global.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import writing
 from megatron_brorl.report.content import RecordedEvaluation, evaluations, read_run
 from megatron_brorl.rollout_log import FOLDER, entries, one_line, read_groups
 from megatron_brorl.theory.pass_rates import SIZES, Floats, Ints
@@ -64,12 +64,8 @@ def draw_text(axes: Axes, text: str) -> None:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a PNG atomically."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
+    with writing(path) as aside:
         FigureCanvasAgg(figure).print_figure(aside, dpi=110, format="png", pil_kwargs={"optimize": True})
-        os.replace(aside, path)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}; free some space or make it writable") from None
     return path
 
 

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import writing
 from megatron_brorl.rollout_log import LogEntry, entries, filter_rows, one_line, printable, read_groups, read_rollouts
 
 Row = Mapping[str, Any]  # of rollout_log.GROUPS or ROLLOUTS
@@ -106,17 +107,13 @@ def export(recorded: Recorded, path: Path) -> int:
     table = _joined(recorded)
     if not len(table):
         raise UserError(f"{path}: nothing to export: no recorded rollout of {recorded.moment} passes the filters")
-    aside = path.with_name(f".{path.name}.writing")
-    try:
+    with writing(path) as aside:
         if path.suffix == ".parquet":
             pq.write_table(table, aside, compression="zstd")
         else:
             rows = [row | {"parts": dict(row["parts"] or [])} for row in table.to_pylist()]
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             aside.write_text("".join(lines), encoding="utf-8")
-        aside.replace(path)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}; give a file in a writable folder") from None
     return len(table)
 
 

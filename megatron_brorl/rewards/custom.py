@@ -40,7 +40,7 @@ def validate(name: str) -> tuple[str, bool]:
     try:
         error, sha256, pure = call_in_worker("megatron_brorl.rewards.custom:validate_here", name)
     except WorkerLostError as lost:
-        raise UserError(f"verifier {name}: {lost}") from None
+        raise UserError(f"verifier {name}: the process that imports it ended or hangs: {lost}; fix its file") from None
     if error:
         raise UserError(error)
     return sha256, pure

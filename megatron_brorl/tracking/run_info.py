@@ -69,7 +69,8 @@ def read(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    config = found.get("config", {}) if isinstance(found, dict) else None
+    return found if isinstance(config, dict) and all(isinstance(x, dict) for x in config.values()) else {}
 
 
 def command(arguments: Sequence[str], ranks: int) -> str:

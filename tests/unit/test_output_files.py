@@ -115,3 +115,22 @@ def test_files_and_folders_are_renamed_to_the_first_free_number(tmp_path):
         (tmp_path / name).write_text("")
     assert rename_aside(tmp_path / "metrics.jsonl") == tmp_path / "metrics.2.jsonl"
     assert rename_aside(tmp_path / "checkpoints") == tmp_path / "checkpoints.1"
+
+
+@pytest.mark.parametrize("target", ["folder", "other.jsonl/file", "name" * 100])
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(place, target):
+    (place / "folder").mkdir()
+    before = tree(place)
+    with pytest.raises(UserError, match="cannot be written"):
+        write_json(place / target, {"a": 1})
+    assert tree(place) == before
+
+
+@pytest.mark.parametrize("line", ["run.dir={name}", "run.dir=X model.path={name}", "--processes 0", "--processes -1"])
+def test_wrong_names_and_numbers_of_processes_end_with_one_line(place, capsys, line):
+    before = tree(place)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.toml", *line.format(name="x" * 300).split()])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert tree(place) == before

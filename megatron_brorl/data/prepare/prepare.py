@@ -19,7 +19,7 @@ from megatron_brorl.data.prompts import check_row
 from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.files import write_text
+from megatron_brorl.files import write_text, writing
 
 _N_GRAM = 13  # words that two problems share; GPT-3 (Brown et al. 2020, appendix C) uses 13 for most sets
 _SHOWN = 160  # characters of a dropped problem that are listed
@@ -96,7 +96,7 @@ def prepare(job: Job) -> Counts:
     answers: dict[bytes, str] = {}  # digest of a problem -> digest of its first answer
     ids: set[str] = set()
     first = ""
-    with _writing(job.out) as out, _writing(job.dropped) as dropped:
+    with _open(job.out) as out, _open(job.dropped) as dropped:
         for path, where, raw in _rows(job.inputs):
             counts.read[path] += 1
             problem = ""
@@ -117,7 +117,8 @@ def prepare(job: Job) -> Counts:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
         if not counts.kept:
             why = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.most_common()) or "no rows"
-            raise UserError(f"{job.inputs[0]}: no row is left ({why}){first}; is it a file of the set {job.name!r}?")
+            hint = f"is it a file of the set {job.name!r}?" if job.data_set.hub else "check --prompt and --answer"
+            raise UserError(f"{job.inputs[0]}: no row is left ({why}){first}; {hint}")
     write_text(job.card, _card(job, counts))
     return counts
 
@@ -199,15 +200,6 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[IO[str]]:
-    """Open a file that gets its name when it is complete. An error leaves no file behind."""
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
-            yield file
-        aside.replace(path)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}; use a file in a writable folder") from None
-    finally:
-        aside.unlink(missing_ok=True)
+def _open(path: Path) -> Iterator[IO[str]]:
+    with writing(path) as aside, aside.open("w", encoding="utf-8") as file:
+        yield file

@@ -174,6 +174,7 @@ class EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [python, "-m", "megatron_brorl.rollout.remote.server", address(folder)]
         with open(log, "ab") as output:
+            self._log_start = output.tell()  # earlier processes have written the part before
             try:
                 self._process = subprocess.Popen(
                     [*command, json.dumps(dataclasses.asdict(options))],
@@ -200,7 +201,7 @@ class EngineProcess:
         if code is None:
             return ""
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        lines = self.log.read_text(errors="replace").strip().splitlines()
+        lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").strip().splitlines()
         return f"engine process {self.pid} ended ({how}); {self.log}: {lines[-1] if lines else 'empty'}"
 
     def kill(self) -> None:

@@ -124,7 +124,7 @@ def test_the_command_prints_what_transformers_generates(model, capsys, raw):
     ("arguments", "message"),
     [
         ({"prompts": "1"}, "give a list"),
-        ({"prompts": ["1"], "n": 0}, "n = 0: must be at least 1"),
+        ({"prompts": ["1"], "n": 0}, "n = 0: must be finite and at least 1"),
         ({"prompts": ["1"], "top_p": 0.0}, "top_p = 0.0"),
         ({"prompts": [""]}, "the prompt has no tokens"),
         ({"prompts": [[{"role": "robot", "content": "x"}]]}, "unknown role 'robot'"),

@@ -58,7 +58,7 @@ def test_the_summary_shows_missing_evaluations_and_findings(tmp_path, capsys):
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere: contains no metrics.jsonl; give the run.dir of a training run"),
-        (["run", "run"], "brorl report: a run is given twice; give each run once"),
+        (["run", "run"], "a run is given twice; give each run once"),
         (["run", "--out", "run/metrics.jsonl"], "--out run/metrics.jsonl: must end in .html"),
         (["run", "--megabytes", "0"], "--megabytes 0.0: must be above 0"),
     ],

@@ -95,7 +95,7 @@ def test_allowed_changes_are_listed(before, after, expected):
     assert found == expected
     line = change_line(found)
     assert line.count(" -> ") == len(expected)
-    assert all(f"{path} = {old!r} -> {new!r}" in line for path, (old, new) in expected.items())
+    assert all(f"{path} = {json.dumps(old)} -> {json.dumps(new)}" in line for path, (old, new) in expected.items())
 
 
 WAITING = {"partial_tokens": 512}
@@ -105,7 +105,7 @@ WAITING = {"partial_tokens": 512}
     ("before", "after", "key"),
     [
         ({}, {"run": {"seed": 1}}, "run.seed = 0, now 1"),
-        ({}, {"model": {"dtype": "bf16"}}, "model.dtype = 'fp32', now 'bf16'"),
+        ({}, {"model": {"dtype": "bf16"}}, 'model.dtype = "fp32", now "bf16"'),
         ({}, {"data": {"template": "Q {prompt}"}}, "data.template = "),
         ({}, {"reward": {"cut_off_factor": 0.5}}, "reward.cut_off_factor = 0.0, now 0.5"),
         ({}, {"rollout": {"max_tokens": 2048}}, "rollout.max_tokens = 1024, now 2048"),
@@ -117,7 +117,7 @@ WAITING = {"partial_tokens": 512}
             {"rollout": {"refills": 1, "temperature": 0.5}},
             "rollout.temperature = 1.0, now 0.5",
         ),
-        ({}, {"algo": {"advantage": "gae"}}, "algo.advantage = 'reinforce_pp_baseline', now 'gae'"),
+        ({}, {"algo": {"advantage": "gae"}}, 'algo.advantage = "reinforce_pp_baseline", now "gae"'),
         ({"algo": {"advantage": "gae"}}, {"algo": {"advantage": "gae", "gamma": 0.9}}, "algo.gamma = 1.0, now 0.9"),
         ({}, {"algo": {"kl_coef": 0.1}}, "algo.kl_coef = 0.0, now 0.1"),
         ({}, {"optim": {"betas": [0.9, 0.95]}}, "optim.betas = [0.9, 0.999], now [0.9, 0.95]"),
@@ -171,5 +171,5 @@ def test_changed_data_or_tokenizer_is_refused(key, what):
 def test_a_checkpoint_without_a_key_is_refused():
     before = of({})
     del before["optim"]["lr_schedule"]
-    with pytest.raises(UserError, match=r"was written with optim\.lr_schedule = None, now 'constant'"):
+    with pytest.raises(UserError, match=r'was written with optim\.lr_schedule = null, now "constant"'):
         check_fingerprint(before, of({}), WHERE)

@@ -39,6 +39,18 @@ def test_overrides_replace_values_of_the_file(tmp_path):
     assert config.train.resume == "never"
 
 
+def test_overrides_reach_keys_of_tables(tmp_path):
+    path = write(tmp_path, "[data.columns]\nprompt = 'question'\n")
+    columns = load(path, ["data.columns.prompt=problem", "data.columns.answer=solution.text"]).data.columns
+    assert (columns.prompt, columns.answer) == ("problem", "solution.text")
+
+
+def test_a_byte_order_mark_is_ignored(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[rollout]\r\nn = 64\r\n")
+    assert load(path).rollout.n == 64
+
+
 def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
     section = dataclasses.replace(RolloutConfig(n=4), prompts=2)
     assert dataclasses.asdict(section)["n"] == 4
@@ -70,17 +82,18 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ("[[data.tasks]]\nweight = 2", "data.tasks[0].name is missing"),
         ("[data]\nmixture = [{files = ['b']}]", "data.mixture[0].weight is missing"),
         ("[data]\nmixture = [{files = ['b'], weight = 0}]", "data.mixture[0].weight = 0: must be greater than 0"),
-        ("[rollout]\nn = 'four'", "rollout.n = 'four': must be a valid integer"),
-        ("[rollout]\nn = true", "rollout.n = True: must be a valid integer"),
+        ("[rollout]\nn = 'four'", 'rollout.n = "four": must be a valid integer'),
+        ("[rollout]\nn = true", "rollout.n = true: must be a valid integer"),
         ("[rollout]\nn = 0", "rollout.n = 0: must be greater than or equal to 1"),
         ("[rollout]\ntop_p = 1.5", "rollout.top_p = 1.5: must be less than or equal to 1"),
-        ("[rollout]\nengine = 'tgi'", "rollout.engine = 'tgi': must be 'torch', 'trtllm' or 'vllm'"),
-        ("[data]\ntrain = 'a.jsonl'", "data.train = 'a.jsonl': must be a valid list"),
-        ("[run]\nlog = ['tensorbord']", "run.log[0] = 'tensorbord': must be 'tensorboard'"),
+        ("[rollout]\nengine = 'tgi'", "rollout.engine = \"tgi\": must be 'torch', 'trtllm' or 'vllm'"),
+        ("[data]\ntrain = 'a.jsonl'", 'data.train = "a.jsonl": must be a valid list'),
+        ("[run]\nlog = ['tensorbord']", "run.log[0] = \"tensorbord\": must be 'tensorboard'"),
         ("[optim]\nbetas = [0.9]", "optim.betas[1] is missing"),
         ("[optim]\nbetas = [0.9, 0.9, 0.9]", "optim.betas = [0.9, 0.9, 0.9]: must have 2 values"),
         ("[optim]\nbetas = [0.9, 1.0]", "optim.betas[1] = 1.0: must be less than 1"),
-        ("[optim]\nlr = nan", "optim.lr = nan: must be a finite number"),
+        ("[lora]\ntargets = []", "lora.targets = []: must not be empty"),
+        ("[optim]\nlr = nan", "optim.lr = NaN: must be a finite number"),
         ("rollout = 3", "rollout = 3: must be a table"),
         ("[rollout", "not valid TOML"),
     ],
@@ -96,10 +109,11 @@ def test_a_mistake_is_one_line_that_names_file_and_key(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout=3", "override 'rollout=3': expected section.key=value"),
-        ("num_generations=8", "override 'num_generations=8': this trainer calls it rollout.n"),
+        ("rollout=3", 'override "rollout=3": expected section.key=value'),
+        ("num_generations=8", 'override "num_generations=8": this trainer calls it rollout.n'),
         ("actor_rollout_ref.rollout.n_resp_per_prompt=8", "this trainer calls it rollout.n"),
         ("rollout.m=4", "unknown key rollout.m; known here"),
+        ("rollout.n.m=4", 'rollout.n = {"m": 4}: must be a valid integer'),
     ],
 )
 def test_a_wrong_override_is_one_line(tmp_path, override, message):

@@ -63,7 +63,11 @@ def test_the_last_message_of_the_assistant_is_the_target(tmp_path):
     [
         (GSM8K, {"prompt": "problem"}, "data.columns.prompt = 'problem': there is no such column, only question"),
         (GSM8K, {"prompt": "question", "answer_regex": "@(.+)"}, "f.jsonl:1: the answer has no match of data.columns"),
-        (GSM8K, {"prompt": "question", "answer_regex": "("}, "data.columns.answer_regex '(': not a regular expression"),
+        (
+            GSM8K,
+            {"prompt": "question", "answer_regex": "("},
+            "data.columns.answer_regex = '(': not a regular expression",
+        ),
         (
             {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "target": "z"},
             {},

@@ -50,17 +50,20 @@ def test_a_row_with_all_keys(tmp_path: Path) -> None:
 BAD: dict[str, tuple[bytes, str]] = {
     "broken": (b'{"prompt": "x"', "not valid JSON: Expecting"),
     "list": (b"[1]", "a row must be an object"),
-    "no prompt": (b'{"answer": "2"}', "prompt must be a string that is not empty, not None"),
-    "number as answer": (b'{"prompt": "x", "answer": 42}', "answer must be a string that is not empty, not 42"),
+    "no prompt": (b'{"answer": "2"}', "prompt must be a string that is not empty, there is none"),
+    "number as answer": (b'{"prompt": "x", "answer": 42}', "answer must be a string, not 42"),
     "infinity": (b'{"prompt": "x", "answer": "1", "metadata": {"a": [Infinity]}}', "NaN or infinite"),
     "deep": (b"[" * 100_000, "not valid JSON"),
-    "latin-1": ('{"prompt": "caf\xe9", "answer": "1"}'.encode("latin-1"), "not UTF-8 (byte 16 of the row)"),
+    "latin-1": (
+        '{"prompt": "caf\xe9", "answer": "1"}'.encode("latin-1"),
+        "byte 0xe9 is not UTF-8; save the file as UTF-8",
+    ),
     "half a surrogate": (b'{"prompt": "\\ud800", "answer": "1"}', "prompt has half of a surrogate pair"),
     "no answer": (b'{"prompt": "x"}', 'verifier "exact" needs a reference'),
     "misspelt": (b'{"prompt": "x", "anwser": "1"}', "unknown key 'anwser'; known: prompt, answer"),
     "unknown verifier": (b'{"prompt": "x", "verifier": "maths"}', "no verifier is called 'maths'; did you mean math?"),
     "taken id": (b'{"prompt": "x", "answer": "1", "id": "first"}', "id 'first' is taken by"),
-    "metadata type": (b'{"prompt": "x", "answer": "1", "metadata": "m"}', "metadata must be an object, not 'm'"),
+    "metadata type": (b'{"prompt": "x", "answer": "1", "metadata": "m"}', 'metadata must be an object, not "m"'),
     "no entry": (
         json.dumps({"prompt": "x", "verifier": "reasoning_gym", "metadata": {"source_dataset": "gcd"}}).encode(),
         "needs metadata.entry",
@@ -84,7 +87,7 @@ def test_a_malformed_row_is_named(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"answer": float("nan")}, "answer must be a string that is not empty, not nan"),
+        ({"answer": float("nan")}, "answer must be a string, not NaN"),
         ({"answer": "2", "metadata": {"a": float("nan")}}, "NaN or infinite"),
         ({"answer": "2", "metadata": "{"}, "not valid JSON"),
         ({"answer": "2", "data_source": "x"}, "unknown key 'data_source'"),

@@ -242,9 +242,10 @@ def test_rows_of_json_parquet_and_csv(tmp_path: Path) -> None:
 def test_unreadable_files_are_errors_of_one_line(tmp_path: Path) -> None:
     for name, content, message in (
         ("f.jsonl", b'{"a": 1}\n{"a": \n', "f.jsonl:2: not valid JSON: "),
-        ("f.jsonl", b'"\xff\xfe"', "f.jsonl:1: not UTF-8"),
+        ("f.jsonl", b'"\xff\xfe"', "f.jsonl:1: byte 0xff is not UTF-8; save the file as UTF-8"),
         ("f.json", b'[{"a": 1}, {"a": ', "f.json: not a valid .json file: "),
         ("f.parquet", b"x", "f.parquet: not a valid .parquet file"),
+        ("f.csv", b"a,b\n1,2\n1,2,3\n", "f.csv: not a valid .csv file: row 2 has more values than columns"),
         ("f.csv", b"\xff", "f.csv: not a valid .csv file"),
         ("f.txt", b"x", "f.txt: unknown kind of data file; use .jsonl, .json, .parquet, .csv"),
     ):

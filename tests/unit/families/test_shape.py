@@ -171,10 +171,10 @@ def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
 # Settings that would change the computation and are not supported.
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "longrope": ({"rope_parameters": LONGROPE}, "rope_parameters.rope_type = 'longrope'"),
+    "longrope": ({"rope_parameters": LONGROPE}, 'rope_parameters.rope_type = "longrope"'),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    "windows": ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window = True"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    "windows": ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window = true"),
+    "activation": ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
     "other weights": ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
     "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
 }
@@ -197,11 +197,11 @@ def test_unsupported_configurations_are_refused(tmp_path, kind, name):
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported: every layer must have"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
         ("qwen2_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported: every layer must have"),
-        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False is not supported"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = false is not supported"),
         ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok = 8 is more than the 4 experts"),
         ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}, "the router has no effect"),
-        ("gemma3_text", {"rope_scaling": YARN}, "full_attention.rope_type = 'yarn'"),
-        ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention.rope_type = 'linear'"),
+        ("gemma3_text", {"rope_scaling": YARN}, 'full_attention.rope_type = "yarn"'),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, 'sliding_attention.rope_type = "linear"'),
         (
             "gemma3_text",
             {"rope_parameters": {"full_attention": {**PLAIN, "partial_rotary_factor": 0.5}}},
@@ -209,7 +209,7 @@ def test_unsupported_configurations_are_refused(tmp_path, kind, name):
         ),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ("gemma3_text", {"model_type": "gemma2"}, "model_type = 'gemma2'"),
+        ("gemma3_text", {"model_type": "gemma2"}, 'model_type = "gemma2"'),
         ("gemma3_text", {"text_config": SIZES}, "text_config"),
     ],
 )
@@ -224,9 +224,9 @@ def test_unsupported_configurations_of_one_family_are_refused(tmp_path, kind, ch
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM' is not supported"),
-        ({"architectures": None}, "architecture None is not supported"),
-        ({"hidden_size": "48"}, "hidden_size = '48': must be of type int"),
+        ({"architectures": ["MixtralForCausalLM"]}, 'architecture "MixtralForCausalLM" is not supported'),
+        ({"architectures": None}, "architecture null is not supported"),
+        ({"hidden_size": "48"}, 'hidden_size = "48": must be of type int'),
         ({"num_attention_heads": 0}, "num_attention_heads = 0: must be at least 1"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
     ],

@@ -76,7 +76,7 @@ def test_older_rope_scaling_key_means_the_same():
 def test_scaling_without_fixed_frequencies_is_refused():
     raw = config({"rope_type": "default"}).to_dict()
     raw["rope_parameters"] = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}
-    with pytest.raises(UserError, match="'dynamic' is not supported"):
+    with pytest.raises(UserError, match='"dynamic" is not supported'):
         rope.inverse_frequencies(parse_shape(raw, "config.json"))
     raw["rope_parameters"] = {"rope_theta": 1e4, "rope_type": "llama3", "factor": 2.0}
     with pytest.raises(UserError, match="lacks the key 'low_freq_factor'"):

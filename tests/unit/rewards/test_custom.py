@@ -127,7 +127,7 @@ def test_parameters_may_have_any_name(place: Path, parameters: str) -> None:
         ("def score(:\n", "score", r"cannot be imported: SyntaxError: .*\(mine\.py, line 1\)$"),
         ("\n1 / 0\n", "score", r"cannot be imported: ZeroDivisionError: division by zero \(mine\.py, line 2\)$"),
         ("import sys\nsys.exit(3)\n", "score", r"cannot be imported: SystemExit: 3 \(mine\.py, line 2\)$"),
-        ("import os\nos._exit(3)\n", "score", r"exit code 3$"),
+        ("import os\nos._exit(3)\n", "score", r"exit code 3; fix its file$"),
         (GOOD, "scores", r"my_rewards\.py does not define 'scores'"),
         (GOOD, "number", r"my_rewards\.py does not define 'number'"),
         (GOOD, "alone", r"must take \(response, row\): too many positional arguments$"),

@@ -14,6 +14,7 @@ import pytest
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.remote.process import unlink_shared_memory
+from megatron_brorl.rollout.remote.protocol import EngineOptions
 
 CREATE_SHARED_MEMORY = """
 from multiprocessing.shared_memory import SharedMemory
@@ -84,3 +85,15 @@ def test_folders_of_dead_trainers_are_removed(tmp_path):
     assert second != mine
     assert mine.stat().st_mode & 0o077 == 0
     assert (mine / "code" / "megatron_brorl" / "types.py").samefile(Path(process.__file__).parents[2] / "types.py")
+
+
+def test_the_reason_of_an_end_is_not_from_the_log_of_an_earlier_process(tmp_path):
+    log = tmp_path / "rank_0.log"
+    log.write_text("error of another day\n")
+    options = EngineOptions("vllm", "", 50, 40, "float32", 8, (2,), {})
+    engine = process.EngineProcess("true", tmp_path, options, [], log)
+    try:
+        engine._process.wait()
+        assert engine.ended().endswith(f"{log}: empty")
+    finally:
+        engine.kill()
