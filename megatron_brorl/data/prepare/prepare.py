@@ -117,7 +117,8 @@ def prepare(job: Job) -> Counts:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
         if not counts.kept:
             why = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.most_common()) or "no rows"
-            raise UserError(f"{job.inputs[0]}: no row is left ({why}){first}; is it a file of the set {job.name!r}?")
+            hint = f"; is it a file of the set {job.name!r}?" if counts.dropped["refused"] else ""
+            raise UserError(f"{job.inputs[0]}: no row is left ({why}){first}{hint}")
     write_text(job.card, _card(job, counts))
     return counts
 
