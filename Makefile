@@ -35,7 +35,7 @@ docs: $(DEV)  ## build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(INSTALLED)  ## benchmarks, as speed ratios
-	@for tool in $(wildcard benchmarks/bench_*.py); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
+	@for tool in $(filter-out %/bench_common.py,$(wildcard benchmarks/bench_*.py)); do echo "== $$tool"; $(BIN)/python $$tool --quick || exit 1; done
 
 KILLS ?= 60
 FAULTS ?= 60

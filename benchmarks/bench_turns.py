@@ -1,6 +1,7 @@
 """Measure how much a slow tool delays the built-in engine: N = 512 episodes whose turns wait 0 to 200 ms for a reply.
 
-    python benchmarks/bench_turns.py [--model m30] [--rows 256] [--workers 4] [--quick]
+    python benchmarks/bench_turns.py [--quick] [--json FILE] [--model m30] [--rows 256] [--workers 4] [--threads N]
+                                    [--repeat N]
 
 Both arms sample the same tokens. `rows` is the mean number of rows per decoding step by the engine's counters, and
 `rate` the tokens per second relative to the arm whose environment answers at once.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # LoRA on a laptop: train adapters of rank 16 on the warm-started model of brorl_tiny.sh, with N = 512 in two processes.
-# Usage: [START=directory of brorl_tiny.sh] [RUN=directory] bash examples/lora_tiny.sh [section.key=value ...]
+# Usage: [START=directory of brorl_tiny.sh] [RUN=directory] [PROCESSES=2] bash examples/lora_tiny.sh [section.key=value ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

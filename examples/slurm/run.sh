@@ -8,6 +8,7 @@
 #   CONTAINER_IMAGE      the image, with this project installed (Dockerfile)
 #   CONTAINER_MOUNTS     mounts (/data:/data,...) in addition to the folder that the job was submitted from
 set -euo pipefail
+: "${SLURM_JOB_ID:?start this script in a Slurm job}"
 HERE=$(cd "$(dirname "$0")" && pwd)
 FOLDER=${SLURM_SUBMIT_DIR:-$PWD}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

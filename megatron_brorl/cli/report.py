@@ -109,7 +109,8 @@ def _lines(s: dict[str, Any]) -> list[str]:
     """Return a summary as text."""
     from megatron_brorl.algo.pass_at_k import widest
 
-    lines = [f"{s['steps']} steps, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts"]
+    steps = f"{s['steps']} step{'' if s['steps'] == 1 else 's'}"
+    lines = [f"{steps}, N = {s['rollouts_per_prompt']} rollouts, {s['held_out_prompts']} held-out prompts"]
     for name in ("before", "after"):
         p = s[f"pass_at_1_{name}"]
         if not p:

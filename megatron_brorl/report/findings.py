@@ -212,7 +212,8 @@ def _state(rows: Sequence[Row], summary: Row, wanted: int) -> str:
     if summary:
         seconds = summary.get("job_seconds")
         took = "" if seconds is None else f" in {seconds:.0f} s" if seconds < 600 else f" in {seconds / 3600:.1f} h"
-        return f"ended after {summary['steps']} steps{took}"
+        steps = summary["steps"]
+        return f"ended after {steps} step{'' if steps == 1 else 's'}{took}"
     done = rows[-1]["step"] + 1 if rows else 0
     return f"has not ended: {done}{f' of {wanted}' if wanted else ''} steps done"
 

@@ -2,9 +2,9 @@
 
 python docs/results/plateau/products.py runs/products
 
-With the groups of an evaluation of train.jsonl, write hard.jsonl: the 8 rows with the lowest success rate above 0.
+With the results of an evaluation of train.jsonl, write hard.jsonl: the 8 rows with the lowest success rate above 0.
 
-python docs/results/plateau/products.py runs/products GROUPS.parquet
+python docs/results/plateau/products.py runs/products EVALUATION.jsonl
 """
 
 import json
@@ -26,10 +26,10 @@ def write(path: Path, products: Iterable[str]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def main(directory: Path, groups: str = "") -> None:
-    if groups:
-        rates = pd.read_parquet(groups).query("right > 0").sort_values(["right", "prompt_id"])
-        write(directory / "hard.jsonl", rates.prompt_id.head(HARD))
+def main(directory: Path, evaluation: str = "") -> None:
+    if evaluation:
+        rates = pd.read_json(evaluation, lines=True).query("right > 0").sort_values(["right", "id"])
+        write(directory / "hard.jsonl", rates.id.head(HARD))
         return
     products = [f"{a} * {b}" for a in range(10, 100) for b in range(2, 10) if (a, b) not in SOLVED]
     random.Random(0).shuffle(products)

@@ -118,7 +118,8 @@ def prepare(job: Job) -> Counts:
         if not counts.kept:
             why = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.most_common()) or "no rows"
             hint = f"is it a file of the set {job.name!r}?" if job.data_set.hub else "check --prompt and --answer"
-            raise UserError(f"{job.inputs[0]}: no row is left ({why}){first}; {hint}")
+            hint = f"; {hint}" if counts.dropped["refused"] else ""
+            raise UserError(f"{job.inputs[0]}: no row is left ({why}){first}{hint}")
     write_text(job.card, _card(job, counts))
     return counts
 

@@ -24,7 +24,7 @@ const FILTERS = {
 };
 
 const where = (m, g) => content.rollouts.where[`${m.place}/${g.group}`];
-const momentName = (m) => (m.kind === "step" ? `training step ${m.number}` : m.number ? `evaluation after ${m.number} steps` : "evaluation before the first step");
+const momentName = (m) => (m.kind === "step" ? `training step ${m.number}` : `evaluation ${when(m.number)}`);
 
 function command(run, m, g) {
   const quote = (s) => (/^[\w@%+=:,./-]+$/.test(s) ? s : "'" + s.replaceAll("'", "'\\''") + "'");

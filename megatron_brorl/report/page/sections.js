@@ -179,7 +179,7 @@ function configuration(parent, run) {
   if (start) {
     const changed = (s) => Object.entries(s.changes || {}).map(([key, [a, b]]) => `; ${key} = ${JSON.stringify(a)} -> ${JSON.stringify(b)}`).join("");
     append(parent, make("p", null, make("b", null, "Command: "), code(start.command)), table("Environment", ["", ""], [
-      ["started", run.starts.map((s) => s.time + (s.step ? ` (resumed after ${s.step} steps${changed(s)})` : "")).join(", ")],
+      ["started", run.starts.map((s) => s.time + (s.step ? ` (resumed ${when(s.step)}${changed(s)})` : "")).join(", ")],
       ["ranks", start.ranks],
       ["machine", `${start.machine.system}, ${start.machine.cores} cores, ${start.machine.device}`],
       ["versions", Object.entries(start.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
