@@ -1,4 +1,4 @@
-"""Hook of mkdocs.yml: README.md is the home page, and two pages and some tables are generated from the program.
+"""Hook of mkdocs.yml: pages of the repository's root are in the site, and two pages and some tables are generated.
 
 A link to a file outside of docs/ is replaced by the path, because the site does not contain the file. A link to a file
 that does not exist is an error.
@@ -6,6 +6,7 @@ that does not exist is an error.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,22 @@ from megatron_brorl.config.schema import json_schema, keys
 from megatron_brorl.tracking import metric_docs
 
 ROOT = Path(__file__).resolve().parent.parent
+# The names in the site of pages that are not in docs/.
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "SECURITY.md": "security_policy.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 # Matches a code block or inline code, which `on_page_markdown` does not change, or a relative link to a file.
 LINK = re.compile(r"^```.*?^```|`[^`\n]+`(?!\])|(?<!!)\[([^\]]+)\]\((?![a-z]+:|#)([^)#\s]+)(?:#[^)]*)?\)", re.S | re.M)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    made = {
-        "index.md": re.sub(r"\]\(docs/", "](", readme),
-        "configuration.md": configuration(),
-        "metrics.md": metrics(),
-    }
-    for name, text in made.items():
+    """Add the pages of the root and the generated pages."""
+    texts = {name: (ROOT / source).read_text(encoding="utf-8") for source, name in ROOT_PAGES.items()}
+    made = {name: re.sub(r"\]\(docs/", "](", text) for name, text in texts.items()}
+    for name, text in {**made, "configuration.md": configuration(), "metrics.md": metrics()}.items():
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -92,18 +96,23 @@ def _section(title: str, about: str, head: list[str], rows: list[list[str]]) -> 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Replace links to files outside of docs/ by paths. Raises PluginError if a file does not exist."""
-    folder = ROOT if page.file.src_uri == "index.md" else (ROOT / "docs" / page.file.src_uri).parent
+    name = page.file.src_uri
+    folder = ROOT if name in ROOT_PAGES.values() else (ROOT / "docs" / name).parent
 
     def inside(match: re.Match[str]) -> str:
         words, target = match.groups()
-        if target is None or files.get_file_from_path(_joined(page.file.src_uri, target)):
+        if target is None or files.get_file_from_path(_joined(name, target)):
             return match.group(0)
         path = (folder / target).resolve()
         if not path.exists():
-            raise PluginError(f"{page.file.src_uri}: {target} does not exist")
-        return f"{words} (`{path.relative_to(ROOT)}`)" if path.name not in words else f"`{path.relative_to(ROOT)}`"
+            raise PluginError(f"{name}: {target} does not exist")
+        shown = str(path.relative_to(ROOT))
+        if shown in ROOT_PAGES:
+            there = os.path.relpath(ROOT_PAGES[shown], os.path.dirname(name))
+            return match.group(0).replace(f"]({target}", f"]({there}")
+        return f"{words} (`{shown}`)" if path.name not in words else f"`{shown}`"
 
-    return LINK.sub(inside, markdown) + (foreign_keys() if page.file.src_uri == "coming_from.md" else "")
+    return LINK.sub(inside, markdown) + (foreign_keys() if name == "coming_from.md" else "")
 
 
 def _joined(page: str, target: str) -> str:

@@ -57,5 +57,5 @@ for level in x86-64 x86-64-v3 x86-64-v4; do
     continue
   fi
   echo "test_wheel: op tests on $level"
-  BRORL_CPU=$level pytest -p no:cacheprovider -m "not full" "$ROOT/tests/ops" "$ROOT/tests/unit/ops"
+  BRORL_CPU=$level pytest -p no:cacheprovider -m "not slow" "$ROOT/tests/ops" "$ROOT/tests/unit/ops"
 done

@@ -12,6 +12,7 @@ _PASSES = "train.steps ({} x rows of data.train / rollout.prompts)"
 _TOKENS = "train.tokens_per_micro_batch ({} x model.context)"
 _WARMUP = "optim.warmup_steps ({} x train.steps x algo.mini_batches x algo.epochs)"
 _GROUP_STD = 'algo.advantage (true = "grpo"; "reinforce_pp_baseline" divides by the deviation of the whole step)'
+_TIS = 'algo.is_cap (of vllm_importance_sampling_mode = "token_truncate"; algo.mismatch_mask is a mask)'
 _LORA = "lora.rank (and lora.alpha for lora_alpha)"
 
 FOREIGN_KEYS = {
@@ -37,10 +38,11 @@ FOREIGN_KEYS = {
         "loss_type": 'algo.aggregation ("dapo" = "token_mean", "grpo" = "sequence_mean", "dr_grpo" = "fixed"; "cispo" '
         'and "sapo" are values of algo.policy_loss)',
         "importance_sampling_level": "algo.ratio",
-        "scale_rewards": 'algo.advantage ("group" = "grpo", "batch" = "reinforce_pp_baseline", "mean" = "maxrl")',
+        "scale_rewards": 'algo.advantage ("group" = "grpo", "batch" = "reinforce_pp_baseline"; "none" is a function of '
+        "your own)",
         "mask_truncated_completions": "algo.overlong_filter",
-        "vllm_importance_sampling_cap": "algo.is_cap",
-        "vllm_importance_sampling_clip_max": "algo.is_cap",
+        "vllm_importance_sampling_cap": _TIS,
+        "vllm_importance_sampling_clip_max": _TIS,
         "reward_funcs": 'data.verifier ("my_rewards.py:score" is a file and a function)',
         "use_vllm": 'rollout.engine (true = "vllm", false = "torch")',
         "vllm_gpu_memory_utilization": "engine.memory_fraction",
@@ -77,8 +79,8 @@ FOREIGN_KEYS = {
         "kl_loss_type": 'algo.kl_estimator ("kl" = "k1", "mse" = "k2", "low_var_kl" = "k3")',
         "use_kl_in_reward": 'algo.kl_in (true = "reward")',
         "entropy_coeff": "algo.entropy_coef",
-        "tis_imp_ratio_cap": "algo.is_cap (0 = off)",
-        "rollout_is_threshold": "algo.is_cap (0 = off)",
+        "rollout_is": 'algo.is_cap ("token" = rollout_is_threshold, null = 0)',
+        "rollout_is_threshold": 'algo.is_cap (of rollout_is = "token")',
         "filter_groups": "algo.dynamic_sampling (its enable)",
         "max_num_gen_batches": "rollout.refills (max_num_gen_batches - 1)",
         "grad_clip": "optim.clip_grad",
@@ -97,8 +99,8 @@ FOREIGN_KEYS = {
         "lora_rank": _LORA,
         "total_training_steps": "train.steps",
         "total_epochs": _PASSES.format("total_epochs"),
-        "save_freq": "train.checkpoint_every (0 = never)",
-        "test_freq": "evaluate.every (0 = never)",
+        "save_freq": "train.checkpoint_every (-1 = 0, which saves at the end)",
+        "test_freq": "evaluate.every (-1 = 0, which evaluates before and after the run)",
         "logger": 'run.log (without "console", which is always there)',
     },
     "NeMo RL": {

@@ -142,7 +142,7 @@ def test_keys_of_other_trainers_are_mapped_to_existing_keys():
 def test_the_page_for_users_of_other_trainers_agrees_with_the_mapping():
     """Check our key of each row against the schema, and the first key of each other cell against FOREIGN_KEYS."""
     page = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \| (.*) \| (.*) \| (.*) \|$", page, flags=re.M)
+    rows = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \|(.*)\|(.*)\|(.*)\|$", page, flags=re.M)
     assert len(rows) > 30
     for ours, *cells in rows:
         assert ours in keys()
