@@ -419,7 +419,7 @@ def main() -> None:
                     ) from None
                 study.execute()
         print(write_page(study))
-    except UserError as e:
+    except (UserError, OSError) as e:
         print(f"study: {e}", file=sys.stderr)
         sys.exit(2)
 
