@@ -28,7 +28,8 @@ from torch import Tensor
 from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused.linear import CHUNK_ROWS, linear_log_probs, linear_ppo_loss
 
-SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936)]  # (T, H, V)
+# (T, H, V): the last is the head of SmolLM2-135M.
+SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936), (4096, 576, 49152)]
 LIMITS = (0.2, 0.28, 2.0)  # eps_low, eps_high, is_cap
 CHUNK = CHUNK_ROWS["cpu"]  # rows of TRL's sequences
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # of the implementations
