@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -269,6 +270,7 @@ class Study:
             if run.phase == "test" or DIVERGED not in last:
                 raise UserError(f"{run.name}: {last} ({log}); run the same command again to continue")
             (folder / FAILED).write_text(last, encoding="utf-8")
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a study of large models would fill the disk
 
     def _folder(self, run: Run) -> Path:
         return (self.directory / "runs" / run.name).absolute()
