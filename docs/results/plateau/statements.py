@@ -1,6 +1,8 @@
 """Draw curves.png and print the tables of README.md from the three studies.
 
 python docs/results/plateau/statements.py runs/plateau runs/continue runs/hard
+
+The folder runs/pass64 has an evaluation with 64 samples of each model of the second phase.
 """
 
 import json
@@ -40,6 +42,12 @@ def means(run: Path) -> dict[str, float]:
         "rollouts/s, generation": steps.rollouts.sum() / steps["time.generate"].sum(),
         "rollouts/s, steps": steps.rollouts.sum() / steps["time.step"].sum(),
     }
+
+
+def pass_at_64(study: Path) -> dict[str, float]:
+    """Return pass@64 of the evaluated models."""
+    found = sorted((study.parent / "pass64").glob("*/evaluation.json"))
+    return {path.parent.name: json.loads(path.read_text())["pass_at_k"]["64"] for path in found}
 
 
 def curves(axes: Axes, table: pd.DataFrame, x: str, begin: float = 0) -> None:
@@ -85,6 +93,7 @@ def main(*studies: Path) -> None:
         if table.run.nunique() > 1:
             show(gains(table))
         show(pd.DataFrame([{"run": run} | means(study / "runs" / run) for run in table.run.unique()]))
+    print(pass_at_64(studies[0]))
 
 
 if __name__ == "__main__":
