@@ -93,7 +93,7 @@ class Engine:
 
     def sample(
         self,
-        prompts: Sequence[str | Sequence[Message]],
+        prompts: Sequence[str | Sequence[Message] | Sequence[int]],
         n: int = 512,
         *,
         max_tokens: int = 256,
@@ -106,8 +106,9 @@ class Engine:
     ) -> list[list[Sample]]:
         """Sample n responses to each prompt: [prompts][n]. The chat template is applied to lists of messages only.
 
-        stop: strings that end a response. chat_template_kwargs: see data.chat_template_kwargs of a run. A template
-        that writes today's date writes the date on which the engine was created.
+        Lists of token ids are used as they are. stop: strings that end a response. chat_template_kwargs: see
+        data.chat_template_kwargs of a run. A template that writes today's date writes the date on which the engine was
+        created.
 
         The random numbers of a response depend only on the seed, the tokens of its prompt (and how often that prompt
         occurred before in the list), its index among the n, and the position of the token. Other prompts, their order
@@ -167,7 +168,11 @@ def _token_ids(prompt: object, where: str, tokenizer: Tokenizer, limit: int, cha
     if isinstance(prompt, str):
         return render(prompt, tokenizer, DataConfig(), limit, where)[1]
     if not isinstance(prompt, Sequence):
-        raise UserError(f"{where}: must be a string or a list of messages, not {type(prompt).__name__}")
+        raise UserError(f"{where}: must be a string or a list of messages or token ids, not {type(prompt).__name__}")
+    if prompt and all(isinstance(i, int) for i in prompt):
+        if len(prompt) > limit or not all(0 <= i < tokenizer.vocab_size for i in prompt):
+            raise UserError(f"{where}: must be at most {limit} ids of tokens, which leave room for a response")
+        return tuple(prompt)
     return render(check_messages(prompt, where), tokenizer, chat, limit, where)[1]
 
 
