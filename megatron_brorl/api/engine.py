@@ -135,7 +135,7 @@ class Engine:
         seen: Counter[tuple[int, ...]] = Counter()  # a repeated prompt gets another random stream
         requests = []
         for i, prompt in enumerate(prompts):
-            ids = _token_ids(prompt, f"prompts[{i}]", self._tokenizer, max_prompt_tokens, chat)
+            ids = _token_ids(prompt, f"prompts[{i}]", self._tokenizer, max_prompt_tokens, chat, engine.shape.vocab)
             key = stream_key(seed, "sample", " ".join(map(str, ids)), seen[ids])
             seen[ids] += 1
             requests.append(Request(Prompt(str(i), "", ids, None, "exact"), key, n))
@@ -163,15 +163,19 @@ class Engine:
         return Sample(text, tuple(rollout.token_ids.tolist()), tuple(rollout.log_probs.tolist()), rollout.finish)
 
 
-def _token_ids(prompt: object, where: str, tokenizer: Tokenizer, limit: int, chat: DataConfig) -> tuple[int, ...]:
-    """Return the ids of a prompt, at most `limit`. chat: how messages become a prompt."""
+def _token_ids(
+    prompt: object, where: str, tokenizer: Tokenizer, limit: int, chat: DataConfig, vocab: int
+) -> tuple[int, ...]:
+    """Return the ids of a prompt, at most `limit`. chat: how messages become a prompt. vocab: size of the model's."""
     if isinstance(prompt, str):
         return render(prompt, tokenizer, DataConfig(), limit, where)[1]
     if not isinstance(prompt, Sequence):
         raise UserError(f"{where}: must be a string or a list of messages or token ids, not {type(prompt).__name__}")
     if prompt and all(isinstance(i, int) for i in prompt):
-        if len(prompt) > limit or not all(0 <= i < tokenizer.vocab_size for i in prompt):
-            raise UserError(f"{where}: must be at most {limit} ids of tokens, which leave room for a response")
+        if len(prompt) > limit or not all(0 <= i < vocab for i in prompt):
+            raise UserError(
+                f"{where}: must be at most {limit} token ids from 0 to {vocab - 1}, to leave room for a response"
+            )
         return tuple(prompt)
     return render(check_messages(prompt, where), tokenizer, chat, limit, where)[1]
 
