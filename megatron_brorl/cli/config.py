@@ -184,8 +184,8 @@ def _init(args: argparse.Namespace) -> int:
         values["data.columns"] = guess.columns
         if guess.ignored:
             notes["data.columns"] = (
-                f'Not read: {", ".join(guess.ignored)}. metadata = "COLUMN" passes a column of objects to the verifier. '
-                'Other values reach it in objects in a column "metadata" of the file.'
+                f'Not read: {", ".join(guess.ignored)}. metadata = "COLUMN" passes a column of objects to the '
+                'verifier. Other values reach it in objects in a column "metadata" of the file.'
             )
         if guess.is_chat:
             values["data.chat"], assumption = True, "data.chat = true: the prompts are lists of messages"
