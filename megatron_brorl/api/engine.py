@@ -93,7 +93,7 @@ class Engine:
 
     def sample(
         self,
-        prompts: Sequence[str | Sequence[Message]],
+        prompts: Sequence[str | Sequence[Message] | Sequence[int]],
         n: int = 512,
         *,
         max_tokens: int = 256,
@@ -106,8 +106,9 @@ class Engine:
     ) -> list[list[Sample]]:
         """Sample n responses to each prompt: [prompts][n]. The chat template is applied to lists of messages only.
 
-        stop: strings that end a response. chat_template_kwargs: see data.chat_template_kwargs of a run. A template
-        that writes today's date writes the date on which the engine was created.
+        Lists of token ids are used as they are. stop: strings that end a response. chat_template_kwargs: see
+        data.chat_template_kwargs of a run. A template that writes today's date writes the date on which the engine was
+        created.
 
         The random numbers of a response depend only on the seed, the tokens of its prompt (and how often that prompt
         occurred before in the list), its index among the n, and the position of the token. Other prompts, their order
@@ -134,7 +135,7 @@ class Engine:
         seen: Counter[tuple[int, ...]] = Counter()  # a repeated prompt gets another random stream
         requests = []
         for i, prompt in enumerate(prompts):
-            ids = _token_ids(prompt, f"prompts[{i}]", self._tokenizer, max_prompt_tokens, chat)
+            ids = _token_ids(prompt, f"prompts[{i}]", self._tokenizer, max_prompt_tokens, chat, engine.shape.vocab)
             key = stream_key(seed, "sample", " ".join(map(str, ids)), seen[ids])
             seen[ids] += 1
             requests.append(Request(Prompt(str(i), "", ids, None, "exact"), key, n))
@@ -162,12 +163,20 @@ class Engine:
         return Sample(text, tuple(rollout.token_ids.tolist()), tuple(rollout.log_probs.tolist()), rollout.finish)
 
 
-def _token_ids(prompt: object, where: str, tokenizer: Tokenizer, limit: int, chat: DataConfig) -> tuple[int, ...]:
-    """Return the ids of a prompt, at most `limit`. chat: how messages become a prompt."""
+def _token_ids(
+    prompt: object, where: str, tokenizer: Tokenizer, limit: int, chat: DataConfig, vocab: int
+) -> tuple[int, ...]:
+    """Return the ids of a prompt, at most `limit`. chat: how messages become a prompt. vocab: size of the model's."""
     if isinstance(prompt, str):
         return render(prompt, tokenizer, DataConfig(), limit, where)[1]
     if not isinstance(prompt, Sequence):
-        raise UserError(f"{where}: must be a string or a list of messages, not {type(prompt).__name__}")
+        raise UserError(f"{where}: must be a string or a list of messages or token ids, not {type(prompt).__name__}")
+    if prompt and all(isinstance(i, int) for i in prompt):
+        if len(prompt) > limit or not all(0 <= i < vocab for i in prompt):
+            raise UserError(
+                f"{where}: must be at most {limit} token ids from 0 to {vocab - 1}, to leave room for a response"
+            )
+        return tuple(prompt)
     return render(check_messages(prompt, where), tokenizer, chat, limit, where)[1]
 
 

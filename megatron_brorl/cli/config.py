@@ -31,7 +31,7 @@ STARTER: dict[str, Any] = {
     "run.log": None,
     "model.path": "",
     "data.train": ["train.jsonl"],
-    "data.held_out": ["held_out.jsonl"],
+    "data.held_out": [],
     "data.columns": {},
     "data.verifier": "math",
     "data.chat": False,
@@ -40,6 +40,7 @@ STARTER: dict[str, Any] = {
     "rollout.n": 64,
     "rollout.prompts": 32,
     "rollout.max_tokens": None,
+    "rollout.stop_strings": None,
     "reward.extract": None,
     "algo.mini_batches": 4,
     "algo.mini_batch_of": "siblings",
@@ -48,7 +49,15 @@ STARTER: dict[str, Any] = {
     "train.checkpoint_every": None,
     "evaluate.every": 10,
     "evaluate.samples": None,
+    "evaluate.temperature": None,
+    "evaluate.top_p": None,
 }
+# Comments below the descriptions of keys.
+_NOTES = {
+    "rollout.stop_strings": 'A small model that continues solved lines in data.template needs ["\\n"].',
+    "evaluate.temperature": "1.0, and 1.0 for top_p, evaluates a small model as it is sampled in training.",
+}
+_OWN_REWARD = "my_reward.py:score"
 
 
 def add_commands(commands: Any) -> None:
@@ -70,6 +79,8 @@ def add_commands(commands: Any) -> None:
         help="JSONL or Parquet file to train on; columns are detected from its first row",
     )
     command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet file to evaluate on")
+    text = 'data.verifier: "math", another verifier, or a function of your own, my_reward.py:score'
+    command.add_argument("--reward", default="", metavar="NAME", help=text)
     command.set_defaults(command=_init, name="init")
 
     text = "explain the metrics of metrics.jsonl and summary.json"
@@ -159,20 +170,42 @@ def _init(args: argparse.Namespace) -> int:
 
     # Two configurations must not share a run.dir.
     values = {**STARTER, "run.dir": run_dir(args.file)}
+    notes = dict(_NOTES)
     # Values from the command line, the first row of the data and the tokenizer.
     given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
     values |= {key: value for key, value in given.items() if value not in ("", [""])}
+    values["data.chat"], assumption = _assume_chat(args.model)
+    if not args.held_out:
+        notes["data.held_out"] = "There is no file yet, so the run is not evaluated and reports no pass@1."
     if args.data:
         from megatron_brorl.data.columns import guess_columns  # imports pyarrow, which is slow
 
-        values["data.columns"] = guess_columns(Path(args.data))
-    values["data.chat"], assumption = _assume_chat(args.model)
+        guess = guess_columns(Path(args.data))
+        values["data.columns"] = guess.columns
+        if guess.ignored:
+            notes["data.columns"] = (
+                f'Not read: {", ".join(guess.ignored)}. metadata = "COLUMN" passes a column of objects to the '
+                'verifier. Other values reach it in objects in a column "metadata" of the file.'
+            )
+        if guess.is_chat:
+            values["data.chat"], assumption = True, "data.chat = true: the prompts are lists of messages"
+        if not guess.is_scored:
+            values["data.verifier"] = _OWN_REWARD
+            notes["data.verifier"] = (
+                "The rows have no answer: write this function, score(response, row), or name a verifier without one."
+            )
+    if args.reward:
+        from megatron_brorl.rewards.registry import entry
 
-    write_text(args.file, starter(values))
+        entry(args.reward, "--reward")
+        values["data.verifier"] = args.reward
+        notes.pop("data.verifier", None)
+
+    write_text(args.file, starter(values, notes))
     print(f"written: {args.file.absolute()}")
     print(assumption)
     print("every other key: brorl config   for an editor: brorl config --schema > brorl.schema.json")
-    print(f"next: brorl train {shlex.quote(str(args.file))}")
+    print(f"next: brorl train --dry-run {shlex.quote(str(args.file))}")
     return 0
 
 
@@ -195,15 +228,18 @@ def run_dir(file: Path) -> str:
     return str(folder)
 
 
-def starter(values: dict[str, Any]) -> str:
-    """Return the TOML file of some keys, each below its description. None writes the default as a comment."""
+def starter(values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
+    """Return the TOML file of some keys, each below its description and its note. None writes the default as a comment.
+
+    notes: by key.
+    """
     section = ""
     lines: list[str] = []
     for path, value in values.items():
         if path.partition(".")[0] != section:
             section = path.partition(".")[0]
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        lines += _wrapped(description(path), "# ")
+        lines += [*_wrapped(description(path), "# "), *_wrapped(notes.get(path, ""), "# ")]
         name = path.partition(".")[2]
         lines.append(
             f"# {name} = {to_toml(keys()[path]['default'])}" if value is None else f"{name} = {to_toml(value)}"

@@ -518,7 +518,7 @@ class EvaluateConfig:
         (), 'Files that `brorl evaluate` uses instead of the held-out prompts: "FILE" or "name=FILE".'
     )
     temperature: float = key(0.6, "Sampling temperature as in BroRL, appendix D. 0 is greedy decoding.", ge=0)
-    top_p: float = key(0.95, "See rollout.top_p.", gt=0, le=1)
+    top_p: float = key(0.95, "Sample from the most likely tokens whose probabilities add up to top_p.", gt=0, le=1)
     top_k: int = key(0, "See rollout.top_k.", ge=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,18 @@ def map_columns(raw: Any, columns: ColumnsConfig, where: str) -> Any:
     return row
 
 
-def guess_columns(path: Path) -> dict[str, str]:
-    """Guess data.columns from the first row of a file. Return {} if the file has this project's keys.
+@dataclass(frozen=True)
+class Guess:
+    """The content of a file, guessed from its first row."""
 
-    Raises UserError if the file cannot be read, or if no column looks like a prompt.
-    """
+    columns: dict[str, str]  # data.columns; {} if the file has this project's keys
+    ignored: list[str]  # columns that are not read
+    is_chat: bool  # the prompt is a list of messages
+    is_scored: bool  # the row has a reference or names its verifier
+
+
+def guess_columns(path: Path) -> Guess:
+    """Guess the content of a file. Raises UserError if it cannot be read, or if no column looks like a prompt."""
     number, raw = next(raw_rows(path), (0, None))
     row = parse_row(raw, f"{path.absolute()}:{number}")
     if not isinstance(row, dict):
@@ -60,12 +68,19 @@ def guess_columns(path: Path) -> dict[str, str]:
         raise UserError(f"{path.absolute()}: no column looks like a prompt, only {', '.join(row)}; set data.columns")
     answer = next((name for name in _ANSWERS if _find(row, name) not in (_MISSING, None)), "")
     others = [key for key, value in row.items() if key not in KEYS and value is not None]
-    if prompt == "prompt" and answer in ("", "answer") and not others:
-        return {}
-    columns = {"prompt": prompt, "answer": answer}
-    if "####" in str(row.get(answer)):  # GSM8K
-        columns["answer_regex"] = "#### (.+)"
-    return {key: name for key, name in columns.items() if name}
+
+    columns = {}
+    if prompt != "prompt" or answer not in ("", "answer") or others:
+        columns = {"prompt": prompt, **({"answer": answer} if answer else {})}
+        if "####" in str(row.get(answer)):  # GSM8K
+            columns["answer_regex"] = "#### (.+)"
+    # A column of which one key is read does not count as ignored.
+    ignored = [name for name in others if name not in (prompt, answer, answer.partition(".")[0])]
+    # A last message of the assistant is the answer.
+    messages = row[prompt] if isinstance(row[prompt], list) else []
+    answered = bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+    is_scored = bool(answer or row.get("target") or row.get("verifier") or answered)
+    return Guess(columns, ignored, bool(messages), is_scored)
 
 
 def _matched(regex: str, text: str, where: str) -> str:

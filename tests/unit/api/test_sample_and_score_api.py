@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 
 import pytest
 import tiny
@@ -17,7 +19,11 @@ from unit.data.test_tokenizers import CHAT, make_hf
 import megatron_brorl
 from megatron_brorl import Engine, UserError, score
 from megatron_brorl.cli.main import main
+from megatron_brorl.config.schema import Config, DataConfig, EnvironmentConfig, RolloutConfig
+from megatron_brorl.data.source import load_sources
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.rollout_log import printable
+from megatron_brorl.tracking import run_info
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +126,74 @@ def test_the_command_prints_what_transformers_generates(model, capsys, raw):
     assert capsys.readouterr().out == expected
 
 
+DATED = "{{ strftime_now('%Y') }}{% if short %} short{% endif %}" + CHAT
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataConfig(template="5 + 3 = 8\n{prompt} ="),
+        DataConfig(chat=True, template="{prompt} = ?", system_prompt="add", chat_template_kwargs={"short": True}),
+    ],
+)
+def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys, data):
+    """Compare the prompt with that of a training row and with transformers, and the responses with transformers."""
+    made = model[1]
+    shutil.copytree(model[0], tmp_path / "model")
+    make_hf(tmp_path / "model", chat_template=DATED)
+    (tmp_path / "template_date").write_text("1999-12-31\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12 + 7", "answer": "19"}\n')
+    reader = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "1999 short<|user|>add</s><|user|>12 + 7 = ?</s><|assistant|>" if data.chat else "5 + 3 = 8\n12 + 7 ="
+    expected = reader(text, add_special_tokens=False)["input_ids"]
+    prompt = torch.tensor([expected])
+    response = made.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=1)[0]
+    response = response[len(expected) :].tolist()
+    assert 1 not in response
+    stop = reader.decode(response[2:4])
+    ends = next(i for i in range(7) if stop in reader.decode(response[:i]))
+    assert 1 < ends < 5  # the string ends the response, not its maximum length
+
+    data = replace(data, train=(str(tmp_path / "rows.jsonl"),))
+    rollout = RolloutConfig(temperature=1e-6, max_tokens=5, stop_strings=(stop,))
+    run_info.write(tmp_path, asdict(Config(data=data, rollout=rollout)), None, "", 1, "")
+    tokenizer = load_tokenizer(tmp_path / "model", datetime.date(1999, 12, 31))
+    [row] = load_sources(data, tokenizer, 200, seed=0).train.prompts(0, 1)
+    assert list(row.token_ids) == expected
+
+    asked, sample = [], Engine.sample
+    monkeypatch.setattr(Engine, "sample", lambda self, *args, **kw: asked.append(args[0]) or sample(self, *args, **kw))
+    outputs = []
+    for options in ([], ["--max-tokens", "1", "--temperature", "0", "-n", "2"], ["--raw"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["generate", str(tmp_path), "12 + 7", *options])
+        assert ended.value.code == 0
+        outputs.append(capsys.readouterr().out)
+    plain = reader("12 + 7", add_special_tokens=False)["input_ids"]
+    assert [list(ids) for [ids] in asked] == [expected, expected, plain]
+    assert outputs[0] == f"--- 0, {ends} tokens, ended by itself\n{printable(reader.decode(response[:ends]))}\n"
+    first = printable(reader.decode(response[:1]))
+    assert outputs[1] == "".join(f"--- {i}, 1 tokens, cut off\n{first}\n" for i in range(2))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(), "/model: no such Hugging Face directory (a run writes its model at its end)"),
+        (Config(environment=EnvironmentConfig(factory="calc.py:Calculator")), "samples without an environment"),
+        (None, "run.json: holds no configuration of a run; give run.dir"),
+    ],
+)
+def test_runs_that_cannot_be_sampled(tmp_path, capsys, config, message):
+    run_info.write(tmp_path, asdict(config) if config else {}, None, "", 1, "")
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(tmp_path), "1"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +204,8 @@ def test_the_command_prints_what_transformers_generates(model, capsys, raw):
         ({"prompts": [[{"role": "robot", "content": "x"}]]}, "unknown role 'robot'"),
         ({"prompts": ["1"], "max_tokens": 256}, "must be below the model's context of 256 tokens"),
         ({"prompts": ["1234"], "max_tokens": 255}, "leave room for a response"),
+        ({"prompts": [[4, 5]], "max_tokens": 255}, "must be at most 1 token ids"),
+        ({"prompts": [[300]]}, "must be at most 252 token ids from 0 to 299"),
         ({"prompts": ["1"], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: no prompt is a list of messages"),
         (
             {"prompts": [[{"role": "user", "content": "x"}]], "chat_template_kwargs": {"a": 1}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,44 @@ def test_init_writes_what_load_reads(capsys, tmp_path):
 
     assert f"# {keys()['rollout.n']['description']}\nn = 64\n" in path.read_text()
     assert f"{path}: exists; name another file" in said(capsys, "init", path, code=2)
+
+
+def commented(path):
+    """Return the lines of a configuration that are commented keys, uncommented."""
+    lines = path.read_text().splitlines()
+    return {line[2:] for line in lines if re.fullmatch(r"# \w+ = .+", line)}
+
+
+def test_init_without_held_out_rows_or_answers(capsys, tmp_path):
+    path = tmp_path / "own.toml"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "1+1?"}], "level": "easy", "extra": {}}) + "\n"
+    )
+    told = said(capsys, "init", path, "--data", rows)
+    assert told.endswith(f"\nnext: brorl train --dry-run {path}\n")
+    data = load(path).data
+    assert (data.held_out, data.verifier, data.chat) == ((), "my_reward.py:score", True)
+    assert data.columns == ColumnsConfig(prompt="messages")
+    assert "# Not read: level, extra. " in path.read_text()
+    assert {"stop_strings = []", "temperature = 0.6", "top_p = 0.95"} <= commented(path)
+
+    # A commented key is the default.
+    default = load(path)
+    path.write_text(re.sub(r"(?m)^# (\w+ = )", r"\1", path.read_text()))
+    assert load(path) == default
+
+
+@pytest.mark.parametrize("reward", ["rewards/own.py:score", "exact"])
+def test_init_writes_the_given_reward(capsys, tmp_path, reward):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1?"}\n')
+    said(capsys, "init", tmp_path / "own.toml", "--data", rows, "--reward", reward)
+    assert load(tmp_path / "own.toml").data.verifier == reward
+    assert "--reward: no verifier is called 'maths'" in said(
+        capsys, "init", tmp_path / "x", "--reward", "maths", code=2
+    )
+    assert not (tmp_path / "x").exists()
 
 
 def test_each_configuration_gets_its_own_run_dir(capsys, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_brorl.config.schema import ColumnsConfig
-from megatron_brorl.data.columns import guess_columns
+from megatron_brorl.data.columns import Guess, guess_columns
 from megatron_brorl.data.prompts import RowFormat, read_rows
 from megatron_brorl.errors import UserError
 
@@ -82,20 +82,43 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
 
 
 @pytest.mark.parametrize(
-    ("row", "columns"),
+    ("row", "columns", "ignored", "is_chat", "is_scored"),
     [
-        (GSM8K, {"prompt": "question", "answer": "answer", "answer_regex": "#### (.+)"}),
-        (VERL, {"prompt": "prompt", "answer": "reward_model.ground_truth"}),
-        ({"problem": "x", "solution": "1"}, {"prompt": "problem", "answer": "solution"}),
-        ({"messages": VERL["prompt"], "final_answer": 3}, {"prompt": "messages", "answer": "final_answer"}),
-        ({"prompt": "x", "answer": "1", "metadata": {}}, {}),
+        (GSM8K, {"prompt": "question", "answer": "answer", "answer_regex": "#### (.+)"}, [], False, True),
+        (VERL, {"prompt": "prompt", "answer": "reward_model.ground_truth"}, ["data_source"], True, True),
+        ({"problem": "x", "solution": "1"}, {"prompt": "problem", "answer": "solution"}, [], False, True),
+        (
+            {"messages": VERL["prompt"], "final_answer": 3, "level": "easy", "split": None},
+            {"prompt": "messages", "answer": "final_answer"},
+            ["level"],
+            True,
+            True,
+        ),
+        ({"prompt": "x", "answer": "1", "metadata": {}}, {}, [], False, True),
+        ({"prompt": "x"}, {}, [], False, False),
+        ({"prompt": "x", "target": "y"}, {}, [], False, True),
+        ({"prompt": "x", "verifier": "none"}, {}, [], False, True),
+        ({"query": "x", "k": 1, "metadata": {"a": 1}}, {"prompt": "query"}, ["k"], False, False),
+        ({"messages": VERL["prompt"]}, {"prompt": "messages"}, [], True, False),
+        (
+            {"messages": [*VERL["prompt"], {"role": "assistant", "content": "4"}]},
+            {"prompt": "messages"},
+            [],
+            True,
+            True,
+        ),
     ],
 )
-def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns):
+def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns, ignored, is_chat, is_scored):
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    assert guess_columns(path) == columns
-    assert len(read_rows(path, RowFormat(columns=ColumnsConfig(**columns)))) == 1
-    path.write_text('{"x": 1}\n')
+    assert guess_columns(path) == Guess(columns, ignored, is_chat, is_scored)
+    [read] = read_rows(path, RowFormat("none", columns=ColumnsConfig(**columns)))
+    assert isinstance(read.prompt, list) == is_chat
+    assert (read.answer is not None or "verifier" in row) == is_scored
+
+
+def test_a_file_without_a_prompt_has_no_columns_to_guess(tmp_path):
+    (tmp_path / "f.jsonl").write_text('{"x": 1}\n')
     with pytest.raises(UserError, match="no column looks like a prompt, only x"):
-        guess_columns(path)
+        guess_columns(tmp_path / "f.jsonl")
