@@ -148,6 +148,15 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
     assert said == [f"{what}: ZeroDivisionError: division by zero"]
 
 
+def test_step_whose_responses_all_raised_ends_the_run(processes, pool, model):
+    """Rows without a reference answer, so that no check finds the verifier broken."""
+    trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
+    with_reference(trainer, None)
+    with pytest.raises(UserError, match=r"^step 0: .* every one of 96 responses: .*KeyError: 'nonsense'"):
+        trainer.train_step()
+    assert trainer.worker.optimizer.optimizer.state == {}
+
+
 def test_verifier_that_raises_on_the_reference_ends_the_run(processes, pool, model, capfd):
     trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
     with_reference(trainer, "4")
