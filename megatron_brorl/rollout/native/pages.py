@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
