@@ -141,7 +141,7 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
     assert values["verifier_errors"] == odd > 0
     assert values["unscored_share"] == 0
     assert values["reward"] == pytest.approx(1 - odd / (3 * N))
-    assert console_line(0, values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
+    assert console_line(values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
     trainer.train_step()
     said = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
     what = "verifier picky raised on an answer, which scores 0 (metric verifier_errors)"
