@@ -92,7 +92,8 @@ def train(
     try:
         status = command.execute(loaded, lambda _: again, program)
     except UserError as e:
-        raise e.with_traceback(None)  # The message says what is wrong, so the traceback of this package is left out.
+        # The message says what is wrong, so the traceback inside this package is left out.
+        raise e.with_traceback(None) from e.__cause__
     return _record(directory, has_finished=status == 0)
 
 

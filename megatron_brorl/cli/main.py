@@ -214,7 +214,7 @@ def finished(config: Config) -> str:
         from megatron_brorl.cli.run_folder import change_line  # imports torch
 
         raise UserError(
-            f"{found} with other values: {change_line(changes)}; run.dir=OTHER starts a new run with them, and a higher "
-            "train.steps continues this one"
+            f"{found} with other values: {change_line(changes)}; run.dir=OTHER starts a new run with them, and "
+            "a higher train.steps continues this one"
         )
     return f"{found}; raise train.steps to continue it, or choose another run.dir"
