@@ -352,7 +352,7 @@ def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: s
     if need > host:
         part = max(parts.keys() - {"gaps (estimate)", "libraries"}, key=lambda name: parts[name])
         raise UserError(
-            f"{machines.ranks_per_node} ranks need {amount(need)} of host memory while {phase}, and the node has "
+            f"a node needs {amount(need)} of host memory while {phase} (ranks: {machines.ranks_per_node}), and has "
             f"{amount(host)}: the largest part is {part}, {amount(parts[part])} of a rank: "
             f"{_REMEDIES.get(part, 'take a smaller model, fewer ranks or a GPU, or train adapters (lora.rank)')}"
         )
