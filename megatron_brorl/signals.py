@@ -5,6 +5,7 @@ Imports only fast modules, because the launcher needs it, and because a rank use
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -53,7 +54,16 @@ class StopSignals:
             self._on_second(number)
 
 
-_stop = StopSignals(lambda _: None, lambda number: os._exit(128 + number))
+def _announce_stop(number: int) -> None:
+    # A handler may interrupt a print of its own thread, so this does not use sys.stderr.
+    if os.environ.get("RANK", "0") == "0":
+        name = signal.Signals(number).name
+        text = f"\nbrorl: {name}: the run ends after this step and saves its state; a second signal ends it at once\n"
+        with contextlib.suppress(OSError):  # stderr may be a closed pipe
+            os.write(2, text.encode())
+
+
+_stop = StopSignals(_announce_stop, lambda number: os._exit(128 + number))
 
 
 def install(saves: bool) -> None:

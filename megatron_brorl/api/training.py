@@ -18,6 +18,7 @@ from megatron_brorl.cli import train as command
 from megatron_brorl.cli.main import finished
 from megatron_brorl.cli.session import Program
 from megatron_brorl.config.load import load, load_table
+from megatron_brorl.errors import UserError
 from megatron_brorl.files import check_outputs
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rewards import custom
@@ -88,7 +89,11 @@ def train(
     cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     program = Program(reward, algorithm, Callbacks(callbacks), environment, continues=not launched)
-    status = command.execute(loaded, lambda _: again, program)
+    try:
+        status = command.execute(loaded, lambda _: again, program)
+    except UserError as e:
+        # The message says what is wrong, so the traceback inside this package is left out.
+        raise e.with_traceback(None) from e.__cause__
     return _record(directory, has_finished=status == 0)
 
 

@@ -53,7 +53,7 @@ def evaluate(args: argparse.Namespace) -> int:
             config.stop_strings,
         )
         count = -(-evaluation.samples * sum(map(len, names.values())) // session.grid.world_size)
-        with progress(count, "evaluate", session.is_main_rank) as p:
+        with progress(count, "evaluate: rollouts", session.is_main_rank) as p:
             p.note(session.report)
             ended = _sample_counter(p, count)
             answers = {}
@@ -141,7 +141,7 @@ def _compare(args: argparse.Namespace) -> int:
     out = args.out or args.after
 
     # The id of a prompt does not depend on the date that the chat template writes into it.
-    remedy = "give the run.dir of an evaluation"
+    remedy = "write it with brorl evaluate, or compare training runs with brorl report A B"
     folders = (args.before, args.after)
     dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]
     if dates[0] != dates[1]:

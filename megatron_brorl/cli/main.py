@@ -34,6 +34,7 @@ _REFUSED = (
 )
 # Files that `brorl train` writes at its end.
 _LEFT = ("summary.json", "model/config.json", "curves.png")
+_LENGTH = {"train.steps", "train.max_seconds", "train.patience"}  # keys that decide whether a run is complete
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -189,21 +190,31 @@ def _lazily(module: str, function: str) -> Callable[[argparse.Namespace], int]:
 def finished(config: Config) -> str:
     """Return one line for the user if run.dir has a finished run of this configuration, else "".
 
-    A run of another configuration continues (train.steps was raised) or is refused with the key that differs.
+    Raises UserError with the keys that differ if it has a finished run of another configuration, unless one of them
+    can make the run longer.
     """
     folder = Path(config.run.dir).absolute()
-    if config.train.resume == "never" or not all((folder / name).exists() for name in _LEFT):
+    recorded = run_info.read(folder).get("config")
+    if config.train.resume == "never" or not recorded or not all((folder / name).exists() for name in _LEFT):
         return ""
 
     # Compare as JSON, so that tuples equal lists, and without run.dir, because the folder may have been moved.
     asked = json.loads(json.dumps(dataclasses.asdict(config)))
-    recorded = run_info.read(folder).get("config", {})
-    for values in (asked, recorded):
-        values.get("run", {}).pop("dir", None)
-    if asked != recorded:
+    changes = {
+        f"{section}.{key}": (recorded.get(section, {}).get(key), value)
+        for section, values in asked.items()
+        for key, value in values.items()
+        if (section, key) != ("run", "dir") and recorded.get(section, {}).get(key) != value
+    }
+    if not changes.keys().isdisjoint(_LENGTH):
         return ""
     steps = read_object(folder / "summary.json", "delete it to continue the run").get("steps")
-    return (
-        f"run.dir = {config.run.dir}: this run has finished (steps: {steps}; its model is {folder / 'model'}); raise "
-        "train.steps to continue it, or choose another run.dir"
-    )
+    found = f"run.dir = {config.run.dir}: this run has finished (steps: {steps}; its model is {folder / 'model'})"
+    if changes:
+        from megatron_brorl.cli.run_folder import change_line  # imports torch
+
+        raise UserError(
+            f"{found} with other values: {change_line(changes)}; run.dir=OTHER starts a new run with them, and "
+            "a higher train.steps continues this one"
+        )
+    return f"{found}; raise train.steps to continue it, or choose another run.dir"

@@ -14,7 +14,7 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -41,6 +41,11 @@ ROLLOUT = 10 * 2**10  # bytes of the objects of a response on a CPU (measured)
 LOGITS_ROWS = 512  # rows of logits that ops.fused.linear holds at a time on a CPU
 GAPS = 0.2  # free gaps between tensors on a CPU, relative to their memory; fitted to runs in docs/measurements.md
 Parts = Mapping[str, int]  # bytes by purpose
+_REMEDIES = {  # of parts on a CPU that a key lowers
+    "activations (estimate)": "lower train.tokens_per_micro_batch, or set train.recompute",
+    "keys and values": "lower rollout.kv_cache_mib",
+    "rollouts": "lower rollout.prompts, rollout.n or evaluate.samples",
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Machines:
     ranks_per_node: int
     gpu: int  # bytes of a GPU, or 0 for ranks on CPUs
     here: bool = True  # this machine is one of them, so that its host memory counts
+    free: int = sys.maxsize  # bytes of a node's host memory that are free before the run
 
 
 @dataclass(frozen=True)
@@ -179,9 +185,13 @@ def head_bytes(shape: ModelShape, tensor: int, tokens: int, trained: bool) -> in
     return 4 * (min(tokens, LOGITS_ROWS) + trained * shape.hidden) * shape.vocab // tensor
 
 
-def engine_parts(config: Config, shape: ModelShape, ranks: int, prompts: PromptSizes) -> Parts:
-    """Return the memory of the built-in engine on a CPU in its largest call, of a step or of an evaluation."""
+def engine_parts(config: Config, shape: ModelShape, machines: Machines, prompts: PromptSizes, others: int) -> Parts:
+    """Return the memory of the built-in engine on a CPU in its largest call, of a step or of an evaluation.
+
+    others: bytes that the rank already has when the engine allocates its keys and values.
+    """
     rollout = config.rollout
+    ranks = machines.ranks
     dtype = DTYPES[rollout.dtype]
 
     def pages(count: int, n: int) -> int:
@@ -190,11 +200,13 @@ def engine_parts(config: Config, shape: ModelShape, ranks: int, prompts: PromptS
 
     calls = [(rollout.prompts, rollout.n), (prompts.held_out, config.evaluate.samples)]
     most = max(pages(count, n) for count, n in calls)
-    limit = rollout.kv_cache_mib * 2**20 or sys.maxsize
     # A tied head has the embedding once more, in oneDNN's layout.
     elements = sum(map(math.prod, hf_shapes(shape).values())) + shape.tied * shape.vocab * shape.hidden
+    weights = elements * dtype.itemsize
+    half = max(0, machines.free // machines.ranks_per_node - others - weights) // 2  # as pages.spare_memory
+    limit = rollout.kv_cache_mib * 2**20 or half
     return {
-        "engine's weights": elements * dtype.itemsize,
+        "engine's weights": weights,
         "keys and values": min(most * page_bytes(shape, dtype), limit),
         "rollouts": ROLLOUT * max(count * n for count, n in calls) // ranks,
     }
@@ -246,7 +258,7 @@ def plan_stage(
     if built_in and not machines.gpu:
         last = stage == parallel.pipeline - 1
         head = head_bytes(shape, parallel.tensor, tokens, not config.lora.rank) if last else 0
-        generation = {**staying, **engine_parts(config, shape, machines.ranks, prompts)}
+        generation = {**staying, **engine_parts(config, shape, machines, prompts, sum(staying.values()))}
         training |= {"LM head": head, "rollouts": ROLLOUT * config.rollout.prompts * config.rollout.n // machines.ranks}
         return Plan(with_overhead(training), with_overhead(generation), offloaded)
     if built_in:  # it uses the free memory
@@ -277,6 +289,9 @@ def plan_lines(plan: Plan, machines: Machines) -> list[str]:
     if not gpu:
         phases = [("training", plan.training), *([("generating", plan.generation)] if plan.generation else [])]
         found = [f"memory of a rank, {phase}: {amount(sum(p.values()))} ({_amounts(p)})" for phase, p in phases]
+        _, need, _ = host_need(plan, machines)
+        if need > machines.free:
+            found.append(f"note: the ranks of a node need {amount(need)}, and {amount(machines.free)} are free now")
     else:
         kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
         found = [
@@ -327,14 +342,27 @@ def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: s
     # Without GPUs, everything is in host memory.
     if gpu:
         need = plan.offloaded * machines.ranks_per_node + plan.shared
-        what = "train.offload and the engine's weights"
-        remedy = "set train.offload = false, or parallel.distributed_optimizer = true"
-    else:
-        need *= machines.ranks_per_node
-        what = f"the training of {machines.ranks_per_node} ranks"
-        remedy = "lower train.tokens_per_micro_batch, or take a smaller model or a GPU"
+        if need > host:
+            raise UserError(
+                f"a node needs {amount(need)} of host memory for train.offload and the engine's weights, and has "
+                f"{amount(host)}: set train.offload = false, or parallel.distributed_optimizer = true"
+            )
+        return
+    phase, need, parts = host_need(plan, machines)
     if need > host:
-        raise UserError(f"a node needs {amount(need)} of host memory for {what}, and has {amount(host)}: {remedy}")
+        part = max(parts.keys() - {"gaps (estimate)", "libraries"}, key=lambda name: parts[name])
+        raise UserError(
+            f"a node needs {amount(need)} of host memory while {phase} (ranks: {machines.ranks_per_node}), and has "
+            f"{amount(host)}: the largest part is {part}, {amount(parts[part])} of a rank: "
+            f"{_REMEDIES.get(part, 'take a smaller model, fewer ranks or a GPU, or train adapters (lora.rank)')}"
+        )
+
+
+def host_need(plan: Plan, machines: Machines) -> tuple[str, int, Parts]:
+    """Return the larger phase of ranks on CPUs, the bytes of a node in it, and the parts of a rank."""
+    phases = {"training": plan.training, "generating": plan.generation}
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    return phase, sum(phases[phase].values()) * machines.ranks_per_node, phases[phase]
 
 
 def amount(count: int) -> str:
@@ -353,13 +381,15 @@ def plan_run(
     config: Config, shape: ModelShape, machines: Machines, prompts: PromptSizes = PromptSizes()
 ) -> tuple[Plan, list[str]]:
     """Return the plan of the largest pipeline stage, and its lines to print. Raises UserError if it does not fit."""
-    plans = [plan_stage(config, shape, machines, stage, prompts) for stage in range(config.parallel.pipeline)]
-    largest = max(plans, key=lambda plan: sum(plan.training.values()))
     folder = config.engine.shared_memory
     host = shared = sys.maxsize
     if machines.here:
-        host = psutil.virtual_memory().total
+        memory = psutil.virtual_memory()
+        host = memory.total
+        machines = replace(machines, free=memory.available)
         shared = shutil.disk_usage(folder).total if Path(folder).is_dir() else shared
+    plans = [plan_stage(config, shape, machines, stage, prompts) for stage in range(config.parallel.pipeline)]
+    largest = max(plans, key=lambda plan: sum(plan.training.values()))
     check_plan(largest, machines, host, shared, folder)
     return largest, [size_line(shape), *plan_lines(largest, machines)]
 

@@ -191,7 +191,7 @@ class RolloutConfig:
         "depend on timing, so runs are no longer bit-exact repeatable.",
     )
     kv_cache_mib: int = key(
-        0, "Size of the built-in engine's KV cache on each rank in MiB. 0 uses half of the free memory.", ge=0
+        0, "Size of the built-in engine's KV cache on each rank in MiB. 0 uses half of a rank's free memory.", ge=0
     )
     stop_strings: tuple[str, ...] = key((), "Strings that end a response, in addition to the stop tokens of the model.")
     dtype: Literal["fp32", "bf16"] = key("fp32", "Data type of the weights and the KV cache of the engine.")

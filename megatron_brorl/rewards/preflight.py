@@ -49,23 +49,25 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
 
 
 def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: RewardConfig) -> tuple[str, list[str]]:
-    """Score reference answers as if they were the answers of responses.
+    """Score reference answers as if they were the answers of responses, and without them a user's function on any text.
 
-    Returns the rewards in words, and warnings. Raises UserError if a verifier fails on a reference answer, or if a
-    verifier that must accept references accepts none of them.
+    Returns the rewards in words, and warnings. Raises UserError if a verifier fails on a reference answer, if a
+    verifier that must accept references accepts none of them, or if a user's function fails on every row without one.
     """
-    # Rows at even distances cover a file that is sorted by difficulty or source.
     groups: dict[str, list[Prompt]] = {}
+    without: dict[str, list[Prompt]] = {}  # rows without a reference answer of users' functions
     for prompt in prompts:
         if prompt.answer is not None:
             groups.setdefault(verifier_name(prompt), []).append(prompt)
-    if not groups:
+        elif registry.entry(prompt.verifier, "verifier", config).is_custom:
+            without.setdefault(verifier_name(prompt), []).append(prompt)
+    if not groups and not without:
         return "no row has a reference answer to try a verifier on", []
 
     scored: dict[str, Scored] = {}
-    lines = []
+    lines = [_try_texts(pool, name, _some(group)) for name, group in without.items()]
     for name, group in groups.items():
-        rows = group[:: -(-len(group) // _ROWS_PER_TASK)]
+        rows = _some(group)
         scores = pool.score([ScoreRequest(prompt, (prompt.answer or "").strip()) for prompt in rows])
         scored[name] = list(zip(rows, scores, strict=True))
         _check_status(name, scored[name])
@@ -74,6 +76,24 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
         span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         lines.append(f"verifier {name!r} gives {span} to the reference answers of {len(rows)} rows")
     return "\n".join(lines), _warnings(scored, config)
+
+
+def _some(rows: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return rows at even distances, which cover a file that is sorted by difficulty or source."""
+    return rows[:: -(-len(rows) // _ROWS_PER_TASK)]
+
+
+def _try_texts(pool: RewardPool, name: str, rows: Sequence[Prompt]) -> str:
+    """Score each prompt's own text and a number as responses. Raises UserError if the function fails on all of them."""
+    scores = pool.score([ScoreRequest(prompt, text) for prompt in rows for text in (prompt.text, "0")])
+    first = scores[0]
+    if all(score.status != "ok" for score in scores):
+        remedy = "raise reward.timeout_s" if first.status == "timeout" else "fix the function or the rows"
+        raise UserError(
+            f"verifier {name!r} fails on each of {len(rows)} rows with the prompt's text and with 0 as response; row "
+            f"{rows[0].id}: {first.status}: {first.reason}; {remedy}; a function must score any text"
+        )
+    return f"verifier {name!r} scores texts for {len(rows)} rows without a reference answer"
 
 
 def _check_status(name: str, rows: Scored) -> None:

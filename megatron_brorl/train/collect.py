@@ -163,7 +163,7 @@ class Collector:
             # Fail here rather than train on a step that lacks too many rollouts or rewards.
             lost = counts["lost"] + given_up
             check_lost(f"step {step}", lost, counts["requested"], config.rollout.max_lost_share)
-            check_scored(f"step {step}", counts["unscored"], counts["responses"])
+            check_scored(f"step {step}", counts, self.runner.reported)
 
             outcomes = select_groups(outcomes, config.algo.dynamic_sampling)
             position = position.with_kept(start, sum(g >= len(carried.groups) for g in outcomes.kept))

@@ -40,13 +40,9 @@ def passes(metrics: Mapping[str, float]) -> dict[str, float]:
     return {k: v for key, v in metrics.items() if (k := key.removeprefix("pass_at_")).isdigit()}
 
 
-def console_line(step: int, metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
-    """Return the metrics of a step to print, by label. Problems are included only if they occurred.
-
-    step: its number in metrics.jsonl.
-    """
+def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[str, str]:
+    """Return the metrics of a step to print, by label. Problems are included only if they occurred."""
     shown = {
-        "step": str(step),
         "reward": _shown(metrics["reward"], ".3f"),
         "kept": _shown(metrics["kept_share"], ".0%"),
         "tokens": _shown(metrics["response_tokens"], ".1f"),

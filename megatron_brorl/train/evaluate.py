@@ -101,7 +101,7 @@ def sample_answers(
 
     outcomes = gather_outcomes(rollouts, len(groups), n)
     sums = collectives.all_reduce_sum(counts)
-    check_scored("evaluation", sums["unscored"], sums["responses"])
+    check_scored("evaluation", sums, runner.reported)
     check_lost("evaluation", int((~outcomes.ended).sum()), len(groups) * n, runner.max_lost_share)
 
     if on_samples:

@@ -41,7 +41,7 @@ class RolloutRunner:
     grid: Grid
     max_lost_share: float  # config key rollout.max_lost_share
     work_stealing: WorkStealing | None = None  # None: every rank samples only its own share
-    reported: set[int] = field(default_factory=set)  # codes of the messages printed about verifiers that raise
+    reported: dict[str, str] = field(default_factory=dict)  # message about a verifier that raises -> its first reason
 
     def sample(
         self,
@@ -153,14 +153,13 @@ class RolloutRunner:
 
     def _report_errors(self, raised: Mapping[str, str]) -> None:
         """Print each verifier that raised once in a run, on the first rank that has it. Collective."""
-        messages = {answer_hash(text): f"{text}: {reason}" for text, reason in raised.items()}
-        own = [key for key in messages if key not in self.reported]
-        ranks = collectives.all_gather(own)
-        for rank, key in ((rank, key) for rank, keys in enumerate(ranks) for key in keys):
-            if key not in self.reported and rank == self.grid.rank:
-                with contextlib.suppress(OSError):  # stderr may be a closed pipe.
-                    print(messages[key], file=sys.stderr, flush=True)
-            self.reported.add(key)
+        ranks = collectives.all_gather({text: why for text, why in raised.items() if text not in self.reported})
+        for rank, found in enumerate(ranks):
+            for text, reason in found.items():
+                if text not in self.reported and rank == self.grid.rank:
+                    with contextlib.suppress(OSError):  # stderr may be a closed pipe.
+                        print(f"{text}: {reason}", file=sys.stderr, flush=True)
+                self.reported.setdefault(text, reason)
 
 
 def _generation_counts(result: GenerationResult, usage: KvUsage | None) -> dict[str, float]:
@@ -209,11 +208,18 @@ def check_lost(what: str, lost: float, requested: float, most: float) -> None:
         )
 
 
-def check_scored(what: str, unscored: float, scored: float) -> None:
-    """Raise UserError if more than the share MAX_UNSCORED of the responses has no reward."""
+def check_scored(what: str, counts: Mapping[str, float], reported: Mapping[str, str]) -> None:
+    """Raise UserError if more than the share MAX_UNSCORED of the responses has no reward, or if all of them raised.
+
+    counts: the sums over ranks of RolloutRunner.sample. reported: RolloutRunner.reported.
+    """
+    scored, unscored = counts["responses"], counts["unscored"]
     if unscored > MAX_UNSCORED * scored:
         raise UserError(
             f"{what}: the verifiers failed on {unscored:.0f} of {scored:.0f} responses (timeout, crash, no finite "
             "number, or an exception on the reference answer too): most rewards mean nothing; fix the verifier or "
             "raise reward.timeout_s"
         )
+    if scored and unscored + counts["errors"] == scored:
+        first = next(f"{text}: {reason}" for text, reason in reported.items())
+        raise UserError(f"{what}: the verifiers failed on every one of {scored:.0f} responses: {first}; fix them")

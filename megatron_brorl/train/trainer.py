@@ -137,7 +137,7 @@ class Trainer:
 
             if writer:
                 writer.write(step, metrics, timings)
-            progress.update(state.step, console_line(step, metrics, timings))
+            progress.update(state.step, console_line(metrics, timings))
             # The first update is in this step if the run has no others than those of this step.
             is_first_update = 0 < metrics["updates"] == state.updates
             if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):

@@ -136,7 +136,7 @@ def test_a_finished_run_is_reported_and_left_unchanged(finished, config, warm, t
 def test_a_finished_run_continues_with_more_steps(finished, config, warm, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
     done = train(config, warm, tmp_path / "run", "train.steps=9")
-    assert re.search(r"^train 9/9 .* step 8 ", done.stderr, re.M)
+    assert re.search(r"^train 9/9 ", done.stderr, re.M)
     assert rows(tmp_path / "run")[:8] == rows(finished[0])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 9
 

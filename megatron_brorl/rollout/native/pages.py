@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -171,7 +172,7 @@ def page_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
 
 
 def spare_memory(device: torch.device) -> int:
-    """Return half of the free memory in bytes, which is the default size of the cache."""
+    """Return half of a rank's share of the free memory in bytes, which is the default size of the cache."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    return psutil.virtual_memory().available // 2
+    return psutil.virtual_memory().available // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

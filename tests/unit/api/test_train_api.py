@@ -99,6 +99,11 @@ def test_a_finished_run_is_returned_without_training(tables, tmp_path, capfd):
     assert said.out == ""
     assert said.err.startswith(f"run.dir = {tmp_path}: this run has finished (steps: 1;")
     assert said.err.count("\n") == 1
+    # Other values would start no new step. The rest of the rollouts per prompt needs another run.dir.
+    with pytest.raises(UserError, match=r"rollout\.n = \d+ -> 6, optim\.lr = \S+ -> 0\.5; run\.dir=OTHER"):
+        train(asked, overrides=["rollout.n=6", "optim.lr=0.5"])
+    assert written.stat().st_mtime_ns == before
+    assert json.loads((tmp_path / "summary.json").read_text()) == first.summary
     assert len(train(asked, overrides=["train.steps=2"]).metrics) == 2
 
 

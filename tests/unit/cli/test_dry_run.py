@@ -164,8 +164,8 @@ def test_too_little_disk_or_memory_is_refused_before_the_run(folder, capfd, monk
     with monkeypatch.context() as patched:
         patched.setattr(run_folder, "shutil", SimpleNamespace(disk_usage=lambda _: usage))
         refused("and 0.5 MiB are free: free some, lower train.keep_checkpoints")
-    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
-    refused("of host memory for the training of 1 ranks, and has 1.0 MiB")
+    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20, available=0))
+    refused("of host memory while training (ranks: 1), and has 1.0 MiB")
     assert not list((folder / "run").glob("*.json*"))
 
 

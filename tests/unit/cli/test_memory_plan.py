@@ -159,6 +159,30 @@ def test_a_rank_on_a_cpu_has_the_engine_in_the_same_process():
     assert generation["keys and values"] == 100 * 2**20
 
 
+def test_ranks_on_cpus_must_fit_the_memory_of_their_node():
+    """Keys and values take half of the memory that is free when a rank allocates them, unless a key sets their size."""
+    shape = replace(parse_shape(qwen2_config(**{**SIZES, "layers": 1}), "test"), family="llama")
+    free = 64 * 2**30
+    machines = memory.Machines(4, 2, 0, free=free)
+
+    def plan_with(**keys):
+        rollout = {"prompts": 64, "n": 512, "max_tokens": 8192, "max_num_seqs": 8192, **keys}
+        return memory.plan_stage(load_table({"rollout": rollout}, "test", ()), shape, machines)
+
+    parts = plan_with().generation
+    others = sum(parts[name] for name in ("weights", "optimizer", "engine's weights"))
+    assert parts["keys and values"] == (free // 2 - others) // 2
+    assert 2 * sum(parts.values()) < 1.2 * free
+
+    plan = plan_with(kv_cache_mib=40 * 1024)
+    assert plan.generation["keys and values"] == 40 * 2**30
+    need = 2 * sum(plan.generation.values())
+    memory.check_plan(plan, machines, need, 2**40, "/dev/shm")
+    assert any("GiB are free" in line for line in memory.plan_lines(plan, machines))
+    with pytest.raises(UserError, match=r"keys and values, 40\.0 GiB of a rank: lower rollout\.kv_cache_mib"):
+        memory.check_plan(plan, machines, need - 1, 2**40, "/dev/shm")
+
+
 def test_critic_and_reference_are_added():
     algo = {"advantage": "gae", "kl_coef": 0.1}
     plan = plan_of(algo=algo, model={"dtype": "fp32"}, engine={"kv_dtype": "fp8"})
@@ -219,7 +243,7 @@ def test_a_plan_that_does_not_fit_is_refused():
         ({"shared": 2**30}, r"/dev/shm has room for 1\.0 GiB and a node needs 6\.6 GiB, .* --shm-size=7g"),
         (
             {"gpu": 0, "host": 2**37},
-            r"needs 277\.\d GiB of host memory for the training of 8 ranks",
+            r"needs 277\.\d GiB of host memory while training \(ranks: 8\), and has 128\.0 GiB: .*optimizer, 19\.9",
         ),
     ]:
         with pytest.raises(UserError, match=message) as caught:

@@ -22,6 +22,7 @@ def never(response, row): return 0
 def below(response, row): return -0.5
 def raises(response, row): raise KeyError("missing")
 def some(response, row): return 1 if row["metadata"].get("known") else 1 / 0
+def number(response, row): return int(response)
 def nothing(response, row): pass
 def slow(response, row): time.sleep(60)
 async def waits(response, row): return 1.0
@@ -90,8 +91,15 @@ def test_rows_are_checked_at_even_distances(own: None) -> None:
         looked_at(prompts)
 
 
-def test_rows_without_a_reference_are_left_out(own: None) -> None:
-    assert looked_at(rows("own.py:raises", [None, None])) == ("no row has a reference answer to try a verifier on", [])
+def test_without_references_a_function_is_tried_on_other_texts(own: None) -> None:
+    """A function is refused only if it raises on every text of every row."""
+    with pytest.raises(UserError, match=r"row rows\.jsonl:1: error: KeyError: 'missing'"):
+        looked_at(rows("own.py:raises", [None, None]))
+    for function, known in (("number", False), ("some", True)):
+        prompts = rows(f"own.py:{function}", [None, None])
+        prompts[1] = dataclasses.replace(prompts[1], metadata={"known": known})
+        looked_at(prompts)
+    assert looked_at(rows("exact", [None])) == ("no row has a reference answer to try a verifier on", [])
 
 
 def test_a_function_that_rejects_references_gives_a_warning(own: None) -> None:

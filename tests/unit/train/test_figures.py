@@ -115,7 +115,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
         assert seconds["throughput/update_mfu"] == pytest.approx(seconds["throughput/update_tflops"])
         assert 0 < seconds["ranks/train_slowest"] <= seconds["train"]
         assert "kv_cache/peak" not in seconds  # the fake engine does not report it
-        assert {"tok/s/device", "MFU"} <= console_line(0, metrics, seconds).keys()
+        assert {"tok/s/device", "MFU"} <= console_line(metrics, seconds).keys()
 
     # A trace of steps 0 and 2 as metrics.jsonl counts them, inner spans within the outer ones.
     assert [step for step, _, _ in writer.rows] == [0, 1, 2]

@@ -141,11 +141,20 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
     assert values["verifier_errors"] == odd > 0
     assert values["unscored_share"] == 0
     assert values["reward"] == pytest.approx(1 - odd / (3 * N))
-    assert console_line(0, values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
+    assert console_line(values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
     trainer.train_step()
     said = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
     what = "verifier picky raised on an answer, which scores 0 (metric verifier_errors)"
     assert said == [f"{what}: ZeroDivisionError: division by zero"]
+
+
+def test_step_whose_responses_all_raised_ends_the_run(processes, pool, model):
+    """Rows without a reference answer, so that no check finds the verifier broken."""
+    trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
+    with_reference(trainer, None)
+    with pytest.raises(UserError, match=r"^step 0: .* every one of 96 responses: .*KeyError: 'nonsense'"):
+        trainer.train_step()
+    assert trainer.worker.optimizer.optimizer.state == {}
 
 
 def test_verifier_that_raises_on_the_reference_ends_the_run(processes, pool, model, capfd):
