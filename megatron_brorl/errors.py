@@ -37,6 +37,8 @@ def shown(value: object, most: int = 200) -> str:
             text = f"byte 0x{value.object[value.start]:02x} is not UTF-8; save the file as UTF-8"
         elif isinstance(value, BaseException):
             text = " ".join(str(value).split())
+        elif isinstance(value, float):
+            text = repr(value)  # inf and nan, as in TOML
         else:
             text = json.dumps(value, ensure_ascii=False, default=_plain)
     except ValueError:  # an integer of more digits than Python prints

@@ -93,7 +93,7 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ("[optim]\nbetas = [0.9, 0.9, 0.9]", "optim.betas = [0.9, 0.9, 0.9]: must have 2 values"),
         ("[optim]\nbetas = [0.9, 1.0]", "optim.betas[1] = 1.0: must be less than 1"),
         ("[lora]\ntargets = []", "lora.targets = []: must not be empty"),
-        ("[optim]\nlr = nan", "optim.lr = NaN: must be a finite number"),
+        ("[optim]\nlr = nan", "optim.lr = nan: must be a finite number"),
         ("rollout = 3", "rollout = 3: must be a table"),
         ("[rollout", "not valid TOML"),
     ],
