@@ -70,8 +70,8 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert done.stderr.count("held-out sample") == 3 * 3
 
     # The console shows the numbers of metrics.jsonl.
-    shown = [re.match(r"train \d/8 .* step (\d) +reward ([\d.]+)", line) for line in done.stderr.splitlines()]
-    assert [(int(m[1]), m[2]) for m in shown if m] == [(line["step"], f"{line['reward']:.3f}") for line in lines]
+    shown = [re.match(r"train (\d)/8 .* reward ([\d.]+)", line) for line in done.stderr.splitlines()]
+    assert [(int(m[1]), m[2]) for m in shown if m] == [(line["step"] + 1, f"{line['reward']:.3f}") for line in lines]
 
     # The exported model is a trained one, with the tokenizer of the base model.
     trained = AutoModelForCausalLM.from_pretrained(directory / "model")

@@ -87,7 +87,7 @@ def test_a_malformed_row_is_named(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"answer": float("nan")}, "answer must be a string, not NaN"),
+        ({"answer": float("nan")}, "answer must be a string, not nan"),
         ({"answer": "2", "metadata": {"a": float("nan")}}, "NaN or infinite"),
         ({"answer": "2", "metadata": "{"}, "not valid JSON"),
         ({"answer": "2", "data_source": "x"}, "unknown key 'data_source'"),

@@ -79,14 +79,14 @@ def test_fp8_is_refused_without_transformer_engine():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["fp8.recipe=delayed"], "model.dtype = 'fp32': must be 'bf16' with an fp8.recipe"),
+        (["fp8.recipe=delayed"], "model.dtype = \"fp32\": must be 'bf16' with an fp8.recipe"),
         (["fp8.recipe=nvfp4"], "must be 'none', 'delayed', 'tensorwise', 'blockwise' or 'mxfp8'"),
-        (["fp8.parameters=true"], "fp8.parameters = True: needs an fp8.recipe"),
+        (["fp8.parameters=true"], "fp8.parameters = true: needs an fp8.recipe"),
         (["fp8.bf16_layers=1"], "fp8.bf16_layers = 1: needs an fp8.recipe"),
         (["model.dtype=bf16", "fp8.recipe=delayed", "fp8.bf16_layers=1"], 'must be 0 with fp8.recipe = "delayed"'),
         (
             ["model.dtype=bf16", "fp8.recipe=tensorwise", "fp8.parameters=true"],
-            "fp8.parameters = True: needs parallel.distributed_optimizer = true",
+            "fp8.parameters = true: needs parallel.distributed_optimizer = true",
         ),
         (
             [
@@ -96,7 +96,7 @@ def test_fp8_is_refused_without_transformer_engine():
                 "parallel.distributed_optimizer=true",
                 "train.offload=true",
             ],
-            "train.offload = True: must be false with fp8.parameters",
+            "train.offload = true: must be false with fp8.parameters",
         ),
     ],
 )

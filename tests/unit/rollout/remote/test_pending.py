@@ -73,7 +73,7 @@ def test_seeds_of_siblings_differ_in_the_half_that_cpu_generators_read():
         ([5, 2], [-1.0], "stop", "1 log-probabilities for 2 tokens"),
         ([5, 2], [-1.0, float("nan")], "stop", "or NaN among them"),
         ([5] * 13, [-1.0] * 13, "length", "13 tokens where 12 were requested"),
-        ([5, 2], [-1.0, -1.0], "tired", "unknown finish reason 'tired'"),
+        ([5, 2], [-1.0, -1.0], "tired", 'unknown finish reason "tired"'),
     ],
 )
 def test_invalid_answer_loses_only_its_rollout(ids, log_probs, finish, fault):
