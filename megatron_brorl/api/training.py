@@ -92,7 +92,7 @@ def train(
     try:
         status = command.execute(loaded, lambda _: again, program)
     except UserError as e:
-        # The message says what is wrong, so the traceback inside this package is left out.
+        # A user cannot act on frames of this package, so the exception is raised again without them.
         raise e.with_traceback(None) from e.__cause__
     return _record(directory, has_finished=status == 0)
 
