@@ -1,6 +1,6 @@
-// The product is computed block of k by block of k. Each block of b is packed once for all threads into panels as wide
-// as a tile. Then threads share blocks of rows times runs of panels. A block of a fits the cache; it is packed if its
-// columns are contiguous (Goto & van de Geijn 2008).
+// The product is computed group of columns by group of columns, and block of k by block of k. Each block of b is packed
+// once for all threads into panels as wide as a tile. Then threads share blocks of rows times runs of panels. A block of
+// a fits the cache; it is packed if its columns are contiguous (Goto & van de Geijn 2008).
 #include "cpu/float_gemm.h"
 
 #include <algorithm>
@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kDepth = 768;           // largest k per block; results are read and written once per block
 constexpr int64_t kBlock = 48 * 1024;      // elements of a per piece of work, approximately (192 KiB)
+constexpr int64_t kPacked = 1024 * 1024;  // elements of b packed at a time, at most (4 MiB)
 constexpr int64_t kPieces = 16;           // pieces per thread, at least
 constexpr int64_t kRowsAhead = 16;        // rows prefetched while rows are copied
 
@@ -90,30 +91,35 @@ void float_gemm(
   const int threads = at::get_num_threads();
   const int64_t depth = pieces(k, pieces(k, kDepth)), panels = pieces(n, kTileColumns);
   const int64_t rows = std::max<int64_t>(1, kBlock / depth / kTileRows) * kTileRows, blocks = pieces(m, rows);
+  const int64_t panel = kTileColumns * depth, group = std::min(panels, std::max<int64_t>(1, kPacked / panel));
   // Use enough pieces that no thread waits long for the last one of another.
-  const int64_t run = pieces(panels, std::min(panels, pieces(kPieces * threads, blocks))), runs = pieces(panels, run);
-  Floats packed(panels * kTileColumns * depth);
+  const int64_t run = pieces(group, std::min(group, pieces(kPieces * threads, blocks)));
+  Floats packed(group * panel);
 #pragma omp parallel num_threads(threads)
   {
     Floats own(a.column == 1 ? 0 : rows * depth);
-    for (int64_t first = 0; first < k; first += depth) {
-      const int64_t size = std::min(depth, k - first);
+    for (int64_t left = 0; left < panels; left += group) {
+      const int64_t right = std::min(panels, left + group), runs = pieces(right - left, run);
+      for (int64_t first = 0; first < k; first += depth) {
+        const int64_t size = std::min(depth, k - first);
 #pragma omp for schedule(static)
-      for (int64_t p = 0; p < panels; ++p) {
-        const float* const from = b.data + first * b.row + p * kTileColumns * b.column;
-        pack_panel(
-            {from, b.row, b.column}, size, std::min(kTileColumns, n - p * kTileColumns),
-            packed.data() + p * kTileColumns * depth);
-      }
+        for (int64_t p = left; p < right; ++p) {
+          const float* const from = b.data + first * b.row + p * kTileColumns * b.column;
+          pack_panel(
+              {from, b.row, b.column}, size, std::min(kTileColumns, n - p * kTileColumns),
+              packed.data() + (p - left) * panel);
+        }
 #pragma omp for schedule(dynamic)
-      for (int64_t work = 0; work < blocks * runs; ++work) {
-        const int64_t r = work / runs * rows, count = std::min(rows, m - r), first_panel = work % runs * run;
-        const Rows mine = pack_rows({a.data + r * a.row + first * a.column, a.row, a.column}, count, size, own.data());
-        for (int64_t p = first_panel; p < std::min(panels, first_panel + run); ++p) {
-          const int64_t column = p * kTileColumns;
-          multiply_panel(
-              mine, count, packed.data() + column * depth, std::min(kTileColumns, n - column), size,
-              out + r * ld + column, ld, accumulate || first > 0, p == first_panel);
+        for (int64_t work = 0; work < blocks * runs; ++work) {
+          const int64_t r = work / runs * rows, count = std::min(rows, m - r), begin = left + work % runs * run;
+          const Rows mine =
+              pack_rows({a.data + r * a.row + first * a.column, a.row, a.column}, count, size, own.data());
+          for (int64_t p = begin; p < std::min(right, begin + run); ++p) {
+            const int64_t column = p * kTileColumns;
+            multiply_panel(
+                mine, count, packed.data() + (p - left) * panel, std::min(kTileColumns, n - column), size,
+                out + r * ld + column, ld, accumulate || first > 0, p == begin);
+          }
         }
       }
     }

@@ -22,6 +22,7 @@ SIZES = [
     (64, 64, 512),
     (200, 33, 1025),
     (97, 150, 1600),
+    (9, 2900, 1000),  # several groups of packed columns
 ]
 
 
