@@ -66,7 +66,7 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor as it is stored. Raises UserError if its type is none of TYPES."""
         if self.types[name] not in TYPES:
-            raise UserError(f"{self.files[name]}: {name} is of type {self.types[name]}: only unquantised checkpoints")
+            raise UserError(f"{self.files[name]}: {name} is of type {self.types[name]}: only unquantized checkpoints")
         with safe_open(self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -108,7 +108,7 @@ class Checkpoint:
                 f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must have the same"
             )
         if kinds not in TYPES:
-            raise UserError(f"{self.directory}: {entry.hf[0]} is of type {kinds}: only unquantised checkpoints")
+            raise UserError(f"{self.directory}: {entry.hf[0]} is of type {kinds}: only unquantized checkpoints")
         return TYPES[kinds]
 
     def read(self, entry: WeightEntry) -> list[Tensor]:

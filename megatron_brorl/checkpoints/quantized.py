@@ -1,4 +1,4 @@
-"""Measure the effect of quantised rollouts, and export quantised checkpoints, by ModelOpt."""
+"""Measure the effect of quantized rollouts, and export quantized checkpoints, by ModelOpt."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class DistributionShift:
     """Change of next-token distributions over all positions of the prompts, in nats."""
 
     tokens: int
-    kl_mean: float  # KL(original || quantised)
+    kl_mean: float  # KL(original || quantized)
     kl_max: float
     gap_mean: float  # mean |log-prob difference| of the prompts' tokens
     top_agrees: float  # share of positions whose most likely token is the same
 
 
 def distribution_shift(
-    original: Sequence[Tensor], quantised: Sequence[Tensor], targets: Sequence[Tensor]
+    original: Sequence[Tensor], quantized: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> DistributionShift:
     """Compare the logits [T, V] of each text under two models. targets: the next token [T] of each position."""
     kl = []
     gap = []
     agrees = []
-    for a, b, ids in zip(original, quantised, targets, strict=True):
+    for a, b, ids in zip(original, quantized, targets, strict=True):
         p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
         kl.append((p.exp() * (p - q)).sum(-1))
         gap.append((p - q).gather(-1, ids[:, None])[:, 0].abs())
@@ -47,16 +47,16 @@ def distribution_shift(
 
 
 def evaluate(model: Path, prompts: Path, preset: str, calibrate: int) -> DistributionShift:
-    """Compare a model with itself under fake-quantised weights and activations, on every row of `prompts`.
+    """Compare a model with itself under fake-quantized weights and activations, on every row of `prompts`.
 
     preset: a configuration of modelopt.torch.quantization. The first `calibrate` rows set the scales. Raises UserError.
     """
     loaded, texts = _opened(model, prompts)
     with torch.inference_mode():
         original = [loaded(ids[None]).logits[0, :-1] for ids in texts]
-        _quantise(loaded, preset, texts[:calibrate])
-        quantised = [loaded(ids[None]).logits[0, :-1] for ids in texts]
-    return distribution_shift(original, quantised, [ids[1:] for ids in texts])
+        _quantize(loaded, preset, texts[:calibrate])
+        quantized = [loaded(ids[None]).logits[0, :-1] for ids in texts]
+    return distribution_shift(original, quantized, [ids[1:] for ids in texts])
 
 
 def export(model: Path, prompts: Path, preset: str, calibrate: int, out: Path) -> int:
@@ -68,7 +68,7 @@ def export(model: Path, prompts: Path, preset: str, calibrate: int, out: Path) -
         raise UserError(f"{out}: exists; name a folder that does not")
     loaded, texts = _opened(model, prompts)
     with torch.inference_mode():
-        _quantise(loaded, preset, texts[:calibrate])
+        _quantize(loaded, preset, texts[:calibrate])
         aside = out.with_name(f".{out.name}.writing")
         _modelopt("export").export_hf_checkpoint(loaded, export_dir=str(aside))
     for file in model.glob("token*"):
@@ -85,8 +85,8 @@ def _modelopt(part: str) -> Any:
         raise UserError(f"ModelOpt cannot be imported ({e}): pip install 'megatron-brorl[quantize]'") from e
 
 
-def _quantise(model: Any, preset: str, calibration: Sequence[Tensor]) -> None:
-    """Insert fake quantisers into a transformers model; the texts [T] calibrate their scales."""
+def _quantize(model: Any, preset: str, calibration: Sequence[Tensor]) -> None:
+    """Insert fake quantizers into a transformers model; the texts [T] calibrate their scales."""
     quantization = _modelopt("quantization")
 
     def forward(m: Any) -> None:

@@ -1,4 +1,4 @@
-"""`brorl convert`: convert checkpoints between formats and layouts; `brorl quantize`: quantise a model by ModelOpt."""
+"""`brorl convert`: convert checkpoints between formats and layouts; `brorl quantize`: quantize a model by ModelOpt."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ its own library, and needs the memory of one such model. Convert only Megatron c
 contains pickles."""
 
 _QUANTIZE = """\
-Quantise a model by ModelOpt (pip install 'megatron-brorl[quantize]').
+Quantize a model by ModelOpt (pip install 'megatron-brorl[quantize]').
 
     brorl quantize evaluate MODEL PROMPTS.jsonl --format fp8
     brorl quantize export   MODEL PROMPTS.jsonl OUT --format fp8
 
 PROMPTS.jsonl: rows with "prompt", a text; the first --calibrate of them calibrate the scales.
-`evaluate` computes with fake-quantised weights and activations, and prints the change of next-token distributions.
+`evaluate` computes with fake-quantized weights and activations, and prints the change of next-token distributions.
 `export` writes a unified Hugging Face checkpoint. Its activation scales are fixed: for a policy that is being trained
 set engine.quantization = "fp8", whose scales are sent with the weights. TensorRT-LLM was not run on these files."""
 
@@ -81,14 +81,14 @@ def add_commands(commands: Any) -> None:
 
     quantize = commands.add_parser(
         "quantize",
-        help="measure the effect of quantised rollouts, or write a quantised checkpoint",
+        help="measure the effect of quantized rollouts, or write a quantized checkpoint",
         description=_QUANTIZE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = quantize.add_subparsers(required=True, dest="action", metavar="evaluate | export")
     for name, text in [
-        ("evaluate", "print how much quantisation changes the next-token distributions"),
-        ("export", "write a quantised checkpoint"),
+        ("evaluate", "print how much quantization changes the next-token distributions"),
+        ("export", "write a quantized checkpoint"),
     ]:
         command = actions.add_parser(name, help=text, description=text)
         command.add_argument("model", type=Path, help="Hugging Face directory")

@@ -56,14 +56,14 @@ DOWN = Parameter("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "f
 
 
 # Requirements of every family, then those of Llama and Qwen.
-UNQUANTISED = Requirement("quantization_config", (None, {}), "train from an unquantised checkpoint")
+UNQUANTIZED = Requirement("quantization_config", (None, {}), "train from an unquantized checkpoint")
 NO_ATTENTION_BIAS = Requirement("attention_bias", (False, None), "an output bias is not mapped")
 WHOLE_HEAD_ROPE = Requirement("partial_rotary_factor", (1.0, None), "RoPE covers the whole head")
 _LLAMA_REQUIRES = (
     Requirement("hidden_act", ("silu", "swish"), "only silu"),
     Requirement("use_sliding_window", (False, None), "only full attention"),
     Requirement("mlp_bias", (False, None), "no dense family here has one"),
-    UNQUANTISED,
+    UNQUANTIZED,
     WHOLE_HEAD_ROPE,
 )
 

@@ -89,7 +89,7 @@ FAMILY = ModelFamily(
         Requirement("attn_logit_softcapping", (None,), "scores are not capped"),
         Requirement("final_logit_softcapping", (None,), "logits are not capped"),
         Requirement("use_bidirectional_attention", (False, None), "only causal attention"),
-        dense.UNQUANTISED,
+        dense.UNQUANTIZED,
         dense.NO_ATTENTION_BIAS,
         dense.WHOLE_HEAD_ROPE,
     ),

@@ -62,7 +62,7 @@ def test_worker_detects_damage_in_shared_memory(model, start, capfd):
         draw(engine)
 
 
-def test_fp8_weights_equal_the_quantised_model(model, start):
+def test_fp8_weights_equal_the_quantized_model(model, start):
     engine = start(config={"quantization": "fp8", "cuda_graphs": True})
     engine.update_weights(model.stream(), 0)
     rollouts = draw(engine)

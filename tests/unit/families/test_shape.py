@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "windows": ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window = true"),
     "activation": ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
     "other weights": ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
 }
 
 

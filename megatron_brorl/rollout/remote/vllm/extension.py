@@ -52,7 +52,7 @@ class VllmWorkerExtension:
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             _pack_heads(model)
 
-        # vLLM silently keeps parameters that were not sent. With quantisation it has parameters of its own for scales.
+        # vLLM silently keeps parameters that were not sent. With quantization it has parameters of its own for scales.
         if self.vllm_config.model_config.quantization is None:
             unsent = {name for name, _ in model.named_parameters()} - self._brorl_loaded
             if unsent:

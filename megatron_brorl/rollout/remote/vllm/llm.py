@@ -95,7 +95,7 @@ class VllmBackend(EngineBackend):
         else:
             own = {"enable_chunked_prefill": False, "enforce_eager": True}
         if config.quantization == "fp8":
-            own["quantization"] = "fp8"  # vLLM quantises each weight when it is loaded
+            own["quantization"] = "fp8"  # vLLM quantizes each weight when it is loaded
 
         # Set only the arguments that training needs.
         return {
