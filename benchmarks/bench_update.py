@@ -9,7 +9,8 @@ An update is one optimizer step on N random responses to one random prompt, by a
 weights, on the GPU if there is one. Every row is a fresh process that takes one update to warm up and then three; its
 seconds are their median. Rows of different variants alternate --repeat times. "full" trains all weights and shares no
 prompts, "shared" shares prompts, "lora:16" trains adapters of rank 16, and "fp8:RECIPE" is for Transformer Engine.
-state_mb: weights, gradients and optimizer. tflops: 6 operations per weight and token of the rows.
+state_mb: weights, gradients and optimizer. tflops: 6 operations for each weight of the layers' matrices per token, and
+for each weight of the LM head per response token; nothing for attention.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
     if cpu_bridge.on_gpu():
         peak = torch.cuda.max_memory_allocated()
     seconds = statistics.median(taken[1:])
-    weights = layer_weights(shape) + shape.vocab * shape.hidden
     tokens = job["n"] * (job["prompt"] + job["response"])
+    products = layer_weights(shape) * tokens + shape.vocab * shape.hidden * job["n"] * job["response"]
     return {
         "variant": job["variant"],
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
-        "tflops": 6 * weights * tokens / seconds / 1e12,
+        "tflops": 6 * products / seconds / 1e12,
         "state_mb": sum(storages.values()) / 1e6,
         "peak_mib": peak / 2**20,
     }
