@@ -42,6 +42,9 @@ def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
     try:
         module = _import_file(file) if path.endswith(".py") else importlib.import_module(path)
     except BaseException as e:  # A user's module may raise anything.
+        if isinstance(e, ModuleNotFoundError) and e.name and f"{path}.".startswith(f"{e.name}."):
+            told = f"no module {e.name} on the Python path; name its file instead, as FOLDER/FILE.py:{function}"
+            raise UserError(f"{what} {name}: {told}") from None
         raise UserError(f"{what} {name}: cannot be imported: {describe(e)}") from None
 
     found = getattr(module, function, None)

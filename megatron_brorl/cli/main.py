@@ -81,7 +81,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
     config = load(args.config, args.overrides)
     check_outputs(config, args.name, args.config)
 
-    if args.name == "train" and not args.dry_run and (message := finished(config)):
+    if args.name == "train" and (message := finished(config)):
         if os.environ.get("RANK", "0") == "0":
             print(message)
         return 0

@@ -56,8 +56,9 @@ def load_table(table: dict[str, Any], where: str, overrides: Sequence[str] = ())
     except RecursionError:
         raise UserError(f"{where}: tables and lists are nested too deeply") from None
     except ValidationError as e:
-        raise UserError(f"{where}: {_describe_error(e)}") from None
-    check(config, where)
+        key, message = _describe_error(e)
+        raise UserError(f"{_source(key, where, overrides)}: {message}") from None
+    check(config, lambda key: _source(key, where, overrides))
     return config
 
 
@@ -108,8 +109,17 @@ def _override(table: dict[str, Any], item: str) -> None:
     table[last] = value
 
 
-def _describe_error(error: ValidationError) -> str:
-    """Return the first unknown key, or else the first wrong value, as key, value and what to do."""
+def _source(key: str, where: str, overrides: Sequence[str]) -> str:
+    """Return the override that sets a key, or `where` if none does."""
+    for item in overrides:
+        name = item.partition("=")[0].strip()
+        if key == name or key.startswith((f"{name}.", f"{name}[")):
+            return f"override {shown(item)}"
+    return where
+
+
+def _describe_error(error: ValidationError) -> tuple[str, str]:
+    """Return the first unknown key, or else that of the first wrong value, and a message: key, value, what to do."""
     found = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
     path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in found["loc"]).lstrip(".")
     if found["type"] == "unexpected_keyword_argument":
@@ -117,13 +127,13 @@ def _describe_error(error: ValidationError) -> str:
         section = any_index.rpartition(".")[0]
         known = ", ".join(key.rpartition(".")[2] for key in keys() if key.rpartition(".")[0] == section)
         hint = suggestion(any_index, found["input"]) or f"known here: {known or ', '.join(Config.__annotations__)}"
-        return f"unknown key {path}; {hint}"
+        return path, f"unknown key {path}; {hint}"
     if found["type"] == "missing":
-        return f"{path} is missing"
+        return path, f"{path} is missing"
     if found["type"] == "too_long":
-        return f"{path} = {shown(found['input'])}: must have {found['ctx']['max_length']} values"
+        return path, f"{path} = {shown(found['input'])}: must have {found['ctx']['max_length']} values"
     if found["type"] == "too_short":
-        return f"{path} = {shown(found['input'])}: must not be empty"
+        return path, f"{path} = {shown(found['input'])}: must not be empty"
     message = found["msg"].replace("Input should be", "must be")
     message = message.replace("an object", "a table").replace("array", "list")
-    return f"{path} = {shown(found['input'])}: {message}"
+    return path, f"{path} = {shown(found['input'])}: {message}"

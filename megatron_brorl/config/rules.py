@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from megatron_brorl.user_functions import is_function
 Rule = tuple[str, bool, str]  # key for the message, whether the rule is broken, what to do
 
 
-def check(config: Config, where: str) -> None:
-    """Raise UserError that names `where` (the file) and the key of the first broken rule."""
+def check(config: Config, where: Callable[[str], str]) -> None:
+    """Raise UserError that names the first broken rule's key and its source, which is where(key)."""
     for rules in (
         _functions,
         _rollout,
@@ -41,7 +41,7 @@ def check_model(config: Config, family: str, experts: int, where: str) -> None:
 
     experts: number of experts of a layer, 0 for a dense model.
     """
-    _refuse(config, where, _experts(config, family, experts))
+    _refuse(config, lambda key: where, _experts(config, family, experts))
 
 
 def replays_routes(config: Config, experts: int) -> bool:
@@ -51,11 +51,11 @@ def replays_routes(config: Config, experts: int) -> bool:
     return experts > 0 and {"auto": auto, "always": True, "never": False}[config.rollout.replay_routes]
 
 
-def _refuse(config: Config, where: str, rules: Iterable[Rule]) -> None:
+def _refuse(config: Config, where: Callable[[str], str], rules: Iterable[Rule]) -> None:
     for key, broken, message in rules:
         if broken:
             section, name = key.split(".")
-            raise UserError(f"{where}: {key} = {shown(getattr(getattr(config, section), name))}: {message}")
+            raise UserError(f"{where(key)}: {key} = {shown(getattr(getattr(config, section), name))}: {message}")
 
 
 def parse_benchmark(benchmark: str) -> tuple[str, str]:

@@ -51,8 +51,8 @@ def _download(command: str, what: str, fetch: Callable[[], str]) -> str:
     try:
         return fetch()
     except Exception as e:  # Several libraries raise here.
-        reason = " ".join(str(e).split()).split(". ")[0] or type(e).__name__
+        reason = str(e).strip().partition("\n")[0].split(". ")[0] or type(e).__name__
         raise UserError(
-            f"{what}: neither in {Path.cwd()} nor in the cache of the hub, and the download failed: {reason}; "
-            f"with access to the network, run: hf download {command}"
+            f"{what}: not found in {Path.cwd()} or in the cache of the hub, and the download failed ({reason}); "
+            f"correct the path, or run with access to the network: hf download {command}"
         ) from None
