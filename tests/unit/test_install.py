@@ -148,7 +148,8 @@ def setup(folder: Path, torch: str, **environment: str) -> subprocess.CompletedP
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("BRORL_") and k != "CUDA_HOME"}
-    env = kept | {"PYTHONPATH": str(folder)} | environment
+    # Without bytecode, because the next fake may have the same size and time, and Python would then import this one.
+    env = kept | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"} | environment
     command = [sys.executable, "setup.py", "--name"]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 

@@ -97,11 +97,12 @@ def test_an_existing_checkpoint_is_checked_and_not_changed(folder, capfd):
     told = "changed since that checkpoint: optim.lr = 1e-06 -> 0.001, train.steps = 1 -> 2"
     code, names, err = dry(capfd, "train.steps=2", "optim.lr=1e-3", told=told)
     assert (code, names, err) == (0, NAMES, "")
-    code, names, err = dry(capfd, "run.seed=1")
+    assert dry(capfd)[:2] == (0, [])  # the run has finished
+    code, names, err = dry(capfd, "train.steps=2", "run.seed=1")
     assert (code, names[-1]) == (2, "inputs")
     assert "was written with run.seed = 0, now 1: set it back" in err
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
-    code, _, err = dry(capfd)
+    code, _, err = dry(capfd, "train.steps=2")
     assert code == 2
     assert "was written with other rows of data.train" in err
     assert dry(capfd, "train.resume=never")[0] == 0
