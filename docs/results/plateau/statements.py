@@ -51,11 +51,12 @@ def pass_at_64(study: Path) -> dict[str, float]:
 
 
 def curves(axes: Axes, table: pd.DataFrame, x: str, begin: float = 0) -> None:
-    """Draw pass@1 of each run as a thin line and the mean of each arm as a thick one."""
+    """Draw pass@1 of each run as a thin line and the mean of each arm, over the steps of all runs, as a thick one."""
     for arm, runs in table.groupby("arm"):
         for _, run in runs.groupby("seed"):
             axes.plot(begin + run[x], run.pass_at_1, color=COLORS[arm], alpha=0.35, linewidth=0.8)
-        mean = runs.groupby("steps")[[x, "pass_at_1"]].mean()
+        at = runs.groupby("steps")
+        mean = at[[x, "pass_at_1"]].mean()[at.seed.nunique() == runs.seed.nunique()]
         axes.plot(begin + mean[x], mean.pass_at_1, color=COLORS[arm], linewidth=2, label=arm)
     axes.set_xlabel("seconds of training steps" if x == "seconds" else x)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
