@@ -121,6 +121,24 @@ def test_a_wrong_override_is_one_line(tmp_path, override, message):
         load(write(tmp_path, ""), [override])
 
 
+@pytest.mark.parametrize(
+    ("table", "override", "source"),
+    [
+        ({"rollout": {"n": "x"}}, "rollout.num=1", "override"),  # an unknown key is reported before a wrong value
+        ({"rollout": {"n": "x"}}, "rollout.prompts=4", "run.toml: rollout.n"),
+        ({"rollout": {"n": 4}}, "rollout.n=x", "override"),
+        ({"data": {"template": "x"}}, "rollout.n=4", "run.toml: data.template"),
+        ({}, "data.template=x", "override"),
+        ({}, "data.tasks=[{name=1}]", "override"),
+        ({"data": {"tasks": [{"name": 1}]}}, "data.task=x", "override"),
+    ],
+)
+def test_an_error_names_the_file_or_the_override_of_the_key(table, override, source):
+    with pytest.raises(UserError) as caught:
+        load_table(table, "run.toml", [override])
+    assert str(caught.value).startswith(f'override "{override}": ' if source == "override" else source)
+
+
 @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("examples/**/*.toml")), ids=lambda path: path.name)
 def test_every_example_loads_and_fits_the_json_schema(path):
     load(path)
