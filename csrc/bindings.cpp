@@ -7,7 +7,6 @@
 #include "cpu/bfloat16_gemm.h"
 #include "cpu/decode_attention.h"
 #include "cpu/layer_ops.h"
-#include "cpu/philox.h"
 #include "cpu/sample_tokens.h"
 #include "cpu/segment_attention.h"
 
@@ -21,6 +20,7 @@ TORCH_LIBRARY(brorl, library) {
       "ppo_tokens(Tensor log_probs, Tensor entropy, Tensor? old, Tensor rollout, Tensor? reference, Tensor advantages, "
       "Tensor weights, str policy_loss, float[] constants, float is_cap, float kl_coef, str kl_estimator, "
       "float entropy_coef) -> (Tensor log_prob_gradient, Tensor entropy_gradient, Tensor columns)");
+  library.def("uniforms(Tensor keys, Tensor index, Tensor position) -> Tensor");
   library.def(
       "sample_tokens(Tensor logits, Tensor keys, Tensor index, Tensor position, float temperature, float top_p, "
       "int top_k) -> (Tensor ids, Tensor log_probs)");
@@ -77,6 +77,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("processor") = BRORL_PROCESSOR;
   module.attr("torch") = BRORL_TORCH;
   module.def("has_bfloat16_kernel", &brorl::has_bfloat16_kernel);
-  // Tests compare it with megatron_brorl/ops/philox.py.
-  module.def("philox_uniform", &brorl::philox_uniform, "The number in (0, 1) for (key, index, position).");
 }

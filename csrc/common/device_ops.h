@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/gemm.h"
+#include "common/uniforms.h"
 #include "policy/advantages.h"
 #include "policy/ppo_tokens.h"
 #include "policy/softmax.h"
@@ -10,6 +11,7 @@
 // Functions that run on the CPU and, in a CUDA build, on CUDA.
 #define BRORL_IMPLEMENT(library)                                  \
   library.impl("gemm_", &brorl::gemm_);                           \
+  library.impl("uniforms", &brorl::uniforms);                     \
   library.impl("softmax_statistics", &brorl::softmax_statistics); \
   library.impl("softmax_gradient_", &brorl::softmax_gradient_);   \
   library.impl("ppo_tokens", &brorl::ppo_tokens);                 \

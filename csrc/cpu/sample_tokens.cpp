@@ -12,7 +12,7 @@
 #include <c10/util/Exception.h>
 #include <omp.h>
 
-#include "cpu/philox.h"
+#include "common/philox.h"
 #include "cpu/sample_row.h"
 
 namespace brorl {

@@ -3,8 +3,9 @@
 ops.reference defines the results in plain torch. ops.fused computes the same, up to rounding, with csrc/. ops.backend
 selects one of the two.
 
-The built-in engine keeps keys and values in pages of 16 tokens. With B rows of one new token each, S prompts, K kv
-heads and head size d, keys are [pages, K, d, 16] and values [pages, K, 16, d'], with d' = d rounded up to 16.
+The built-in engine keeps keys and values in pages. With B rows of one new token each, S prompts, K kv heads and head
+size d, a page of 16 tokens has keys [pages, K, d, 16] and values [pages, K, 16, d'], with d' = d rounded up to 16. The
+kernels of GPUs (DecodeOps.contiguous) read keys and values [pages, page, K, d], with a page per row and per prompt.
 """
 
 from __future__ import annotations
@@ -37,17 +38,24 @@ class ValueLoss:
     residuals: Moments  # of returns - values; algo.advantages.explained_variance takes both
 
 
-@dataclass(frozen=True)
-class DecodeBatch:
+@dataclass(frozen=True, kw_only=True)
+class RowPages:
+    """Pages of the rows of one decoding step."""
+
+    tables: Tensor  # [B, n] int32: the pages of the row's own tokens
+    lengths: Tensor  # [B] int64: own tokens, the new one included
+    prompts: Tensor  # [B] int64: the row's prompt; ascending if DecodeOps.contiguous, else fastest if so
+    prompt_tables: Tensor  # [S, n] int32
+    prompt_lengths: Tensor  # [S] int64
+    largest_group: int = 0  # maximum number of rows of a prompt; only read if DecodeOps.contiguous
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBatch(RowPages):
     """Positions and pages of the rows of one decoding step, the same for all layers."""
 
     cos: Tensor  # [B, d / 2] float32 of each row's position
     sin: Tensor
-    tables: Tensor  # [B, n] int32: the pages of the row's own tokens
-    lengths: Tensor  # [B] int64: own tokens, the new one included
-    prompts: Tensor  # [B] int64: the row's prompt; fastest if rows of one prompt are adjacent
-    prompt_tables: Tensor  # [S, n] int32
-    prompt_lengths: Tensor  # [S] int64
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,19 @@ class HeadNorms:
 
 
 class DecodeOps(Protocol):
+    @property
+    def contiguous(self) -> bool:
+        """Return whether the keys of a row or of a prompt are in one page of any size, see the module."""
+
+    def takes(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Return whether attend computes this dtype and head size; ReferenceDecode takes all."""
+
+    def prepare(self, batch: DecodeBatch, page: int, queries_per_key: int) -> DecodeBatch:
+        """Return the batch with everything that attend derives from it, computed once for all layers.
+
+        page: tokens of a page. queries_per_key: query heads of a kv head.
+        """
+
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:

@@ -1,6 +1,7 @@
 // The torch side of csrc, compiled again with BRORL_CUDA for tensors of the emulated device, as one file, which takes a
 // third of the time.
 #include "common/gemm.h"
+#include "common/uniforms.cpp"
 #include "policy/advantages.cpp"
 #include "policy/ppo_tokens.cpp"
 #include "policy/softmax.cpp"

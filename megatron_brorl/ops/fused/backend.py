@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.fused import advantages, decode, linear, native
+from megatron_brorl.ops.fused import advantages, decode, flash_decode, linear, native
 from megatron_brorl.ops.interface import DecodeOps
-from megatron_brorl.ops.reference import sampling
-from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 
 class FusedBackend:
-    """The ops of csrc/. On a GPU, decoding and sampling use ops.reference, because csrc has them for CPUs only."""
+    """The ops of csrc/. On a GPU, decoding and sampling use torch's kernels, because csrc has them for CPUs only."""
 
     linear_log_probs = staticmethod(linear.linear_log_probs)
     linear_ppo_loss = staticmethod(linear.linear_ppo_loss)
@@ -31,5 +29,5 @@ class FusedBackend:
                 'BRORL_CUDA=1 and CUDA_HOME set, or set it to "reference"'
             )
         self.fused_layers = on_cpu
-        self.decode: DecodeOps = decode.FusedDecode() if on_cpu else ReferenceDecode()
-        self.sample_tokens = decode.sample_tokens if on_cpu else sampling.sample_tokens
+        self.decode: DecodeOps = decode.FusedDecode() if on_cpu else flash_decode.FlashDecode()
+        self.sample_tokens = decode.sample_tokens if on_cpu else flash_decode.sample_tokens

@@ -11,20 +11,21 @@ from torch import Tensor
 
 from megatron_brorl.ops.fused import native
 from megatron_brorl.ops.interface import DecodeBatch, HeadNorms
+from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 
-class FusedDecode:
+class FusedDecode(ReferenceDecode):
     """See ops.interface.DecodeOps; on CPUs."""
 
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:
         """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
-        native.check_devices("decode_attention_", qkv, keys, values, *vars(batch).values())
+        places = (batch.tables, batch.lengths, batch.prompt_tables, batch.prompt_lengths, batch.prompts)
+        native.check_devices("decode_attention_", qkv, keys, values, batch.cos, batch.sin, *places)
         _, kv_heads, dim, _ = keys.shape
         out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * dim)
         q, k, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
-        places = (batch.tables, batch.lengths, batch.prompt_tables, batch.prompt_lengths, batch.prompts)
         torch.ops.brorl.decode_attention_(qkv, q, k, eps, batch.cos, batch.sin, keys, values, *places, scale, out)
         return out
 

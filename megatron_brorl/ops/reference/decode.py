@@ -15,6 +15,16 @@ GATHERED = 1 << 26  # elements of keys gathered at a time, so that N = 512 long 
 class ReferenceDecode:
     """See ops.interface.DecodeOps. Gathers the pages of every row, its prompt's included."""
 
+    contiguous = False
+
+    def takes(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """See DecodeOps."""
+        return True
+
+    def prepare(self, batch: DecodeBatch, page: int, queries_per_key: int) -> DecodeBatch:
+        """See DecodeOps."""
+        return batch
+
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:

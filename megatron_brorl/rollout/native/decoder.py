@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, pad, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import gelu, grouped_mm, linear, rms_norm, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_brorl.families import dense, gemma3, moe
 from megatron_brorl.families.family import Parameter
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.interface import PAGE, DecodeBatch, DecodeOps, HeadNorms
-from megatron_brorl.rollout.native.pages import PagePool
+from megatron_brorl.ops.interface import DecodeBatch, DecodeOps, HeadNorms, RowPages
+from megatron_brorl.rollout.native.pages import PagePool, to_device
 
 QUERIES = 1024  # queries of a chunk that attend to earlier pages at a time
 LAYOUT_ROWS = 512  # the batch size that oneDNN optimises the weight layout for; others work too
@@ -52,7 +52,7 @@ class _Mlp:
 @dataclass(frozen=True)
 class _Experts:
     router: Linear  # [B, H] -> [B, experts] float32
-    experts: Sequence[_Mlp]
+    experts: Sequence[_Mlp] | tuple[Tensor, Tensor]  # or gate and up [experts, 2 ffn, H], and down [experts, H, ffn]
     shared: tuple[_Mlp, Linear] | None  # computes every row, and its gate [B, H] -> [B, 1]
 
 
@@ -76,7 +76,8 @@ class PrefillChunk:
     ids: Sequence[int]
     store_from: int  # index in `ids` of the first token that is stored; earlier ones are only computed
     pages: Tensor  # for tokens from `store_from` on, [pages] int32
-    before: Tensor  # [n] int32: the full pages before `ids`
+    offset: int  # tokens of the sequence before `ids`, a multiple of the pool's page unless it is contiguous
+    before: Tensor  # [n] int32: the pages of these tokens
 
 
 class Decoder:
@@ -107,6 +108,10 @@ class Decoder:
         if shape.local_layers:
             self.local_inv_freq = rope.inverse_frequencies(shape.of_local_layers)[0].to(self.device)
         self.scale = shape.attention_scale or shape.head_dim**-0.5
+        # Whether a CUDA graph can record a step. torch's grouped products read the rows of each expert on the host, but
+        # not in bfloat16 on Hopper or newer.
+        grouped = dtype == torch.bfloat16 and self.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 9
+        self.can_be_recorded = ops.contiguous and (not shape.experts or grouped)
 
     def _scale(self, norm: Tensor) -> Tensor:
         """Return the scale [n] of a norm with this weight [n]."""
@@ -139,7 +144,15 @@ class Decoder:
             norms = HeadNorms(self._scale(q_norm).float(), self._scale(k_norm).float(), self.shape.norm_eps)
 
         def mixture() -> _Experts:
-            experts = [mlp(moe.EXPERT_GATE_UP, moe.EXPERT_DOWN, e) for e in range(self.shape.experts)]
+            experts: Sequence[_Mlp] | tuple[Tensor, Tensor]
+            numbers = range(self.shape.experts)
+            if self.ops.contiguous:  # One product for all experts needs no host that knows the rows of each.
+                gate_up, down = (
+                    torch.stack([get(part, e) for e in numbers]) for part in (moe.EXPERT_GATE_UP, moe.EXPERT_DOWN)
+                )
+                experts = gate_up, down
+            else:
+                experts = [mlp(moe.EXPERT_GATE_UP, moe.EXPERT_DOWN, e) for e in numbers]
             shared = None
             if self.shape.shared_ffn:
                 shared = mlp(moe.SHARED_GATE_UP, moe.SHARED_DOWN), Linear(get(moe.SHARED_GATE))
@@ -191,10 +204,15 @@ class Decoder:
             weights = weights / weights.sum(-1, keepdim=True)
 
         # Sorting the pairs of row and expert by expert lets each expert compute its rows in one product.
-        counts = chosen.flatten().bincount(minlength=len(layer.experts)).tolist()
-        order = chosen.flatten().argsort(stable=True)
-        inputs = x[order // chosen.shape[1]].split(counts)
-        sorted_out = torch.cat([self._mlp(e, own) for e, own in zip(layer.experts, inputs, strict=True) if len(own)])
+        by_expert, order = chosen.flatten().sort(stable=True)
+        inputs = x[order // chosen.shape[1]]
+        if isinstance(layer.experts, tuple):
+            gate_up, down = (w.transpose(1, 2) for w in layer.experts)
+            ends = torch.searchsorted(by_expert, torch.arange(len(gate_up), device=x.device), right=True).int()
+            sorted_out = grouped_mm(self._activate(grouped_mm(inputs, gate_up, offs=ends)), down, offs=ends)
+        else:
+            parts = inputs.split(by_expert.bincount(minlength=len(layer.experts)).tolist())
+            sorted_out = torch.cat([self._mlp(e, own) for e, own in zip(layer.experts, parts, strict=True) if len(own)])
         out = torch.empty_like(sorted_out)
         out[order] = sorted_out
         mixed = (out.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -227,11 +245,14 @@ class Decoder:
             delta = self._post(out, layer.post_mlp_norm)
         return self.ops.add_norm(x, delta, self.norm, eps), torch.stack(routes, dim=1) if routes else None
 
-    def step(self, pool: PagePool, rows: DecodeBatch, ids: Tensor) -> Tensor:
+    def step(self, pool: PagePool, pages: RowPages, ids: Tensor) -> Tensor:
         """Feed each row's newest token [B] and return the hidden states [B, H]."""
-        local_rows = rows
+        positions = pages.prompt_lengths[pages.prompts] + pages.lengths - 1
+        cos, sin = self.angles(positions)
+        batch = DecodeBatch(**vars(pages), cos=cos, sin=sin)
+        rows = local_rows = self.ops.prepare(batch, pool.page, self.shape.heads // self.shape.kv_heads)
         if self.shape.local_layers:
-            cos, sin = self.angles(rows.prompt_lengths[rows.prompts] + rows.lengths - 1, local=True)
+            cos, sin = self.angles(positions, local=True)
             local_rows = replace(rows, cos=cos, sin=sin)
 
         def attend(i: int, layer: _Layer, qkv: Tensor) -> Tensor:
@@ -241,20 +262,28 @@ class Decoder:
         hidden, routes = self._layers_forward(self._embed(ids), attend)
         if routes is not None:
             place = rows.lengths - 1
-            pages = rows.tables.gather(1, (place // PAGE).unsqueeze(1)).squeeze(1).long()
-            pool.routes[pages, place % PAGE] = routes.to(pool.routes.dtype)
+            page = rows.tables.gather(1, (place // pool.page).unsqueeze(1)).squeeze(1).long()
+            pool.routes[page, place % pool.page] = routes.to(pool.routes.dtype)
         return hidden
 
     def prefill(self, pool: PagePool, chunks: Sequence[PrefillChunk]) -> Tensor:
-        """Compute chunks with equally many pages before each; return the hidden states [chunks, H] at their ends."""
+        """Compute chunks with equally many tokens before each; return the hidden states [chunks, H] at their ends."""
         shape = self.shape
-        before = torch.stack([p.before for p in chunks]).long().to(self.device)  # [chunks, n]
-        offset = before.shape[1] * PAGE
+        before = to_device(torch.stack([p.before for p in chunks]).long(), self.device)  # [chunks, n]
+        offset = chunks[0].offset
 
         # Batch the chunks, padded on the right.
         lengths = torch.tensor([len(p.ids) for p in chunks])
-        ids = pad_sequence([torch.tensor(p.ids) for p in chunks], batch_first=True).to(self.device)
+        ids = to_device(pad_sequence([torch.tensor(p.ids) for p in chunks], batch_first=True), self.device)
         batch, width = ids.shape
+
+        # The tokens that are stored: their indices in the batch, their pages, and their slots in these.
+        counts = [len(p.ids) - p.store_from for p in chunks]
+        place = torch.cat([torch.arange(n) for n in counts])
+        first = torch.tensor([i * width + p.store_from for i, p in enumerate(chunks)])
+        stored = place + first.repeat_interleave(torch.tensor(counts))
+        page = torch.cat([p.pages.long().repeat_interleave(pool.page)[:n] for p, n in zip(chunks, counts, strict=True)])
+        stored, page, slot = to_device(torch.stack((stored, page, place % pool.page)), self.device)
 
         # Every chunk starts at the same position, so all share one table of angles.
         places = torch.arange(offset, offset + width, device=self.device)
@@ -276,12 +305,11 @@ class Decoder:
             cos, sin = local if layer.local else whole
             q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
 
-            for p, key, value in zip(chunks, k, v, strict=True):
-                _store(pool.keys[i], pool.values[i], p, key, value)
+            pool.store(i, page, slot, *(x.transpose(1, 2).flatten(0, 1)[stored] for x in (k, v)))
 
             # Padding is on the right, so the causal mask hides it from real tokens.
             if offset:
-                k, v = (torch.cat(x, dim=2) for x in zip(_load(pool, i, before, shape.head_dim), (k, v), strict=True))
+                k, v = (torch.cat(x, dim=2) for x in zip(pool.load(i, before, offset), (k, v), strict=True))
                 out = _prefix_attention(q, k, v, offset, self.scale)
             else:
                 out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
@@ -290,11 +318,8 @@ class Decoder:
         # Only the last hidden state of a chunk is sampled from.
         hidden, routes = self._layers_forward(self._embed(ids.flatten()), attend)
         if routes is not None:
-            for p, own in zip(chunks, routes.to(pool.routes.dtype).unflatten(0, (batch, width)), strict=True):
-                stored = own[p.store_from : len(p.ids)]
-                padded = pad(stored, (0, 0, 0, 0, 0, -len(stored) % PAGE))
-                pool.routes[p.pages.long().to(self.device)] = padded.unflatten(0, (-1, PAGE))
-        return hidden[torch.arange(batch) * width + lengths - 1]
+            pool.routes[page, slot] = routes[stored].to(pool.routes.dtype)
+        return hidden[to_device(torch.arange(batch) * width + lengths - 1, self.device)]
 
 
 def _has_layout_for(dtype: torch.dtype) -> bool:
@@ -308,23 +333,6 @@ def _fused(weights: Mapping[str, Tensor], prefix: str, parameter: Parameter) -> 
     """Return a parameter's Hugging Face tensors as one matrix: q, k and v, or gate and up."""
     tensors = [weights[prefix + name] for name in parameter.hf]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _store(keys: Tensor, values: Tensor, chunk: PrefillChunk, key: Tensor, value: Tensor) -> None:
-    """Write key and value [K, tokens, d] of a chunk to its pages."""
-    pages = chunk.pages.long().to(keys.device)
-    count = len(chunk.ids) - chunk.store_from
-    padding = (0, 0, 0, -count % PAGE)
-    stored = slice(chunk.store_from, len(chunk.ids))
-    k, v = (pad(x[:, stored], padding).unflatten(1, (-1, PAGE)) for x in (key, value))  # [K, pages, 16, d]
-    keys[pages] = k.permute(1, 0, 3, 2)
-    values[pages, :, :, : v.shape[-1]] = v.transpose(0, 1)
-
-
-def _load(pool: PagePool, layer: int, pages: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, K, 16 n, d] of full pages [B, n]."""
-    keys, values = pool.keys[layer][pages], pool.values[layer][pages]  # [B, n, K, d, 16], [B, n, K, 16, d']
-    return keys.permute(0, 2, 1, 4, 3).flatten(2, 3), values[..., :dim].transpose(1, 2).flatten(2, 3)
 
 
 def _prefix_attention(q: Tensor, k: Tensor, v: Tensor, offset: int, scale: float) -> Tensor:

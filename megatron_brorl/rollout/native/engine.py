@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.ops.interface import DecodeOps
+from megatron_brorl.ops.interface import PAGE, DecodeOps
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.rollout.engine import (
     GenerateCallbacks,
@@ -21,13 +21,16 @@ from megatron_brorl.rollout.engine import (
     check_context,
 )
 from megatron_brorl.rollout.native.decoder import Decoder
-from megatron_brorl.rollout.native.pages import PagePool, page_bytes, pages_for, spare_memory
+from megatron_brorl.rollout.native.graphs import StepGraphs, move
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, page_bytes, pages_for, spare_memory, to_device
 from megatron_brorl.rollout.native.scheduler import Scheduler
 from megatron_brorl.rollout.native.stopping import StopCriteria
 from megatron_brorl.rollout.weight_receiver import receive
 from megatron_brorl.types import FinishReason, Rollout
 
-SAMPLED_ROWS = 128  # rows sampled at a time, so that their logits stay in a CPU's cache
+SAMPLED_ROWS = 128  # rows sampled at a time on a CPU, so that their logits stay in its cache
+SAMPLED_LOGITS = 1 << 28  # logits sampled at a time on a GPU
+FEW_TOKENS = 16  # tokens of a call from which on CUDA graphs are worth recording
 
 
 class TorchEngine:
@@ -56,16 +59,18 @@ class TorchEngine:
         self.dtype = dtype
         self.max_rows = max_rows
         self.sample = sample
-        self.ops = ops or ReferenceDecode()
+        self.ops = ops if ops and ops.takes(dtype, shape.head_dim) else ReferenceDecode()
         self.memory = memory
         self.decode = decode
         self.version = -1
         self._decoder: Decoder | None = None
         self._pool: PagePool | None = None
+        self._graphs: StepGraphs | None = None
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine."""
         received = receive(tensors, self.names, self.device, self.dtype)
+        self._graphs = None
         self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
         self.version = version
 
@@ -80,7 +85,7 @@ class TorchEngine:
     def kv_bytes(self) -> int:
         """Return the bytes of all pages in use."""
         pool = self._pool
-        return 0 if pool is None else (pool.size - pool.free) * page_bytes(self.shape, self.dtype)
+        return 0 if pool is None else (pool.size - pool.free) * self._page_bytes(pool.page)
 
     def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See RolloutEngine."""
@@ -104,7 +109,7 @@ class TorchEngine:
 
     def sleep(self) -> None:
         """See RolloutEngine."""
-        self._decoder = self._pool = None
+        self._decoder = self._pool = self._graphs = None
         self.version = -1
 
     def wake(self) -> None:
@@ -143,6 +148,9 @@ class TorchEngine:
                 results.extend([] for _ in new)
 
         # Each row's next token is sampled from hidden [active rows, H]. Every iteration adds one token to each row.
+        # With contiguous pages, a step is started before the host knows its tokens, so that a GPU need not wait for the
+        # host. A row that has just ended then computes a hidden state that is dropped.
+        step_first = pool.contiguous
         request_more()
         hidden = scheduler.admit()
         while not (callbacks and callbacks.cancelled()):
@@ -155,14 +163,22 @@ class TorchEngine:
                 continue
 
             pool.record_step()
-            deliver(self._advance(scheduler, hidden, stops, sampling))
+            ids, log_probs = self._sample(scheduler, hidden, sampling)
+            new, new_log_probs = HostCopy(ids), HostCopy(log_probs)
+            if step_first:
+                continues = scheduler.slot_length[scheduler.active] < scheduler.slot_limit[scheduler.active]
+                hidden = self._step(scheduler, scheduler.active[continues], _rows(ids, continues), sampling)
+
+            ended, kept = self._advance(scheduler, new.wait(), new_log_probs.wait(), stops, sampling)
+            deliver(ended)
 
             # Feed the new token of the rows that continue; then start queued rollouts in the free slots.
-            remaining = scheduler.reserve_pages()
-            hidden = decoder.embedding.new_empty(0, self.shape.hidden)
-            if remaining:
-                new = scheduler.slot_tokens[scheduler.active, scheduler.slot_length[scheduler.active] - 1]
-                hidden = decoder.step(pool, scheduler.decode_batch(), new.to(self.device))
+            if step_first:
+                hidden = _rows(hidden, kept[continues])
+            else:
+                scheduler.reserve_pages()
+                fed = scheduler.slot_tokens[scheduler.active, scheduler.slot_length[scheduler.active] - 1]
+                hidden = self._step(scheduler, scheduler.active, fed.to(self.device), sampling)
 
             # New rows are last in `hidden` and in scheduler.active.
             request_more()
@@ -173,21 +189,33 @@ class TorchEngine:
         deliver(scheduler.unfinished())
         return [sorted(rollouts, key=lambda x: x.index) for rollouts in results]
 
+    def _step(self, scheduler: Scheduler, rows: Tensor, ids: Tensor, sampling: Sampling) -> Tensor:
+        """Feed the newest tokens ids [B] of the given rows (slots) and return the hidden states [B, H]."""
+        decoder, pool = self._decoder, self._pool
+        assert decoder is not None
+        assert pool is not None
+        if not len(rows):
+            return decoder.embedding.new_empty(0, self.shape.hidden)
+        pages = scheduler.row_pages(rows)
+        if not decoder.can_be_recorded or sampling.new_tokens < FEW_TOKENS:
+            return decoder.step(pool, move(pages, self.device), ids)
+        if self._graphs is None or self._graphs.pool is not pool:
+            self._graphs = StepGraphs(decoder, pool, self.max_rows)
+        return self._graphs.step(pages, ids)
+
     def _advance(
-        self, scheduler: Scheduler, hidden: Tensor, stops: StopCriteria, sampling: Sampling
-    ) -> list[tuple[int, Rollout]]:
-        """Sample the next token of every row and return the rollouts that ended."""
+        self, scheduler: Scheduler, new: Tensor, log_probs: Tensor, stops: StopCriteria, sampling: Sampling
+    ) -> tuple[list[tuple[int, Rollout]], Tensor]:
+        """Append the sampled token of every row. Return the rollouts that ended, and which rows remain [B] bool."""
         active = scheduler.active
-        new, log_probs = self._sample(scheduler, hidden, sampling)
         if bool(log_probs.isnan().any()):  # only the fused sampler raises this itself
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
 
         scheduler.append(new, log_probs)
         stopped = stops.hit(new, active, scheduler.slot_tokens, scheduler.slot_length, scheduler.slot_turn)
         at_limit = scheduler.slot_length[active] >= scheduler.slot_limit[active]
-        ended = (stopped | at_limit).nonzero().squeeze(-1)
-        if not len(ended):
-            return []
+        has_ended = stopped | at_limit
+        ended = has_ended.nonzero().squeeze(-1)
 
         def reason(i: int) -> FinishReason:
             if stopped[i]:
@@ -195,17 +223,23 @@ class TorchEngine:
             has_room = scheduler.slot_length[active[i]] < sampling.max_tokens
             return "cut" if sampling.tokens_per_call and has_room else "length"
 
-        return scheduler.remove(ended, [reason(i) for i in ended.tolist()])
+        return scheduler.remove(ended, [reason(i) for i in ended.tolist()]), ~has_ended
 
     def _sample(self, scheduler: Scheduler, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Return token ids and log-probs [rows], on the CPU, given the hidden states [rows, H] of the active rows."""
+        """Return the next token ids and log-probs [rows] of the active rows, and count the tokens in slot_length.
+
+        hidden: [rows, H].
+        """
         assert self._decoder is not None
         active = scheduler.active
         stream = (scheduler.slot_key[active], scheduler.slot_rollout_index[active], scheduler.slot_length[active])
+        scheduler.slot_length[active] += 1
         settings = (sampling.temperature, sampling.top_p, sampling.top_k)
-        parts = zip(*(x.to(self.device).split(SAMPLED_ROWS) for x in (hidden, *stream)), strict=True)
+        rows = SAMPLED_ROWS if self.device.type == "cpu" else max(1, SAMPLED_LOGITS // self.shape.vocab)
+        columns = (hidden, *to_device(torch.stack(stream), self.device))
+        parts = zip(*(x.split(rows) for x in columns), strict=True)
         drawn = [self.sample(self._decoder.logits(h), k, i, p, *settings) for h, k, i, p in parts]
-        ids, log_probs = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
+        ids, log_probs = (torch.cat(x) for x in zip(*drawn, strict=True))
         return ids, log_probs
 
     def _pages(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> PagePool:
@@ -215,29 +249,60 @@ class TorchEngine:
         response do not fit.
         """
         # The pool holds all prompts and a full response for each row that is decoded at a time.
-        own = pages_for(sampling.max_tokens)
-        prompts = [pages_for(len(r.prompt.token_ids)) for r in requests]
+        lengths = [len(r.prompt.token_ids) for r in requests]
         rows = sum(r.n for r in requests)
         if supply:  # assume that every row of the supply has a prompt of its own
-            prompts += [pages_for(supply.prompt_tokens)] * min(self.max_rows, supply.rows)
+            lengths += [supply.prompt_tokens] * min(self.max_rows, supply.rows)
             rows += supply.rows
+        contiguous = self.ops.contiguous
+        page = -(-max([sampling.max_tokens, *lengths]) // BLOCK) * BLOCK if contiguous else PAGE
+        own = pages_for(sampling.max_tokens, page)
+        prompts = [pages_for(n, page) for n in lengths]
         needed = sum(prompts) + own * min(self.max_rows, rows)
 
         # Replace a pool that is much too large, too.
-        if self._pool is None or self._pool.size < needed or self._pool.size > 2 * needed + 64:
-            self._pool = None  # frees its memory first
-            size = page_bytes(self.shape, self.dtype)
+        pool = self._pool
+        if pool is None or pool.page != page or pool.size < needed or pool.size > 2 * needed + 64:
+            pool = self._pool = self._graphs = None  # frees its memory first
+            size = self._page_bytes(page)
             # With fewer pages, the row with the longest prompt could not reach max_tokens.
             least = max(prompts, default=0) + own
-            fitting = (self.memory or spare_memory(self.device)) // size  # pages of all layers
+            fitting = (self.memory or spare_memory(self.device)) // size - contiguous  # pages of all layers
             if fitting < least:
                 raise UserError(
                     f"rollout.kv_cache_mib: the longest prompt with one response of {sampling.max_tokens} tokens needs "
                     f"{least * size / 2**20:.0f} MiB of keys and values, and there are {fitting * size / 2**20:.0f}: "
                     "raise rollout.kv_cache_mib or lower rollout.max_tokens"
                 )
-            self._pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device)
+            pool = PagePool(self.shape, min(needed, fitting), self.dtype, self.device, page, contiguous)
+            self._pool = pool
 
         # The pool may hold prompts of an earlier call, computed with other weights.
-        self._pool.reset()
-        return self._pool
+        pool.reset()
+        return pool
+
+    def _page_bytes(self, page: int) -> int:
+        return page_bytes(self.shape, self.dtype, page, self.ops.contiguous)
+
+
+class HostCopy:
+    """A tensor that is copied to the host while the device goes on."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._host = x
+        self._copied: torch.cuda.Event | None = None
+        if x.is_cuda:
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> Tensor:
+        """Return the tensor on the CPU when it is complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+
+def _rows(x: Tensor, chosen: Tensor) -> Tensor:
+    """Return the rows of x that `chosen` [rows] bool, on the CPU, selects."""
+    return x if bool(chosen.all()) else x[to_device(chosen.nonzero().squeeze(-1), x.device)]

@@ -4,6 +4,9 @@ Memory is allocated in pages of PAGE = 16 tokens, which vLLM calls blocks. A pre
 share, such as an instruction, is computed once, and the page tables of these prompts refer to the same pages. To find
 shared prefixes, prompts are split into blocks of BLOCK = 64 tokens, which are four pages. A block is identified by its
 tokens and the block before it. It stays in memory as long as any prompt that contains it.
+
+The kernels of GPUs need the keys of a row, and those of a prompt, next to one another (DecodeOps.contiguous). A page
+then holds the longest prompt or response. Every row and every prompt has one, and prompts share none.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ from megatron_brorl.ops.interface import PAGE
 from megatron_brorl.rollout.engine import empty_routes
 
 BLOCK = 64  # tokens of a prompt
-PAGES_PER_BLOCK = BLOCK // PAGE
 
 _Key = tuple[int, tuple[int, ...]]  # number of the previous block (0 for none), and the tokens of this one
 
 
-def pages_for(tokens: int) -> int:
+def pages_for(tokens: int, page: int = PAGE) -> int:
     """Return the number of pages that hold the given number of tokens."""
-    return -(-tokens // PAGE)
+    return -(-tokens // page)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor on the device, without waiting for the device."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -49,16 +56,56 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class PagePool:
     """The pages of all layers; page p is keys[layer][p] and values[layer][p]."""
 
-    def __init__(self, shape: ModelShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        """pages: number of pages. On a CPU, pages that are never written take no memory."""
+    def __init__(
+        self,
+        shape: ModelShape,
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        page: int = PAGE,
+        contiguous: bool = False,
+    ) -> None:
+        """pages: number of pages. page: tokens of a page; PAGE unless contiguous, see DecodeOps.
+
+        On a CPU, pages that are never written take no memory.
+        """
         self.size = pages
+        self.page = page
+        self.contiguous = contiguous
+        self.dim = shape.head_dim
         width = pages_for(shape.head_dim) * PAGE
         keys, values = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
+        if contiguous:
+            keys = values = (page, shape.kv_heads, shape.head_dim)
+            pages += 1  # for the rows that only pad a batch
         self.keys = [_empty((pages, *keys), dtype, device) for _ in range(shape.layers)]
         self.values = [_empty((pages, *values), dtype, device) for _ in range(shape.layers)]
         # The experts of each token of a page in every layer; empty for a model without experts.
-        self.routes = _empty((pages, PAGE, shape.layers, shape.chosen_experts), empty_routes(shape).dtype, device)
+        self.routes = _empty((pages, page, shape.layers, shape.chosen_experts), empty_routes(shape).dtype, device)
         self.reset()
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the number of pages that hold the given number of tokens."""
+        return pages_for(tokens, self.page)
+
+    def store(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [n, K, d] of tokens to slots [n] int64 of pages [n] int64."""
+        if self.contiguous:
+            self.keys[layer][pages, slots] = keys
+            self.values[layer][pages, slots] = values
+        else:
+            self.keys[layer][pages, :, :, slots] = keys
+            self.values[layer][pages, :, slots, : self.dim] = values
+
+    def load(self, layer: int, pages: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, K, tokens, d] of the first tokens in pages [B, n] int64."""
+        keys, values = self.keys[layer][pages], self.values[layer][pages]
+        if self.contiguous:  # [B, n, page, K, d]
+            keys, values = (x.flatten(1, 2).transpose(1, 2) for x in (keys, values))
+        else:  # [B, n, K, d, 16] and [B, n, K, 16, d']
+            keys = keys.permute(0, 2, 1, 4, 3).flatten(2, 3)
+            values = values[..., : self.dim].transpose(1, 2).flatten(2, 3)
+        return keys[:, :, :tokens], values[:, :, :tokens]
 
     def reset(self) -> None:
         """Free all pages."""
@@ -91,7 +138,7 @@ class PagePool:
 
     def routes_of(self, pages: Tensor, tokens: int) -> Tensor:
         """Return the experts [tokens, layers, k] of the first tokens in the given pages [n] int32, on the CPU."""
-        pages = pages[: pages_for(tokens)].long().to(self.routes.device)
+        pages = pages[: self.pages_for(tokens)].long().to(self.routes.device)
         return self.routes[pages].flatten(0, 1)[:tokens].cpu()
 
     def release(self, pages: Tensor) -> None:
@@ -104,7 +151,7 @@ class PagePool:
 class _Block:
     key: _Key
     number: int
-    pages: Tensor  # [PAGES_PER_BLOCK] int32
+    pages: Tensor  # [pages of a block] int32
     prompts: int = 0  # number of prompts in memory that contain it
 
 
@@ -113,12 +160,14 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
+        self._block = max(BLOCK, pool.page)
+        self._pages_per_block = self._block // pool.page
         self._blocks: dict[_Key, _Block] = {}
         self._last_number = 0
 
     def pages_needed(self, prompt: Sequence[int]) -> int:
         """Return the number of pages to allocate for a prompt, without those that it shares."""
-        return pages_for(len(prompt)) - PAGES_PER_BLOCK * len(self._found(prompt))
+        return self._pool.pages_for(len(prompt)) - self._pages_per_block * len(self._found(prompt))
 
     def add(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
         """Add a prompt. Return its pages [n] int32, and how many of its tokens are already computed.
@@ -128,20 +177,20 @@ class PrefixCache:
         found = self._found(prompt)
         # The caller computes the other blocks of this prompt; later prompts find them.
         chain = list(found)
-        for tokens in _full_blocks(prompt)[len(found) :]:
+        for tokens in self._full_blocks(prompt)[len(found) :]:
             self._last_number += 1
             key = chain[-1].number if chain else 0, tokens
-            self._blocks[key] = _Block(key, self._last_number, self._pool.allocate(PAGES_PER_BLOCK))
+            self._blocks[key] = _Block(key, self._last_number, self._pool.allocate(self._pages_per_block))
             chain.append(self._blocks[key])
         for block in chain:
             block.prompts += 1
-        rest = self._pool.allocate(pages_for(len(prompt)) - PAGES_PER_BLOCK * len(chain))
-        return torch.cat([*(block.pages for block in chain), rest]), BLOCK * len(found)
+        rest = self._pool.allocate(self._pool.pages_for(len(prompt)) - self._pages_per_block * len(chain))
+        return torch.cat([*(block.pages for block in chain), rest]), self._block * len(found)
 
     def remove(self, prompt: Sequence[int], pages: Tensor) -> None:
         """Remove a prompt. pages: [n] int32, as returned by add."""
         found = self._found(prompt)
-        self._pool.release(pages[PAGES_PER_BLOCK * len(found) :])
+        self._pool.release(pages[self._pages_per_block * len(found) :])
         for block in found:
             block.prompts -= 1
             if not block.prompts:
@@ -151,24 +200,24 @@ class PrefixCache:
     def _found(self, prompt: Sequence[int]) -> list[_Block]:
         """Return the prompt's blocks in memory, up to the first that is missing."""
         chain: list[_Block] = []
-        for tokens in _full_blocks(prompt):
+        for tokens in self._full_blocks(prompt):
             block = self._blocks.get((chain[-1].number if chain else 0, tokens))
             if block is None:
                 break
             chain.append(block)
         return chain
 
+    def _full_blocks(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the full blocks of a prompt, without a block that contains its last token."""
+        size = self._block
+        return [tuple(prompt[i : i + size]) for i in range(0, (len(prompt) - 1) // size * size, size)]
 
-def _full_blocks(prompt: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the full blocks of a prompt, without a block that contains its last token."""
-    return [tuple(prompt[i : i + BLOCK]) for i in range(0, (len(prompt) - 1) // BLOCK * BLOCK, BLOCK)]
 
-
-def page_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+def page_bytes(shape: ModelShape, dtype: torch.dtype, page: int = PAGE, contiguous: bool = False) -> int:
     """Return the bytes of one page over all layers."""
-    width = pages_for(shape.head_dim) * PAGE
+    width = shape.head_dim if contiguous else pages_for(shape.head_dim) * PAGE
     routes = shape.chosen_experts * empty_routes(shape).itemsize
-    return shape.layers * PAGE * (shape.kv_heads * (shape.head_dim + width) * dtype.itemsize + routes)
+    return shape.layers * page * (shape.kv_heads * (shape.head_dim + width) * dtype.itemsize + routes)
 
 
 def spare_memory(device: torch.device) -> int:

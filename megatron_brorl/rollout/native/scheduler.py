@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops.interface import PAGE, DecodeBatch
+from megatron_brorl.ops.interface import RowPages
 from megatron_brorl.rollout.engine import Request, Sampling, Supply, extend_spans, turn_start
 from megatron_brorl.rollout.native.decoder import Decoder, PrefillChunk
-from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache
 from megatron_brorl.types import FinishReason, Rollout
 
 PREFILL_TOKENS = 8192  # tokens per prefill batch, including padding and the stored tokens before each chunk
@@ -70,7 +70,8 @@ class Scheduler:
         self.slot_turn = torch.zeros(slots, dtype=torch.int64)  # start of the text in which stop strings are searched
         self.slot_tokens = torch.empty(slots, sampling.max_tokens, dtype=torch.int64)  # the first slot_length are valid
         self.slot_log_probs = torch.empty(slots, sampling.max_tokens)
-        self.slot_pages = torch.zeros(slots, pages_for(sampling.max_tokens), dtype=torch.int32)  # of response tokens
+        self.slot_pages = torch.zeros(slots, pool.pages_for(sampling.max_tokens), dtype=torch.int32)  # of the response
+        self.slot_page_count = torch.zeros(slots, dtype=torch.int64)
 
         # State per distinct prompt. The KV cache holds one copy of a prompt for all its requests, from the start of its
         # first rollout to the end of its last one, or until eviction leaves none of its rollouts active.
@@ -78,7 +79,7 @@ class Scheduler:
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         longest = max(longest, supply.prompt_tokens if supply else 0)
         self.prompts: list[tuple[int, ...]] = []  # tokens
-        self.prompt_pages = torch.zeros(0, pages_for(longest), dtype=torch.int32)
+        self.prompt_pages = torch.zeros(0, pool.pages_for(longest), dtype=torch.int32)
         self.prompt_lengths = torch.zeros(0, dtype=torch.int64)  # 0: not in the KV cache
         self.prompt_hidden: dict[int, Tensor] = {}  # [H], of the last token of each prompt in the KV cache
         self.prompt_unfinished: list[int] = []  # number of rollouts that have not ended
@@ -90,7 +91,7 @@ class Scheduler:
         """Return how many more rollouts could start now, if each needs half of the pages of max_tokens."""
         if self.queue:
             return 0
-        return min(len(self.free_slots), self.pool.free // (pages_for(self.sampling.max_tokens) // 2 + 1))
+        return min(len(self.free_slots), self.pool.free // (self.pool.pages_for(self.sampling.max_tokens) // 2 + 1))
 
     def add(self, requests: Sequence[Request]) -> None:
         """Append requests, and queue their rollouts."""
@@ -128,10 +129,8 @@ class Scheduler:
                 pages, cached = self.prefixes.add(prompt_tokens)
                 self.prompt_pages[prompt, : len(pages)] = pages
                 self.prompt_lengths[prompt] = len(prompt_tokens)
-                first = cached // PAGE
-                chunks.append(
-                    PrefillChunk(prompt_tokens[cached:], store_from=0, pages=pages[first:], before=pages[:first])
-                )
+                first = cached // self.pool.page
+                chunks.append(PrefillChunk(prompt_tokens[cached:], 0, pages[first:], cached, pages[:first]))
                 outputs.append((self.prompt_hidden, prompt))
 
             slot = self._assign_slot(queued)
@@ -142,12 +141,10 @@ class Scheduler:
             if response:
                 reused = (len(prompt_tokens) - 1) // BLOCK * BLOCK
                 cached = min(cached, reused)
-                pages = self.pool.allocate(pages_for(len(response)))
-                self.slot_pages[slot, : len(pages)] = pages
                 tokens = (*prompt_tokens[reused:], *response)
-                before = self.prompt_pages[prompt, : reused // PAGE]
-                store_from = len(prompt_tokens) - reused
-                chunks.append(PrefillChunk(tokens, store_from=store_from, pages=pages, before=before))
+                before = self.prompt_pages[prompt, : self.pool.pages_for(reused)]
+                own = self.slot_pages[slot, : self.pool.pages_for(len(response))]
+                chunks.append(PrefillChunk(tokens, len(prompt_tokens) - reused, own.clone(), reused, before))
                 outputs.append((slot_hidden, slot))
             self.pool.record_prompt(len(prompt_tokens), cached)
             slots.append(slot)
@@ -171,15 +168,19 @@ class Scheduler:
     def _fits(self, queued: QueuedRollout, started: int) -> bool:
         """Return whether there are enough pages to start a rollout, after `started` other new rows."""
         prompt = self.request_prompt[queued.request]
-        needed = pages_for(len(queued.so_far.token_ids))
+        needed = self._first_pages(queued)
         if not self.prompt_lengths[prompt]:
             needed += self.prefixes.pages_needed(self.prompts[prompt])
         # Reserve a free page per row, so that admission does not trigger an eviction. A single row needs no reserve,
-        # because the pool can hold any one row.
+        # because the pool can hold any one row. With contiguous pages, a row gets all of its memory when it starts.
         others = len(self.active) + started
         if not others and self.pool.free < needed:
             self._remove_idle_prompts(prompt)
-        return not others or self.pool.free >= needed + 1 + others
+        return not others or self.pool.free >= needed + (0 if self.pool.contiguous else 1 + others)
+
+    def _first_pages(self, queued: QueuedRollout) -> int:
+        """Return how many pages a rollout gets when it starts."""
+        return 1 if self.pool.contiguous else self.pool.pages_for(len(queued.so_far.token_ids))
 
     def _assign_slot(self, queued: QueuedRollout) -> int:
         slot = self.free_slots.pop()
@@ -192,16 +193,18 @@ class Scheduler:
         self.slot_length[slot] = length
         self.slot_limit[slot] = queued.limit
         self.slot_turn[slot] = turn_start(queued.so_far)
+        pages = self.pool.allocate(self._first_pages(queued))
+        self.slot_pages[slot, : len(pages)] = pages
+        self.slot_page_count[slot] = len(pages)
         self.slot_tokens[slot, :length] = queued.so_far.token_ids
         self.slot_log_probs[slot, :length] = queued.so_far.log_probs
         return slot
 
     def append(self, new: Tensor, log_probs: Tensor) -> None:
-        """Append the next token of every active row: new [B] int64, log_probs [B] float32."""
-        position = self.slot_length[self.active]
+        """Write the newest token of every active row, which slot_length counts: new, log_probs [B]."""
+        position = self.slot_length[self.active] - 1
         self.slot_tokens[self.active, position] = new
         self.slot_log_probs[self.active, position] = log_probs
-        self.slot_length[self.active] = position + 1
 
     def remove(self, ended: Tensor, reasons: Sequence[FinishReason]) -> list[tuple[int, Rollout]]:
         """Remove the rows at indices `ended` of `active` and return their results as (request, rollout)."""
@@ -229,7 +232,7 @@ class Scheduler:
         If pages run out, rows are evicted from the end of `active` and go to the front of the queue.
         """
         position = self.slot_length[self.active] - 1
-        needs_page = position % PAGE == 0
+        needs_page = position // self.pool.page >= self.slot_page_count[self.active]
         if int(needs_page.sum()) > self.pool.free:
             self._remove_idle_prompts()
         while int(needs_page.sum()) > self.pool.free:
@@ -246,25 +249,22 @@ class Scheduler:
                 self._remove_prompt(int(self.slot_prompt[slot]))
 
         rows = self.active[needs_page]
-        self.slot_pages[rows, position[needs_page] // PAGE] = self.pool.allocate(len(rows))
+        self.slot_pages[rows, self.slot_page_count[rows]] = self.pool.allocate(len(rows))
+        self.slot_page_count[rows] += 1
         return len(self.active)
 
-    def decode_batch(self) -> DecodeBatch:
-        """Return positions and pages of the active rows, for a decode step that feeds the newest token of each."""
-        active = self.active
-        device = self.decoder.device
-        prompts = self.slot_prompt[active]
-        lengths = self.slot_length[active]
-        cos, sin = self.decoder.angles((self.prompt_lengths[prompts] + lengths - 1).to(device))
-        used = pages_for(int(lengths.max()))
-        return DecodeBatch(
-            cos=cos,
-            sin=sin,
-            tables=self.slot_pages[active, :used].to(device),
-            lengths=lengths.to(device),
-            prompts=prompts.to(device),
-            prompt_tables=self.prompt_pages.to(device),
-            prompt_lengths=self.prompt_lengths.to(device),
+    def row_pages(self, rows: Tensor) -> RowPages:
+        """Return the pages of rows [B] (slots) on the CPU, for a decode step that feeds the newest token of each."""
+        # Rows of a prompt are adjacent, because they start in the order of the requests.
+        prompts, group, counts = self.slot_prompt[rows].unique_consecutive(return_inverse=True, return_counts=True)
+        lengths = self.slot_length[rows]
+        return RowPages(
+            tables=self.slot_pages[rows, : self.pool.pages_for(int(lengths.max()))],
+            lengths=lengths,
+            prompts=group,
+            prompt_tables=self.prompt_pages[prompts],
+            prompt_lengths=self.prompt_lengths[prompts],
+            largest_group=int(counts.max()),
         )
 
     def _rollout(self, slot: int, finish: FinishReason) -> Rollout:
@@ -284,8 +284,8 @@ class Scheduler:
         return Rollout(before.index, ids, log_probs, finish, spans, before.episode, routes)
 
     def _release(self, slot: int) -> None:
-        """Free a slot and its pages. The keys and values of the newest token have not been stored."""
-        self.pool.release(self.slot_pages[slot, : pages_for(int(self.slot_length[slot]) - 1)])
+        """Free a slot and its pages."""
+        self.pool.release(self.slot_pages[slot, : int(self.slot_page_count[slot])])
         self.slot_rollout[slot] = None
         self.free_slots.append(slot)
 
@@ -299,7 +299,7 @@ class Scheduler:
         """Remove a prompt from the KV cache."""
         del self.prompt_hidden[prompt]
         length = int(self.prompt_lengths[prompt])
-        self.prefixes.remove(self.prompts[prompt], self.prompt_pages[prompt, : pages_for(length)].clone())
+        self.prefixes.remove(self.prompts[prompt], self.prompt_pages[prompt, : self.pool.pages_for(length)].clone())
         self.prompt_lengths[prompt] = 0
 
 
@@ -311,19 +311,19 @@ def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> 
 
 
 def _batches(chunks: Sequence[PrefillChunk], equal: bool) -> list[list[int]]:
-    """Batch chunks of similar length and with the same number of pages before them, up to PREFILL_TOKENS a batch.
+    """Batch chunks of similar length and with the same number of tokens before them, up to PREFILL_TOKENS a batch.
 
-    Chunks with fewer pages before them come first, because they may compute pages that later chunks attend to.
+    Chunks with fewer tokens before them come first, because they may compute pages that later chunks attend to.
 
     equal: whether chunks of a batch must have the same length. Padding changes the last bits of attention, and with
     turns the composition of batches depends on the time that environments take.
     """
     batches: list[list[int]] = [[]]
-    sizes = [(len(c.before), len(c.ids)) for c in chunks]
+    sizes = [(c.offset, len(c.ids)) for c in chunks]
     for i in sorted(range(len(chunks)), key=lambda i: sizes[i]):
         before, tokens = sizes[i]
         batch = batches[-1]
-        full = (len(batch) + 1) * (before * PAGE + tokens) > PREFILL_TOKENS
+        full = (len(batch) + 1) * (before + tokens) > PREFILL_TOKENS
         if batch and (full or sizes[batch[0]][0] != before or (equal and sizes[batch[0]] != sizes[i])):
             batches.append([])
         batches[-1].append(i)

@@ -7,16 +7,19 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from attention_kernels import kernels_on_cpu  # noqa: F401
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused import decode as fused_decode
 from megatron_brorl.ops.fused.decode import FusedDecode
+from megatron_brorl.ops.fused.flash_decode import FlashDecode
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native import graphs
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.native.pages import page_bytes
 from megatron_brorl.types import Prompt, Rollout
@@ -62,9 +65,19 @@ def one(tmp_path_factory):
     return directory, tiny.make_model(directory, "qwen2", True)
 
 
-def test_greedy_equals_transformers_generate(pair):
+@pytest.fixture(params=["csrc", "flash"])
+def ops(request, monkeypatch):
+    """Return the decode ops of CPUs, and those of GPUs with torch's kernels and CUDA graphs replaced."""
+    if request.param == "csrc":
+        return FusedDecode()
+    request.getfixturevalue("kernels_on_cpu")
+    monkeypatch.setattr(graphs, "record", lambda run, memory: run)
+    return FlashDecode()
+
+
+def test_greedy_equals_transformers_generate(pair, ops):
     """Every token is equal, also after rows have allocated further pages."""
-    engine = make_engine(*pair)
+    engine = make_engine(*pair, ops=ops)
     groups = engine.generate([Request(p, 1, 2) for p in prompts()], Sampling(0, 1, 0, 70, (2,)))
     for prompt, group in zip(prompts(), groups, strict=True):
         ids = torch.tensor([prompt.token_ids])
@@ -135,7 +148,7 @@ class Drawer:
 
 
 @pytest.mark.parametrize("memory", [0, 24])
-def test_rollouts_from_a_supply_equal_those_of_one_call(one, memory):
+def test_rollouts_from_a_supply_equal_those_of_one_call(one, memory, ops):
     """With few slots or few pages, rows in flight fit, the whole supply is sampled, and tokens are the same."""
     shape = one[0]
     sampling = Sampling(1.0, 0.95, 0, 30, STOPS)
@@ -145,7 +158,8 @@ def test_rollouts_from_a_supply_equal_those_of_one_call(one, memory):
     # The first request is this rank's own and continues rollouts; the supply returns pieces of eight.
     pieces = [Request(r.prompt, r.key, 8, first) for r in asked[1:] for first in range(0, 64, 8)]
     supply = Drawer(pieces, 3 * 64)
-    engine = make_engine(*one, max_rows=20, memory=memory * page_bytes(read_shape(shape), torch.float32))
+    memory *= page_bytes(read_shape(shape), torch.float32, 64 if ops.contiguous else 16, ops.contiguous)
+    engine = make_engine(*one, max_rows=20, memory=memory, ops=ops)
     own, *rest = engine.generate(asked[:1], sampling, supply=supply)
     assert not supply.left
     assert all(1 <= room <= 20 for room in supply.rooms)
@@ -249,7 +263,6 @@ def test_evicted_rows_continue_with_the_same_tokens(one):
         make_engine(*one, memory=8 * page).generate(asked, sampling)
 
 
-@pytest.mark.parametrize("ops", [FusedDecode(), ReferenceDecode()])
 def test_cut_rollouts_continue_unchanged(one, ops):
     engine = make_engine(*one, ops=ops)
     asked = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
@@ -279,8 +292,8 @@ def test_cut_rollouts_continue_unchanged(one, ops):
     assert any(len(x.token_ids) == 50 for x, _ in same)
 
 
-def test_a_cancelled_call_returns_unfinished_rollouts(one):
-    engine = make_engine(*one, max_rows=60)
+def test_a_cancelled_call_returns_unfinished_rollouts(one, ops):
+    engine = make_engine(*one, max_rows=60, ops=ops)
     asked = [Request(p, stream_key(0, 4, p.id), 50) for p in prompts()]
     sampling = Sampling(1.0, 1, 0, 60, STOPS)
     whole = engine.generate(asked, sampling)
@@ -366,26 +379,30 @@ def assert_routes(model, groups, dtype=torch.uint8):
 
 
 @pytest.mark.parametrize(("rows", "pages"), [(1000, 0), (1, 0), (5, 0), (1000, 25)])
-def test_experts_are_recorded_in_any_batch(moe, rows, pages):
-    """The batch has all rows, one row or five rows; with 25 pages, rows are evicted and continue later."""
+def test_experts_are_recorded_in_any_batch(moe, rows, pages, ops):
+    """The batch has all rows, one row or five rows; with 25 pages of 16 tokens, rows are evicted and continue later."""
     memory = pages * page_bytes(read_shape(moe[0]), torch.float32)
-    engine = make_engine(*moe, max_rows=rows, memory=memory)
+    engine = make_engine(*moe, max_rows=rows, memory=memory, ops=ops)
     groups = engine.generate(ROUTED, ROUTES)
     assert_routes(moe[1], groups)
     # An evicted row counts its prompt again.
-    assert not pages or engine.kv_usage().prompt_tokens > sum(r.n * len(r.prompt.token_ids) for r in ROUTED)
+    assert (
+        not pages
+        or ops.contiguous
+        or engine.kv_usage().prompt_tokens > sum(r.n * len(r.prompt.token_ids) for r in ROUTED)
+    )
     together = make_engine(*moe, ops=ReferenceDecode()).generate(ROUTED, replace(ROUTES, routes=False))
     for group, other in zip(groups, together, strict=True):
         assert [r.token_ids.tolist() for r in group] == [r.token_ids.tolist() for r in other]
         assert all(r.routes is None for r in other)
 
 
-def test_experts_of_continued_rollouts_and_observations_are_recorded(moe):
+def test_experts_of_continued_rollouts_and_observations_are_recorded(moe, ops):
     """A call adds 9 tokens to a rollout, then an environment adds 4."""
     requests = ROUTED
     new = torch.tensor([7, 50, 3, 9])
     for _ in range(2):
-        groups = make_engine(*moe).generate(requests, replace(ROUTES, stop_ids=(), tokens_per_call=9))
+        groups = make_engine(*moe, ops=ops).generate(requests, replace(ROUTES, stop_ids=(), tokens_per_call=9))
         assert_routes(moe[1], groups)
         requests = []
         for request, group in zip(ROUTED, groups, strict=True):

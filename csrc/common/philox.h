@@ -3,13 +3,15 @@
 
 #include <cstdint>
 
+#include "common/host_device.h"
+
 namespace brorl {
 
 struct PhiloxWords {
   uint32_t x[4];
 };
 
-inline PhiloxWords philox(uint64_t key, PhiloxWords counter) {
+BRORL_HOST_DEVICE PhiloxWords philox(uint64_t key, PhiloxWords counter) {
   uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
   PhiloxWords c = counter;
   for (int round = 0; round < 10; ++round) {
@@ -23,7 +25,7 @@ inline PhiloxWords philox(uint64_t key, PhiloxWords counter) {
 
 // Return a number in (0, 1) with 52 random bits. key: 63 bits; index of the rollout and position of the token: 32 bits
 // each.
-inline double philox_uniform(int64_t key, int64_t index, int64_t position) {
+BRORL_HOST_DEVICE double philox_uniform(int64_t key, int64_t index, int64_t position) {
   const PhiloxWords words = philox(uint64_t(key), {{uint32_t(position), uint32_t(index), 0, 0}});
   const uint64_t bits = (uint64_t(words.x[0]) << 20) | (words.x[1] >> 12);
   return (double(bits) + 0.5) * (1.0 / 4503599627370496.0);  // 2^-52; every step is exact

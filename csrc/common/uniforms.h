@@ -1,0 +1,11 @@
+// The random numbers of sampled tokens; megatron_brorl/ops/philox.py defines them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace brorl {
+
+// keys (63 bits), index and position (32 bits) [B] int64 -> [B] float64 in (0, 1), on the CPU or on CUDA.
+at::Tensor uniforms(const at::Tensor& keys, const at::Tensor& index, const at::Tensor& position);
+
+}  // namespace brorl
