@@ -288,7 +288,7 @@ def transformer_config(
         # If True, Megatron builds mlp.activation_func as a module of the type that _layers sets.
         use_te_activation_func=ops.fused_layers and shape.is_llama_like and not shape.experts,
         bias_dropout_fusion=gpu,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_te_layers(shape),  # by the angles of _preprocess, which are those of every token
         persist_layer_norm=False,
         **(_expert_fields(shape, grid, dtype) if shape.experts else {}),
         **(full_recompute if recompute else {}),
