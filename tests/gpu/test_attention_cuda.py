@@ -36,7 +36,7 @@ def by_definition(query, key, value, groups):
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, -torch.inf).softmax(-1), value)
 
 
-# 12 is no multiple of 8 and float64 has no kernel: scaled_dot_product_attention.
+# Neither heads of size 12 nor float64 have a kernel, so scaled_dot_product_attention computes them.
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (12, 2, 128), (4, 4, 80), (6, 2, 12)])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
