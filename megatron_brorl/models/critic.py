@@ -12,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.models.gpt import Actor, check_layout, mark_sharded, transformer_config
+from megatron_brorl.models.gpt import Actor, check_layout, mark_sharded, predicting, transformer_config
 from megatron_brorl.models.weights import names
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
@@ -49,7 +49,7 @@ class Critic(Actor):
 
     def values(self, hidden: Tensor, batch: Packed) -> Tensor:
         """Return values [R] at the batch's predicting positions, from hidden [T, 1, H] (last stage only)."""
-        return self.output_layer(hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)))
+        return self.output_layer(predicting(hidden, batch))
 
 
 def build_critic(

@@ -27,6 +27,7 @@ from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear, add_adapters, mlp_submodules
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
+from megatron_brorl.models.layers.repeated_rows import RepeatedRows
 from megatron_brorl.models.layers.replay import ReplayLayer
 from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.models.weights.names import adapter_entries, entries, global_parameters
@@ -153,7 +154,7 @@ class Actor(GPTModel):
     def head(self, hidden: Tensor, batch: Packed, temperature: float) -> Head:
         """Return the LM head at the positions that predict response tokens, from hidden [T, 1, H] (last stage only)."""
         return Head(
-            hidden=hidden.squeeze(1).index_select(0, batch.predict.to(hidden.device)),
+            hidden=predicting(hidden, batch),
             weight=self.head_weight(),
             targets=batch.targets.to(hidden.device),
             vocab=self.shape.vocab,
@@ -161,6 +162,12 @@ class Actor(GPTModel):
             group=self.pg_collection.tp,
             ops=self.ops,
         )
+
+
+def predicting(hidden: Tensor, batch: Packed) -> Tensor:
+    """Return the hidden states that predict response tokens, [R, H], from hidden [T, 1, H]."""
+    # The last token of a shared prompt predicts the first token of all of its responses.
+    return RepeatedRows(batch.predict.to(hidden.device), len(hidden)).select(hidden.squeeze(1))
 
 
 @dataclass(frozen=True)
@@ -281,7 +288,7 @@ def transformer_config(
         # If True, Megatron builds mlp.activation_func as a module of the type that _layers sets.
         use_te_activation_func=ops.fused_layers and shape.is_llama_like and not shape.experts,
         bias_dropout_fusion=gpu,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_te_layers(shape),  # by the angles of _preprocess, which are those of every token
         persist_layer_norm=False,
         **(_expert_fields(shape, grid, dtype) if shape.experts else {}),
         **(full_recompute if recompute else {}),

@@ -113,6 +113,10 @@ class Stage:
             ),
             module=self.module,
         )
+        # Transformer Engine then adds gradients to main_grad in its products. The configuration's flag needs Apex.
+        for layer in self.module.modules():
+            if hasattr(layer, "fuse_wgrad_accumulation"):
+                layer.fuse_wgrad_accumulation = layer.weight.requires_grad
 
         # Every step sets the learning rate. Here it is the same in all runs, because Megatron-Core 0.19 uses it to find
         # the parameter groups of a checkpoint, and a resumed run may change optim.lr.

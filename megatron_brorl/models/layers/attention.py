@@ -1,7 +1,8 @@
-"""Core attention over a packed stream, for machines without Transformer Engine."""
+"""Core attention over a packed stream, without Transformer Engine or with shared prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,10 +13,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_brorl.models.layers import flex_attention
+from megatron_brorl.models.layers import gpu_attention
+from megatron_brorl.models.layers.repeated_rows import RepeatedRows
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
@@ -71,13 +72,14 @@ class Segments(PackedSeqParams):
         )
 
     @cached_property
-    def mask(self) -> BlockMask:
-        """FlexAttention's description of the groups."""
-        return flex_attention.block_mask(self.table, cpu_bridge.default_device())
+    def own(self) -> gpu_attention.Pieces:
+        """The kernels' description of the segments."""
+        return gpu_attention.segments(self.table, cpu_bridge.default_device())
 
-    def attend_on_gpu(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """query [T, heads, d], key and value [T, kv_heads, d] -> [T, 1, heads * d]."""
-        return flex_attention.attend(query, key, value, self.mask, scale).flatten(1).unsqueeze(1)
+    @cached_property
+    def prompts(self) -> tuple[gpu_attention.Pieces, RepeatedRows]:
+        """The kernels' description of the shared prompts, and the rows that they read."""
+        return gpu_attention.shared_prompts(self.table, cpu_bridge.default_device())
 
 
 def segment_table(groups: tuple[PackedGroup, ...]) -> Tensor:
@@ -93,6 +95,46 @@ def segment_table(groups: tuple[PackedGroup, ...]) -> Tensor:
             rows += [(begin + i * length, length, prompt, group.prefix) for i in range(count)]
             begin += count * length
     return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    """Attend causally within each segment, and to its group's prompt.
+
+    query [T, heads, d], key and value [T, kv_heads, d] -> [T, heads, d].
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if gpu_attention.supports(query):
+        calls = [segments.own]
+        keys = [key, value]
+        if segments.shared:
+            to_prompts, copies = segments.prompts
+            calls.append(to_prompts)
+            keys += [copies.select(key), copies.select(value)]
+        return _Attention.apply(scale, calls, query, *keys)
+
+    outputs = []
+    begin = 0
+    for group in segments.groups:
+        # The tokens of a group are contiguous: its prompt, then its runs of equally long segments.
+        prompt = slice(begin, begin + group.prefix)
+        begin += group.prefix + sum(count * length for count, length in group.segments)
+        own = slice(prompt.stop, begin)
+        q, k, v = (x[own] for x in (query, key, value))
+        # Without a shared prompt every segment includes its own.
+        if not group.prefix:
+            outputs.append(_causal(q, k, v, group.segments, scale))
+            continue
+        prompt_q, prompt_k, prompt_v = (x[prompt] for x in (query, key, value))
+        outputs.append(_causal(prompt_q, prompt_k, prompt_v, ((1, group.prefix),), scale))
+        if not group.segments:
+            continue
+        if query.is_cuda:  # a dtype or head size that the kernels do not support
+            outputs.append(_causal(q, k, v, group.segments, scale, (prompt_k, prompt_v)))
+        else:
+            to_prompt = _Runs(((1, len(q)),), ((1, group.prefix),), causal=False)
+            to_own = _Runs(group.segments, group.segments, causal=True)
+            outputs.append(_Attention.apply(scale, (to_prompt, to_own), q, prompt_k, prompt_v, k, v))
+    return _concatenate(outputs)
 
 
 class PackedAttention(torch.nn.Module):
@@ -123,46 +165,14 @@ class PackedAttention(torch.nn.Module):
         query, key = (packed_seq_params.rotate(x.squeeze(1), self.layer) for x in (query, key))
         value = value.squeeze(1)
         dtype = query.dtype
-
-        # On a GPU one masked call computes the whole stream. A call per length would compile a kernel for every length.
-        if query.is_cuda and packed_seq_params.cp_group is None:
-            return packed_seq_params.attend_on_gpu(query, key, value, self.scale)
         if not query.is_cuda:  # the CPU's backward pass takes twice as long in bfloat16
             query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
         # The configuration and parallel.packing refuse shared prompts with context parallelism.
         if packed_seq_params.cp_group is not None:
             out = self._over_ranks(query, key, value, packed_seq_params.groups, packed_seq_params.cp_group)
-            return out.flatten(1).unsqueeze(1).to(dtype)
-
-        # Otherwise compute group by group: the shared prompt, then the segments that attend to it.
-        outputs = []
-        begin = 0
-        for group in packed_seq_params.groups:
-            # The tokens of a group are contiguous: its prompt, then its runs of equally long segments.
-            prompt = slice(begin, begin + group.prefix)
-            begin += group.prefix + sum(count * length for count, length in group.segments)
-            own = slice(prompt.stop, begin)
-            q, k, v = (x[own] for x in (query, key, value))
-            # Without a shared prompt every segment includes its own.
-            if not group.prefix:
-                outputs.append(self._causal(q, k, v, group.segments))
-                continue
-            prompt_q, prompt_k, prompt_v = (x[prompt] for x in (query, key, value))
-            outputs.append(self._causal(prompt_q, prompt_k, prompt_v, ((1, group.prefix),)))
-            if group.segments:
-                scale = self.scale if self.scale is not None else q.shape[-1] ** -0.5
-                outputs.append(_SharedPrompt.apply(q, k, v, prompt_k, prompt_v, group.segments, scale))
-
-        return _concatenate(outputs).flatten(1).unsqueeze(1).to(dtype)
-
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
-        """Attend within each segment: query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d]."""
-        outputs = []
-        for (count, length), qkv in zip(segments, _split_runs(segments, query, key, value), strict=True):
-            q, k, v = (_batched(x, count, length) for x in qkv)
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return _concatenate(outputs)
+        else:
+            out = attend(query, key, value, packed_seq_params, self.scale)
+        return out.flatten(1).unsqueeze(1).to(dtype)
 
     def _over_ranks(
         self, query: Tensor, key: Tensor, value: Tensor, groups: tuple[PackedGroup, ...], ranks: dist.ProcessGroup
@@ -179,13 +189,12 @@ class PackedAttention(torch.nn.Module):
 
         # This rank has two chunks of every segment, one from the front and one from the back (zigzag).
         segments = tuple(run for group in groups for run in group.segments)
-        queries = _split_runs(tuple((count, length // size) for count, length in segments), query)
+        queries = _runs(tuple((count, length // size) for count, length in segments), query)
         outputs = []
-        for (count, length), (q,), kv in zip(segments, queries, _split_runs(segments, key, value), strict=True):
-            k, v = (_batched(x, count, length) for x in kv)
+        for (_, length), (q,), (k, v) in zip(segments, queries, _runs(segments, key, value), strict=True):
             chunk = length // (2 * size)
             # parallel.packing has padded every segment to a multiple of 2 * size, so chunks are equal.
-            halves = q.unflatten(0, (count, 2, chunk)).transpose(2, 3)  # [count, 2, heads, chunk, d]
+            halves = q.unflatten(2, (2, chunk)).transpose(1, 2)  # [count, 2, heads, chunk, d]
 
             # A chunk attends to all earlier tokens of its segment, and causally to itself.
             found = []
@@ -203,64 +212,85 @@ class PackedAttention(torch.nn.Module):
         return _concatenate(outputs)
 
 
-class _SharedPrompt(torch.autograd.Function):
-    """Attention of t response tokens to their shared prompt, and causally to their own segment.
+def _causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: tuple[tuple[int, int], ...],
+    scale: float,
+    prompt: Sequence[Tensor] = (),
+) -> Tensor:
+    """Attend within each segment: query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d].
 
-    The CPU's flash attention runs twice, over the prompt and over the segments. The two results are merged by the
-    log-sum-exp of their scores. Given the merged output and log-sum-exp, the backward pass over each part is exact (as
-    in ring attention, Liu et al. 2023).
+    prompt: the shared prompt's key and value [P, kv_heads, d], to which all queries attend, too.
+    """
+    outputs = []
+    for (count, length), (q, k, v) in zip(segments, _runs(segments, query, key, value), strict=True):
+        mask = None
+        if prompt:
+            first_k, first_v = (_batched(x, 1, len(x)).expand(count, -1, -1, -1) for x in prompt)
+            k, v = torch.cat((first_k, k), dim=2), torch.cat((first_v, v), dim=2)
+            mask = q.new_ones(length, k.shape[2], dtype=torch.bool).tril(len(prompt[0]))
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return _concatenate(outputs)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of the same queries to the keys of one or two calls.
+
+    Two results are merged by the log-sum-exp of their scores. Given the merged output and log-sum-exp, the backward
+    pass of each call is exact (as in ring attention, Liu et al. 2023).
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        prompt_key: Tensor,
-        prompt_value: Tensor,
-        segments: tuple[tuple[int, int], ...],
-        scale: float,
+        ctx: Any, scale: float, calls: Sequence[gpu_attention.Pieces | _Runs], query: Tensor, *keys: Tensor
     ) -> Tensor:
-        """query [t, heads, d], key and value [t, kv_heads, d], prompt_* [P, kv_heads, d] -> [t, heads, d]."""
-        # One call attends from all tokens to the prompt. Their own segments are computed run by run.
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        on_prompt, prompt_lse = flash(
-            *(_batched(x, 1, len(x)) for x in (query, prompt_key, prompt_value)), 0.0, False, scale=scale
-        )
-        parts = [
-            flash(*(_batched(x, count, length) for x in qkv), 0.0, True, scale=scale)
-            for (count, length), qkv in zip(segments, _split_runs(segments, query, key, value), strict=True)
-        ]
-        on_own, own_lse = (_concatenate([_flat(p[i]) for p in parts]) for i in range(2))
-
-        out, lse = _merge(_flat(on_prompt), _flat(prompt_lse), on_own, own_lse)
-        ctx.save_for_backward(query, key, value, prompt_key, prompt_value, out, lse)
-        ctx.segments = segments
+        """query [t, heads, d], and key and value [n, kv_heads, d] of each call -> [t, heads, d]."""
+        out, lse = calls[0].forward(query, keys[:2], scale)
+        if len(calls) == 2:
+            out, lse = _merge(out, lse, *calls[1].forward(query, keys[2:], scale))
+        ctx.save_for_backward(query, out, lse, *keys)
+        ctx.calls = calls
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of forward's inputs, given the gradient [t, heads, d] of its result."""
-        query, key, value, prompt_key, prompt_value, out, lse = ctx.saved_tensors
-        back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        query, out, lse, *keys = ctx.saved_tensors
         grad = upstream[0].contiguous()
+        total = None
+        grad_keys: list[Tensor] = []
+        for i, call in enumerate(ctx.calls):
+            grad_query, *own = call.backward(grad, query, keys[2 * i : 2 * i + 2], out, lse, ctx.scale)
+            total = grad_query if total is None else total + grad_query
+            grad_keys += own
+        return None, None, total, *grad_keys
 
-        def run(count: int, length: int, causal: bool, tensors: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> Any:
-            g, q, o, s = (_batched(x, count, length) for x in tensors)
-            k, v = (_batched(x, count, len(x) // count) for x in keys)
-            return [_flat(x) for x in back(g, q, k, v, o, s, 0.0, causal, scale=ctx.scale)]
 
-        # The backward pass of each part takes the merged output and log-sum-exp.
-        rows = (grad, query, out, lse)
-        grad_query, grad_prompt_key, grad_prompt_value = run(1, len(query), False, rows, (prompt_key, prompt_value))
-        own = [
-            run(count, length, True, part[:4], part[4:])
-            for (count, length), part in zip(ctx.segments, _split_runs(ctx.segments, *rows, key, value), strict=True)
-        ]
-        own_query, grad_key, grad_value = (_concatenate([p[i] for p in own]) for i in range(3))
-        return grad_query + own_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
+@dataclass(frozen=True)
+class _Runs:
+    """The CPU's counterpart of gpu_attention.Pieces: one batched call per run of equally long segments."""
+
+    queries: tuple[tuple[int, int], ...]  # runs as (count, length)
+    keys: tuple[tuple[int, int], ...]
+    causal: bool
+
+    def forward(self, query: Tensor, keys: Sequence[Tensor], scale: float) -> Iterator[Tensor]:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        runs = zip(_runs(self.queries, query), _runs(self.keys, *keys), strict=True)
+        parts = [flash(*q, *kv, 0.0, self.causal, scale=scale) for q, kv in runs]
+        return (_concatenate([_flat(p[i]) for p in parts]) for i in range(2))
+
+    def backward(
+        self, grad: Tensor, query: Tensor, keys: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float
+    ) -> Iterator[Tensor]:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        runs = zip(_runs(self.queries, grad, query, out, lse), _runs(self.keys, *keys), strict=True)
+        parts = [flash(g, q, *kv, o, s, 0.0, self.causal, scale=scale) for (g, q, o, s), kv in runs]
+        return (_concatenate([_flat(p[i]) for p in parts]) for i in range(3))
 
 
 def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,10 +308,11 @@ def _concatenate(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _split_runs(segments: tuple[tuple[int, int], ...], *streams: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split each stream [t, ...] into one part per run of equally long segments."""
+def _runs(segments: tuple[tuple[int, int], ...], *streams: Tensor) -> list[list[Tensor]]:
+    """Return each stream [t, ...] as one batch per run of equally long segments."""
     sizes = [count * length for count, length in segments]
-    return list(zip(*(x.split(sizes) for x in streams), strict=True))
+    parts = zip(*(x.split(sizes) for x in streams), strict=True)
+    return [[_batched(x, *run) for x in part] for run, part in zip(segments, parts, strict=True)]
 
 
 def _batched(x: Tensor, count: int, length: int) -> Tensor:

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megatron_brorl.models.layers.attention import attend
 from megatron_brorl.models.layers.lora import ColumnAdapted, RowAdapted, mlp_submodules
 
 
@@ -45,7 +46,7 @@ class AdaptedRowLinear(RowAdapted, TERowParallelLinear):
 class PackedTeAttention(TEDotProductAttention):
     """Transformer Engine's variable-length attention over the groups of layers.attention.Segments.
 
-    FlexAttention computes shared prompts.
+    layers.attention computes streams with shared prompts.
     """
 
     def forward(
@@ -60,11 +61,12 @@ class PackedTeAttention(TEDotProductAttention):
     ) -> Tensor:
         """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] -> [T, 1, heads * d]."""
         # This layout has no batch dimension, which Megatron expects as a dimension of 1.
-        streams = (x.squeeze(1) for x in (query, key, value))
+        query, key, value = (x.squeeze(1) for x in (query, key, value))
         if packed_seq_params.shared:
-            return packed_seq_params.attend_on_gpu(*streams, self.config.softmax_scale)  # includes YaRN's factor
+            scale = self.config.softmax_scale  # includes YaRN's factor
+            return attend(query, key, value, packed_seq_params, scale).flatten(1).unsqueeze(1)
         packing = packed_seq_params.variable_length
-        out = super().forward(*streams, attention_mask, packed_seq_params=packing, **kwargs)
+        out = super().forward(query, key, value, attention_mask, packed_seq_params=packing, **kwargs)
         return out.reshape(len(query), 1, -1)
 
 

@@ -1,46 +1,38 @@
-"""FlexAttention over shared prompts, which GPUs use, against the CPU's attention, and adapters of te.py's layers."""
+"""Attention over packed streams by the calls of CPUs and GPUs, and te.py's layers."""
 
 from __future__ import annotations
 
 import importlib.util
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.extensions import transformer_engine
-from megatron.core.transformer import TransformerConfig
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
 from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.models.gpt import transformer_config
-from megatron_brorl.models.layers import attention
-from megatron_brorl.models.layers.attention import PackedAttention, Segments, segment_table
-from megatron_brorl.models.layers.flex_attention import block_mask
+from megatron_brorl.models.layers import attention, gpu_attention
+from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.models.layers.lora import Adapter, Adapters
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel.packing import PackedGroup
 
-GROUPS = [
-    (PackedGroup(7, ((2, 3), (1, 5))),),
-    (PackedGroup(4, ((3, 1),)), PackedGroup(0, ((1, 6), (2, 4))), PackedGroup(130, ((1, 140),)), PackedGroup(3, ())),
-]
-
-
 STREAMS = {
     "one token": (PackedGroup(0, ((1, 1),)),),
-    "one causal segment": (PackedGroup(0, ((1, 384),)),),
-    "segments end at blocks": (PackedGroup(0, ((3, 128), (1, 256))),),
-    "segments end in blocks": (PackedGroup(0, ((7, 19), (2, 131), (1, 300))),),
-    "a prompt of whole blocks": (PackedGroup(256, ((3, 128), (1, 257))),),
+    "only plain segments": (PackedGroup(0, ((7, 19), (2, 131), (1, 100))),),
+    "a prompt": (PackedGroup(7, ((2, 3), (1, 5))),),
+    "pieces of other lengths": (PackedGroup(64, ((3, 64), (1, 37))),),
     "prompts and a pad": (
-        PackedGroup(40, ((2, 70), (1, 200))),
+        PackedGroup(40, ((2, 70), (1, 100))),
         PackedGroup(131, ((5, 33),)),
         PackedGroup(0, ((1, 6),)),
     ),
+    "plain between prompts": (PackedGroup(4, ((3, 1),)), PackedGroup(0, ((1, 6), (2, 4))), PackedGroup(3, ((1, 2),))),
     "a prompt alone": (PackedGroup(130, ()), PackedGroup(5, ((4, 90), (3, 91)))),
-    "many short ones": tuple(PackedGroup(3 + i % 5, ((2, 1 + i % 7), (1, 9))) for i in range(40)),
 }
 
 
@@ -62,34 +54,130 @@ def by_definition(groups) -> torch.Tensor:
     return mask
 
 
+def pieces(cum_q, cum_k, max_q, max_k):
+    """Return the queries and keys of each piece, and check the kernels' preconditions."""
+    assert cum_q.dtype == cum_k.dtype == torch.int32
+    assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
+    assert int(cum_k.diff().min()) > 0
+    return zip(*([slice(*ends) for ends in pairwise(x.tolist())] for x in (cum_q, cum_k)), strict=True)
+
+
+def scores(q, k, causal, scale):
+    """q [l, heads, d], k [n, kv_heads, d] -> [heads, l, n]."""
+    found = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    return found.masked_fill(torch.ones_like(found, dtype=torch.bool).triu(1), -torch.inf) if causal else found
+
+
+def forward(q, k, v, limits, causal, scale):
+    """Return the output [T, heads, d] and the log-sum-exp [heads, T]."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
+    for mine, theirs in pieces(*limits):
+        s = scores(q[mine], k[theirs], causal, scale)
+        lse[:, mine] = s.logsumexp(-1)
+        out[mine] = torch.einsum(
+            "hij,jhd->ihd", s.softmax(-1), v[theirs].repeat_interleave(q.shape[1] // v.shape[1], 1)
+        )
+    return out, lse
+
+
+def backward(grad, q, k, v, out, lse, limits, causal, scale):
+    """FlashAttention-2 (Dao 2023), algorithm 2, with the probabilities of the given log-sum-exp [heads, T]."""
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    ratio = q.shape[1] // k.shape[1]
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for mine, theirs in pieces(*limits):
+        p = (scores(q[mine], k[theirs], causal, scale) - lse[:, mine, None]).exp()
+        dp = torch.einsum("ihd,jhd->hij", grad[mine], v[theirs].repeat_interleave(ratio, 1))
+        ds = p * (dp - (grad[mine] * out[mine]).sum(-1).t()[..., None]) * scale
+        grads[0][mine] = torch.einsum("hij,jhd->ihd", ds, k[theirs].repeat_interleave(ratio, 1))
+        for total, weights, rows in ((grads[1], ds, q), (grads[2], p, grad)):
+            total[theirs] = torch.einsum("hij,ihd->jhd", weights, rows[mine]).unflatten(1, (-1, ratio)).sum(2)
+    return tuple(grads)
+
+
+class Kernels:
+    """The CUDA kernels in float64, from the contracts in attention.cu and attention_backward.cu of torch."""
+
+    def flash_forward(self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale):
+        out, lse = forward(q, k, v, (cum_q, cum_k, max_q, max_k), causal, scale)
+        return out, lse, q.new_empty(2), q.new_empty(0), q.new_empty(0)
+
+    def flash_backward(
+        self, grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng, unused, *, scale
+    ):
+        assert lse.is_contiguous()
+        return backward(grad, q, k, v, out, lse, (cum_q, cum_k, max_q, max_k), causal, scale)
+
+    def efficient_forward(self, q, k, v, bias, cum_q, cum_k, max_q, max_k, dropout, mask, with_lse=False, *, scale):
+        """log-sum-exp [pieces, heads, longest piece rounded up to 32]."""
+        assert q.shape[2] == k.shape[2]
+        assert with_lse
+        out, lse = forward(q[0], k[0], v[0], (cum_q, cum_k, max_q, max_k), mask == 1, scale)
+        padded = q.new_full((len(cum_q) - 1, q.shape[2], -(-max_q // 32) * 32), torch.nan)
+        for i, (begin, end) in enumerate(pairwise(cum_q.tolist())):
+            padded[i, :, : end - begin] = lse[:, begin:end]
+        return out[None], padded, q.new_empty(0), q.new_empty(0), max_q, max_k
+
+    def efficient_backward(
+        self, grad, q, k, v, bias, out, cum_q, cum_k, max_q, max_k, lse, dropout, seed, offset, mask, biased, *, scale
+    ):
+        flat = []
+        for piece, length in zip(lse, cum_q.diff().tolist(), strict=True):
+            flat.append(piece[:, :length])
+            assert bool((piece[:, length:] == torch.inf).all())
+        tensors = (x[0] for x in (grad, q, k, v, out))
+        grads = backward(*tensors, torch.cat(flat, 1), (cum_q, cum_k, max_q, max_k), mask == 1, scale)
+        return *(x[None] for x in grads), q.new_empty(0)
+
+
+@pytest.fixture(params=["flash", "efficient", "cpu"])
+def kernels(request, monkeypatch):
+    """Compute attention by the calls of a GPU, or by those of a CPU."""
+    if request.param == "cpu":
+        yield
+        return
+    monkeypatch.setattr(gpu_attention, "supports", lambda query: True)
+    monkeypatch.setattr(gpu_attention, "PIECE", 64)
+    monkeypatch.setattr(gpu_attention, "_FLASH", (torch.float64, torch.float32) if request.param == "flash" else ())
+    library = torch.library.Library("aten", "IMPL")
+    for direction in ("forward", "backward"):
+        for kind in ("flash", "efficient"):
+            run = getattr(Kernels(), f"{kind}_{direction}")
+            library.impl(f"_{kind}_attention_{direction}", run, "CPU")
+    yield
+    library._destroy()
+
+
 @pytest.mark.parametrize("groups", STREAMS.values(), ids=STREAMS)
-def test_mask_allows_exactly_the_pairs_of_the_definition(groups):
-    expected = by_definition(groups)
-    place = torch.arange(len(expected))
-    mask = block_mask(segment_table(groups), torch.device("cpu"))
-    assert mask.seq_lengths == expected.shape
-    assert torch.equal(mask.mask_mod(None, None, place[:, None], place[None, :]), expected)
+def test_attention_and_its_gradients_agree_with_the_matrix_of_all_scores(kernels, groups):
+    mask = by_definition(groups)
+    g = torch.Generator().manual_seed(len(mask))
+    q, k, v, grad = (torch.randn(len(mask), heads, 16, dtype=torch.float64, generator=g) for heads in (6, 2, 2, 6))
+    results = []
+    for dense in (False, True):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        if dense:
+            s = scores(inputs[0], inputs[1], False, 0.3).masked_fill(~mask, -torch.inf)
+            out = torch.einsum("hij,jhd->ihd", s.softmax(-1), inputs[2].repeat_interleave(3, 1))
+        else:
+            out = attention.attend(*inputs, Segments(groups=groups), 0.3)
+        out.backward(grad)
+        results.append([out.detach(), *(x.grad for x in inputs)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("groups", GROUPS)
-def test_forward_agrees_with_cpu_attention(groups):
-    total = sum(g.prefix + sum(count * n for count, n in g.segments) for g in groups)
-    g = torch.Generator().manual_seed(total)
-    q, k, v = (torch.randn(total, 1, heads, 16, generator=g) for heads in (6, 2, 2))
-    config = TransformerConfig(num_layers=1, hidden_size=96, num_attention_heads=6, num_query_groups=2)
-    packing = Segments(groups=groups, cos=torch.ones(total, 8), sin=torch.zeros(total, 8))
-    expected = PackedAttention(config)(q, k, v, None, packed_seq_params=packing)
-    q, k, v = (x.squeeze(1) for x in (q, k, v))
-    got = packing.attend_on_gpu(q, k, v, None)
-    assert got.shape == expected.shape
-    assert (got - expected).norm() <= 1e-5 * expected.norm()
-    # A changed token of a segment affects only that segment, from the token on.
-    first = groups[0]
-    changed = v.clone()
-    changed[first.prefix] += 1.0
-    moved = (packing.attend_on_gpu(q, k, changed, None) != got).flatten(1).any(1).nonzero().flatten().tolist()
-    assert moved == list(range(first.prefix, first.prefix + first.segments[0][1]))
+def test_attention_to_a_prompt_without_kernels_agrees_with_the_kernels():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(18, heads, 12, dtype=torch.float64, generator=g) for heads in (6, 2, 2))
+    group = PackedGroup(7, ((2, 3), (1, 5)))
+    expected = attention.attend(q, k, v, Segments(groups=(group,)), 0.3)[7:]
+    own = attention._causal(q[7:], k[7:], v[7:], group.segments, 0.3, (k[:7], v[:7]))
+    torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
 
 
 class NoTransformerEngine(torch.nn.Module):
@@ -154,10 +242,9 @@ def test_adapters_of_transformer_engine_s_layers_equal_merged_weights(te, proces
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("more", [{}, {"attention_factor": 0.6}, {"mscale": 0.707, "mscale_all_dim": 1.5}])
-@pytest.mark.parametrize("on_gpu", [True, False], ids=["FlexAttention", "of the CPU"])
-def test_yarn_scales_attention_as_in_transformers(te, processes, on_gpu, more):
+@pytest.mark.parametrize("with_te", [True, False], ids=["Transformer Engine", "without"])
+def test_yarn_scales_attention_as_in_transformers(te, processes, with_te, more):
     """YaRN's factor on cos and sin is part of the softmax scale."""
     reference = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
@@ -190,7 +277,7 @@ def test_yarn_scales_attention_as_in_transformers(te, processes, on_gpu, more):
     angles = positions[:, None] * inv_freq
     packing = Segments(groups=(group,), cos=angles.cos(), sin=angles.sin())
     config = transformer_config(shape, processes, torch.float32, False, backend("reference", torch.device("cpu")))
-    if on_gpu:  # Megatron rotates the inputs of Transformer Engine's attention
+    if with_te:  # Megatron rotates the inputs of Transformer Engine's attention
         q, k = packing.rotate(q, 0), packing.rotate(k, 0)
         core = te.PackedTeAttention(config=config)
     else:

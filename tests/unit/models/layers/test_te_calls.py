@@ -14,11 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 
 import megatron_brorl
+from megatron_brorl.config.schema import LoraConfig, OptimConfig
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.models import gpt
 from megatron_brorl.models.layers.attention import Segments
+from megatron_brorl.models.layers.lora import ColumnLinear
+from megatron_brorl.ops import rope
+from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel.packing import PackedGroup
+from megatron_brorl.train.worker import StageOptions, Worker
 
 SOURCE = ast.parse((Path(megatron_brorl.__file__).parent / "models" / "layers" / "te.py").read_text(encoding="utf-8"))
 EXTENSION = "megatron.core.extensions.transformer_engine"
@@ -88,6 +97,43 @@ def test_attention_call_fits_megatrons_wrapper():
     given = {k.arg for k in calls[0].keywords if k.arg}
     assert given == {"packed_seq_params"}
     assert given <= set(names)
+
+
+def test_fused_rotation_gets_the_angle_of_every_token(processes, tmp_path, monkeypatch):
+    """The fused call rotates row i of [T, 1, heads, d] by row i of the angles, whatever its position in the stream."""
+
+    def fused(t, freqs, interleaved):  # transformer_engine.pytorch.attention.rope, tensor_format="sbhd"
+        assert not interleaved
+        x, y = t.chunk(2, dim=-1)
+        return t * freqs[: len(t)].cos() + torch.cat((-y, x), dim=-1) * freqs[: len(t)].sin()
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", fused)
+    monkeypatch.setattr(gpt, "uses_te_layers", lambda shape: True)
+    tiny.make_model(tmp_path, "qwen2", True)
+    shape = read_shape(tmp_path)
+    ops = backend("reference", torch.device("cpu"))
+    config = gpt.transformer_config(shape, processes, torch.float32, False, ops)
+    positions = torch.tensor([0, 1, 2, 3, 4, 3, 4, 5, 6, 3])  # a prompt of 3 tokens and responses
+    inv_freq = rope.inverse_frequencies(shape)[0]
+    angles = positions[:, None] * inv_freq
+    segments = Segments(groups=(), cos=angles.cos(), sin=angles.sin())
+    assert segments.qkv_format != "thd"  # Megatron would otherwise rotate by segments
+    x = torch.randn(10, 1, 4, shape.head_dim, generator=torch.Generator().manual_seed(0))
+    per_token = rope.angles(positions, inv_freq)[:, None, None, :]
+    rotated = rope_utils.apply_rotary_pos_emb(x, per_token, config, cp_group=processes.groups.cp)
+    torch.testing.assert_close(rotated.squeeze(1), segments.rotate(x.squeeze(1), 0))
+
+
+@pytest.mark.parametrize(("optim", "lora"), [(OptimConfig(), None), (OptimConfig(), LoraConfig(rank=2)), (None, None)])
+def test_gradients_are_added_to_main_grad_in_the_products_of_trained_weights(
+    processes, tmp_path, monkeypatch, optim, lora
+):
+    monkeypatch.setattr(ColumnLinear, "fuse_wgrad_accumulation", False, raising=False)  # as Transformer Engine's
+    tiny.make_model(tmp_path, "qwen2", True)
+    options = StageOptions(200, backend("reference", torch.device("cpu")), lora=lora)
+    worker = Worker(read_shape(tmp_path), processes, options, optim)
+    fused = {layer.fuse_wgrad_accumulation for layer in worker.module.modules() if isinstance(layer, ColumnLinear)}
+    assert fused == {optim is not None and lora is None}
 
 
 # Transformer Engine 2.20.2: transformer_engine.common.recipe by inspect.signature, FusedAdam from its source. The
