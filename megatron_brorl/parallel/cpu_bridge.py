@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-import os
 from collections.abc import Iterator
 from functools import lru_cache
 from types import SimpleNamespace
@@ -43,12 +42,16 @@ def has_transformer_engine() -> bool:
 
 
 def disable_compiler() -> None:
-    """Disable torch.compile on CPUs. Call this before megatron.core is imported.
+    """Import Megatron-Core without its use of torch.compile. Call this before any other import of it.
 
-    Megatron compiles functions that no CPU path calls, and loading the compiler takes 2 to 3 seconds per process.
+    Megatron compiles small element-wise functions. Loading the compiler takes 2 to 3 seconds per process, and on a GPU
+    each new stream length compiles them again during the first steps.
     """
-    if not on_gpu():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    compile_function, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    try:
+        import megatron.core.jit  # noqa: F401  binds torch.compile, for all modules of Megatron
+    finally:
+        torch.compile = compile_function
 
 
 def keep_freed_memory() -> None:
