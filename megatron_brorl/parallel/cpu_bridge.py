@@ -29,6 +29,14 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
 
 
+def to_device(x: Tensor) -> Tensor:
+    """Return a CPU tensor on the device of this process.
+
+    A copy from pageable memory would wait until the device has finished its earlier work.
+    """
+    return x.pin_memory().to(default_device(), non_blocking=True) if on_gpu() else x
+
+
 def wait() -> None:
     """Wait until the device has finished the work of this thread's stream."""
     if on_gpu():

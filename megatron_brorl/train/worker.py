@@ -243,17 +243,19 @@ class Stage:
         if not result and self.grid.ep_size == 1:
             return result
 
-        def collect(batch: Packed, output: Any) -> tuple[Tensor, Any]:
-            flat = per_token(output)
-            for row, values in batch.split(flat.float().cpu()):
-                result[row] = values
-            return flat.sum(), None
+        def keep(_: Packed, output: Any) -> tuple[Tensor, Any]:
+            flat = per_token(output).float()
+            return flat.sum(), flat
 
         with torch.no_grad(), span("forward") as recorded:
             batches = self.micro_batches(prompts, responses, routes)
             flops = forward_flops(self.shape, batches, self.outputs, self.adapter_weights)
             recorded["flops"] = flops / self.grid.mp_size
-            self._run(batches, collect, head, forward_only=True)
+            values = self._run(batches, keep, head, forward_only=True)
+        # Only the last stage has values. No micro-batch waits for the reads, because they follow the last one.
+        for batch, flat in zip(batches, values, strict=self.grid.last_stage):
+            for row, own in batch.split(flat.cpu()):
+                result[row] = own
         if result and (self.grid.pp_size > 1 or self.grid.cp_size > 1):
             flat = torch.cat(result).to(cpu_bridge.default_device())
             dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its own tokens, and zeros
@@ -438,7 +440,7 @@ def _reduce_gradients(models: list[Any], _tokens: Any, **kwargs: Any) -> None:
 
 def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, head: MakeHead) -> Any:
     """Run a micro-batch for Megatron's schedule; return (this stage's output, output -> (loss, count, values))."""
-    batch = next(batches)
+    batch = next(batches).on_device()
     module = model.module if isinstance(model, DistributedDataParallel) else model
 
     def end(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
