@@ -1,8 +1,9 @@
-"""Read JSON, write files atomically, and refuse to overwrite inputs."""
+"""Read JSON, hash files, write files atomically, and refuse to overwrite inputs."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -36,6 +37,16 @@ def read_object(path: Path, remedy: str = "copy it again") -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path}: must hold a JSON object; {remedy}")
     return found
+
+
+def sha256(*paths: Path) -> str:
+    """Return the SHA-256 of files, one after the other, in hexadecimal."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as f:
+            while block := f.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

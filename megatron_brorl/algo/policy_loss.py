@@ -146,8 +146,17 @@ class PolicyLoss:
     loss: Tensor  # scalar, the only differentiable field
     log_probs: Tensor  # [R], nats
     entropy: Tensor  # [R], nats
-    sums: dict[str, float]  # keys SUMS; sums over tokens that are not masked, which add up over micro-batches and ranks
-    maxima: dict[str, float]  # keys MAXIMA; 0 without tokens
+    metrics: Tensor  # [SUMS and MAXIMA] float64, on the device, so that only a reader of sums or maxima waits for it
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Sums over the tokens that are not masked, by SUMS. They add up over micro-batches and ranks."""
+        return dict(zip(SUMS, self.metrics[: len(SUMS)].tolist(), strict=True))
+
+    @property
+    def maxima(self) -> dict[str, float]:
+        """Maxima over the tokens that are not masked, by MAXIMA; 0 without tokens."""
+        return dict(zip(MAXIMA, self.metrics[len(SUMS) :].tolist(), strict=True))
 
 
 def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss:
@@ -216,9 +225,9 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
             entropy,
             live[live],
         )
-        maxima = (float(x.detach().max()) if len(x) else 0.0 for x in (ratio, distance))
-        sums = (float(x.detach().double().sum()) for x in per_token)
-    return PolicyLoss(loss, *given, dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
+        sums = [x.detach().double().sum() for x in per_token]
+        maxima = [x.detach().double().max() if len(x) else sums[0].new_zeros(()) for x in (ratio, distance)]
+    return PolicyLoss(loss, *given, torch.stack(sums + maxima))
 
 
 def _own_objective(

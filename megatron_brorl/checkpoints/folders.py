@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.checkpoints.writer import sha256, write_verified
+from megatron_brorl.checkpoints.writer import write_verified
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.files import read_object
+from megatron_brorl.files import read_object, sha256
 
 LATEST = "latest"
 BEST = "best"

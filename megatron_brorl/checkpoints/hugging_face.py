@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,15 +19,16 @@ from torch import Tensor
 from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.model_card import CARD
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
-from megatron_brorl.checkpoints.writer import sha256
 from megatron_brorl.data.sentencepiece import write_tokenizer_json
 from megatron_brorl.data.tokenizers import GENERATION, Tokenizer, load_tokenizer, stop_ids, transformers_stop_ids
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, WEIGHTS, ModelShape, read_shape
-from megatron_brorl.files import read_object
+from megatron_brorl.files import read_object, sha256
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.layouts import WeightEntry, to_local
-from megatron_brorl.parallel.grid import Grid
+
+if TYPE_CHECKING:  # Importing Megatron takes seconds, which a conversion does not need.
+    from megatron_brorl.parallel.grid import Grid
 
 HEAD = "lm_head.weight"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
+from megatron_brorl.files import sha256
 from megatron_brorl.parallel import cpu_bridge
 
 _FILES = 2  # files per rank, each written by its own thread
@@ -93,16 +94,6 @@ def write_verified(path: Path, fill: Callable[[HashingFile], T]) -> tuple[str, T
     if sha256(path) != stream.digest():
         raise OSError(errno.EIO, f"{path.name} reads back as other bytes than were written")
     return stream.digest(), result
-
-
-def sha256(*paths: Path) -> str:
-    """Return the SHA-256 of files, one after the other, in hexadecimal."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as f:
-            while block := f.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 class _Planned(filesystem_async.FileSystemWriterAsync):

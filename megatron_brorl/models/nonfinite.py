@@ -19,7 +19,9 @@ def require_finite(named: Mapping[str, Tensor], what: str, then: str) -> None:
     named: tensors of any shape; ranks may have different ones. what, then: start and end of the message, which names
     the first such tensor and the number of the others.
     """
-    broken = [name for name, tensor in named.items() if not _is_finite(tensor)]
+    # Read one tensor, because the device would idle after the read of each.
+    finite = torch.stack([_extremes(x) for x in named.values()]).isfinite().all(dim=1).tolist() if named else []
+    broken = [name for name, is_finite in zip(named, finite, strict=True) if not is_finite]
     if not collectives.all_reduce_sum({"broken": float(len(broken))})["broken"]:
         return
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -29,7 +31,7 @@ def require_finite(named: Mapping[str, Tensor], what: str, then: str) -> None:
     raise UserError(f"{what}: weights that are not finite: {names[0]}{others}; {then}")
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """Check the extremes, which are NaN if any value is. This allocates nothing of the tensor's size."""
+def _extremes(tensor: Tensor) -> Tensor:
+    """Return the minimum and the maximum [2], which are NaN if any value is. No copy of the tensor is made."""
     x = dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor.detach()
-    return not x.numel() or bool(torch.stack(torch.aminmax(x)).isfinite().all())
+    return torch.stack(torch.aminmax(x)) if x.numel() else x.new_zeros(2)

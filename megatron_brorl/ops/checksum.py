@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import torch
 from torch import Tensor
 
 _COLUMNS = 1024  # 8-byte words per row
-_ROWS = 128  # rows summed at a time: 1 MiB
+_ROWS = 128  # rows summed at a time on a CPU: 1 MiB
 _SIGN = 1 << 63
 
 
@@ -35,14 +36,19 @@ def checksum(name: str, tensor: Tensor) -> Tensor:
     if missing or data.storage_offset() % 8:  # words must be aligned
         data = torch.cat((data, data.new_zeros(missing)))
 
-    # Both sums of a few rows are taken while they are in the cache.
-    parts = data.view(torch.int64).view(-1, _COLUMNS).split(_ROWS)
+    # On a CPU, both sums of a few rows are taken while they are in the cache.
+    words = data.view(torch.int64).view(-1, _COLUMNS)
+    parts = words.split(_ROWS) if words.is_cpu else (words,)
     rows = torch.cat([part.sum(1) for part in parts])
     columns = torch.stack([part.sum(0) for part in parts]).sum(0)
     sums = torch.cat((rows, columns))
     salt = hashlib.blake2b(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), digest_size=8).digest()
-    positions = _mix(torch.arange(len(sums), device=tensor.device))
-    return _mix(sums + positions).sum() + int.from_bytes(salt, "little", signed=True)
+    return _mix(sums + _positions(len(sums), tensor.device)).sum() + int.from_bytes(salt, "little", signed=True)
+
+
+@functools.lru_cache(maxsize=16)  # a model has few shapes
+def _positions(count: int, device: torch.device) -> Tensor:
+    return _mix(torch.arange(count, device=device))
 
 
 def _mix(x: Tensor) -> Tensor:

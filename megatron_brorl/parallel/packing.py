@@ -9,11 +9,14 @@ length is a batched call on a view of the stream. The last token of a row predic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_brorl.parallel.cpu_bridge import to_device
 
 # Prompts are shared if that reduces the tokens by at least this factor. Otherwise attention over short pieces costs
 # more.
@@ -42,10 +45,16 @@ class Packed:
     kept: Tensor | None = None  # [R] int64, which response tokens of the rows this rank predicts; None: all of them
     routes: Tensor | None = None  # [T, layers, k], the experts of each token; None: the routers choose them
 
+    def on_device(self) -> Packed:
+        """Return the micro-batch with the inputs of the model on the device, copied while it computes."""
+        inputs = ("input_ids", "position_ids", "predict", "targets", "routes")
+        moved: dict[str, Any] = {name: to_device(x) for name in inputs if (x := getattr(self, name)) is not None}
+        return replace(self, **moved)
+
     def gather(self, per_row: Sequence[Tensor]) -> Tensor:
         """Concatenate ragged per-token values of all rows ([G] each) into [R] in this batch's order."""
         if not self.rows:
-            return self.targets.new_zeros(0).float()
+            return torch.zeros(0)
         return self._keep(torch.cat([per_row[i] for i in self.rows]))
 
     def repeat(self, per_row: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def choose_recorded(
 def select_recorded(rollouts: Sequence[ScoredRollout], where: Tensor) -> list[ScoredRollout]:
     """Return copies of this rank's rollouts that are written; where: bool [groups, N]."""
     n = where.shape[1]
-    return [with_own_tensors(r) for r in rollouts if r.rollout.index < n and where[r.group, r.rollout.index]]
+    chosen = where.tolist()
+    return [with_own_tensors(r) for r in rollouts if r.rollout.index < n and chosen[r.group][r.rollout.index]]
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ def send_to_replicas(
     """
     group, sibling = (replica >= 0).nonzero(as_tuple=True)
     holder, target, tokens = (column[group, sibling] for column in (outcomes.holder, replica, outcomes.tokens))
-    held = {(r.group, r.rollout.index): r.rollout for r in rollouts if replica[r.group, r.rollout.index] >= 0}
+    replica_of = replica.tolist()
+    held = {(r.group, r.rollout.index): r.rollout for r in rollouts if replica_of[r.group][r.rollout.index] >= 0}
 
     def ids_and_bits(rollout: Rollout) -> Tensor:
         ids = rollout.token_ids.int()
@@ -126,18 +127,18 @@ def send_to_replicas(
         moved += bytes_of_routes
 
     result = []
-    with_environment = outcomes.sampled < outcomes.tokens
+    # Lists, because reading one element of a tensor takes microseconds.
+    tables = (outcomes.state, outcomes.rewards, outcomes.right, outcomes.answers, outcomes.sampled < outcomes.tokens)
+    state, rewards, is_right, answers, with_environment = (table.tolist() for table in tables)
     for g, s in sorted(found):
         ids, bits = found[g, s].chunk(2)
-        finish = FINISH[int(outcomes.state[g, s])]
+        finish = FINISH[state[g][s]]
         rollout = Rollout(s, ids.long(), bits.view(torch.float32), finish, routes=routes.get((g, s)))
-        if with_environment[g, s]:
+        if with_environment[g][s]:
             sampled = rollout.token_ids >= 0
             ids = torch.where(sampled, rollout.token_ids, ~rollout.token_ids)
             rollout = replace(rollout, token_ids=ids, episode=Episode(sampled, turns=0))
-        reward = float(outcomes.rewards[g, s])
-        right = bool(outcomes.right[g, s])
-        result.append(ScoredRollout(g, rollout, reward, right, int(outcomes.answers[g, s])))
+        result.append(ScoredRollout(g, rollout, rewards[g][s], is_right[g][s], answers[g][s]))
     return result, moved
 
 

@@ -102,8 +102,9 @@ def update_policy(
         loss = ActorLoss(part, algo, weights)
         result, values = worker.train(part.prompts, part.responses, loss, temperature, lr, part.routes)
         # Only the last pipeline stage has values.
-        sums = {k: sum((v.sums[k] for v in values), 0.0) for k in losses.SUMS}
-        maxima = {k: max((v.maxima[k] for v in values), default=0.0) for k in losses.MAXIMA}
+        of_batches = [(v.sums, v.maxima) for v in values]
+        sums = {k: sum((s[k] for s, _ in of_batches), 0.0) for k in losses.SUMS}
+        maxima = {k: max((m[k] for _, m in of_batches), default=0.0) for k in losses.MAXIMA}
         groups = (worker.grid.groups.pp, worker.grid.groups.dp_cp)
         return result, collectives.all_reduce_sum(sums, *groups) | collectives.all_reduce_max(maxima, *groups)
 

@@ -66,22 +66,22 @@ def sync_weights(worker: Worker, engine: RolloutEngine | Watchdog, version: int)
     may then hold different versions, so the caller must not sample from them.
     """
     for repeats in range(TRIES):
-        checksums: list[int] = []
+        checksums: list[Tensor] = []
         refused = None
         try:
             engine.update_weights(_noting_checksums(worker.hf_tensors(), checksums), version)
         except UpdateRefused as e:
             refused = e
             print(f"brorl: rank {worker.grid.rank}, version {version}: {e}", file=sys.stderr, flush=True)
-        problem = _problem(sum(checksums), refused is not None)
+        problem = _problem(int(sum(checksums)), refused is not None)
         if not problem:
             return repeats
     raise refused or UpdateRefused(f"weight update: version {version}: {problem}")
 
 
-def _noting_checksums(tensors: Iterable[ChecksummedTensor], checksums: list[int]) -> Iterator[ChecksummedTensor]:
+def _noting_checksums(tensors: Iterable[ChecksummedTensor], checksums: list[Tensor]) -> Iterator[ChecksummedTensor]:
     for tensor in tensors:
-        checksums.append(int(tensor.checksum))
+        checksums.append(tensor.checksum)
         yield tensor
 
 

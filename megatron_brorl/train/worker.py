@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fp8_utils import dequantize_fp8_tensor, get_fp8_align_size, is_float8tensor
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
 from megatron_brorl.checkpoints import hugging_face
@@ -42,6 +42,19 @@ from megatron_brorl.train.offload import Offload
 LossFunction = Callable[[Packed, Any], tuple[Tensor, Any]]
 # (hidden states [T, 1, H] of the last stage, batch) -> the output of the head
 MakeHead = Callable[[Tensor, Packed], Any]
+
+
+def _l2_norm(_chunk: int, _flag: Tensor, tensors: list[list[Tensor]], _per_tensor: bool) -> tuple[Tensor, None]:
+    return torch.stack(torch._foreach_norm(tensors[0])).norm().float().view(1), None
+
+
+def _scale(_chunk: int, _flag: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
+    torch._foreach_mul_(tensors[0], factor)  # Megatron passes the gradients as input and as output
+
+
+# Without Transformer Engine and apex, Megatron waits for the norm of each gradient and scales them one by one.
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _l2_norm, _scale
 
 
 @dataclass(frozen=True)
@@ -247,17 +260,19 @@ class Stage:
         if not result and self.grid.ep_size == 1:
             return result
 
-        def collect(batch: Packed, output: Any) -> tuple[Tensor, Any]:
-            flat = per_token(output)
-            for row, values in batch.split(flat.float().cpu()):
-                result[row] = values
-            return flat.sum(), None
+        def keep(_: Packed, output: Any) -> tuple[Tensor, Any]:
+            flat = per_token(output).float()
+            return flat.sum(), flat
 
         with torch.no_grad(), span("forward") as recorded:
             batches = self.micro_batches(prompts, responses, routes)
             flops = forward_flops(self.shape, batches, self.outputs, self.adapter_weights)
             recorded["flops"] = flops / self.grid.mp_size
-            self._run(batches, collect, head, forward_only=True)
+            values = self._run(batches, keep, head, forward_only=True)
+        # Only the last stage has values. No micro-batch waits for the reads, because they follow the last one.
+        for batch, flat in zip(batches, values, strict=self.grid.last_stage):
+            for row, own in batch.split(flat.cpu()):
+                result[row] = own
         if result and (self.grid.pp_size > 1 or self.grid.cp_size > 1):
             flat = torch.cat(result).to(cpu_bridge.default_device())
             dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its own tokens, and zeros
@@ -284,7 +299,7 @@ class Stage:
                     group["fused"] = True
             if optim.clip_grad:
                 for optimizer in self.optimizer.chained_optimizers:
-                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optim.clip_grad, norm)
+                    clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optim.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
         return OptimizerStep(norm, applied=True)
 
@@ -442,7 +457,7 @@ def _reduce_gradients(models: list[Any], _tokens: Any, **kwargs: Any) -> None:
 
 def _forward_step(batches: Iterator[Packed], model: Any, loss: LossFunction, head: MakeHead) -> Any:
     """Run a micro-batch for Megatron's schedule; return (this stage's output, output -> (loss, count, values))."""
-    batch = next(batches)
+    batch = next(batches).on_device()
     module = model.module if isinstance(model, DistributedDataParallel) else model
 
     def end(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_brorl.families.family import Layout
-from megatron_brorl.parallel.grid import Grid
+
+if TYPE_CHECKING:  # Importing Megatron takes seconds, which a conversion does not need.
+    from megatron_brorl.parallel.grid import Grid
 
 _SPLIT_DIM = {"rows": 0, "columns": 1, "vocab": 0, "qkv": 0, "gate_up": 1}
 

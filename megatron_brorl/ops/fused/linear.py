@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import MAXIMA, SUMS, PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
+from megatron_brorl.algo.policy_loss import SUMS, PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.fused.softmax import Shard, gemm_, merged, ppo_tokens, softmax_gradient_, softmax_statistics
 from megatron_brorl.ops.interface import compute_dtype
@@ -76,7 +76,7 @@ def linear_ppo_loss(
         return policy_loss(log_probs, entropy, tokens, settings)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     loss, log_probs, entropy, columns = _FusedPpoLoss.apply(hidden, weight, ids, tokens, settings, shard, wanted)
-    return PolicyLoss(loss, log_probs, entropy, *_metrics(columns, entropy, tokens.weights))
+    return PolicyLoss(loss, log_probs, entropy, _metrics(columns, entropy, tokens.weights))
 
 
 def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -113,16 +113,14 @@ def _shard(
     return Shard(start, live, temperature, group if ranks > 1 else None)
 
 
-def _metrics(columns: Tensor, entropy: Tensor, weights: Tensor) -> tuple[dict[str, float], dict[str, float]]:
-    """Return SUMS and MAXIMA of the columns [R, 8] of ppo_tokens, in one transfer from the device."""
+def _metrics(columns: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
+    """Return SUMS and MAXIMA of the columns [R, 8] of ppo_tokens, as PolicyLoss.metrics."""
     live = weights != 0
     counted = torch.where(live, entropy, 0.0)  # where instead of a product, because 0 * nan is nan
     values = torch.cat((columns.double(), counted.unsqueeze(1), live.unsqueeze(1)), dim=1)
     largest = values.max(dim=0).values if len(values) else values.new_zeros(len(SUMS))
     ratio, gap = SUMS.index("ratio"), SUMS.index("rollout_gap")
-    flat = torch.cat((values.sum(dim=0), largest[[ratio, gap]])).tolist()
-    sums, maxima = flat[: len(SUMS)], flat[len(SUMS) :]
-    return dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True))
+    return torch.cat((values.sum(dim=0), torch.stack((largest[ratio], largest[gap]))))
 
 
 @dataclass
