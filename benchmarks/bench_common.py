@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -19,6 +20,7 @@ from measure import EngineFailed, run
 
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.weights.names import hf_shapes
+from megatron_brorl.parallel import flops
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from random_model import qwen2_config, write_random_model
@@ -39,6 +41,14 @@ MODELS = {
 }
 
 
+# `brorl` with the peak of its device memory in MiB as the last line of its output
+_WITH_PEAK = """
+import atexit, runpy, torch
+atexit.register(lambda: print(torch.cuda.max_memory_allocated() / 2**20))
+runpy.run_module("megatron_brorl", run_name="__main__")
+"""
+
+
 def options(doc: str | None, quick: str, repeat: int, repeats: str) -> argparse.ArgumentParser:
     """Return a parser with the common options. quick, repeats: the help of --quick and --repeat."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,6 +57,18 @@ def options(doc: str | None, quick: str, repeat: int, repeats: str) -> argparse.
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=repeat, help=repeats)
     return parser
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add --device. "cpu" hides GPUs from this process and its children."""
+
+    def device(name: str) -> str:
+        if name == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return name
+
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=device, choices=("cuda", "cpu"), default=default, help="cuda if there is one")
 
 
 def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
@@ -61,8 +83,12 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, args).result()
 
 
-def peak_flops(dtype: str, threads: int) -> float:
-    """Return the multiply-add operations per second of `threads` cores (fma_peak.c); bf16 needs AVX-512 BF16."""
+def peak_flops(dtype: str, threads: int, device: str = "cpu") -> float:
+    """Return the peak operations per second: multiply-adds of `threads` cores (fma_peak.c), or the GPU's in bf16.
+
+    bf16 on a CPU needs AVX-512 BF16. A GPU without an entry in parallel.flops has no peak: nan."""
+    if device == "cuda":
+        return flops.peak_flops() or math.nan
     with tempfile.TemporaryDirectory() as directory:
         program = Path(directory) / "fma_peak"
         source = Path(__file__).parent / "fma_peak.c"
@@ -72,33 +98,38 @@ def peak_flops(dtype: str, threads: int) -> float:
         return sum(float(copy.communicate()[0]) for copy in copies)
 
 
-def brorl(arguments: Sequence[str], threads: int) -> float:
+def brorl(arguments: Sequence[str], threads: int) -> tuple[float, str]:
     """Run a command of this project as a user does, and return the share of the machine that others used (measure.run).
 
-    Raises EngineFailed with its last lines."""
+    The second result is its output, whose last line on a GPU is the peak of its device memory in MiB. Raises
+    EngineFailed with its last lines."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
-    done, others = run([sys.executable, "-m", "megatron_brorl", *arguments], environment)
+    how = ["-c", _WITH_PEAK] if torch.cuda.is_available() else ["-m", "megatron_brorl"]
+    done, others = run([sys.executable, *how, *arguments], environment)
     if done.returncode:
         raise EngineFailed(f"brorl {arguments[0]} failed:\n" + "\n".join(done.stderr.strip().splitlines()[-15:]))
-    return others
+    return others, done.stdout
 
 
 def train(directory: Path, arguments: Sequence[str], threads: int) -> dict[str, Any]:
     """Run `brorl train` with the run.dir `directory`, and return what trainer_trl.py returns for TRL."""
-    others = brorl(["train", *arguments], threads)
+    others, output = brorl(["train", *arguments], threads)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if "trained_tokens" in line]  # others are evaluations
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     return {
-        "steps": [line["time"] | {"tokens": line["trained_tokens"], "reward": line["reward"]} for line in lines],
+        "steps": [line | line["time"] | {"tokens": line["trained_tokens"]} for line in lines],
         "model": str(directory / "model"),
-        "peak_mib": json.loads((directory / "summary.json").read_text(encoding="utf-8"))["peak_rss_mib"],
+        "peak_mib": float(output.splitlines()[-1]) if torch.cuda.is_available() else summary["peak_rss_mib"],
+        "job_seconds": summary["job_seconds"],
         "others_cpu_share": others,
         "version": None,
     }
 
 
-def write_model(name: str, directory: Path) -> None:
+def write_model(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write MODELS[name] with random weights as a Hugging Face directory."""
-    write_random_model(MODELS[name], directory, seed=0)
+    write_random_model(MODELS[name], directory, seed=0, dtype=dtype)
 
 
 def matrix_weights(shape: ModelShape) -> int:

@@ -2,14 +2,15 @@
 """Time and extra peak memory of the fused linear PPO loss, forward and backward, against other implementations.
 
     python benchmarks/bench_ops.py [--quick] [--json FILE] [--shapes 0 2] [--impl fused eager] [--dtypes fp32 bf16]
-                              [--clipped SHARE] [--threads N] [--repeat N]
+                              [--clipped SHARE] [--device cuda] [--threads N] [--repeat N]
 
 Every row is measured in a separate process, after one call that compiles and warms up: the median of the seconds and
-the growth of the resident set at its peak. "own" is the fused op with the loss as a user's function (algo.policy_loss).
-fma_peak_share counts three products, 6 T H V operations, against the machine's multiply-add instructions in the same
-dtype (fma_peak.c). "fused" and "own" return the entropy as well; the others do not. They also leave tokens without a
-gradient (clipped ones) out of two of their products; "clipped" is their share, by default that of the random old
-log-probabilities. Linux only.
+the growth of the memory at its peak, that of torch's tensors on a GPU and the resident set on a CPU. "products" is the
+three matrix products alone, and "own" the fused op with the loss as a user's function (algo.policy_loss).
+fma_peak_share counts three products, 6 T H V operations, against the machine's peak in the same dtype
+(bench_common.peak_flops). "fused" and "own" return the entropy as well; the others do not. They also leave tokens
+without a gradient (clipped ones) out of two of their products; "clipped" is their share, by default that of the random
+old log-probabilities. Linux only.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_common import DTYPES, alone, options, peak_flops, write_rows
+from bench_common import DTYPES, add_device, alone, options, peak_flops, write_rows
 from measure import timed
 from torch import Tensor
 
 from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused.linear import CHUNK_ROWS, linear_log_probs, linear_ppo_loss
 
-# (T, H, V): the last is the head of SmolLM2-135M.
+# (T, H, V), with the head of SmolLM2-135M as the fifth. The last two are for GPUs.
 SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936), (4096, 576, 49152)]
+SHAPES += [(16384, 1536, 151936), (16384, 576, 49152)]
 LIMITS = (0.2, 0.28, 2.0)  # eps_low, eps_high, is_cap
 CHUNK = CHUNK_ROWS["cpu"]  # rows of TRL's sequences
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # of the implementations
@@ -127,7 +129,17 @@ def trl_like(h: Tensor, w: Tensor, ids: Tensor, old: Tensor, rollout: Tensor, ad
     return -(importance * torch.minimum(ratio * advantages, clipped * advantages)).sum()
 
 
+def products(h: Tensor, w: Tensor, *_: Tensor) -> float:
+    """Compute the logits, and the products of the two gradients from them."""
+    with torch.no_grad():
+        logits = h @ w.t()
+        h.grad = logits @ w
+        w.grad = logits.t() @ h
+    return math.nan
+
+
 IMPLEMENTATIONS: dict[str, Callable[[], Callable[..., float]]] = {
+    "products": lambda: products,
     "fused": lambda: fused,
     "own": lambda: partial(fused, policy_loss=f"{__file__}:clip"),
     "eager": lambda: backward(full_loss),
@@ -172,22 +184,22 @@ def make_inputs(
     return (hidden, weight, ids, old, old + rollout_gap, advantages), share
 
 
-def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int]) -> dict[str, Any]:
+def measure(args: tuple[str, str, tuple[int, int, int], float | None, str, int, int]) -> dict[str, Any]:
     """Return one row; to be called in a fresh process."""
-    name, dtype, shape, clipped, threads, repeat = args
+    name, dtype, shape, clipped, device, threads, repeat = args
     torch.set_num_threads(threads)
-    inputs, share = make_inputs(dtype, shape, clipped)
+    inputs, share = make_inputs(dtype, shape, clipped, device)
     t, h, v = shape
     hidden, weight = inputs[:2]
 
     # The first call warms up.
     call = IMPLEMENTATIONS[name]()
     seconds = []
-    extra = 0
+    extra = 0.0
     loss = 0.0
     for i in range(1 + repeat):
         hidden.grad = weight.grad = None
-        elapsed, grown, loss = timed(partial(call, *inputs))
+        elapsed, grown, loss = timed(partial(call, *inputs), device)
         if i:
             seconds.append(elapsed)
             extra = max(extra, grown)
@@ -200,7 +212,7 @@ def measure(args: tuple[str, str, tuple[int, int, int], float | None, int, int])
         "V": v,
         "threads": threads,
         "seconds": statistics.median(seconds),
-        "extra_mib": extra / 1024,
+        "extra_mib": extra,
         "loss": loss,
         "clipped": share,
     }
@@ -211,17 +223,19 @@ def rows(
     names: list[str],
     dtypes: list[str],
     clipped: float | None,
+    device: str,
     threads: int,
     repeat: int,
 ) -> list[dict[str, Any]]:
     found = []
     for dtype in dtypes:
-        peak = peak_flops(dtype, threads)
-        batch = [alone(measure, name, dtype, shape, clipped, threads, repeat) for shape in shapes for name in names]
+        peak = peak_flops(dtype, threads, device)
+        settings = (clipped, device, threads, repeat)
+        batch = [alone(measure, name, dtype, shape, *settings) for shape in shapes for name in names]
         for row in batch:
             row["fma_peak_share"] = 6 * row["T"] * row["H"] * row["V"] / row["seconds"] / peak
         found += batch
-        print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {threads} threads")
+        print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {threads} threads or the GPU")
     return found
 
 
@@ -231,9 +245,10 @@ def main() -> None:
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--clipped", type=float, metavar="SHARE", help="set the share of clipped tokens")
+    add_device(parser)
     args = parser.parse_args()
-    shapes = SHAPES[:1] if args.quick else [SHAPES[i] for i in args.shapes or range(len(SHAPES))]
-    found = rows(shapes, args.impl, args.dtypes, args.clipped, args.threads, args.repeat)
+    shapes = SHAPES[:1] if args.quick else [SHAPES[i] for i in args.shapes or range(5)]
+    found = rows(shapes, args.impl, args.dtypes, args.clipped, args.device, args.threads, args.repeat)
     print("impl            dtype       T     H       V   seconds  extra MiB  peak share        loss  clipped")
     for r in found:
         print(

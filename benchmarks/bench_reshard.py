@@ -21,14 +21,13 @@ import socket
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_common import alone, qwen2_config, write_random_model
-from measure import status_kib, timed
+from measure import peak_mib, timed
 
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.checkpoints.safetensors_files import INDEX
@@ -40,12 +39,6 @@ MODELS = {
     "1.5b": qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=131072)
     | SPECIAL_IDS,
 }
-
-
-def measured(function: Callable[[], Any]) -> tuple[float, float]:
-    """Return the seconds and the growth of the resident set at its peak in MiB."""
-    seconds, kib, _ = timed(function)
-    return seconds, kib / 1024
 
 
 def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pipeline: int, repeat: int) -> list[Any]:
@@ -70,7 +63,7 @@ def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pi
     engine = TorchEngine(shape, hf_shapes(shape), cpu_bridge.default_device(), torch.float32, 64, sample_tokens)
     rows = []
     for version in range(1 + repeat):
-        rows.append(measured(lambda version=version: sync_weights(worker, engine, version)))  # type: ignore[misc]
+        rows.append(timed(lambda version=version: sync_weights(worker, engine, version))[:2])  # type: ignore[misc]
     size = 4 * sum(torch.Size(s).numel() for s in hf_shapes(shape).values())
     grid.leave()
     return [rows[1:], size]
@@ -114,8 +107,8 @@ def conversion(args: tuple[str, str, int]) -> dict[str, Any]:
         else:
             size = convert.to_hf(*opened, Path(target), lambda *_: None)
 
-    seconds, extra = measured(run)
-    peak = status_kib("VmHWM") / 1024
+    seconds, extra, _ = timed(run)
+    peak = peak_mib()
     return {"bytes": size, "seconds": seconds, "extra_mib": extra, "peak_mib": peak, "peak_share": peak * MIB / size}
 
 

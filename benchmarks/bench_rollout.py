@@ -3,7 +3,8 @@
 
     python benchmarks/bench_rollout.py [--quick] [--json FILE] [--models t4 m30] [--dtypes fp32 bf16] [--n 1 8 64 512]
                                   [--prompts 64 512] [--lengths 64 8-256] [--engines brorl transformers]
-                                  [--vllm-python PYTHON] [--llamacpp-python PYTHON] [--threads N] [--repeat N]
+                                  [--vllm-python PYTHON] [--llamacpp-python PYTHON] [--device cuda] [--threads N]
+                                  [--repeat N]
 
 A model is a Hugging Face directory, or one of MODELS in bench_common with random weights. Every engine runs in a
 separate process, with the same weights, prompts and threads, at temperature 1 without top-p or top-k, and every sibling
@@ -11,9 +12,9 @@ gets the same forced length in all of them: 64 for all, or 8-256 for lengths eve
 order. No engine looks for an end token. The first call warms up; tokens_per_s is the median of the others, each with a
 different prompt. The time includes that of the prompt. Only brorl computes log-probabilities as well.
 
-peak_mib: peak resident set of the engine's process, runtime and weights included. fma_peak_share: two operations for
-each weight of the layers' matrices and the LM head per generated token (nothing for the prompt, attention or sampling),
-against the machine's multiply-add instructions in the same dtype (fma_peak.c).
+peak_mib: peak resident set of the engine's process, runtime and weights included; on a GPU, peak of torch's tensors.
+fma_peak_share: two operations for each weight of the layers' matrices and the LM head per generated token (nothing for
+the prompt, attention or sampling), against the machine's peak in the same dtype (bench_common.peak_flops).
 others_cpu_share: the share of the machine that other processes used during the run; above a few percent, measure again.
 brorl also reports refit_ms, a whole update_weights, and prompt_kv_copies: the growth of the keys and values alive in
 the second decoding step when the prompt is twice as long, over the size of one copy of the prompt's keys and values
@@ -30,7 +31,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_common import DTYPES, MODELS, matrix_weights, options, peak_flops, write_model, write_rows
+from bench_common import DTYPES, MODELS, add_device, matrix_weights, options, peak_flops, write_model, write_rows
 from measure import EngineFailed, ask
 
 from megatron_brorl.families.shape import ModelShape, read_shape
@@ -114,8 +115,9 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", type=int, default=[64, 512], help="prompt tokens")
     parser.add_argument("--lengths", nargs="+", default=["64"], help="response tokens, such as 64 or 8-256")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--llamacpp-python", help="interpreter of an environment with xllamacpp, gguf and safetensors")
+    add_device(parser)
     args = parser.parse_args()
     if args.quick:
         args.models = ["t4"]
@@ -128,7 +130,7 @@ def main() -> None:
     if args.llamacpp_python:
         pythons["llamacpp"] = args.llamacpp_python
     cases = list(itertools.product(args.dtypes, args.prompts, args.n, args.lengths))
-    peaks = {dtype: peak_flops(dtype, args.threads) for dtype in args.dtypes}
+    peaks = {dtype: peak_flops(dtype, args.threads, args.device) for dtype in args.dtypes}
     found = []
     for model in args.models:
         with tempfile.TemporaryDirectory() as scratch:
@@ -143,6 +145,7 @@ def main() -> None:
                     "model": str(directory),
                     "scratch": scratch,
                     "dtype": dtype,
+                    "device": args.device,
                     "threads": args.threads,
                     "prompts": prompts(shape.vocab, prompt, 1 + args.repeat),
                     "lengths": lengths,
@@ -155,7 +158,7 @@ def main() -> None:
                 except EngineFailed as e:
                     sys.exit(f"bench_rollout: {e}")
     for dtype, peak in peaks.items():
-        print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
+        print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {args.threads} threads or the GPU")
         for row in found:
             if row["dtype"] == dtype:
                 row["fma_peak_share"] /= peak

@@ -3,8 +3,8 @@
 
     python benchmarks/bench_step.py [--quick] [--json FILE] [--model t4] [--n 512] [--groups 1] [--prompts 64 256]
                                     [--response 64] [--dtypes fp32 bf16] [--tokens-per-micro-batch 2048]
-                                    [--lora RANK] [--trl-python PYTHON] [--trl-micro-batch 64] [--threads N]
-                                    [--repeat N]
+                                    [--lora RANK] [--trl-python PYTHON] [--trl-micro-batch 64] [--device cuda]
+                                    [--threads N] [--repeat N]
 
 A step samples N responses to each of --groups prompts, scores them, takes one optimizer step and sends the new weights
 to the sampler. The model is one of bench_common with random weights, and a tokenizer of one word per token. 1 of 32
@@ -15,14 +15,15 @@ process with its defaults except for the options above; its numbers come from me
 step warms up; seconds are medians of the others.
 
 peak_mib: resident set of all processes at its peak, libraries included; on this side that counts the scoring processes
-and the writing of checkpoint and model. fma_peak_share: 8 operations for each weight of the layers' matrices and the
-LM head per response token (2 to sample, 6 to train; nothing for the prompt), against the machine's multiply-add
-instructions (fma_peak.c). others_cpu_share: the share of the machine that other processes used during the run; above a
-few percent, measure again. Linux only.
+and the writing of checkpoint and model. On a GPU, the peak of torch's tensors. fma_peak_share: 8 operations for each
+weight of the layers' matrices and the LM head per response token (2 to sample, 6 to train; nothing for the prompt),
+against the machine's peak (bench_common.peak_flops). others_cpu_share: the share of the machine that other processes
+used during the run; above a few percent, measure again. Linux only.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -32,7 +33,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from bench_common import DTYPES, MODELS, matrix_weights, options, peak_flops, train, write_model, write_rows
+from bench_common import DTYPES, MODELS, add_device, matrix_weights, options, peak_flops, train, write_model, write_rows
 from measure import EngineFailed, ask
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
@@ -67,17 +68,48 @@ def questions(vocab: int, tokens: int, count: int) -> list[dict[str, str]]:
     return [{"prompt": "".join(draw.choices(plain, k=tokens)), "answer": "1"} for _ in range(count)]
 
 
-def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Run `brorl train` on the rows of the job."""
+def make_job(args: argparse.Namespace, model: Path, prompt: int, dtype: str) -> dict[str, Any]:
+    """Return the job of both sides. model: a directory of write_model and write_tokenizer."""
+    micro_batch = min(args.trl_micro_batch, args.n)
+    arguments = {  # generated in one go, one optimizer step
+        "max_steps": 1 + args.repeat,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": args.groups * args.n // micro_batch,
+        "num_generations": args.n,
+        "max_completion_length": args.response,
+        "epsilon_high": 0.28,
+        "learning_rate": 1e-6,
+    }
+    return {
+        "name": model.name,
+        "model": str(model),
+        "scratch": str(model.parent),
+        "threads": args.threads,
+        "device": args.device,
+        "rows": questions(read_shape(model).vocab, prompt, args.groups * (1 + args.repeat)),
+        "groups": args.groups,
+        "n": args.n,
+        "prompt": prompt,
+        "dtype": dtype,
+        "response": args.response,
+        "micro_batch": args.trl_micro_batch,
+        "tokens_per_micro_batch": args.tokens_per_micro_batch,
+        "pattern": "<answer>(.*?)</answer>",
+        "arguments": arguments,
+    }
+
+
+def settings(job: dict[str, Any], directory: Path) -> list[str]:
+    """Write the rows and an empty configuration, and return it with the overrides of the job."""
     data = directory / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in job["rows"]), encoding="utf-8")
     config = directory / "run.toml"
     config.touch()
-    overrides = [
+    return [
+        str(config),
         f"run.dir={directory / 'run'}",
         f"model.path={job['model']}",
         f"model.dtype={job['dtype']}",
-        f"lora.rank={job['lora']}",
         f'data.train=["{data}"]',
         f"rollout.n={job['n']}",
         f"rollout.dtype={job['dtype']}",
@@ -89,7 +121,11 @@ def ours(job: dict[str, Any], directory: Path) -> dict[str, Any]:
         "train.checkpoint_every=0",
         f"train.tokens_per_micro_batch={job['tokens_per_micro_batch']}",
     ]
-    return train(directory / "run", [str(config), *overrides], job["threads"])
+
+
+def ours(job: dict[str, Any], directory: Path, *overrides: str) -> dict[str, Any]:
+    """Run `brorl train` on the rows of the job."""
+    return train(directory / "run", [*settings(job, directory), *overrides], job["threads"])
 
 
 def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
@@ -152,6 +188,7 @@ def main() -> None:
         default=2048,
         help="train.tokens_per_micro_batch of brorl, which decides on its memory (%(default)s)",
     )
+    add_device(parser)
     args = parser.parse_args()
     if args.quick:
         args.n = 64
@@ -160,7 +197,7 @@ def main() -> None:
     if args.n % min(args.trl_micro_batch, args.n):
         parser.error(f"--trl-micro-batch {args.trl_micro_batch} does not divide --n {args.n}")
 
-    peaks = {dtype: peak_flops(dtype, args.threads) for dtype in args.dtypes}
+    peaks = {dtype: peak_flops(dtype, args.threads, args.device) for dtype in args.dtypes}
     rows = []
     for prompt, dtype in product(args.prompts, args.dtypes):
         with tempfile.TemporaryDirectory() as scratch:
@@ -169,37 +206,12 @@ def main() -> None:
             write_model(args.model, model)
             shape = read_shape(model)
             write_tokenizer(shape.vocab, model)
-            micro_batch = min(args.trl_micro_batch, args.n)
-            arguments = {  # generated in one go, one optimizer step
-                "max_steps": 1 + args.repeat,
-                "per_device_train_batch_size": micro_batch,
-                "gradient_accumulation_steps": args.groups * args.n // micro_batch,
-                "num_generations": args.n,
-                "max_completion_length": args.response,
-                "epsilon_high": 0.28,
-                "learning_rate": 1e-6,
-            }
-            job = {
-                "name": args.model,
-                "model": str(model),
-                "scratch": scratch,
-                "threads": args.threads,
-                "lora": 0,
-                "rows": questions(shape.vocab, prompt, args.groups * (1 + args.repeat)),
-                "groups": args.groups,
-                "n": args.n,
-                "dtype": dtype,
-                "response": args.response,
-                "micro_batch": args.trl_micro_batch,
-                "tokens_per_micro_batch": args.tokens_per_micro_batch,
-                "pattern": "<answer>(.*?)</answer>",
-                "arguments": arguments,
-            }
+            job = make_job(args, model, prompt, dtype)
             try:
                 found = {"brorl": ours(job, directory)}
                 if args.lora:
                     (directory / "lora").mkdir()
-                    found["lora"] = ours({**job, "lora": args.lora}, directory / "lora")
+                    found["lora"] = ours(job, directory / "lora", f"lora.rank={args.lora}")
                 if args.trl_python:
                     found["trl"] = ask(args.trl_python, "trainer_trl.py", job, directory)
                 rows += [row(engine, f, job, prompt, matrix_weights(shape)) for engine, f in found.items()]
@@ -207,7 +219,7 @@ def main() -> None:
                 sys.exit(f"bench_step: {e}")
 
     for dtype, peak in peaks.items():
-        print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {args.threads} threads")
+        print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {args.threads} threads or the GPU")
         for r in rows:
             if r["dtype"] == dtype:
                 r["fma_peak_share"] /= peak

@@ -3,27 +3,30 @@
 
     python benchmarks/bench_update.py [--quick] [--json FILE] [--model 135m] [--dtype fp32] [--prompt 64]
                                       [--response 64] [--n 16] [--tokens-per-micro-batch 2048]
-                                      [--variants full lora:16 shared fp8:tensorwise] [--threads N] [--repeat N]
+                                      [--variants full lora:16 shared fp8:tensorwise] [--without-te] [--device cuda]
+                                      [--threads N] [--repeat N]
 
 An update is one optimizer step on N random responses to one random prompt, by a model of bench_common with random
-weights, on the GPU if there is one. Every row is a fresh process that takes one update to warm up and then three; its
+weights. Every row is a fresh process that takes one update to warm up and then three; its
 seconds are their median. Rows of different variants alternate --repeat times. "full" trains all weights and shares no
-prompts, "shared" shares prompts, "lora:16" trains adapters of rank 16, and "fp8:RECIPE" is for Transformer Engine.
+prompts, "shared" shares prompts, "lora:16" trains adapters of rank 16, and "fp8:RECIPE" is for Transformer Engine,
+which --without-te hides from all variants.
 state_mb: weights, gradients and optimizer. tflops: 6 operations for each weight of the layers' matrices per token, and
 for each weight of the LM head per response token; nothing for attention.
 """
 
 from __future__ import annotations
 
-import resource
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import DTYPES, MODELS, alone, options, write_model, write_rows
+from bench_common import DTYPES, MODELS, add_device, alone, options, write_model, write_rows
+from measure import peak_mib
 
 UPDATES = 3
 
@@ -31,6 +34,8 @@ UPDATES = 3
 def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
     """Return the row of a variant."""
     (job,) = args
+    if job["without_te"]:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # so that its import fails
     from megatron_brorl.config.fp8 import Fp8Config
     from megatron_brorl.config.schema import AlgoConfig, LoraConfig, OptimConfig, ParallelConfig
     from megatron_brorl.families.shape import read_shape
@@ -77,9 +82,6 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
 
     state = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state if x.numel() > 1}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if cpu_bridge.on_gpu():
-        peak = torch.cuda.max_memory_allocated()
     seconds = statistics.median(taken[1:])
     tokens = job["n"] * (job["prompt"] + job["response"])
     products = layer_weights(shape) * tokens + shape.vocab * shape.hidden * job["n"] * job["response"]
@@ -89,7 +91,7 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "tflops": 6 * products / seconds / 1e12,
         "state_mb": sum(storages.values()) / 1e6,
-        "peak_mib": peak / 2**20,
+        "peak_mib": peak_mib(job["device"]),
     }
 
 
@@ -102,6 +104,8 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=16, help="responses")
     parser.add_argument("--tokens-per-micro-batch", type=int, default=2048)
     parser.add_argument("--variants", nargs="+", default=["full", "lora:16"])
+    parser.add_argument("--without-te", action="store_true", help="hide Transformer Engine")
+    add_device(parser)
     args = parser.parse_args()
     if args.quick:
         args.model, args.repeat = "t4", 1

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Reward over seconds of this project and of TRL's GRPOTrainer: the same model, rows, rollouts and updates.
 
-    python benchmarks/compare_trl.py CONFIG.toml [section.key=value ...] --trl-python PYTHON [--out DIR] [--threads N]
+    python benchmarks/compare_trl.py CONFIG.toml [section.key=value ...] --trl-python PYTHON [--out DIR] [--device cuda]
+                                     [--threads N]
 
 --trl-python is the interpreter of an environment with trl:
 python -m venv trl; trl/bin/pip install torch==2.13.0 trl==1.16.0 --extra-index-url https://download.pytorch.org/whl/cpu
@@ -16,11 +17,11 @@ a stop string in their text), reward, GRPO's advantage and the clipped loss (SAM
 random numbers; TRL shuffles the responses of a step before it splits them into mini-batches, and this project follows
 algo.mini_batch_of; TRL divides the loss by the step's tokens over the number of mini-batches, and this project by the
 tokens of the mini-batch; TRL adds 1e-4 to a group's standard deviation, and this project 1e-6. This project runs one
-process per thread. TRL runs one process with all threads, without gradient checkpointing.
+process per thread, or one on a GPU. TRL runs one process with all threads, without gradient checkpointing.
 
 seconds: those of training steps. peak MiB: resident set of all processes at its peak, on this side with start and
-export. others: the share of the machine that other processes used; above a few percent, measure again. --out receives
-compare_trl.json, compare_trl.png and all models. Linux only.
+export; on a GPU, torch's tensors. others: the share of the machine that other processes used; above a few percent,
+measure again. --out receives compare_trl.json, compare_trl.png and all models. Linux only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import brorl, train, write_rows
+from bench_common import add_device, brorl, train, write_rows
 from measure import EngineFailed, ask
 
 from megatron_brorl.config.load import load
@@ -96,6 +97,7 @@ def trl_job(config: Config, args: argparse.Namespace) -> dict[str, Any]:
         "scratch": str(args.out),
         "dtype": config.model.dtype,
         "threads": args.threads,
+        "device": args.device,
         "rows": [{"prompt": p.text, "answer": (p.answer or "").strip()} for p in prompts],
         "pattern": r"(?s)\A.*\Z",
         "cut_off_factor": config.reward.cut_off_factor,
@@ -109,7 +111,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of the untrained model and of the three trained ones, with all steps of their training."""
     overrides = [*SIZES, *args.overrides, *SAME]
     config = load(args.config, overrides)
-    command = [f"--processes={args.threads}", str(args.config), *overrides]
+    # On a GPU, the process that starts the run must train, so that its device memory is measured.
+    processes = [f"--processes={args.threads}"] if args.device == "cpu" else []
+    command = [*processes, str(args.config), *overrides]
     job = trl_job(config, args)
     args.out.mkdir(parents=True)
 
@@ -174,6 +178,7 @@ def main() -> None:
     parser.add_argument("--trl-python", required=True, help="interpreter of an environment with trl")
     parser.add_argument("--out", type=Path, default=Path("runs/compare_trl"), help="new folder (%(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    add_device(parser)
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"--out {args.out} exists: name a new folder")

@@ -1,7 +1,4 @@
-"""transformers' generate with num_return_sequences, for bench_rollout.py. Imports nothing from this project.
-
-It runs on a CPU unless the job names another device.
-"""
+"""transformers' generate with num_return_sequences, for bench_rollout.py. Imports nothing from this project."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_TOKENS = 16  # nothing is compiled, and a whole call may take minutes
 JOB = read_job()
-DEVICE = torch.device(JOB.get("device", "cpu"))
+DEVICE = torch.device(JOB["device"])
 
 
 class Lengths(StoppingCriteria):
@@ -54,8 +51,6 @@ def main() -> None:
 
     with torch.inference_mode():
         found = time_rollouts(JOB, generate, WARM_TOKENS)
-    if DEVICE.type == "cuda":
-        found["device_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
     answer(**found, version=f"transformers {transformers.__version__}")
 
 

@@ -1,4 +1,4 @@
-"""vLLM on a CPU, for benchmarks/bench_rollout.py --vllm-python. Imports nothing from this project.
+"""vLLM on a CPU or a GPU, for benchmarks/bench_rollout.py --vllm-python. Imports nothing from this project.
 
 If all lengths are equal, there is one request with n siblings; otherwise there is one request per sibling with its own
 max_tokens, and the prefix cache, on by default, shares the prompt. There is no tokenizer and no log-probability.

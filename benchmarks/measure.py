@@ -1,4 +1,4 @@
-"""Time and memory of a call, measured in a separate process. Imports only the standard library.
+"""Time and memory of a call, measured in a separate process. Imports only the standard library and torch.
 
 An engine is a script that reads a job, a JSON file, and prints its answer as the last line of standard output. It may
 run in a different environment from this project, so the scripts import only this file and their engine.
@@ -6,6 +6,7 @@ run in a different environment from this project, so the scripts import only thi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -15,6 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+with contextlib.suppress(ImportError):  # the environment of llama.cpp may lack it
+    import torch
 
 # (prompt, a length for each sibling, seed) -> the new tokens of each sibling
 Generate = Callable[[list[int], list[int], int], Sequence[Sequence[int]]]
@@ -27,18 +31,36 @@ def status_kib(key: str) -> int:
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
 
-def forget_peak() -> None:
-    """Reset VmHWM to the memory in use."""
+def forget_peak(device: str = "cpu") -> float:
+    """Reset the peak of the device's memory, and return the MiB in use: see peak_mib."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return status_kib("VmRSS") / 1024
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, int, Any]:
-    """Return (seconds, KiB by which the resident set grew at its peak, result) of call()."""
-    forget_peak()
-    resident = status_kib("VmRSS")
+def peak_mib(device: str = "cpu") -> float:
+    """Return the peak of the device's memory in MiB: torch's tensors on a GPU, else the resident set."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return status_kib("VmHWM") / 1024
+
+
+def timed(call: Callable[[], Any], device: str = "cpu") -> tuple[float, float, Any]:
+    """Return (seconds, MiB by which the memory in use grew at its peak, result) of call()."""
+    used = forget_peak(device)
+    wait(device)
     start = time.perf_counter()
     result = call()
-    return time.perf_counter() - start, status_kib("VmHWM") - resident, result
+    wait(device)
+    return time.perf_counter() - start, peak_mib(device) - used, result
+
+
+def wait(device: str) -> None:
+    """Wait until the device has finished its work."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def read_job() -> dict[str, Any]:
@@ -53,12 +75,13 @@ def answer(**values: Any) -> None:
 
 
 def time_rollouts(job: dict[str, Any], generate: Generate, warm_tokens: int | None = None) -> dict[str, Any]:
-    """Return the seconds of each timed call, and the peak of the resident set over all of them, weights included.
+    """Return the seconds of each timed call, and the peak of memory over all of them, weights included (peak_mib).
 
     Every call has a different prompt, so that no engine finds it in a cache. The first call, which may be limited to
     warm_tokens per sibling, only warms up. Raises an error if an engine returned other lengths than requested.
     """
-    forget_peak()
+    device = job.get("device", "cpu")
+    forget_peak(device)
     seconds = []
     for i, prompt in enumerate(job["prompts"]):
         lengths = job["lengths"]
@@ -73,7 +96,7 @@ def time_rollouts(job: dict[str, Any], generate: Generate, warm_tokens: int | No
             raise RuntimeError("all siblings are the same: the engine did not sample")
         if i:
             seconds.append(elapsed)
-    return {"seconds": seconds, "peak_mib": status_kib("VmHWM") / 1024}
+    return {"seconds": seconds, "peak_mib": peak_mib(device)}
 
 
 class EngineFailed(Exception):

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a CPU, for bench_step.py and compare_trl.py. Imports nothing from this project.
+"""TRL's GRPOTrainer on a CPU or a GPU, for bench_step.py and compare_trl.py. Imports nothing from this project.
 
 All siblings of a step are generated in one call of transformers' generate, then trained on in micro-batches. The job
 has the rows in their order, the options of GRPOConfig that are specific to the benchmark, and the reward: a response
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 import trl
 from datasets import Dataset
-from measure import answer, forget_peak, read_job, status_kib
+from measure import answer, forget_peak, peak_mib, read_job
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -74,7 +74,7 @@ def main() -> None:
     model.generation_config.eos_token_id = JOB["stop_ids"]
     arguments = GRPOConfig(
         output_dir=output,
-        use_cpu=True,
+        use_cpu=JOB["device"] == "cpu",
         bf16=False,
         gradient_checkpointing=False,
         shuffle_dataset=False,
@@ -94,11 +94,11 @@ def main() -> None:
     )
 
     # Memory is measured from here on, until the model is saved.
-    forget_peak()
+    forget_peak(JOB["device"])
     trainer.train()
-    peak_mib = status_kib("VmHWM") / 1024
+    peak = peak_mib(JOB["device"])
     trainer.save_model()
-    answer(steps=trainer.steps, model=output, peak_mib=peak_mib, version=f"trl {trl.__version__}")
+    answer(steps=trainer.steps, model=output, peak_mib=peak, version=f"trl {trl.__version__}")
 
 
 if __name__ == "__main__":

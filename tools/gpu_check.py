@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Check this project on a GPU, in short stages that run one by one: build, kernels, training, engines, FP8.
+"""Measure this project on a GPU, in short stages that run one by one, and compare with benchmarks/gpu_baseline.json.
 
-    python tools/gpu_check.py [STAGE ...] [--device cpu] [--out FILE] [--limit SECONDS] [--scratch DIR]
-                              [--vllm-python PYTHON] [--trtllm-python PYTHON]
+    python tools/gpu_check.py [STAGE ...] [--device cpu] [--out FILE] [--total SECONDS] [--scratch DIR] [--update]
+                              [--vllm-python PYTHON] [--trtllm-python PYTHON] [--trl-python PYTHON]
 
-Every stage runs in its own process and is killed after --limit seconds. Its rows are kept, and the next stage starts.
-Models and prompts are generated, so no network is needed. tools/gpu_check.txt lists the Python packages. A part that
-the machine lacks is a row "missing".
+Every stage runs in its own process and is killed after its limit. Its rows are kept, and the next stage starts. No
+network is needed. tools/gpu_check.txt lists the Python packages. A part that the machine lacks is a row "missing".
 
-Rows are appended to --out, one JSON object per line, and tables to the same name with .md. The exit code is 1 if a row
-failed. --device cpu runs all stages with tiny sizes, which tests this script, not a GPU.
+Rows are appended to --out, one JSON object per line, after one about the machine. The last lines name rows that failed
+and metrics that are worse than in the section of this GPU (TOLERANCE). The exit code is then 1. --device cpu runs the
+stages with tiny sizes, which tests this script, not a GPU.
 """
 
 from __future__ import annotations
@@ -27,80 +27,92 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from gpu_stages import STAGES
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
-STAGES = ("build", "ops", "train", "n512", "fp8", "vllm", "trtllm")
-LIMIT_S = 480.0
+BASELINE = ROOT / "benchmarks" / "gpu_baseline.json"
+# Whether (value, baseline) is acceptable, by the last word of a metric's name
+TOLERANCE: dict[str, Callable[[Any, Any], bool]] = {
+    **dict.fromkeys(("s", "ms", "products", "launches"), lambda value, before: value <= 1.1 * before),
+    **dict.fromkeys(("tokens/s", "times"), lambda value, before: 1.1 * value >= before),
+    "MiB": lambda value, before: value <= 1.02 * before,
+    "sha256": lambda value, before: value == before,
+}
 PACKAGES = ("torch", "triton", "megatron-core", "transformers", "transformer-engine", "vllm", "tensorrt_llm")
 WHOLE = "the stage as a whole"
 Row = dict[str, Any]  # "what", "result" ("ok", "failed: ...", "missing: ...") and metrics
 
 
 def main() -> None:
-    """Run the stages named on the command line."""
+    """Run the stages named on the command line, and compare their rows with the baseline."""
     args = _arguments(sys.argv[1:])
     command = shlex.join(["python", "tools/gpu_check.py", *sys.argv[1:]])
-    with tempfile.TemporaryDirectory(prefix="gpu_check_") as own:
+    about = machine() | {"date": datetime.date.today().isoformat(), "command": command}
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as own, args.out.open("a", encoding="utf-8") as out:
+        print(json.dumps({"stage": "machine", **about}), file=out, flush=True)
         scratch = (args.scratch or Path(own)).resolve()
         scratch.mkdir(parents=True, exist_ok=True)
-        pythons = {key: getattr(args, f"{key}_python") for key in ("vllm", "trtllm")}
+        pythons = {key: getattr(args, f"{key}_python") for key in ("vllm", "trtllm", "trl")}
         job = {"device": args.device, "scratch": str(scratch), "pythons": pythons}
-        rows = run_stages(args.stages or STAGES, job, args.out, args.limit, command)
-    sys.exit(any(row["result"].startswith("failed") for row in rows))
+        limits = {name: STAGES[name][1] for name in args.stages}
+        rows = run_stages(limits, job, out, args.total)
+
+    baselines = json.loads(BASELINE.read_text(encoding="utf-8"))
+    gpu = about["GPU"].partition(",")[0]
+    lines = regressions(rows, baselines.get(gpu, {}))
+    if gpu not in baselines:
+        print(f"{BASELINE.name} has no section for this GPU ({gpu}); --update writes it")
+    if args.update:
+        baselines[gpu] = baselines.get(gpu, {}) | {key: about[key] for key in ("date", "commit")} | measured(rows)
+        BASELINE.write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
+    sys.exit("\n".join(lines) or None)
 
 
 def _arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; by default all but trtllm")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run with tiny sizes")
-    parser.add_argument(
-        "--out", type=Path, default=Path("gpu_check.jsonl"), help="rows; tables go to the same name .md"
-    )
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a stage (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.jsonl"), help="file that the rows are appended to")
+    parser.add_argument("--total", type=float, default=480.0, help="seconds of all stages (%(default)s)")
     parser.add_argument("--scratch", type=Path, help="folder for models and logs; by default one that is removed")
-    parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of the environment with vLLM")
-    parser.add_argument("--trtllm-python", default=sys.executable, help="interpreter of the one with TensorRT-LLM")
+    parser.add_argument("--update", action="store_true", help="write the results into the baseline of this GPU")
+    for key, package in (("vllm", "vLLM"), ("trtllm", "TensorRT-LLM"), ("trl", "TRL")):
+        parser.add_argument(f"--{key}-python", default=sys.executable, help=f"interpreter with {package}")
     args = parser.parse_args(words)
+    args.stages = args.stages or [name for name in STAGES if name != "trtllm"]
     for name in args.stages:
         if name not in STAGES:
             parser.error(f"{name}: there is no such stage; the stages are {', '.join(STAGES)}")
     return args
 
 
-def run_stages(stages: Sequence[str], job: dict[str, Any], out: Path, limit: float, command: str) -> list[Row]:
-    """Run the stages, write the rows of each as it ends, and return all rows. job: fields of gpu_stages.Job."""
-    date = datetime.date.today().isoformat()
-    about = machine()
-    head = "; ".join(f"{key}: {value}" for key, value in about.items())
-    _write(
-        out, [{"stage": "machine", "date": date, "command": command, **about}], f"## GPU check, {date}\n\n{head}\n\n"
-    )
+def run_stages(limits: Mapping[str, float], job: dict[str, Any], out: TextIO, total: float) -> list[Row]:
+    """Run the stages, write every row as its stage ends, and return all rows.
 
+    limits: seconds of each stage. total: of all of them. job: fields of gpu_stages.Job.
+    """
     scratch = Path(job["scratch"])
     (scratch / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    every: list[Row] = []
-    for stage in stages:
+    rows: list[Row] = []
+    end = time.monotonic() + total
+    for stage, limit in limits.items():
+        left = min(limit, end - time.monotonic())
         written = scratch / f"{stage}.jsonl"
         written.unlink(missing_ok=True)
         words = [sys.executable, str(TOOLS / "gpu_stages.py"), stage, str(scratch / "job.json"), str(written)]
-        begun = time.monotonic()
-        rows = [{"stage": stage, **row} for row in launch(words, written, scratch / f"{stage}.log", limit)]
-        _write(out, rows, table(stage, rows, time.monotonic() - begun))
-        every += rows
-    return every
-
-
-def _write(out: Path, rows: Sequence[Row], text: str) -> None:
-    with out.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    with out.with_suffix(".md").open("a", encoding="utf-8") as file:
-        file.write(text + "\n")
-    print(text, flush=True)
+        found = [{"what": WHOLE, "result": f"failed: not started within {total:g} s"}]
+        if left > 0:
+            found = launch(words, written, scratch / f"{stage}.log", left)
+        rows += (added := [{"stage": stage, **row} for row in found])
+        print(*map(json.dumps, added), sep="\n", file=out, flush=True)
+        print(*map(line, added), sep="\n", flush=True)
+    return rows
 
 
 def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[Row]:
@@ -145,11 +157,15 @@ def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[
 
 
 def machine() -> dict[str, str]:
-    """Return the GPU with its driver, the processor, Python, and the versions of packages."""
-    found = {"GPU": "missing", "processor": f"{os.cpu_count()} cores", "Python": platform.python_version()}
+    """Return the commit, the GPU with its driver, the processor, Python, and the versions of packages."""
+    found = dict.fromkeys(("GPU", "commit"), "missing")
+    found |= {"processor": f"{os.cpu_count()} cores", "Python": platform.python_version()}
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
         found["GPU"] = subprocess.run(query, capture_output=True, text=True).stdout.strip() or "missing"
+    if shutil.which("git"):
+        git = ["git", "rev-parse", "--short=8", "HEAD"]
+        found["commit"] = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "missing"
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
@@ -158,15 +174,31 @@ def machine() -> dict[str, str]:
     return found
 
 
-def table(stage: str, rows: Sequence[Row], seconds: float) -> str:
-    """Return the rows of a stage as a table in Markdown."""
-    lines = [f"### {stage}, {seconds:.0f} s", "", "| what | result | metrics |", "|---|---|---|"]
-    for row in rows:
-        metrics = {key: value for key, value in row.items() if key not in ("what", "result", "stage")}
-        text = ", ".join(f"{key} {_number(value)}" for key, value in metrics.items())
-        cells = (" ".join(x.replace("|", "\\|").split()) for x in (row["what"], row["result"], text))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def measured(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the metrics of successful rows that are compared with the baseline, as "row: metric"."""
+    return {
+        f"{row['what']}: {metric}": value
+        for row in rows
+        for metric, value in row.items()
+        if row["result"] == "ok" and metric.split()[-1] in TOLERANCE
+    }
+
+
+def regressions(rows: Sequence[Row], baseline: dict[str, Any]) -> list[str]:
+    """Return a line for every row that failed, and for every metric that is worse than in the section of this GPU."""
+    found = [f"{row['stage']}, {row['what']}: {row['result']}" for row in rows if row["result"].startswith("failed")]
+    for name, value in measured(rows).items():
+        before = baseline.get(name, value)
+        if not TOLERANCE[name.split()[-1]](value, before):
+            found.append(f"{name} is {_number(value)}, and {_number(before)} in the baseline")
+    return found
+
+
+def line(row: Row) -> str:
+    """Return a row as a line of text."""
+    metrics = {key: value for key, value in row.items() if key not in ("what", "result", "stage")}
+    texts = [row["result"], *(f"{key} {_number(value)}" for key, value in metrics.items())]
+    return f"{row['stage']:<17}{row['what']}: {', '.join(texts)}"
 
 
 def _number(value: Any) -> str:

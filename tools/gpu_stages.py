@@ -1,21 +1,22 @@
 """The stages of tools/gpu_check.py: python tools/gpu_stages.py STAGE JOB.json ROWS.jsonl
 
-Every row is written as soon as it is known, so that a crash or a kill loses no earlier row.
+Every row is written as soon as it is known, so that a crash or a kill loses no earlier row. Models have random weights.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import importlib.util
 import json
-import math
 import os
-import re
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,73 +58,34 @@ def attempt(what: str, call: Callable[[], Row]) -> Row:
         return judged(what, f"{type(e).__name__}: {e}")
 
 
-# Stage "build".
+# Operations.
 
-
-def build(job: Job) -> Iterator[Row]:
-    """Build csrc with CUDA for the torch that is installed, and run the tests of the kernels."""
-    if job.dry:
-        yield missing("csrc with CUDA", "no GPU in the dry mode")
-        yield attempt("tests", lambda: _tests(["tests/ops/test_value_loss.py"]))
-        return
-    nvcc = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin:{os.environ['PATH']}")
-    if nvcc is None:
-        yield missing("csrc with CUDA", "nvcc: install the CUDA toolkit or set CUDA_HOME")
-        return
-    yield attempt("csrc with CUDA", lambda: _build(nvcc))
-    if importlib.util.find_spec("pytest"):
-        yield attempt("tests", lambda: _tests(["tests/gpu", "-k", "cuda"]))
-    else:
-        yield missing("tests", "pip install pytest")
-
-
-def _build(nvcc: str) -> Row:
-    settings = {"BRORL_CUDA": "1", "BRORL_NATIVE": "1", "CUDA_HOME": str(Path(nvcc).resolve().parents[1])}
-    begun = time.perf_counter()
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
-    wrong = (done.stdout + done.stderr).strip()[-300:] if done.returncode else ""
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
-    return judged("csrc with CUDA", wrong, nvcc=version, seconds=time.perf_counter() - begun)
-
-
-def _tests(arguments: list[str]) -> Row:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1]
-    passed = re.search(r"(\d+) passed", last)
-    return judged("tests", "" if passed and not done.returncode else last, passed=int(passed[1]) if passed else 0)
-
-
-# Stage "ops".
-
-LOSS = {"cuda": (16384, 1536, 151936), "cpu": (64, 32, 1031)}  # tokens, hidden size, vocabulary
-CHECKED = 1024  # maximum number of these tokens that are compared with float64
+CHECKED = 1024  # maximum number of tokens that are compared with float64
 TOKENS = {"cuda": 1 << 24, "cpu": 1 << 12}  # number of tokens for the ops over tokens
 LENGTH = 512  # tokens of a segment and rollouts of a group
 LOSS_ERROR = {"bf16": 2e-2, "fp32": 1e-5}  # relative error of the gradients, in the Euclidean norm
 ERROR = 1e-5  # relative error of the ops over tokens, in float32
 
 
-def ops(job: Job) -> Iterator[Row]:
-    """Compare each fused op with float64 on the same device, and measure its speed."""
+def loss(number: int, job: Job) -> Iterator[Row]:
+    """Compare the fused loss with float64 and with the time of its three products. number: of bench_ops.SHAPES."""
+    from bench_ops import SHAPES
+
     for dtype in ("fp32",) if job.dry else ("bf16", "fp32"):
-        what = f"linear_ppo_loss {dtype}"
-        yield attempt(what, partial(_loss, what, dtype, job))
-    for name, call in _token_ops(job).items():
-        yield attempt(name, partial(_token_op, name, call, job))
+        shape = (64, 32, 1031) if job.dry else SHAPES[number]  # tokens, hidden size, vocabulary
+        what = f"linear_ppo_loss {dtype}, V {shape[2]:,}"
+        yield attempt(what, partial(_loss, what, dtype, shape, job))
 
 
-def _loss(what: str, dtype: str, job: Job) -> Row:
-    """Compare the gradients with the reference in float64, and the time with that of three products."""
+def _loss(what: str, dtype: str, shape: tuple[int, int, int], job: Job) -> Row:
+    """Compare the gradients of 1,024 tokens with the reference in float64, and measure all tokens."""
     import torch
-    from bench_ops import LIMITS, fused, make_inputs
+    from bench_ops import LIMITS, fused, make_inputs, measure
 
     from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
     from megatron_brorl.ops.reference.linear import linear_ppo_loss
 
-    tokens, width, vocab = LOSS[job.device]
-    (hidden, weight, *rest), _ = make_inputs(dtype, (min(tokens, CHECKED), width, vocab), None, job.device)
+    (hidden, weight, *rest), _ = make_inputs(dtype, (min(shape[0], CHECKED), *shape[1:]), None, job.device)
     fused(hidden, weight, *rest)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     ids, old, rollout, advantages = rest
@@ -133,240 +95,292 @@ def _loss(what: str, dtype: str, job: Job) -> Row:
     linear_ppo_loss(exact[0], exact[1], ids, inputs, settings, 1.0).loss.backward()
     pairs = zip((hidden.grad, weight.grad), (x.grad for x in exact), strict=True)
     error = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)  # type: ignore[union-attr, operator]
+    del hidden, weight, exact, inputs
 
-    # The speed, with enough tokens to fill the device.
-    del exact, inputs
-    large, _ = make_inputs(dtype, (tokens, width, vocab), None, job.device)
-    h, w = (x.detach() for x in large[:2])
-
-    def products() -> None:
-        logits = torch.mm(h, w.t())
-        torch.mm(logits, w)
-        torch.mm(logits.t(), h)
-
-    def loss() -> None:
-        large[0].grad = large[1].grad = None
-        fused(*large)
-
-    base = seconds(products, job)
-    taken = seconds(loss, job)
+    products, taken = (
+        measure((name, dtype, shape, 0.0, job.device, torch.get_num_threads(), 5)) for name in ("products", "fused")
+    )
     wrong = f"the error is {error:.2g}" if not error < LOSS_ERROR[dtype] else ""
-    return judged(what, wrong, error=error, ms=1e3 * taken, **{"over three products": taken / base})
+    ratio = {"over three products": taken["seconds"] / products["seconds"]}
+    return judged(what, wrong, error=error, ms=1e3 * taken["seconds"], **ratio, MiB=taken["extra_mib"])
 
 
-def _token_ops(job: Job) -> dict[str, Callable[[str, Any], Any]]:
-    """Return, by name, a function of an implementation ("fused" or "reference") and of a dtype to tensors."""
+def tokens(job: Job) -> Iterator[Row]:
+    """Compare each op over tokens with float64 on the same device, and measure its speed."""
     import torch
 
     from megatron_brorl.algo.advantages import Moments
-    from megatron_brorl.ops.backend import backend
     from megatron_brorl.ops.interface import Backend
 
-    device = torch.device(job.device)
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(4, TOKENS[job.device], generator=generator).to(device)
+    table = torch.randn(4, TOKENS[job.device], generator=torch.Generator().manual_seed(0)).to(job.device)
 
-    def op(call: Callable[[Backend, list[Any]], Any]) -> Callable[[str, Any], Any]:
-        def run(name: str, dtype: Any, count: int = TOKENS[job.device]) -> Any:
-            return call(backend(name, device), [x[:count].to(dtype, copy=True) for x in table])
+    def moments(ops: Backend, x: list[Any]) -> Any:
+        found = ops.moments(x[0])
+        return torch.tensor([found.mean, found.m2])
 
-        return run
+    def gae(ops: Backend, x: list[Any]) -> Any:
+        starts = torch.arange(0, len(x[0]) + 1, LENGTH, device=job.device)
+        return ops.gae(x[0], x[1], starts, gamma=0.99, lam=0.95)[0]
 
-    def starts(x: Any) -> Any:
-        return torch.arange(0, len(x) + 1, LENGTH, device=device)
+    def whiten(ops: Backend, x: list[Any]) -> Any:
+        return ops.whiten(x[0], Moments(10.0, 0.5, 40.0))
 
     def value_loss(ops: Backend, x: list[Any]) -> Any:
-        x[0].requires_grad_()
-        ops.value_loss(x[0], x[1], x[2], (x[3] > 0).to(x[0]), 0.2).loss.backward()
-        return x[0].grad
+        values = x[0].detach().requires_grad_()
+        ops.value_loss(values, x[1], x[2], x[3], 0.2).loss.backward()
+        return values.grad
 
-    return {
-        "gae": op(lambda ops, x: ops.gae(x[0], x[1], starts(x[0]), gamma=0.99, lam=0.95)[0]),
-        "moments": op(lambda ops, x: torch.tensor([ops.moments(x[0]).mean, ops.moments(x[0]).m2])),
-        "whiten": op(lambda ops, x: ops.whiten(x[0], Moments(10.0, 0.5, 40.0))),
-        "value_loss": op(value_loss),
-    }
+    table[3] = (table[3] > 0).float()
+    for op in (gae, moments, whiten, value_loss):
+        yield attempt(op.__name__, partial(_token_op, op, table, job))
 
 
-def _token_op(what: str, run: Callable[..., Any], job: Job) -> Row:
-    """Compare 1,024 tokens with the reference in float64, and measure all of them with the copies of the inputs."""
+def _token_op(op: Callable[..., Any], table: Any, job: Job) -> Row:
+    """Compare 1,024 tokens with the reference in float64, and measure all of them."""
     import torch
+    from measure import timed
 
-    got = run("fused", torch.float32, 2 * LENGTH).double()
-    expected = run("reference", torch.float64, 2 * LENGTH).double()
-    error = float((got - expected).norm() / expected.norm())
+    from megatron_brorl.ops.backend import backend
+
+    fused, reference = (backend(name, torch.device(job.device)) for name in ("fused", "reference"))
+    few = table[:, : 2 * LENGTH]
+    expected = op(reference, list(few.double()))
+    error = float((op(fused, list(few)).double() - expected).norm() / expected.norm())
     wrong = f"the error is {error:.2g}" if not error < ERROR else ""
-    taken = seconds(lambda: run("fused", torch.float32), job)
-    return judged(what, wrong, error=error, tokens=TOKENS[job.device], ms=1e3 * taken)
+    seconds = [timed(lambda: op(fused, list(table)), job.device)[0] for _ in range(6)]
+    return judged(op.__name__, wrong, error=error, tokens=table.shape[1], ms=1e3 * statistics.median(seconds[1:]))
 
 
-def seconds(call: Callable[[], Any], job: Job, repeat: int = 5) -> float:
-    """Return the median seconds of a call, after one that is not counted."""
-    import torch
+# Models.
 
-    found = []
-    for _ in range(1 + repeat):
-        if not job.dry:
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        call()
-        if not job.dry:
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found[1:])
-
-
-# Stages that train: "train", "n512", "fp8", "vllm" and "trtllm".
-
-SIZES: dict[str, dict[str, Any]] = {
-    "cuda": {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 4, "ffn": 2816, "context": 512},
-    "cpu": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "context": 64},
-}
-RESPONSE = {"cuda": 128, "cpu": 6}  # tokens, at most
-N512 = {"cuda": 512, "cpu": 16}  # rollouts per prompt
 GAP = {"bf16": 0.05, "fp32": 1e-3}  # nats: mean difference of log-probabilities between engine and trainer
-FP8_GAP = 0.3  # of gradient norms, relative: FP8 has two or three bits of mantissa
-RECIPES = ("delayed", "tensorwise", "blockwise")
-# The answers of a random model are always wrong, so the reward is a share of letters, which differs within a group.
-REWARD = "def score(response, row):\n    return sum(c in 'aeiou' for c in response) / (1 + len(response))\n"
-CONFIG = """
-[run]
-log = []
-[model]
-path = "{model}"
-dtype = "{dtype}"
-[data]
-train = ["{rows}"]
-template = "{{prompt}}="
-verifier = "{reward}:score"
-[rollout]
-prompts = 4
-max_tokens = {response}
-[reward]
-workers = 1
-extract = "full"
-cut_off_factor = 1.0
-[algo]
-advantage = "reinforce_pp_baseline"
-mini_batches = 2
-[optim]
-lr = 1e-5
-[train]
-tokens_per_micro_batch = 16384
-[evaluate]
-every = 0
-"""
+Sizes = tuple[int, int, int, int]  # prompts, rollouts of each, prompt tokens, response tokens
 
 
-def train(job: Job) -> Iterator[Row]:
-    """Train with the built-in engine, and resume."""
-    yield attempt("two steps", lambda: _run("two steps", job, "train", steps=2))
-    yield attempt("resume for a third step", lambda: _run("resume for a third step", job, "train", steps=3))
+def _job(model: str, sizes: Sizes, job: Job, dtype: str = "bf16", steps: int = 2) -> tuple[dict[str, Any], Path]:
+    """Return a job of bench_step, and a new folder for its run. The model is written if no stage did it before."""
+    import bench_step
+    from bench_common import DTYPES, MODELS, write_model
+
+    if job.dry:
+        model, sizes, dtype = "t4", (2, 16, 8, 16), "fp32"
+    directory = Path(job.scratch, model)
+    if not directory.exists():
+        part = Path(f"{directory}.part")  # Its stage may be killed.
+        write_model(model, part, DTYPES["fp32" if job.dry else "bf16"])
+        bench_step.write_tokenizer(MODELS[model]["vocab_size"], part)
+        part.rename(directory)
+    groups, n, prompt, response = sizes
+    common = {"device": job.device, "threads": os.cpu_count(), "trl_micro_batch": 64, "tokens_per_micro_batch": 16384}
+    args = argparse.Namespace(groups=groups, n=n, response=response, repeat=steps - 1, **common)
+    return bench_step.make_job(args, directory, prompt, dtype), Path(tempfile.mkdtemp(dir=job.scratch))
 
 
-def n512(job: Job) -> Iterator[Row]:
-    """Train a step of N = 512 with the built-in engine."""
-    what = f"N = {N512[job.device]}"
-    yield attempt(what, lambda: _run(what, job, "n512", 2, [f"rollout.n={N512[job.device]}"]))
+def _run(what: str, settings: dict[str, Any], folder: Path, *overrides: str) -> Row:
+    """Return the row of a run of bench_step with the times of its last step. Its updates must be finite."""
+    from bench_step import ours
+
+    found = ours(settings, folder, *overrides)
+    last = found["steps"][-1]
+    gap = max(step["logprob_gap_mean"] for step in found["steps"])
+    wrong = "" if gap < GAP[settings["dtype"]] else f"log-probabilities of engine and trainer differ by {gap:.3g} nats"
+    if any(not step["updates"] or step["updates_skipped"] for step in found["steps"]):
+        wrong = "an update was skipped, or there was none"
+    phases = {f"{phase} s": last[phase] for phase in ("generate", "train", "refit")}
+    rate = {"generated tokens/s": last["tokens"] / last["generate"], "MiB": found["peak_mib"]}
+    return judged(what, wrong, s=last["step"], **phases, **rate, gap=gap)
 
 
-def fp8(job: Job) -> Iterator[Row]:
-    """Train with every FP8 recipe of Transformer Engine, and compare the first gradient norm with that of bf16."""
-    if job.dry or not importlib.util.find_spec("transformer_engine"):
-        yield missing("FP8", "no GPU in the dry mode" if job.dry else "pip install 'transformer-engine[pytorch]'")
-        return
-    base = attempt("bf16", lambda: _run("bf16", job, "fp8_none", steps=2))
-    yield base
-    for recipe in RECIPES:
-        what = f"FP8 {recipe}"
-        row = attempt(what, partial(_run, what, job, f"fp8_{recipe}", 2, [f"fp8.recipe={recipe}"]))
-        if row["result"] == "ok" and "grad_norm" in base:
-            gap = abs(row["grad_norm"] - base["grad_norm"]) / base["grad_norm"]
-            wrong = f"the gradient norm differs from that of bf16 by {gap:.0%}" if gap > FP8_GAP else ""
-            row = judged(**{"wrong": wrong, **row, "gap": gap, "speedup": base["step s"] / row["step s"]})
-        yield row
+def step(what: str, model: str, sizes: Sizes, job: Job) -> Iterator[Row]:
+    """Measure the second step of a run with the built-in engine and one update."""
+    yield _run(what, *_job(model, sizes, job))
 
 
-def vllm(job: Job) -> Iterator[Row]:
-    """Train with rollouts of vLLM."""
-    yield from _engine("vllm", "vllm", job)
-
-
-def trtllm(job: Job) -> Iterator[Row]:
-    """Train with rollouts of TensorRT-LLM."""
-    yield from _engine("trtllm", "tensorrt_llm", job)
-
-
-def _engine(engine: str, package: str, job: Job) -> Iterator[Row]:
-    python = job.pythons.get(engine, sys.executable)
-    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    if subprocess.run([python, "-c", look], capture_output=True).returncode:
+def remote_step(engine: str, package: str, job: Job) -> Iterator[Row]:
+    """Measure the second step of a run with the rollouts of another engine, which captures CUDA graphs."""
+    if not _has(python := job.pythons.get(engine, sys.executable), package):
         yield missing(engine, f"{python} has no {package}; --{engine}-python names another interpreter")
         return
-    changes = [f"rollout.engine={engine}", f"engine.python={python}", f"rollout.n={N512[job.device]}"]
-    changes += ["engine.cuda_graphs=false"] if job.dry else []
-    yield attempt(engine, lambda: _run(engine, job, engine, 2, changes))
+    changes = [f"rollout.engine={engine}", f"engine.python={python}", f"engine.cuda_graphs={str(not job.dry).lower()}"]
+    yield _run(engine, *_job("1.5b", (4, 512, 128, 128), job), *changes)
 
 
-def _run(what: str, job: Job, folder: str, steps: int, changes: list[str] | None = None) -> Row:
-    """Run `brorl train` up to a number of steps, and return a row with the metrics of the first and the last step."""
-    dtype = "fp32" if job.dry else "bf16"
-    scratch = Path(job.scratch)
-    config, run, model, rows = (scratch / x for x in ("run.toml", folder, "model", "rows.jsonl"))
-    if not config.exists():
-        sums = [{"prompt": f"{i}+{j}", "answer": str(i + j)} for i in range(20) for j in range(20)]
-        rows.write_text("".join(json.dumps(x) + "\n" for x in sums), encoding="utf-8")
-        (scratch / "reward.py").write_text(REWARD, encoding="utf-8")
-        text = CONFIG.format(
-            reward=scratch / "reward.py", model=model, dtype=dtype, rows=rows, response=RESPONSE[job.device]
-        )
-        config.write_text(text, encoding="utf-8")
-        _make_model(config, model, job)
-    settings = [f"run.dir={run}", f"train.steps={steps}", "rollout.n=16", *(changes or [])]
-    command = [sys.executable, "-m", "megatron_brorl", "train", str(config), *settings]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["no output"]
-        return judged(what, f"exit code {done.returncode}: {said[-1]}")
-
-    # Every run must have finite updates, and engine and trainer must agree on log-probabilities.
-    found = [json.loads(x) for x in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = [row for row in found if "loss" in row]
-    first, last = found[0], found[-1]
-    gap = max(row["logprob_gap_mean"] for row in found)
-    wrong = ""
-    if last["step"] != steps - 1:
-        wrong = f"the last step is {last['step']} instead of {steps - 1}"
-    elif any(not row["updates"] or row["updates_skipped"] or not math.isfinite(row["grad_norm"]) for row in found):
-        wrong = "an update was skipped, or there was none"
-    elif not gap < GAP[dtype]:
-        wrong = f"log-probabilities of engine and trainer differ by {gap:.3g} nats"
-    metrics = {
-        "loss": first["loss"],
-        "grad_norm": first["grad_norm"],
-        "log-prob gap": gap,
-        "step s": last["time"]["step"],
-    }
-    return judged(what, wrong, **metrics, **{"tokens/s": last["time"]["throughput/tokens_per_s"]})
+def _has(python: str, package: str) -> bool:
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return not subprocess.run([python, "-c", look], capture_output=True).returncode
 
 
-def _make_model(config: Path, directory: Path, job: Job) -> None:
-    from make_tiny_model import make
+def trl(job: Job) -> Iterator[Row]:
+    """Measure a step of TRL with transformers' generation, and the same step of this project."""
+    from measure import ask
 
-    from megatron_brorl.config.load import load
+    if not _has(python := job.pythons.get("trl", sys.executable), "trl"):
+        yield missing("TRL", f"{python} has no trl; --trl-python names another interpreter")
+        return
+    settings, folder = _job("135m", (4, 512, 64, 128), job)
+    ours = _run("step 135m", settings, folder)
+    yield ours
+    seconds = ask(python, "trainer_trl.py", settings, folder)["steps"][-1]["step"]
+    yield judged("TRL", "", s=seconds, times=seconds / ours["s"])
 
-    make(load(str(config), []), directory, vocab=128, **SIZES[job.device])
+
+def resume(job: Job) -> Iterator[Row]:
+    """Compare the weights of a run of four steps with those of one that stopped after two and was resumed."""
+    settings, folder = _job("135m", (4, 64, 64, 64), job, steps=4)
+
+    def weights() -> str:
+        return hashlib.sha256((folder / "run" / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+    yield _run("four steps", settings, folder)
+    whole = weights()
+    shutil.rmtree(folder / "run")
+    yield _run("two steps", settings, folder, "train.steps=2")
+    row = _run("resume to four steps", settings, folder) | {"sha256": whole}
+    if weights() != whole:
+        row["result"] = "failed: the weights differ from those of the undisturbed run"
+    yield row
 
 
-STAGES = {x.__name__: x for x in (build, ops, train, n512, fp8, vllm, trtllm)}
+def quickstart(job: Job) -> Iterator[Row]:
+    """Measure the run of examples/smollm2/run.sh. MODEL names the converted model, as there."""
+    from bench_common import train
+
+    example, model = ROOT / "examples" / "smollm2", Path(os.environ.get("MODEL", ROOT / "runs" / "smollm2-135m"))
+    if not model.exists():
+        yield missing("quickstart", f"{model}; examples/smollm2/run.sh converts the model, and MODEL=DIR names it")
+        return
+    data, run = (Path(tempfile.mkdtemp(dir=job.scratch)) for _ in range(2))
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, str(example / "sums.py"), str(data)], check=True)
+    settings = [str(example / "sums.toml"), f"model.path={model}", f"run.dir={run}"]
+    settings += [f'data.{name}=["{data}/{name}.jsonl"]' for name in ("train", "held_out")]
+    settings += ["rollout.n=4", "algo.dynamic_sampling=false", "data.held_out=[]", "train.steps=2"] if job.dry else []
+    found = train(run, settings, os.cpu_count() or 1)
+    first, *later = (step["step"] for step in found["steps"])
+    times = {"job s": found["job_seconds"], "with start s": time.perf_counter() - begun}
+    yield judged("quickstart", "", **{"first s": first, "later s": statistics.median(later)}, **times)
+
+
+def engine(name: str, prompt: int, response: int, job: Job) -> Iterator[Row]:
+    """Measure the built-in engine with 4 prompts x 512 rollouts, and compare tokens between two batches."""
+    import torch
+    from bench_common import DTYPES
+    from bench_rollout import prompts
+    from safetensors.torch import load_file
+
+    from megatron_brorl.families.shape import WEIGHTS, read_shape
+    from megatron_brorl.models.weights.names import hf_shapes
+    from megatron_brorl.ops.backend import backend
+    from megatron_brorl.rollout.engine import Request, Sampling
+    from megatron_brorl.rollout.native.engine import TorchEngine
+    from megatron_brorl.types import Prompt
+
+    settings, _ = _job(name, (4, 512, prompt, response), job)
+    shape, n, dtype = read_shape(settings["model"]), settings["n"], DTYPES[settings["dtype"]]
+    device = torch.device(job.device)
+    ops = backend("fused", device)
+    native = TorchEngine(shape, hf_shapes(shape), device, dtype, 4 * n, ops.sample_tokens, ops.decode)
+    native.update_weights(load_file(f"{settings['model']}/{WEIGHTS}").items(), 0)
+    ids = prompts(shape.vocab, prompt, 8)
+
+    def generate(keys: list[int], tokens: int) -> dict[int, list[Any]]:
+        requests = [Request(Prompt(str(key), "", tuple(ids[key]), None, "exact"), key, n) for key in keys]
+        # The token that ends a response is none of the vocabulary.
+        groups = native.generate(requests, Sampling(1.0, 1.0, 0, tokens, (shape.vocab,)))
+        return {key: [x.token_ids for x in group] for key, group in zip(keys, groups, strict=True)}
+
+    first = generate([0, 1, 2, 3], 16)
+    begun = time.perf_counter()
+    count = sum(len(x) for group in generate([4, 5, 6, 7], settings["response"]).values() for x in group)
+    yield judged(f"engine {name}", "", **{"tokens/s": count / (time.perf_counter() - begun)})
+
+    again = generate([5, 2, 6, 0], 16)
+    equal = all(torch.equal(x, y) for key in (0, 2) for x, y in zip(first[key], again[key], strict=True))
+    yield judged(f"engine {name}, tokens", "" if equal else "a rollout depends on the other rollouts of its batch")
+
+
+def update(variant: str, te: bool, job: Job) -> Iterator[Row]:
+    """Measure an update of the 1.5B model with 64 responses of 512 tokens to a prompt of 512 tokens."""
+    what = f"update {variant} with{'' if te else 'out'} Transformer Engine"
+    if te and (job.dry or not importlib.util.find_spec("transformer_engine")):
+        yield missing(what, "a GPU" if job.dry else "pip install 'transformer-engine[pytorch]'")
+        return
+    from bench_update import measure
+
+    settings, _ = _job("1.5b", (1, 64, 512, 512), job)
+    row = measure(({**settings, "variant": variant, "without_te": not te},))
+    yield judged(what, "", s=row["seconds"], MiB=row["peak_mib"])
+
+
+def profile(model: str, sizes: Sizes, dtype: str, overrides: Sequence[str], job: Job) -> Iterator[Row]:
+    """Count the launches of a run's second step, and list the kernels and CPU operations that take most time."""
+    import torch
+    from bench_step import settings
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+
+    import megatron_brorl
+
+    # The engine runs in a thread of its own.
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 if job.dry else 2]
+    profiler = torch.profiler.profile(activities=kinds, experimental_config=threads)
+    seconds = []
+
+    class Second:
+        def on_step(self, number: int, metrics: Any) -> None:
+            if number == 0:
+                profiler.start()
+            seconds.append(time.perf_counter())
+            if number == 1:
+                profiler.stop()
+
+    config, *changes = settings(*_job(model, sizes, job, dtype))
+    megatron_brorl.train(config, overrides=[*changes, *overrides], callbacks=[Second()])
+    events = [x for x in profiler.key_averages() if not x.is_user_annotation]
+    kernels = [(x.self_device_time_total / 1e3, x) for x in events if x.device_type != DeviceType.CPU]
+    calls = [(x.self_cpu_time_total / 1e3, x) for x in events if x.device_type == DeviceType.CPU]
+    whole = 1e3 * (seconds[1] - seconds[0])
+
+    def longest(found: list[tuple[float, Any]]) -> list[str]:
+        return [f"{ms:.1f} ms, {x.count} x {x.key[:60]}" for ms, x in sorted(found, key=lambda y: -y[0])[:10]]
+
+    parts = {"launches": "Launch", "synchronizations": "Synchronize"}  # of the names of CUDA's functions
+    counts = {key: sum(x.count for _, x in calls if x.key[:2] == "cu" and part in x.key) for key, part in parts.items()}
+    times = {"profiled seconds": whole / 1e3, "GPU busy": sum(ms for ms, _ in kernels) / whole}
+    yield judged(f"profile {model}", "", **counts, **times, kernels=longest(kernels), operations=longest(calls))
+
+
+QUICKSTART = ("algo.mini_batches=4", "algo.mini_batch_of=siblings", "algo.old_log_probs=rollout")
+STAGES: dict[str, tuple[Callable[[Job], Iterator[Row]], float]] = {  # with a limit in seconds
+    "quickstart": (quickstart, 100),
+    "engine_135m": (partial(engine, "135m", 64, 128), 60),
+    "engine_1.5b": (partial(engine, "1.5b", 512, 512), 170),
+    "loss_1.5b": (partial(loss, 5), 60),
+    "loss_135m": (partial(loss, 6), 60),
+    "tokens": (tokens, 60),
+    "resume": (resume, 120),
+    "step_32x16": (partial(step, "step 1.5b, 32 x 16", "1.5b", (32, 16, 128, 384)), 120),
+    "step_1x512": (partial(step, "step 1.5b, 1 x 512", "1.5b", (1, 512, 128, 384)), 120),
+    "update_shared": (partial(update, "shared", False), 60),
+    "update_full": (partial(update, "full", False), 60),
+    "update_te_shared": (partial(update, "shared", True), 60),
+    "update_te_full": (partial(update, "full", True), 60),
+    "update_te_fp8": (partial(update, "fp8:delayed", True), 60),
+    "profile_135m": (partial(profile, "135m", (4, 512, 40, 6), "fp32", QUICKSTART), 60),
+    "profile_1.5b": (partial(profile, "1.5b", (32, 16, 128, 16), "bf16", ()), 90),
+    "trl": (trl, 150),
+    "vllm": (partial(remote_step, "vllm", "vllm"), 180),
+    "trtllm": (partial(remote_step, "trtllm", "tensorrt_llm"), 300),
+}
 
 
 def main() -> None:
     """Run one stage."""
     stage, job, rows = sys.argv[1:]
-    told = Job(**json.loads(Path(job).read_text(encoding="utf-8")))
+    given = Job(**json.loads(Path(job).read_text(encoding="utf-8")))
     with open(rows, "a", encoding="utf-8") as file:
-        for row in STAGES[stage](told):
+        for row in STAGES[stage][0](given):
             print(json.dumps(row), file=file, flush=True)
 
 

@@ -1,13 +1,10 @@
-"""Tests of tools/gpu_check.py: failing stages, and all stages in the dry mode."""
+"""Tests of tools/gpu_check.py: failing stages, the comparison with the baseline, and all stages in the dry mode."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import forks
 import pytest
@@ -38,49 +35,95 @@ def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_check, "launch", launch)
     job = {"device": "cpu", "scratch": str(tmp_path), "pythons": {}}
-    found = gpu_check.run_stages(list(programs), job, tmp_path / "out.jsonl", 2.0, "a command")
+    limits = dict.fromkeys(programs, 2.0)
+    found = gpu_check.run_stages(limits, job, (tmp_path / "out.jsonl").open("a"), total=60.0)
     results = {row["stage"]: row["result"] for row in found if row["what"] == gpu_check.WHOLE}
     assert results["raises"] == "failed: exit code 1: ValueError: a planted fault"
     assert results["hangs"].startswith("failed: killed after 2 s")
     assert results["dies"].startswith("failed: exit code -6")
     assert next(row["result"] for row in found if row["stage"] == "raises") == "ok"  # An earlier row is kept.
     assert found[-1] == {"stage": "fine", "what": "b", "result": "ok", "speed": 12345.6}
-    assert "| b | ok | speed 12,346 |" in (tmp_path / "out.md").read_text()
 
-    # The file has the rows too, after one about the machine. No child of the stage that hung is alive.
-    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert written[0]["command"] == "a command"
-    assert written[1:] == found
+    # The file has the rows too. No child of the stage that hung is alive.
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == found
     state = Path("/proc", (tmp_path / "hangs.log").read_text().strip(), "stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    (late,) = gpu_check.run_stages({"fine": 2.0}, job, (tmp_path / "out.jsonl").open("a"), total=0.0)
+    assert late["result"].startswith("failed: not started")
+
+
+def test_other_weights_of_a_resumed_run_fail(tmp_path, monkeypatch):
+    def run(what, *_):
+        (tmp_path / "run" / "model").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / "model" / "model.safetensors").write_text(what)
+        return gpu_stages.judged(what, "", s=1.0)
+
+    monkeypatch.setattr(gpu_stages, "_job", lambda *_, **__: ({}, tmp_path))
+    monkeypatch.setattr(gpu_stages, "_run", run)
+    results = [row["result"] for row in gpu_stages.resume(gpu_stages.Job("cpu", str(tmp_path), {}))]
+    assert results == ["ok", "ok", "failed: the weights differ from those of the undisturbed run"]
+
+
+WORSE = [
+    ({"ms": 2.0 * 1.11}, ["a: ms is 2.22, and 2 in the baseline"]),
+    ({"ms": 2.0 * 1.09, "MiB": 101.0, "tokens/s": 920.0, "gap": 9.0}, []),  # gap has no tolerance
+    ({"ms": 0.5, "MiB": 10.0, "tokens/s": 1e6}, []),
+    ({"MiB": 103.0}, ["a: MiB is 103, and 100 in the baseline"]),
+    ({"tokens/s": 900.0}, ["a: tokens/s is 900, and 1,000 in the baseline"]),
+    ({"ms": float("nan")}, ["a: ms is nan, and 2 in the baseline"]),
+    ({"sha256": "b"}, ["a: sha256 is b, and a in the baseline"]),
+    ({"result": "failed: a fault", "ms": 9.0}, ["s, a: failed: a fault"]),
+    ({"result": "missing: a package"}, []),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), WORSE)
+def test_regressions_of_the_same_gpu_end_the_command(changes, expected, tmp_path, monkeypatch):
+    row = {"stage": "s", "what": "a", "result": "ok", "ms": 2.0, "MiB": 100.0, "tokens/s": 1000.0, "sha256": "a"}
+    monkeypatch.setattr(gpu_check, "BASELINE", tmp_path / "baseline.json")
+    monkeypatch.setattr(gpu_check, "machine", lambda: {"GPU": "NVIDIA X, 80 GiB", "commit": "c"})
+    (tmp_path / "baseline.json").write_text('{"NVIDIA Y": {"a: ms": 0.1}}')
+
+    def run(found, *options):
+        monkeypatch.setattr(gpu_check, "run_stages", lambda *_: [found])
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out.jsonl"), *options])
+        with pytest.raises(SystemExit) as end:
+            gpu_check.main()
+        return (end.value.code or "").splitlines()
+
+    assert run(row, "--update") == []
+    assert run({**row, **changes}) == expected
+    assert json.loads((tmp_path / "baseline.json").read_text())["NVIDIA Y"] == {"a: ms": 0.1}
 
 
 @pytest.mark.slow
 def test_every_stage_runs_in_the_dry_mode(tmp_path, monkeypatch):
     """Run all stages on a CPU, with the fakes of tests/contract in place of TensorRT-LLM.
 
-    Stages with long imports run in this process, and fork their training runs.
+    Most stages run in this process, and fork their training runs. Others would set up Megatron in it.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "contract" / "double"))
+    monkeypatch.setenv("MODEL", str(tmp_path / "t4"))  # another stage writes it
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    start, launch = subprocess.run, gpu_check.launch
-
-    def run(command, **options):
-        if command[1:3] == ["-m", "megatron_brorl"]:
-            return forks.command_line(command[3:], dict(os.environ), plots=False)
-        return start(command, **options)
+    launch = gpu_check.launch
 
     def here(command, *arguments):
-        if command[2] in ("build", "vllm"):
+        if command[2].startswith(("update", "profile")):
             return launch(command, *arguments)
-        told = json.loads(Path(command[3]).read_text())
-        return list(gpu_stages.STAGES[command[2]](gpu_stages.Job(**told)))
+        import bench_common
 
-    monkeypatch.setattr(gpu_stages, "subprocess", SimpleNamespace(run=run))
+        def run(words, environment):
+            return forks.command_line(words[3:], environment, plots=False), 0.0
+
+        monkeypatch.setattr(bench_common, "run", run)
+        return list(gpu_stages.STAGES[command[2]][0](gpu_stages.Job(**json.loads(Path(command[3]).read_text()))))
+
     monkeypatch.setattr(gpu_check, "launch", here)
+    limits = dict.fromkeys([*(name for name in gpu_stages.STAGES if name != "quickstart"), "quickstart"], 600.0)
     job = {"device": "cpu", "scratch": str(tmp_path), "pythons": {}}
-    rows = gpu_check.run_stages(gpu_check.STAGES, job, tmp_path / "out.jsonl", 300.0, "a command")
+    rows = gpu_check.run_stages(limits, job, sys.stdout, total=3600.0)
+    assert {row["stage"] for row in rows} == limits.keys()
     assert [row for row in rows if row["result"].startswith("failed")] == []
-    passed = {row["what"] for row in rows if row["result"] == "ok"}
-    assert passed >= {"tests", "linear_ppo_loss fp32", "gae", "value_loss", "two steps", "resume for a third step"}
-    assert passed >= {"N = 16", "trtllm"}
+    absent = {row["stage"] for row in rows if row["result"].startswith("missing")}
+    assert absent <= {"update_te_shared", "update_te_full", "update_te_fp8", "trl", "vllm"}
