@@ -287,7 +287,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=uses_te_layers(shape),  # Megatron compiles it, see cpu_bridge.disable_compiler
         # If True, Megatron builds mlp.activation_func as a module of the type that _layers sets.
-use_te_activation_func=_has_activation_module(shape, ops),
+        use_te_activation_func=_has_activation_module(shape, ops),
         apply_rope_fusion=uses_te_layers(shape),  # by the angles of _preprocess, which are those of every token
         persist_layer_norm=False,
         **(_expert_fields(shape, grid, dtype) if shape.experts else {}),
