@@ -27,7 +27,7 @@ from measure import timed
 from torch import Tensor
 
 from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
-from megatron_brorl.ops.fused.linear import CHUNK_ROWS, linear_log_probs, linear_ppo_loss
+from megatron_brorl.ops.fused.linear import CHUNK_ROWS, chunk_rows, linear_log_probs, linear_ppo_loss
 
 # (T, H, V), with the head of SmolLM2-135M as the fifth. The last two are for GPUs.
 SHAPES = [(4096, 256, 32000), (4096, 256, 151936), (4096, 896, 151936), (4096, 1536, 151936), (4096, 576, 49152)]
@@ -87,7 +87,7 @@ def liger_like(h: Tensor, w: Tensor, *rest: Tensor) -> float:
     gradient = torch.func.grad_and_value(full_loss, argnums=(0, 1))
     grad_hidden = torch.empty_like(h)
     grad_weight = torch.zeros_like(w, dtype=torch.float32)
-    rows = CHUNK_ROWS[h.device.type]
+    rows = chunk_rows(h, w)
 
     def accumulate(part: slice) -> float:  # a function, so that the gradients of a chunk are freed before the next one
         (gh, gw), value = gradient(h.detach()[part], w.detach(), *(x[part] for x in rest))
@@ -106,7 +106,7 @@ def chunked(loss: Callable[..., Tensor]) -> Callable[..., float]:
 
     def run(h: Tensor, w: Tensor, *rest: Tensor) -> float:
         total = 0.0
-        rows = CHUNK_ROWS[h.device.type]
+        rows = chunk_rows(h, w)
         for i in range(0, len(h), rows):
             part = slice(i, i + rows)
             value = loss(h[part], w, *(x[part] for x in rest)) / len(h)

@@ -26,7 +26,7 @@ TORCH_LIBRARY(brorl, library) {
       "int top_k) -> (Tensor ids, Tensor log_probs)");
   library.def(
       "value_loss(Tensor values, Tensor old_values, Tensor returns, Tensor weights, float clip) -> "
-      "(Tensor loss, Tensor gradient, Tensor clipped)");
+      "(Tensor gradient, Tensor sums)");
   library.def(
       "gae(Tensor rewards, Tensor values, Tensor starts, float gamma, float lam) -> (Tensor advantages, Tensor returns)");
   library.def(

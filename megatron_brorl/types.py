@@ -135,6 +135,9 @@ class ScoredRollout:
 class Experience:
     """B rollouts ready to train on, from any number of prompts. Every tuple has length B.
 
+    train.experience puts log-probabilities, advantages, values, returns and mask on the device of the process. The
+    other tensors are on the CPU, where packing reads them.
+
     Tokens of an environment are inputs of the model only. They have no part in losses, divisors or metrics, and 0 in
     all columns of numbers.
     """

@@ -92,8 +92,9 @@ Tensor moments(const Tensor& values, const std::optional<Tensor>& weights) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor v = floating(values, "values");
   const Tensor w = weights ? matching(*weights, "weights", v.sizes(), v.scalar_type(), v) : Tensor();
-  const Tensor result = at::empty({3}, v.options().dtype(at::kDouble));
-  double* const out = result.mutable_data_ptr<double>();
+  const int64_t blocks = on_device(v) ? token_blocks(v.numel()) : 0;
+  const Tensor table = at::empty({1 + blocks, 3}, v.options().dtype(at::kDouble));  // its first row is the result
+  double* const out = table.mutable_data_ptr<double>();
   with_type(v, [&](auto zero) {
     using S = decltype(zero);
     const S* const data = v.const_data_ptr<S>();
@@ -107,7 +108,7 @@ Tensor moments(const Tensor& values, const std::optional<Tensor>& weights) {
 #endif
     weight ? compute_moments<true>(data, weight, v.numel(), out) : compute_moments<false>(data, weight, v.numel(), out);
   });
-  return result;
+  return table.select(0, 0);
 }
 
 void whiten(const Tensor& values, double mean, double std) {

@@ -1,14 +1,12 @@
-// One thread per segment, and one block for the moments: these ops are a small part of a training step, so the
-// kernels are kept simple.
+// GAE has one thread per segment, and is kept simple: it is a small part of a training step.
 #include "policy/advantages_cuda.h"
 
 #include "common/launch.h"
 #include "policy/advantages_math.h"
+#include "policy/partial_moments.h"
 
 namespace brorl {
 namespace {
-
-constexpr int kThreads = 256;
 
 int64_t blocks_of(int64_t n) { return (n + kThreads - 1) / kThreads; }
 
@@ -25,41 +23,19 @@ __global__ void gae_kernel(
       rewards + begin, values + begin, starts[s + 1] - begin, gamma, lambda, advantages + begin, returns + begin);
 }
 
-// Return the sum of x over the block to every thread, in a fixed order. All threads must call it.
-__device__ double block_sum(double x) {
-  __shared__ double of_thread[kThreads];
-  of_thread[threadIdx.x] = x;
-  __syncthreads();
-  for (int step = kThreads / 2; step; step /= 2) {
-    if (threadIdx.x < step) of_thread[threadIdx.x] += of_thread[threadIdx.x + step];
-    __syncthreads();
-  }
-  const double sum = of_thread[0];
-  __syncthreads();  // The next call writes to the same memory.
-  return sum;
-}
-
-// Two passes, because sums of squares of the values themselves lose the spread of values far from zero.
 template <typename S>
-__global__ void moments_kernel(const S* values, const S* weights, int64_t n, double* result) {
-  double count = 0, sum = 0, m2 = 0;
-  for (int64_t i = threadIdx.x; i < n; i += kThreads) {
-    if (weights && weights[i] == 0) continue;
-    count += 1;
-    sum += double(values[i]);
+__global__ void moments_kernel(const S* values, const S* weights, int64_t n, double* table) {
+  S own[kPerThread];
+  unsigned counts = 0;
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    const int64_t i = token_index(k);
+    own[k] = i < n ? values[i] : S(0);
+    counts |= unsigned(i < n && (!weights || weights[i] != 0)) << k;
   }
-  count = block_sum(count);
-  sum = block_sum(sum);
-  const double mean = count ? sum / count : 0;
-  for (int64_t i = threadIdx.x; i < n; i += kThreads) {
-    const double deviation = weights && weights[i] == 0 ? 0 : double(values[i]) - mean;
-    m2 += deviation * deviation;
-  }
-  m2 = block_sum(m2);
-  if (threadIdx.x) return;
-  result[0] = count;
-  result[1] = mean;
-  result[2] = m2;
+  Partial<1, 0> partial{};
+  set_moments(partial, 0, own, counts);
+  write_block(partial, table);
 }
 
 template <typename S>
@@ -81,8 +57,8 @@ const char* gae_launch(
 }
 
 template <typename S>
-const char* moments_launch(const S* values, const S* weights, int64_t n, double* result, cudaStream_t stream) {
-  return launch_kernel(moments_kernel<S>, 1, kThreads, stream, values, weights, n, result);
+const char* moments_launch(const S* values, const S* weights, int64_t n, double* table, cudaStream_t stream) {
+  return reduce_tokens<1, 0>(moments_kernel<S>, n, table, stream, values, weights, n);
 }
 
 template <typename S>

@@ -18,12 +18,24 @@ void check(const Tensor& logits, const Tensor& ids, double temperature) {
       logits.scalar_type() == at::kFloat || logits.scalar_type() == at::kDouble,
       "logits must be float32 or float64, got ", logits.scalar_type());
   TORCH_CHECK_VALUE(
-      logits.dim() == 2 && logits.is_contiguous(), "logits must be [R, V] and contiguous, got ", logits.sizes());
+      logits.dim() == 2 && (logits.numel() == 0 || logits.stride(1) == 1),
+      "logits must be [R, V] with contiguous rows, got ", logits.sizes(), " with strides ", logits.strides());
   TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong, "ids must be int64, got ", ids.scalar_type());
   TORCH_CHECK_VALUE(
       ids.dim() == 1 && ids.size(0) == logits.size(0), "ids must be [", logits.size(0), "], got ", ids.sizes());
   TORCH_CHECK_VALUE(temperature > 0, "temperature must be above 0, got ", temperature);
 }
+
+#ifdef BRORL_CUDA
+// Return the distance of rows, which the kernels access by four elements.
+int64_t vector_stride(const Tensor& logits) {
+  const int64_t stride = logits.stride(0);
+  TORCH_CHECK_VALUE(
+      stride % 4 == 0 && reinterpret_cast<uintptr_t>(logits.const_data_ptr()) % (4 * logits.element_size()) == 0,
+      "rows of logits must begin at multiples of 4 elements, got stride ", stride);
+  return stride;
+}
+#endif
 
 Tensor upstream(const Tensor& x, const char* name, const Tensor& logits) {
   TORCH_CHECK_VALUE(
@@ -48,13 +60,13 @@ Tensor softmax_statistics(const Tensor& logits, const Tensor& ids, int64_t start
     if (on_device(logits)) {
       const c10::DeviceGuard guard(logits.device());
       check_launch("softmax_statistics", softmax_statistics_launch<S>(
-          data, target, out, rows, vocab, start, temperature, current_stream(logits)));
+          data, vector_stride(logits), target, out, rows, vocab, start, temperature, current_stream(logits)));
       return;
     }
 #endif
 #pragma omp parallel for schedule(static) num_threads(at::get_num_threads())
     for (int64_t i = 0; i < rows; ++i) {
-      const S* const row = data + i * vocab;
+      const S* const row = data + i * logits.stride(0);
       const SoftmaxPart<double> part = softmax_row(row, vocab, S(1 / temperature));
       const int64_t own = target[i] - start;
       const double values[] = {
@@ -89,7 +101,8 @@ void softmax_gradient_(
     if (on_device(logits)) {
       const c10::DeviceGuard guard(logits.device());
       check_launch("softmax_gradient_", softmax_gradient_launch<S>(
-          data, target, found, u, c, rows, vocab, start, temperature, narrow, current_stream(logits)));
+          data, vector_stride(logits), target, found, u, c, rows, vocab, start, temperature, narrow,
+          current_stream(logits)));
       return;
     }
 #endif
@@ -99,7 +112,8 @@ void softmax_gradient_(
       const double* const s = found + 4 * i;
       const auto gradient = softmax_gradient<S>(
           {s[0], s[1], s[2]}, (s[3] - s[0]) * inverse, u[i], c ? c[i] : S(0), inverse);
-      softmax_gradient_row(data + i * vocab, vocab, target[i] - start, S(s[0]), gradient, S(inverse), narrow);
+      softmax_gradient_row(
+          data + i * logits.stride(0), vocab, target[i] - start, S(s[0]), gradient, S(inverse), narrow);
     }
   });
 }

@@ -1,109 +1,181 @@
-// One block of threads per row of logits.
+// One block of threads per row of logits, whose memory it reads and writes by four elements. Exponentials are powers of
+// 2, which a GPU computes in one instruction.
 #include "policy/softmax_cuda.h"
 
 #include <cuda_bf16.h>
 
+#include "common/exp2.h"
 #include "common/launch.h"
 #include "policy/softmax_math.h"
 
 namespace brorl {
 namespace {
 
-constexpr int kThreads = 512, kWarp = 32;
-constexpr int kPerThread = 8;  // logits per thread between reading and writing a tile
+constexpr int kThreads = 512, kWarp = 32, kWarps = kThreads / kWarp;
+constexpr int kWide = 4, kVectors = 2;  // logits per access, and accesses per thread between reading and writing a tile
+constexpr int kTile = kThreads * kVectors * kWide;
+constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
+constexpr unsigned kAllLanes = 0xffffffffu;
 
+template <typename T>
+struct alignas(kWide * sizeof(T)) Four {
+  T x[kWide];
+};
+
+// Index of the first logit of this thread's k-th vector of a tile.
+__device__ __forceinline__ int index_of(int tile, int k) { return tile + (k * kThreads + int(threadIdx.x)) * kWide; }
+
+// Return logits j to j + 3, with -inf after the end of the row.
 template <typename S>
-__device__ SoftmaxPart<S> shuffled(SoftmaxPart<S> part, int offset) {
-  constexpr unsigned all = 0xffffffffu;
-  return {
-      __shfl_down_sync(all, part.largest, offset), __shfl_down_sync(all, part.sum, offset),
-      __shfl_down_sync(all, part.weighted, offset)};
+__device__ Four<S> read(const S* row, int j, int vocab) {
+  if (j + kWide <= vocab) return *reinterpret_cast<const Four<S>*>(row + j);
+  Four<S> z;
+#pragma unroll
+  for (int c = 0; c < kWide; ++c) z.x[c] = j + c < vocab ? row[j + c] : -S(INFINITY);
+  return z;
 }
 
-// Reduce in a fixed order, so that results are reproducible. Only thread 0 gets the result.
-__device__ SoftmaxPart<double> merge_block(SoftmaxPart<double> part, double inverse_temperature) {
-  __shared__ SoftmaxPart<double> of_warps[kThreads / kWarp];
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) part = merge(part, shuffled(part, offset), inverse_temperature);
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = part;
+template <typename T>
+__device__ void write(T* row, int j, int vocab, const Four<T>& values) {
+  if (j + kWide <= vocab) {
+    *reinterpret_cast<Four<T>*>(row + j) = values;
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < kWide; ++c) {
+    if (j + c < vocab) row[j + c] = values.x[c];
+  }
+}
+
+// (z - base) factor, but at least a number whose power of 2 is 0, because 0 * -inf would be NaN. NaN stays NaN.
+template <typename S>
+__device__ __forceinline__ S exponent(S z, S base, S factor) {
+  constexpr S lowest = sizeof(S) == sizeof(float) ? -200 : -1100;
+  const S y = (z - base) * factor;
+  return y < lowest ? lowest : y;
+}
+
+// Return the maximum over the block to all threads.
+template <typename S>
+__device__ S block_max(S x) {
+  __shared__ S of_warps[kWarps];
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmax(x, __shfl_down_sync(kAllLanes, x, offset));
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) x = fmax(x, of_warps[warp]);
+  return x;
+}
+
+struct Sums {
+  double x, y;
+};
+
+// Return the sums of x and y over the block to thread 0. The order is fixed, so that results are reproducible.
+__device__ Sums block_sums(double x, double y) {
+  __shared__ Sums of_warps[kWarps];
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    x += __shfl_down_sync(kAllLanes, x, offset);
+    y += __shfl_down_sync(kAllLanes, y, offset);
+  }
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = {x, y};
   __syncthreads();
   if (threadIdx.x == 0) {
-    for (int warp = 1; warp < kThreads / kWarp; ++warp) part = merge(part, of_warps[warp], inverse_temperature);
+    for (int warp = 1; warp < kWarps; ++warp) x += of_warps[warp].x, y += of_warps[warp].y;
   }
-  return part;
+  return {x, y};
 }
 
 template <typename S>
 __global__ void __launch_bounds__(kThreads) statistics_kernel(
-    const S* logits, const int64_t* ids, double* statistics, int64_t vocab, int64_t start, double inverse_temperature) {
+    const S* logits, int64_t stride, const int64_t* ids, double* statistics, int vocab, int64_t start,
+    double inverse_temperature) {
   constexpr S infinity = S(INFINITY);
-  const S* const row = logits + int64_t(blockIdx.x) * vocab;
-  const S inverse = S(inverse_temperature);
-  SoftmaxPart<S> part{-infinity, 0, 0};
-  for (int64_t tile = 0; tile < vocab; tile += kThreads * kPerThread) {
-    S z[kPerThread], largest = -infinity;
+  const S* const row = logits + int64_t(blockIdx.x) * stride;
+  const S factor = S(inverse_temperature * kLog2E);
+  // Of this thread's logits, as in SoftmaxPart, but with exponents of 2.
+  S largest = -infinity, sum = 0, weighted = 0;
+  for (int tile = 0; tile < vocab; tile += kTile) {
+    Four<S> z[kVectors];
+    S most = largest;
 #pragma unroll
-    for (int k = 0; k < kPerThread; ++k) {
-      const int64_t j = tile + k * kThreads + threadIdx.x;
-      z[k] = j < vocab ? row[j] : -infinity;
-      largest = z[k] > largest ? z[k] : largest;
-    }
-    const S base = largest == -infinity ? S(0) : largest;
-    SoftmaxPart<S> own{largest, 0, 0};
+    for (int k = 0; k < kVectors; ++k) z[k] = read(row, index_of(tile, k), vocab);
 #pragma unroll
-    for (int k = 0; k < kPerThread; ++k) {
-      const S x = (z[k] - base) * inverse, e = exp(x);
-      own.sum += e;
-      own.weighted += e == 0 ? S(0) : e * x;  // 0 * -inf would be NaN
+    for (int k = 0; k < kVectors * kWide; ++k) most = fmax(most, z[k / kWide].x[k % kWide]);
+    const S base = most == -infinity ? S(0) : most;
+    S own = 0, own_weighted = 0;
+#pragma unroll
+    for (int k = 0; k < kVectors * kWide; ++k) {
+      const S y = exponent(z[k / kWide].x[k % kWide], base, factor), e = fast_exp2(y);
+      own += e;
+      own_weighted += e * y;
     }
-    part = merge(part, own, inverse);
+    const S shift = exponent(largest, base, factor), scale = fast_exp2(shift);
+    weighted = scale * (weighted + shift * sum) + own_weighted;
+    sum = scale * sum + own;
+    largest = most;
   }
-  const auto total = merge_block({double(part.largest), double(part.sum), double(part.weighted)}, inverse_temperature);
+
+  const S most = block_max(largest);
+  const S shift = exponent(largest, most == -infinity ? S(0) : most, factor), scale = fast_exp2(shift);
+  const Sums total = block_sums(scale * sum, scale * (weighted + shift * sum));
   if (threadIdx.x == 0) {
     const int64_t target = ids[blockIdx.x] - start;
     double* const out = statistics + 4 * int64_t(blockIdx.x);
-    out[0] = total.largest;
-    out[1] = total.sum;
-    out[2] = total.weighted;
+    out[0] = most;
+    out[1] = total.x;
+    out[2] = total.y * kLn2;
     out[3] = target >= 0 && target < vocab ? double(row[target]) : 0.0;
   }
 }
 
 template <typename S, bool narrow>
 __global__ void __launch_bounds__(kThreads) gradient_kernel(
-    S* logits, const int64_t* ids, const double* statistics, const S* log_prob_gradient, const S* entropy_gradient,
-    int64_t vocab, int64_t start, double inverse_temperature) {
+    S* logits, int64_t stride, const int64_t* ids, const double* statistics, const S* log_prob_gradient,
+    const S* entropy_gradient, int vocab, int64_t start, double inverse_temperature) {
   const int64_t i = blockIdx.x;
-  S* const row = logits + i * vocab;
+  S* const row = logits + i * stride;
   const double* const s = statistics + 4 * i;
-  const int64_t target = ids[i] - start;
-  const S largest = S(s[0]), inverse = S(inverse_temperature);
-  const auto gradient = softmax_gradient<S>(
-      {s[0], s[1], s[2]}, (s[3] - s[0]) * inverse_temperature, log_prob_gradient[i],
-      entropy_gradient ? entropy_gradient[i] : S(0), inverse_temperature);
-  const bool zero = gradient.constant == 0 && gradient.slope == 0;
-  for (int64_t tile = 0; tile < vocab; tile += kThreads * kPerThread) {
-    S d[kPerThread];
+  __shared__ SoftmaxGradient<S> of_row;
+  if (threadIdx.x == 0) {
+    of_row = softmax_gradient<S>(
+        {s[0], s[1], s[2]}, (s[3] - s[0]) * inverse_temperature, log_prob_gradient[i],
+        entropy_gradient ? entropy_gradient[i] : S(0), inverse_temperature);
+  }
+  __syncthreads();
+  const S largest = S(s[0]), factor = S(inverse_temperature * kLog2E);
+  const S constant = of_row.constant, slope = of_row.slope * S(kLn2);
+  const bool zero = constant == 0 && slope == 0;  // a masked or clipped token
+  const int64_t own = ids[i] - start;
+  const int target = own >= 0 && own < vocab ? int(own) : -kWide;  // of no vector if it is on another rank
+  for (int tile = 0; tile < vocab; tile += kTile) {
+    Four<S> d[kVectors] = {};
+    if (!zero) {
 #pragma unroll
-    for (int k = 0; k < kPerThread; ++k) {
-      const int64_t j = tile + k * kThreads + threadIdx.x;
-      d[k] = 0;
-      if (j >= vocab) continue;
-      if (!zero) {
-        const S x = (row[j] - largest) * inverse, e = exp(x);
-        d[k] = e == 0 ? S(0) : e * (gradient.constant + gradient.slope * x);
+      for (int k = 0; k < kVectors; ++k) d[k] = read(row, index_of(tile, k), vocab);
+#pragma unroll
+      for (int k = 0; k < kVectors * kWide; ++k) {
+        S& x = d[k / kWide].x[k % kWide];
+        const S y = exponent(x, largest, factor);
+        x = fast_exp2(y) * (constant + slope * y);
       }
-      if (j == target) d[k] = gradient.at_target;
     }
     // A tile of bfloat16 overwrites only logits that were already read, this tile's included.
     if (narrow) __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kPerThread; ++k) {
-      const int64_t j = tile + k * kThreads + threadIdx.x;
-      if (j >= vocab) continue;
+    for (int k = 0; k < kVectors; ++k) {
+      const int j = index_of(tile, k);
+      if (target >= j && target < j + kWide) {
+#pragma unroll
+        for (int c = 0; c < kWide; ++c) d[k].x[c] = target == j + c ? of_row.at_target : d[k].x[c];
+      }
       if constexpr (narrow) {
-        reinterpret_cast<__nv_bfloat16*>(row)[j] = __float2bfloat16_rn(d[k]);
+        Four<__nv_bfloat16> rounded;
+#pragma unroll
+        for (int c = 0; c < kWide; ++c) rounded.x[c] = __float2bfloat16_rn(d[k].x[c]);
+        write(reinterpret_cast<__nv_bfloat16*>(row), j, vocab, rounded);
       } else {
-        row[j] = d[k];
+        write(row, j, vocab, d[k]);
       }
     }
   }
@@ -113,35 +185,33 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
 
 template <typename S>
 const char* softmax_statistics_launch(
-    const S* logits, const int64_t* ids, double* statistics, int64_t rows, int64_t vocab, int64_t start,
+    const S* logits, int64_t stride, const int64_t* ids, double* statistics, int64_t rows, int64_t vocab, int64_t start,
     double temperature, CUstream_st* stream) {
   if (rows == 0) return nullptr;
   return launch_kernel(
-      statistics_kernel<S>, rows, kThreads, stream, logits, ids, statistics, vocab, start, 1 / temperature);
+      statistics_kernel<S>, rows, kThreads, stream, logits, stride, ids, statistics, int(vocab), start,
+      1 / temperature);
 }
 
 template <typename S>
 const char* softmax_gradient_launch(
-    S* logits, const int64_t* ids, const double* statistics, const S* log_prob_gradient, const S* entropy_gradient,
-    int64_t rows, int64_t vocab, int64_t start, double temperature, bool narrow, CUstream_st* stream) {
+    S* logits, int64_t stride, const int64_t* ids, const double* statistics, const S* log_prob_gradient,
+    const S* entropy_gradient, int64_t rows, int64_t vocab, int64_t start, double temperature, bool narrow,
+    CUstream_st* stream) {
   if (rows == 0) return nullptr;
-  if constexpr (sizeof(S) == sizeof(float)) {
-    if (narrow) {
-      return launch_kernel(
-          gradient_kernel<S, true>, rows, kThreads, stream, logits, ids, statistics, log_prob_gradient,
-          entropy_gradient, vocab, start, 1 / temperature);
-    }
-  }
+  auto kernel = gradient_kernel<S, false>;
+  if constexpr (sizeof(S) == sizeof(float)) kernel = narrow ? gradient_kernel<S, true> : kernel;
   return launch_kernel(
-      gradient_kernel<S, false>, rows, kThreads, stream, logits, ids, statistics, log_prob_gradient, entropy_gradient,
-      vocab, start, 1 / temperature);
+      kernel, rows, kThreads, stream, logits, stride, ids, statistics, log_prob_gradient, entropy_gradient, int(vocab),
+      start, 1 / temperature);
 }
 
-#define BRORL_INSTANTIATE(S)                                                                                     \
-  template const char* softmax_statistics_launch<S>(                                                             \
-      const S*, const int64_t*, double*, int64_t, int64_t, int64_t, double, CUstream_st*);                       \
-  template const char* softmax_gradient_launch<S>(                                                               \
-      S*, const int64_t*, const double*, const S*, const S*, int64_t, int64_t, int64_t, double, bool, CUstream_st*);
+#define BRORL_INSTANTIATE(S)                                                                               \
+  template const char* softmax_statistics_launch<S>(                                                       \
+      const S*, int64_t, const int64_t*, double*, int64_t, int64_t, int64_t, double, CUstream_st*);        \
+  template const char* softmax_gradient_launch<S>(                                                         \
+      S*, int64_t, const int64_t*, const double*, const S*, const S*, int64_t, int64_t, int64_t, double, bool, \
+      CUstream_st*);
 BRORL_INSTANTIATE(float)
 BRORL_INSTANTIATE(double)
 

@@ -1,5 +1,6 @@
 // Ops on a chunk of logits [R, V_local]. Under tensor parallelism each rank has a part of the vocabulary, and the
-// caller merges the statistics of all ranks between the two ops.
+// caller merges the statistics of all ranks between the two ops. Rows are contiguous; on CUDA each must begin at a
+// multiple of four elements.
 #pragma once
 
 #include <optional>

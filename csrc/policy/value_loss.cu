@@ -1,26 +1,43 @@
-#include "common/launch.h"
+#include "policy/partial_moments.h"
 #include "policy/value_loss_math.h"
 
 namespace brorl {
 namespace {
 
-constexpr int kThreads = 256;
-
 template <typename S>
-__global__ void value_loss_kernel(ValuePointers<S> pointers, S clip, int64_t rows) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < rows) value_loss_at(i, pointers, clip);
+__global__ void value_loss_kernel(ValuePointers<S> pointers, S clip, int64_t rows, S* gradient, double* table) {
+  S targets[kPerThread], residuals[kPerThread];
+  Partial<2, 2> partial{};
+  static_assert(partial.kWidth == kValueSums);
+  unsigned counts = 0;
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    const int64_t i = token_index(k);
+    targets[k] = residuals[k] = 0;
+    if (i >= rows) continue;
+    const S value = pointers.values[i], target = pointers.returns[i], weight = pointers.weights[i];
+    const ValueToken<S> token = value_loss_of(value, pointers.old_values[i], target, weight, clip);
+    gradient[i] = token.gradient;
+    targets[k] = target;
+    residuals[k] = target - value;
+    partial.x[5] += double(token.loss);
+    partial.x[6] += token.clipped;
+    counts |= unsigned(weight != 0) << k;
+  }
+  set_moments(partial, 0, targets, counts);
+  set_moments(partial, 1, residuals, counts);
+  write_block(partial, table);
 }
 
 }  // namespace
 
 template <typename S>
-const char* value_loss_launch(ValuePointers<S> pointers, S clip, int64_t rows, CUstream_st* stream) {
-  if (rows == 0) return nullptr;
-  return launch_kernel(value_loss_kernel<S>, (rows + kThreads - 1) / kThreads, kThreads, stream, pointers, clip, rows);
+const char* value_loss_launch(
+    ValuePointers<S> pointers, S clip, int64_t rows, S* gradient, double* table, CUstream_st* stream) {
+  return reduce_tokens<2, 2>(value_loss_kernel<S>, rows, table, stream, pointers, clip, rows, gradient);
 }
 
-template const char* value_loss_launch<float>(ValuePointers<float>, float, int64_t, CUstream_st*);
-template const char* value_loss_launch<double>(ValuePointers<double>, double, int64_t, CUstream_st*);
+template const char* value_loss_launch<float>(ValuePointers<float>, float, int64_t, float*, double*, CUstream_st*);
+template const char* value_loss_launch<double>(ValuePointers<double>, double, int64_t, double*, double*, CUstream_st*);
 
 }  // namespace brorl

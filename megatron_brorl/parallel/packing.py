@@ -76,7 +76,8 @@ class Packed:
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Split per-token values [R] into (row, [G]) pairs, with 0 for tokens of other ranks."""
         if self.kept is not None:
-            values = values.new_zeros(int(self.counts.sum()), *values.shape[1:]).index_copy(0, self.kept, values)
+            whole = values.new_zeros(int(self.counts.sum()), *values.shape[1:])
+            values = whole.index_copy(0, self.kept.to(values.device), values)
         return list(zip(self.rows, values.split(self.counts.tolist()), strict=True))
 
 

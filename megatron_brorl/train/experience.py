@@ -8,6 +8,9 @@ was cut off at rollout.max_tokens has its reward at the last token, too.
 Tokens of an environment are left out: all columns are restricted to the sampled tokens, as if these followed each
 other directly, and Experience has 0 in the places of the others. A chain of values and rewards therefore passes from
 the last token of a turn to the first token of the next one, and its value includes the observation between them.
+
+A column is a tuple of one tensor per row, on the device of this process. On a GPU an operation per row would take
+longer to launch than to run, so columns are concatenated for arithmetic, and rows are views of the result.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.algorithms import advantage
 from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.interface import Backend
-from megatron_brorl.parallel import collectives
+from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.nonfinite import finite_rows, log_rows
@@ -66,7 +69,8 @@ def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: 
     rows = [groups[g].prompt.row() for g in kept]
     advantages = group_advantages(outcomes.rewards[kept], mask, rows, algo)[mask].float()
     if advantage(algo.advantage).whitened and algo.advantage != "gae" and not kl_in_reward(algo):
-        advantages = ops.whiten(advantages, ops.moments(advantages))
+        own = advantages.to(cpu_bridge.default_device())
+        advantages = ops.whiten(own, ops.moments(own)).cpu()
 
     where = torch.zeros_like(outcomes.ended)
     where[kept] = mask
@@ -90,13 +94,14 @@ def token_advantages(
     from the reward of each token (Ouyang et al. 2022, eq. 2). If either is given, this is a collective over the
     replicas, and the advantages are whitened over the tokens of the global batch if algo.advantage is a whitened one.
     """
+    sizes = list(lengths)
     if values is None and kl is None:
-        return tuple(a.expand(n) for a, n in zip(rewards, lengths, strict=True)), None, {}
+        return _repeated(rewards, sizes).split(sizes), None, {}
 
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    per_token = torch.zeros(int(starts[-1])) if kl is None else -algo.kl_coef * torch.cat([torch.zeros(0), *kl])
-    per_token[starts[1:] - 1] += rewards
-    old = torch.zeros_like(per_token) if values is None else torch.cat([torch.zeros(0), *values])
+    starts = torch.tensor([0, *sizes], device=cpu_bridge.default_device()).cumsum(0)
+    per_token = starts.new_zeros(sum(sizes), dtype=torch.float32) if kl is None else -algo.kl_coef * _flat(kl)
+    per_token[starts[1:] - 1] += rewards.to(starts.device)
+    old = torch.zeros_like(per_token) if values is None else _flat(values)
     advantages, returns = ops.gae(per_token, old, starts, gamma=algo.gamma, lam=algo.lam)
 
     # An advantage is the residual of the critic: the return minus the value.
@@ -104,7 +109,6 @@ def token_advantages(
     if advantage(algo.advantage).whitened:
         advantages = ops.whiten(advantages, of_residuals)
 
-    sizes = list(lengths)
     if values is None:
         return advantages.split(sizes), None, {}
     metrics = {
@@ -136,19 +140,19 @@ def make_experience(
     routes = tuple(r.rollout.routes for r in rollouts if r.rollout.routes is not None) or None  # of all or none
     # From here to Experience, all columns have the sampled tokens only.
     sampled = _sampled_masks(rollouts)
-    from_engine = _only(sampled, [r.rollout.log_probs for r in rollouts])
+    from_engine = _column([r.rollout.log_probs for r in rollouts], sampled)
 
     # With a single update, the old policy is the current one, so no old log-probabilities are needed.
     old = from_engine if algo.old_log_probs == "rollout" else None
     if old is None and _needs_old(algo):
-        old = _only(sampled, actor.log_probs(prompts, responses, temperature, routes))
+        old = _column(actor.log_probs(prompts, responses, temperature, routes), sampled)
     reference, teacher, values = None, None, None
     if models.reference:
-        reference = _only(sampled, models.reference.log_probs(prompts, responses, temperature))
+        reference = _column(models.reference.log_probs(prompts, responses, temperature), sampled)
     if models.teacher:
-        teacher = _only(sampled, _teacher_log_probs(models.teacher, prompts, responses, temperature))
+        teacher = _column(_teacher_log_probs(models.teacher, prompts, responses, temperature), sampled)
     if models.critic:
-        values = _only(sampled, models.critic.values(prompts, responses))
+        values = _column(models.critic.values(prompts, responses), sampled)
 
     # Leave out rows with a NaN, which would spread to all rows through moments and means.
     known = [column for column in (from_engine, old, reference, teacher, values) if column is not None]
@@ -165,33 +169,34 @@ def make_experience(
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
     metrics = collectives.all_reduce_sum(counts, actor.grid.groups.dp)
+    lengths = [len(x) for x in from_engine]
     kl = None
     if kl_in_reward(algo) and old is not None and reference is not None:
-        kl = tuple(kl_estimate(o - r, algo.kl_estimator) for o, r in zip(old, reference, strict=True))
+        kl = kl_estimate(_flat(old) - _flat(reference), algo.kl_estimator).split(lengths)
         metrics["reference_kl"] = _token_mean(kl, actor)
 
     # Masked tokens stay in the row, because later tokens attend to them.
     mask = None
     if algo.mismatch_mask != "off" and old is not None:
         bounds = algo.mismatch_mask, *algo.mismatch_bounds
-        mask = tuple(mismatch_mask(o, s, *bounds) for o, s in zip(old, from_engine, strict=True))
+        both = zip(*(_flat(x).cpu().split(lengths) for x in (old, from_engine)), strict=True)
+        mask = _column([mismatch_mask(o, s, *bounds) for o, s in both])
         metrics["masked_share"] = 1 - _token_mean(mask, actor)
 
     per_rollout = advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
-    lengths = [len(x) for x in from_engine]
     per_token, returns, critic_metrics = token_advantages(
         per_rollout, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp
     )
     # The boost comes after whitening, which would rescale it and subtract its mean.
     if algo.correct_boost:
-        boosts = (algo.correct_boost if r.right else 0.0 for r in rollouts)
-        per_token = tuple(a + boost for a, boost in zip(per_token, boosts, strict=True))
+        boosts = torch.tensor([algo.correct_boost if r.right else 0.0 for r in rollouts])
+        per_token = (_flat(per_token) + _repeated(boosts, lengths)).split(lengths)
 
     # Subtract the sampled tokens' reverse KL (Agarwal et al. 2024, section 3), also after whitening.
     if teacher is not None and old is not None:
-        gaps = tuple(o - t for o, t in zip(old, teacher, strict=True))
-        metrics["teacher_kl"] = _token_mean(gaps, actor)
-        per_token = tuple(a - algo.distill_coef * gap for a, gap in zip(per_token, gaps, strict=True))
+        gaps = _flat(old) - _flat(teacher)
+        metrics["teacher_kl"] = _token_mean([gaps], actor)
+        per_token = (_flat(per_token) - algo.distill_coef * gaps).split(lengths)
 
     columns: dict[str, Any] = {
         "rollout_log_probs": from_engine,
@@ -226,14 +231,30 @@ def _sampled_masks(rollouts: Sequence[ScoredRollout]) -> Rows | None:
     return tuple(torch.ones_like(ids, dtype=torch.bool) if e is None else e.sampled for e, ids in episodes)
 
 
-def _only(sampled: Rows | None, column: Sequence[Tensor]) -> Rows:
-    """Return the values of the sampled tokens of each row."""
-    return tuple(column) if sampled is None else tuple(x[s] for x, s in zip(column, sampled, strict=True))
+def _column(rows: Sequence[Tensor], sampled: Rows | None = None) -> Rows:
+    """Return the rows on this process's device, restricted to the sampled tokens if a mask is given."""
+    device = cpu_bridge.default_device()
+    if sampled is None and all(x.device == device for x in rows):
+        return tuple(rows)
+    if sampled is None:
+        return _flat(rows).split([len(x) for x in rows])
+    return _flat(rows)[_flat(sampled)].split([int(s.sum()) for s in sampled])
 
 
 def _filled(sampled: Rows, column: Rows) -> Rows:
-    """Return the rows of _only with 0 or false in the places of the other tokens."""
-    return tuple(x.new_zeros(len(s)).masked_scatter(s, x) for x, s in zip(column, sampled, strict=True))
+    """Return the rows of _column with 0 or false in the places of the other tokens."""
+    mask, values = _flat(sampled), _flat(column)
+    return values.new_zeros(len(mask)).masked_scatter(mask, values).split([len(s) for s in sampled])
+
+
+def _flat(column: Sequence[Tensor]) -> Tensor:
+    """Return the tokens of all rows on this process's device, [tokens]."""
+    return (torch.cat(list(column)) if column else torch.zeros(0)).to(cpu_bridge.default_device())
+
+
+def _repeated(per_row: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the value of each row for all of its tokens, [tokens] on this process's device."""
+    return per_row.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(cpu_bridge.default_device())
 
 
 def _select(column: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:
@@ -252,11 +273,12 @@ def _teacher_log_probs(teacher: Worker, prompts: Rows, responses: Rows, temperat
     The student can sample ids from the padding of its vocabulary. Beyond the teacher's vocabulary they get -inf.
     """
     vocab = teacher.shape.vocab
-    found = teacher.log_probs(prompts, [ids.clamp(max=vocab - 1) for ids in responses], temperature)
-    return tuple(x.masked_fill(ids >= vocab, -torch.inf) for x, ids in zip(found, responses, strict=True))
+    found = _flat(teacher.log_probs(prompts, [ids.clamp(max=vocab - 1) for ids in responses], temperature))
+    return found.masked_fill(_flat(responses) >= vocab, -torch.inf).split([len(ids) for ids in responses])
 
 
-def _token_mean(per_row: Rows, worker: Worker) -> float:
-    own = {"sum": float(sum(x.double().sum() for x in per_row)), "tokens": float(sum(map(len, per_row)))}
+def _token_mean(column: Sequence[Tensor], worker: Worker) -> float:
+    values = _flat(column).double()
+    own = {"sum": float(values.sum()), "tokens": float(len(values))}
     found = collectives.all_reduce_sum(own, worker.grid.groups.dp)
     return found["sum"] / found["tokens"] if found["tokens"] else float("nan")

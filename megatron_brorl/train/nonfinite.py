@@ -31,7 +31,7 @@ def finite_rows(columns: Sequence[Sequence[Tensor]], grid: Grid) -> list[bool]:
     row_of = torch.arange(len(columns[0])).repeat_interleave(torch.tensor([len(row) for row in columns[0]]))
     broken = torch.zeros(len(columns[0]), dtype=torch.int32)
     for column in columns:
-        broken[row_of[~torch.cat(list(column)).isfinite()]] = 1
+        broken[row_of[~torch.cat(list(column)).isfinite().cpu()]] = 1
     broken = broken.to(cpu_bridge.default_device())
     dist.all_reduce(broken, dist.ReduceOp.MAX, group=grid.replica)
     return (broken == 0).tolist()

@@ -15,7 +15,7 @@ from megatron_brorl.algo.policy_loss import PolicyLossSettings, token_weights
 from megatron_brorl.config.schema import AlgoConfig, Config, CriticConfig, OptimConfig
 from megatron_brorl.models.gpt import Head
 from megatron_brorl.ops.interface import Backend, compute_dtype
-from megatron_brorl.parallel import collectives
+from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
 from megatron_brorl.train.learning_rate import learning_rate, scaled, with_decay_steps
@@ -231,7 +231,13 @@ class ActorLoss:
         # A KL in the reward must not count in the loss as well.
         self.settings = settings if algo.kl_in == "loss" else replace(settings, kl_coef=0.0)
         self._part = part
-        self._row_weights = torch.tensor(weights, dtype=torch.float64)
+        lengths = [len(ids) for ids in part.responses]
+        per_row = torch.tensor(weights, dtype=torch.float64)
+        per_token = per_row.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(cpu_bridge.default_device())
+        # A masked token stays in the stream with weight 0.
+        if part.mask:
+            per_token *= torch.cat(part.mask).to(per_token.device)
+        self._weights = per_token.split(lengths)
 
     def tokens(self, batch: Packed, where: torch.device, dtype: torch.dtype) -> losses.PolicyTokens:
         """Return the inputs of the loss for the R tokens of a micro-batch. dtype: that of the model's activations."""
@@ -240,15 +246,11 @@ class ActorLoss:
         def gathered(column: Sequence[Tensor]) -> Tensor:
             return batch.gather(column).to(where, compute_dtype(dtype))
 
-        # A masked token stays in the stream with weight 0.
-        weights = batch.repeat(self._row_weights)
-        if part.mask is not None:
-            weights = weights * batch.gather(part.mask)
-        rows = torch.arange(len(self._row_weights))
+        rows = torch.arange(len(part))
         return losses.PolicyTokens(
             rollout_log_probs=gathered(part.rollout_log_probs),
             advantages=gathered(part.advantages),
-            weights=weights.to(where, compute_dtype(dtype)),
+            weights=gathered(self._weights),
             old_log_probs=None if part.old_log_probs is None else gathered(part.old_log_probs),
             reference_log_probs=None if part.reference_log_probs is None else gathered(part.reference_log_probs),
             sequences=batch.repeat(rows).to(where) if self.settings.of_sequences else None,

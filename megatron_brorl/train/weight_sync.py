@@ -193,7 +193,7 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int, replay_routes: 
     inputs = [torch.tensor(prompts[g].token_ids) for g, _ in rows]
     routes = [r.routes for _, r in rows if r.routes is not None] if replay_routes else None
     actual = worker.log_probs(inputs, [r.token_ids for _, r in rows], 1.0, routes)
-    gaps = torch.cat([(scored - r.log_probs).abs() for scored, (_, r) in zip(actual, rows, strict=True)])
+    gaps = torch.cat([(scored.cpu() - r.log_probs).abs() for scored, (_, r) in zip(actual, rows, strict=True)])
     # Replicas may round differently, and all ranks must take the same decision.
     gaps = gaps.nan_to_num(nan=float("inf")).to(cpu_bridge.default_device())
     dist.all_reduce(gaps, dist.ReduceOp.MAX)

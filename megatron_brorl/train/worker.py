@@ -255,30 +255,32 @@ class Stage:
         per_token: Callable[[Any], Tensor],
         routes: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return per_token(head output) [R], without gradient, as [G] float32 per row on all ranks of the replica."""
-        result = [torch.zeros(len(r)) for r in responses]
+        """Return per_token(head output) [R], without gradient, as [G] float32 per row on all ranks of the replica.
+
+        The rows are on the device. Nothing waits for it.
+        """
+        lengths = [len(r) for r in responses]
+        result = list(torch.zeros(sum(lengths), device=cpu_bridge.default_device()).split(lengths))
         if not result and self.grid.ep_size == 1:
             return result
 
-        def keep(_: Packed, output: Any) -> tuple[Tensor, Any]:
-            flat = per_token(output).float()
-            return flat.sum(), flat
+        def collect(batch: Packed, output: Any) -> tuple[Tensor, Any]:
+            flat = per_token(output)
+            for row, values in batch.split(flat.float()):
+                result[row] = values
+            return flat.sum(), None
 
         with torch.no_grad(), span("forward") as recorded:
             batches = self.micro_batches(prompts, responses, routes)
             flops = forward_flops(self.shape, batches, self.outputs, self.adapter_weights)
             recorded["flops"] = flops / self.grid.mp_size
-            values = self._run(batches, keep, head, forward_only=True)
-        # Only the last stage has values. No micro-batch waits for the reads, because they follow the last one.
-        for batch, flat in zip(batches, values, strict=self.grid.last_stage):
-            for row, own in batch.split(flat.cpu()):
-                result[row] = own
+            self._run(batches, collect, head, forward_only=True)
         if result and (self.grid.pp_size > 1 or self.grid.cp_size > 1):
-            flat = torch.cat(result).to(cpu_bridge.default_device())
+            flat = torch.cat(result)
             dist.all_reduce(flat, group=self.grid.groups.cp)  # each rank has its own tokens, and zeros
             source = dist.get_global_rank(self.grid.groups.pp, self.grid.pp_size - 1)
             dist.broadcast(flat, source, group=self.grid.groups.pp)
-            result = list(flat.cpu().split([len(r) for r in responses]))
+            result = list(flat.split(lengths))
         return result
 
     def _step(self, lr: float) -> OptimizerStep:
@@ -404,7 +406,7 @@ class Worker(Stage):
     ) -> list[Tensor]:
         """Return log-probabilities [G] float32 of every response, in row order, on all ranks of the replica.
 
-        routes: the experts to use, see parallel.packing.pack.
+        They are on the device. routes: the experts to use, see parallel.packing.pack.
         """
         return self._per_token(prompts, responses, self._head(temperature), lambda head: head.log_probs()[0], routes)
 

@@ -42,7 +42,7 @@ def test_gpu_cases_pass_on_emulated_kernels(file):
 
 # The fault: file, text and its replacement; the case that must fail, and its message.
 ROW_OF_WARPS = "  __syncthreads();\n  if (threadIdx.x == 0) {\n    for (int warp = 1;"
-OF_THREAD = "  of_thread[threadIdx.x] = x;"
+OF_WARP = "  if (threadIdx.x % kWarp == 0) of_warps"
 LAST = "if (i < n) values[i] ="
 FAULTS = {
     "a barrier removed": (
@@ -58,11 +58,11 @@ FAULTS = {
         ),
     ),
     "an index off by one": (
-        *("policy/softmax.cu", "merge(part, of_warps[warp], ", "merge(part, of_warps[warp + 1], "),
+        *("policy/softmax.cu", "x += of_warps[warp].x", "x += of_warps[warp + 1].x"),
         *("test_linear_ppo_loss_cuda.py", "test_every_term_agrees and settings1", "an index outside of an array"),
     ),
     "shared memory that nobody wrote": (
-        *("policy/advantages.cu", OF_THREAD, OF_THREAD.replace("  of", "  if (threadIdx.x < 7) of")),
+        *("policy/partial_moments.h", OF_WARP, OF_WARP.replace("== 0", "== 0 && threadIdx.x < 7")),
         *("test_advantages_cuda.py", "test_moments and few", "AssertionError"),
     ),
     "an access after the last element": (

@@ -32,6 +32,18 @@ def test_moments(name):
     check_moments(fused.moments, name, DEVICE)
 
 
+@pytest.mark.parametrize("weights", ["half", "one block", "none"])
+def test_moments_of_weighted_elements(weights):
+    index = torch.arange(30_000)
+    counted = {"half": index % 2 == 0, "one block": index // 4096 == 3, "none": index < 0}[weights]
+    check_moments(fused.moments, "far from zero", DEVICE, counted)
+
+
+def test_moments_are_reproducible_bit_for_bit():
+    values = sample(100_000, 3.0).float().to(DEVICE)
+    assert len({fused.moments(values) for _ in range(3)}) == 1
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("n", [0, 5, 21_000])
 def test_whiten(dtype, n):

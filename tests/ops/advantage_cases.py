@@ -68,11 +68,15 @@ MOMENT_CASES: dict[str, Tensor] = {
 }
 
 
-def check_moments(op: Any, name: str, device: str = "cpu") -> None:
+def check_moments(op: Any, name: str, device: str = "cpu", weights: Tensor | None = None) -> None:
+    """weights: 0 for the elements to leave out, which are NaN for the op; None: all elements count."""
     values = MOMENT_CASES[name]
-    x = values.double().flatten().tolist()
+    x = values.double().flatten().tolist() if weights is None else values[weights != 0].double().tolist()
     mean = math.fsum(x) / len(x) if x else 0.0
-    got = op(values.to(device))
+    if weights is None:
+        got = op(values.to(device))
+    else:
+        got = op(values.masked_fill(weights == 0, math.nan).to(device), weights.to(device, values.dtype))
     assert got.count == len(x)
     assert math.isclose(got.mean, mean, rel_tol=1e-13, abs_tol=1e-15)
     m2 = math.fsum((v - mean) ** 2 for v in x)

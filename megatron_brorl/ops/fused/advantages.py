@@ -52,12 +52,10 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Ten
     All tensors are [R].
     """
     check_devices("value_loss", values, old_values, returns, weights)
-    losses, clipped = _ValueLoss.apply(values, old_values, returns, weights, clip)
-    loss = losses.sum()
-    of_returns = moments(returns, weights)
-    of_residuals = moments(returns - values.detach(), weights)
-    sums = {"loss": float(loss.detach()), "clipped": float(clipped.sum()), "tokens": of_returns.count}
-    return ValueLoss(loss, sums, of_returns, of_residuals)
+    loss, sums = _ValueLoss.apply(values, old_values, returns, weights, clip)
+    count, return_mean, return_m2, residual_mean, residual_m2, total, clipped = sums.tolist()
+    metrics = {"loss": total, "clipped": clipped, "tokens": count}
+    return ValueLoss(loss, metrics, Moments(count, return_mean, return_m2), Moments(count, residual_mean, residual_m2))
 
 
 class _ValueLoss(torch.autograd.Function):
@@ -65,10 +63,10 @@ class _ValueLoss(torch.autograd.Function):
     def forward(
         ctx: Any, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float
     ) -> tuple[Tensor, Tensor]:
-        losses, gradient, clipped = torch.ops.brorl.value_loss(values, old_values, returns, weights, clip)
+        gradient, sums = torch.ops.brorl.value_loss(values, old_values, returns, weights, clip)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(clipped)
-        return losses, clipped
+        ctx.mark_non_differentiable(sums)
+        return sums[5].to(values.dtype), sums
 
     @staticmethod
     @once_differentiable

@@ -26,10 +26,12 @@ from megatron_brorl.ops.interface import compute_dtype
 
 # Rows of logits held at a time. Fewer make the products slower, because every chunk reads and writes the weight's
 # gradient. More only take memory. CHUNK_BYTES lowers the number for very large vocabularies.
-CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
+CHUNK_ROWS = {"cpu": 512}  # on a GPU: see chunk_rows
 FEWEST_ROWS = 64
 CHUNK_BYTES = 1 << 30
 ROWS_MOVED = 16  # rows of logits copied at a time
+TILE = (128, 256)  # rows and columns of a product that one multiprocessor of a GPU computes at a time
+VECTOR = 4  # logits that a GPU reads at a time
 
 
 def linear_log_probs(
@@ -65,9 +67,9 @@ def linear_ppo_loss(
 ) -> PolicyLoss:
     """Compute reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
 
-    The log-probabilities are bitwise those of linear_log_probs on the same rows. Unless settings.of_sequences, the
-    forward pass computes the gradients and the backward pass scales them in place, so a second backward pass raises
-    RuntimeError.
+    The log-probabilities are bitwise those of linear_log_probs on the same rows; on a GPU only if every row may have a
+    gradient, because it sorts the others to the end. Unless settings.of_sequences, the forward pass computes the
+    gradients and the backward pass scales them in place, so a second backward pass raises RuntimeError.
     """
     shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
     check_devices("linear_ppo_loss", hidden, *vars(tokens).values())
@@ -75,8 +77,22 @@ def linear_ppo_loss(
         log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
         return policy_loss(log_probs, entropy, tokens, settings)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    loss, log_probs, entropy, columns = _FusedPpoLoss.apply(hidden, weight, ids, tokens, settings, shard, wanted)
-    return PolicyLoss(loss, log_probs, entropy, _metrics(columns, entropy, tokens.weights))
+    order = None
+    trained = len(hidden)
+    if not _compacts(hidden):
+        live = tokens.weights != 0
+        if not settings.kl_coef and not settings.entropy_coef:
+            live &= tokens.advantages != 0
+        trained, order = _trained_first(live)
+    if order is not None:
+        hidden, ids, tokens = hidden.index_select(0, order), ids[order], tokens.where(order)
+    loss, log_probs, entropy, columns = _FusedPpoLoss.apply(
+        hidden, weight, ids, tokens, settings, shard, wanted, trained
+    )
+    metrics = _metrics(columns, entropy, tokens.weights)
+    if order is not None:
+        log_probs, entropy = (torch.empty_like(x).index_copy_(0, order, x) for x in (log_probs, entropy))
+    return PolicyLoss(loss, log_probs, entropy, metrics)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -123,6 +139,20 @@ def _metrics(columns: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
     return torch.cat((values.sum(dim=0), torch.stack((largest[ratio], largest[gap]))))
 
 
+def _compacts(hidden: Tensor) -> bool:
+    """Return whether every chunk leaves the rows without a gradient out of its products.
+
+    A GPU would wait for their number in every chunk. It leaves out those that are known before the first chunk.
+    """
+    return hidden.device.type == "cpu"
+
+
+def _trained_first(live: Tensor) -> tuple[int, Tensor | None]:
+    """Return the number of live rows of live [R] bool, and the order [R] that puts them first, or None if all are."""
+    trained = int(live.sum())
+    return trained, None if trained == len(live) else live.argsort(descending=True, stable=True)
+
+
 @dataclass
 class _Chunk:
     rows: slice
@@ -130,32 +160,50 @@ class _Chunk:
     ids: Tensor
     logits: Tensor  # [count, V_local]; the next chunk reuses the memory
     statistics: Tensor  # [count, 4], of the whole vocabulary
+    trained: int  # rows from the first one on that may have a gradient
 
-    def log_probs(self, shard: Shard) -> Tensor:
-        """Return log-probabilities of the ids [count], in nats."""
-        largest, total, _, target = self.statistics.unbind(1)
+    def write(self, log_probs: Tensor, entropy: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+        """Write this chunk's part of log-probabilities of the ids and entropies, both [R] in nats, and return it."""
+        largest, total, weighted, target = self.statistics.unbind(1)
+        log_total = total.log()
         # Rounding here makes the ratio of an unchanged policy to its stored log-probabilities exactly 1.
-        return ((target - largest) / shard.temperature - total.log()).to(self.logits.dtype)
-
-    def entropy(self) -> Tensor:
-        """Return the entropy of each row [count], in nats."""
-        _, total, weighted, _ = self.statistics.unbind(1)
-        return (total.log() - weighted / total).to(self.logits.dtype)
+        return (
+            torch.sub((target - largest) / shard.temperature, log_total, out=log_probs[self.rows]),
+            torch.sub(log_total, weighted / total, out=entropy[self.rows]),
+        )
 
 
-def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> Iterator[_Chunk]:
+def chunk_rows(hidden: Tensor, weight: Tensor) -> int:
+    """Return the rows of a chunk. They depend on the kind of the device, but not on its free memory.
+
+    All ranks therefore use the same chunks, and repeated runs sum in the same order.
+    """
+    row_bytes = len(weight) * compute_dtype(hidden.dtype).itemsize  # padding counts: all ranks must agree
+    most, limit = CHUNK_ROWS.get(hidden.device.type), CHUNK_BYTES
+    if most is None:
+        # The gradient of hidden then has as many tiles as there are multiprocessors, or a few less. Every chunk of it
+        # sums over the vocabulary, so a second, nearly empty wave would take as long as the first.
+        gpu = torch.cuda.get_device_properties(hidden.device)
+        columns = -(-hidden.shape[1] // TILE[1])
+        most = TILE[0] * max(gpu.multi_processor_count // columns, 1)
+        limit = min(2 * CHUNK_BYTES, gpu.total_memory // 32)
+    return max(FEWEST_ROWS, min(limit // row_bytes, most))
+
+
+def _chunks(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard, trained: int) -> Iterator[_Chunk]:
+    """Yield the chunks in order. trained: rows that may have a gradient, which come first."""
     compute = compute_dtype(hidden.dtype)
-    # Padding counts, because all ranks must use the same chunks.
-    fitting = CHUNK_BYTES // (len(weight) * compute.itemsize)
-    size = min(len(hidden), max(FEWEST_ROWS, min(fitting, CHUNK_ROWS[hidden.device.type])))
-    buffer = hidden.new_empty((size, shard.live), dtype=compute)
+    size = min(len(hidden), chunk_rows(hidden, weight))
+    # Kernels and cuBLAS are faster if every row begins at a multiple of 16 bytes.
+    buffer = hidden.new_empty((size, -(-shard.live // VECTOR) * VECTOR), dtype=compute)[:, : shard.live]
     for begin in range(0, len(hidden), max(size, 1)):
         rows = slice(begin, min(begin + size, len(hidden)))
         h = hidden[rows]
         t = ids[rows]
         logits = buffer[: rows.stop - begin]
         gemm_(logits, h, weight[: shard.live].t(), accumulate=False)
-        yield _Chunk(rows, h, t, logits, merged(softmax_statistics(logits, t, shard), shard))
+        statistics = merged(softmax_statistics(logits, t, shard), shard)
+        yield _Chunk(rows, h, t, logits, statistics, min(max(trained - begin, 0), len(t)))
 
 
 def _live_first(live: Tensor) -> Tensor:
@@ -190,22 +238,22 @@ class _Gradients:
         if self.of_hidden is None and self.of_weight is None:
             return
 
-        # Move the rows that have a gradient to the front.
-        live = log_prob_gradient != 0
-        if entropy_gradient is not None:
-            live |= entropy_gradient != 0
-        order = _live_first(live)
-        if len(order) < len(live):
-            # Logits are moved in place. The other tensors are small and are copied.
-            _gather_rows_(chunk.logits, order)
-            hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
-            log_prob_gradient = log_prob_gradient[order]
-            entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
-        else:
-            hidden, ids, statistics = chunk.hidden, chunk.ids, chunk.statistics
+        order: Tensor | slice = slice(chunk.trained)  # of the rows with a gradient
+        if _compacts(chunk.hidden):
+            live = log_prob_gradient != 0
+            if entropy_gradient is not None:
+                live |= entropy_gradient != 0
+            found = _live_first(live)
+            if len(found) < len(live):
+                # Logits are moved in place. The other tensors are small and are copied.
+                _gather_rows_(chunk.logits, found)
+                order = found
+        hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
+        log_prob_gradient = log_prob_gradient[order]
+        entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
 
         # The gradient overwrites the logits.
-        d = chunk.logits[: len(order)]
+        d = chunk.logits[: len(ids)]
         narrow = hidden.dtype == torch.bfloat16
         softmax_gradient_(d, ids, statistics, log_prob_gradient, entropy_gradient, self.shard, narrow)
         if narrow:  # it is in the first half of each row
@@ -214,13 +262,14 @@ class _Gradients:
         # Two products give the gradients of hidden, 0 in all other rows, and of the weight, summed over chunks.
         if self.of_hidden is not None:
             rows = self.of_hidden[chunk.rows]
-            if len(order) < len(live):
+            if isinstance(order, Tensor):
                 # A product writes adjacent rows, which are then moved to their places.
                 product = rows.new_empty(len(order), rows.shape[1])
                 gemm_(product, d, self.weight, accumulate=False)
                 rows.zero_()[order] = product
             else:
-                gemm_(rows, d, self.weight, accumulate=False)
+                gemm_(rows[order], d, self.weight, accumulate=False)
+                rows[chunk.trained :] = 0
         # The first chunk writes and the others add, so the memory need not be zeroed.
         if self.of_weight is not None:
             gemm_(self.of_weight[: self.shard.live], d.t(), hidden, accumulate=chunk.rows.start > 0)
@@ -237,9 +286,8 @@ class _FusedLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
         entropy = torch.empty_like(log_probs)
-        for chunk in _chunks(hidden, weight, ids, shard):
-            log_probs[chunk.rows] = chunk.log_probs(shard)
-            entropy[chunk.rows] = chunk.entropy()
+        for chunk in _chunks(hidden, weight, ids, shard, 0):
+            chunk.write(log_probs, entropy, shard)
         ctx.save_for_backward(hidden, weight, ids)
         ctx.shard = shard
         return log_probs, entropy
@@ -247,11 +295,20 @@ class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ids = ctx.saved_tensors
+        shape, rows = hidden.shape, None
+        if not _compacts(hidden):
+            trained, order = _trained_first((upstream[0] != 0) | (upstream[1] != 0))
+            if order is not None:
+                rows = order[:trained]
+                hidden, ids, *upstream = (x[rows] for x in (hidden, ids, *upstream))  # type: ignore[assignment]
         gradients = _Gradients(hidden, weight, ctx.shard, ctx.needs_input_grad[:2])
         with_entropy = bool(upstream[1].any())
-        for chunk in _chunks(hidden, weight, ids, ctx.shard):
+        for chunk in _chunks(hidden, weight, ids, ctx.shard, len(hidden)):
             gradients.add(chunk, upstream[0][chunk.rows], upstream[1][chunk.rows] if with_entropy else None)
-        return (*gradients.finished(hidden.dtype), None, None)
+        of_hidden, of_weight = gradients.finished(hidden.dtype)
+        if rows is not None and of_hidden is not None:
+            of_hidden = of_hidden.new_zeros(shape).index_copy_(0, rows, of_hidden)
+        return of_hidden, of_weight, None, None
 
 
 class _FusedPpoLoss(torch.autograd.Function):
@@ -265,21 +322,22 @@ class _FusedPpoLoss(torch.autograd.Function):
         settings: PolicyLossSettings,
         shard: Shard,
         wanted: tuple[bool, bool],
+        trained: int,
     ) -> tuple[Tensor, ...]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
         entropy = torch.empty_like(log_probs)
         gradients = _Gradients(hidden, weight, shard, wanted)
 
-        columns = []
-        for chunk in _chunks(hidden, weight, ids, shard):
-            log_prob, row_entropy = chunk.log_probs(shard), chunk.entropy()
-            log_probs[chunk.rows], entropy[chunk.rows] = log_prob, row_entropy
+        def columns_of(chunk: _Chunk) -> Tensor:
+            part = chunk.write(log_probs, entropy, shard)
             # The op returns the derivatives in log-probability and entropy together with the loss.
-            first, second, column = ppo_tokens(log_prob, row_entropy, tokens.where(chunk.rows), settings)
-            columns.append(column)
+            first, second, columns = ppo_tokens(*part, tokens.where(chunk.rows), settings)
             # The next chunk overwrites these logits.
             gradients.add(chunk, first, second if settings.entropy_coef else None)
+            return columns
 
+        # No variable keeps the last logits in memory while the gradients are converted.
+        columns = [columns_of(chunk) for chunk in _chunks(hidden, weight, ids, shard, trained)]
         table = torch.cat(columns) if columns else log_probs.new_zeros(0, len(SUMS) - 2)
         loss = table[:, 0].double().sum().to(log_probs.dtype)
         # save_for_backward would keep a reference, so that autograd would copy the gradients.
@@ -295,4 +353,4 @@ class _FusedPpoLoss(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("linear_ppo_loss: a result allows one backward pass")
         scale = upstream[0]
-        return (*(None if g is None or scale is None else g.mul_(scale) for g in gradients), *(None,) * 5)
+        return (*(None if g is None or scale is None else g.mul_(scale) for g in gradients), *(None,) * 6)

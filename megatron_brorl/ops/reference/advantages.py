@@ -20,16 +20,19 @@ def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam
     A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last token V and A are 0. gamma and lam lie in
     [0, 1].
     """
-    # All sums are in float64, because a return is a sum over thousands of tokens.
+    # The loop runs on the CPU, because a GPU would launch several kernels per token. All sums are in float64, because a
+    # return is a sum over thousands of tokens.
+    device = rewards.device
+    rewards, values = rewards.cpu(), values.cpu()
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for begin, end in pairwise(starts.tolist()):
-        advantage = next_value = torch.zeros((), dtype=torch.float64, device=rewards.device)
+        advantage = next_value = torch.zeros((), dtype=torch.float64)
         for t in reversed(range(begin, end)):
             value = values[t].double()
             advantage = rewards[t].double() + gamma * next_value - value + gamma * lam * advantage
             next_value = value
             advantages[t], returns[t] = advantage, advantage + value
-    return advantages, returns
+    return advantages.to(device), returns.to(device)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:
