@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
 from megatron_brorl.ops import rope
+from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.interface import DecodeBatch, HeadNorms
 from megatron_brorl.ops.reference import sampling
 from megatron_brorl.ops.reference.decode import ReferenceDecode
@@ -124,6 +125,7 @@ def sample_tokens(
     top_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Sample as ops.reference.sampling.sample_tokens, with one kernel for the random numbers instead of 300."""
+    check_devices("sample_tokens", logits, keys, index, position)
     return sampling.sample(logits, torch.ops.brorl.uniforms(keys, index, position), temperature, top_p, top_k)
 
 

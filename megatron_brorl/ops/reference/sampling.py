@@ -14,7 +14,9 @@ def sampling_log_probs(logits: Tensor, temperature: float, top_p: float, top_k: 
     top_k keeps the k largest logits (0 = all; ties with the k-th stay), then top_p keeps the smallest set of the most
     likely tokens whose mass reaches top_p (Holtzman et al. 2020). The rest is renormalised.
     """
-    logits = logits.float() / temperature
+    logits = logits.float()
+    if temperature != 1:  # dividing by 1 would only take a pass over memory
+        logits = logits / temperature
     if top_k and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
