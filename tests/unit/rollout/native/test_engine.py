@@ -125,6 +125,32 @@ def test_rollouts_do_not_depend_on_the_batch(one):
             assert same_tokens(together[i], other) >= 0.98  # others differ by rounding
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_batch(one, dtype):
+    """Rollouts of a prompt are decoded alone, with others, by two threads, and continued in several calls."""
+    prompt = prompts()[1]
+
+    def bits(n, tokens_per_call=0, max_rows=1000):
+        engine = make_engine(*one, dtype=dtype, max_rows=max_rows)
+        sampling = Sampling(1.0, 1, 0, 24, (), tokens_per_call=tokens_per_call)
+        (group,) = engine.generate([Request(prompt, 3, n)], sampling)
+        while group[0].finish == "cut":
+            (group,) = engine.generate([Request(prompt, 3, n, 0, tuple(group))], sampling)
+        return [(r.token_ids.tolist(), r.log_probs.tolist()) for r in group]
+
+    whole, continued = bits(32), bits(32, tokens_per_call=9)
+    for n in (1, 2, 5, 17):
+        assert bits(n) == whole[:n]
+        assert bits(n, tokens_per_call=9) == continued[:n]
+    assert bits(8, max_rows=1) == whole[:8]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if threads > 1 else 2)
+    try:
+        assert bits(1) == whole[:1]
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Drawer:
     """A supply that returns a limited number of requests at a time and records the room that it was given."""
 
