@@ -6,11 +6,14 @@ Every row is written as soon as it is known, so that a crash or a kill loses no 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -196,18 +201,66 @@ def step(what: str, model: str, sizes: Sizes, job: Job) -> Iterator[Row]:
     yield _run(what, *_job(model, sizes, job))
 
 
-def remote_step(engine: str, package: str, job: Job) -> Iterator[Row]:
-    """Measure the second step of a run with the rollouts of another engine, which captures CUDA graphs."""
+def remote_step(engine: str, package: str, size: int, job: Job) -> Iterator[Row]:
+    """Measure the second step of a run with the rollouts of another engine, on two GPUs each if size > 1 GPUs."""
     if not _has(python := job.pythons.get(engine, sys.executable), package):
         yield missing(engine, f"{python} has no {package}; --{engine}-python names another interpreter")
         return
     changes = [f"rollout.engine={engine}", f"engine.python={python}", f"engine.cuda_graphs={str(not job.dry).lower()}"]
-    yield _run(engine, *_job("1.5b", (4, 512, 128, 128), job), *changes)
+    changes += ["--processes", str(size), "engine.tensor=2"] if size > 1 else []
+    yield _run(f"{engine}, {size} GPUs", *_job("1.5b", (4, 512, 128, 128), job), *changes)
 
 
 def _has(python: str, package: str) -> bool:
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     return not subprocess.run([python, "-c", look], capture_output=True).returncode
+
+
+def of_all(stage: Callable[[int, Job], Iterator[Row]], job: Job) -> Iterator[Row]:
+    """Run a stage on all GPUs, at least two; in the dry mode on two processes."""
+    import torch
+
+    size = 2 if job.dry else torch.cuda.device_count()
+    yield from stage(size, job) if size > 1 else [missing("GPUs", "a second one")]
+
+
+def nccl(size: int, job: Job) -> Iterator[Row]:
+    """Measure the bus bandwidth of an all-reduce of 1 GiB, as nccl-tests does."""
+    with concurrent.futures.ProcessPoolExecutor(size, multiprocessing.get_context("spawn")) as pool:
+        found = min(pool.map(partial(_all_reduce, size, job), range(size)))
+    yield judged(f"all-reduce, {size} GPUs", "", **{"GB/s": found})
+
+
+def _all_reduce(size: int, job: Job, rank: int) -> float:
+    import torch
+    import torch.distributed as dist
+    from measure import timed
+
+    torch.cuda.set_device(-1 if job.dry else rank)  # -1 does nothing
+    dist.init_process_group(init_method=f"file://{job.scratch}/all_reduce", rank=rank, world_size=size)
+    x = torch.zeros(1 << (18 if job.dry else 28), device=job.device)
+    seconds = min(timed(lambda: dist.all_reduce(x), job.device)[0] for _ in range(6))
+    return 2e-9 * (size - 1) / size * x.nbytes / seconds
+
+
+def lost_rank(size: int, job: Job) -> Iterator[Row]:
+    """Kill rank 1 after a step, resume and stop rank 1, which rank 0 then names, and resume to the end."""
+    from bench_step import settings
+
+    changes = [
+        "train.checkpoint_every=1",
+        *(f"{key}.timeout_s={15 if job.dry else 60}" for key in ("parallel", "rollout")),
+    ]
+    command = [sys.executable, "-m", "megatron_brorl", "train", "--processes", str(size), *changes]
+    command[4:4] = settings(*_job("135m", (4, 64, 64, 64), job, steps=6))
+    for number, expected in ((signal.SIGKILL, "rank 1 was ended"), (signal.SIGSTOP, "rank 1 ("), (signal.SIGCONT, "")):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+            output = next(line for line in run.stdout or () if "reward" in line)
+            ranks = {child.environ()["RANK"]: child for child in psutil.Process(run.pid).children()}
+            ranks["1"].send_signal(number)
+            output += run.communicate()[0]
+        right = expected in output and (run.returncode == 0) == (not expected)
+        yield judged(f"rank 1 gets {number.name}", "" if right else output[-300:])
 
 
 def trl(job: Job) -> Iterator[Row]:
@@ -370,8 +423,12 @@ STAGES: dict[str, tuple[Callable[[Job], Iterator[Row]], float]] = {  # with a li
     "profile_135m": (partial(profile, "135m", (4, 512, 40, 6), "fp32", QUICKSTART), 60),
     "profile_1.5b": (partial(profile, "1.5b", (32, 16, 128, 16), "bf16", ()), 90),
     "trl": (trl, 150),
-    "vllm": (partial(remote_step, "vllm", "vllm"), 180),
-    "trtllm": (partial(remote_step, "trtllm", "tensorrt_llm"), 300),
+    "vllm": (partial(remote_step, "vllm", "vllm", 1), 180),
+    "trtllm": (partial(remote_step, "trtllm", "tensorrt_llm", 1), 300),
+    "nccl": (partial(of_all, nccl), 60),
+    "lost_rank": (partial(of_all, lost_rank), 400),
+    "vllm_tp2": (partial(of_all, partial(remote_step, "vllm", "vllm")), 240),
+    "trtllm_tp2": (partial(of_all, partial(remote_step, "trtllm", "tensorrt_llm")), 400),
 }
 
 

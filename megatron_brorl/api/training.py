@@ -86,6 +86,7 @@ def train(
     launched = "RANK" in os.environ
     if launched:
         signals.install(saves=True)
+    cpu_bridge.order_kernels(loaded.parallel)
     cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     program = Program(reward, algorithm, Callbacks(callbacks), environment, continues=not launched)

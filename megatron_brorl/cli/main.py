@@ -97,6 +97,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
     signals.install(saves=args.name == "train")
     from megatron_brorl.parallel import cpu_bridge
 
+    cpu_bridge.order_kernels(config.parallel)
     cpu_bridge.disable_compiler()
     cpu_bridge.keep_freed_memory()
     status: int = args.command(args)

@@ -41,6 +41,7 @@ from megatron_brorl.models.gpt import DTYPES, RECOMPUTE_ATTENTION
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, cpu_bridge, grid, network
+from megatron_brorl.parallel.stalls import StallReporter
 from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers
 from megatron_brorl.rewards.registry import ENVIRONMENT
@@ -150,10 +151,13 @@ class Session:
         self._lock()
         # Print stacks before the collectives that wait for a hanging rank time out.
         dump_stacks_after(0.8 * self.config.parallel.timeout_s)
+        self._stalls = StallReporter(self.config.parallel.timeout_s)
+        self._stalls.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         dump_stacks_after(0.0)
+        self._stalls.stop()
         if error is not None:
             self.grid.name_missing(error)
             if not self.program.continues:

@@ -278,6 +278,7 @@ def transformer_config(
         context_parallel_size=grid.cp_size,
         sequence_parallel=grid.sequence_parallel,
         variable_seq_lengths=True,  # packed streams differ in length
+        batch_p2p_sync=False,  # a workaround for old versions of PyTorch, which waits for the device
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
         calculate_per_token_loss=True,  # sum gradients over ranks: losses are already normalized over the global batch
         # Initialization and fused kernels.

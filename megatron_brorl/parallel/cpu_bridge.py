@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import os
 from collections.abc import Iterator
 from functools import lru_cache
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from megatron_brorl.config.schema import ParallelConfig
 
 # mallopt(3): M_TRIM_THRESHOLD = -1 never returns memory to the system, M_MMAP_MAX = 0 takes all blocks from the heap
 # instead of mmap, and M_ARENA_MAX = 1 makes all threads use one heap.
@@ -41,6 +44,16 @@ def wait() -> None:
     """Wait until the device has finished the work of this thread's stream."""
     if on_gpu():
         torch.cuda.current_stream().synchronize()
+
+
+def order_kernels(config: ParallelConfig) -> None:
+    """Let CUDA start kernels in the order of their launches if a layer communicates. Call this before CUDA starts.
+
+    Megatron launches communication before the product that it overlaps with, and relies on this order on GPUs up to
+    Hopper. A variable of the user takes precedence.
+    """
+    if config.tensor > 1 or config.context > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @lru_cache(maxsize=1)

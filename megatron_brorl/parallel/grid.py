@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -132,7 +132,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         _join(world, timeout)
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()  # of an earlier grid in this process
-    with _shared_groups(timeout):
+    with _own_groups(timeout):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor,
             pipeline_model_parallel_size=config.pipeline,
@@ -141,8 +141,8 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
             expert_tensor_parallel_size=1 if config.expert > 1 else None,  # An expert is not split.
             create_gloo_process_groups=False,  # Megatron's own checkpoints would need them
         )
-
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        replica = groups.mp if config.context == 1 else _replica(config, world // model)
     # Dropout is off everywhere, but Megatron requires seeded generators.
     model_parallel_cuda_manual_seed(seed)
 
@@ -155,7 +155,7 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         groups=groups,
-        replica=groups.mp if config.context == 1 else _replica(config, world // model, timeout),
+        replica=replica,
         cp_size=config.context,
         ep_size=config.expert,
         sequence_parallel=config.sequence,
@@ -169,10 +169,11 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
     return grid
 
 
-def _replica(config: ParallelConfig, dp_size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _replica(config: ParallelConfig, dp_size: int) -> dist.ProcessGroup:
     """Return the group of this rank's replica, which Megatron has only without context parallelism."""
     replicas = _replicas(config.tensor * config.context, config.pipeline, dp_size)
-    groups = [_group_of(ranks, timeout) for ranks in replicas]  # Creating a group is a collective of all ranks.
+    # Creating a group is a collective of all ranks.
+    groups = [parallel_state.create_group(ranks) for ranks in replicas]
     return next(group for ranks, group in zip(replicas, groups, strict=True) if dist.get_rank() in ranks)
 
 
@@ -201,13 +202,6 @@ def leave() -> None:
     _gloo_group.cache_clear()
 
 
-def _group_of(ranks: Sequence[int], timeout: timedelta) -> Any:
-    """Return the process group of these ranks; NON_GROUP_MEMBER on other ranks. Collective of all ranks."""
-    if cpu_bridge.on_gpu():
-        return dist.new_group(list(ranks), timeout=timeout)
-    return _gloo_group(tuple(sorted(ranks)), timeout)
-
-
 @functools.cache
 def _gloo_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
     """Return one group for all requests of the same ranks. A group has three threads, and Megatron makes about twenty.
@@ -220,12 +214,22 @@ def _gloo_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
 
 
 @contextlib.contextmanager
-def _shared_groups(timeout: timedelta) -> Iterator[None]:
-    """Let Megatron's function for new groups share gloo groups."""
-    own = parallel_state.create_group
-    if not cpu_bridge.on_gpu():
-        parallel_state.create_group = lambda ranks, **_: _group_of(ranks, timeout)
+def _own_groups(timeout: timedelta) -> Iterator[None]:
+    """Set backend and timeout of the groups that Megatron makes, and share gloo groups.
+
+    On a GPU, they would inherit gloo from the default group, and gloo connects all pairs of ranks of each group.
+    Megatron's timeout is 30 minutes.
+    """
+    create = parallel_state.create_group
+
+    def nccl_group(ranks: list[int], **options: Any) -> Any:
+        return create(ranks, **{**options, "backend": "nccl", "timeout": timeout})
+
+    def gloo_group(ranks: list[int], **_: Any) -> Any:
+        return _gloo_group(tuple(sorted(ranks)), timeout)
+
+    parallel_state.create_group = nccl_group if cpu_bridge.on_gpu() else gloo_group
     try:
         yield
     finally:
-        parallel_state.create_group = own
+        parallel_state.create_group = create

@@ -1,7 +1,8 @@
 """Timed spans of a rank's step, for the metrics of phases and for traces.
 
 Recording is ambient, as in torch.profiler: code names its phases with `span`, and a caller that wants them calls
-`record` first. Spans also show progress: `dump_stacks_after` prints the stacks of a process that makes none.
+`record` first. Spans also show progress: `dump_stacks_after` prints the stacks of a process that makes none, and
+parallel.stalls names the ranks that the others wait for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,17 @@ class Timeline:
         return sum(s.values.get(key, 0.0) for s in self.spans if s.name == name)
 
 
+class Place(NamedTuple):
+    """The position of this process in its program."""
+
+    changes: int  # number of begins and ends of spans so far
+    name: str  # of the innermost open span
+    due: float  # value of time.monotonic() at the last of them, plus the longest allowance of the open spans
+
+
 _current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
-_limits: list[float] = []  # of the open spans, in seconds
+_open: list[tuple[str, float]] = []  # names and allowances in seconds of the open spans
+_place = Place(0, "", 0.0)
 _dump_after_s = 0.0
 
 
@@ -68,14 +79,23 @@ def dump_stacks_after(seconds: float) -> None:
     global _dump_after_s
     _dump_after_s = seconds
     if seconds:
-        _restart_countdown()
+        _changed()
     else:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _restart_countdown() -> None:
+def place() -> Place:
+    """Return the current position of this process."""
+    return _place
+
+
+def _changed() -> None:
+    global _place
+    allowance_s = max((seconds for _, seconds in _open), default=0.0)
+    name = _open[-1][0] if _open else "no phase"
+    _place = Place(_place.changes + 1, name, time.monotonic() + allowance_s)
     if _dump_after_s and sys.__stderr__:
-        faulthandler.dump_traceback_later(_dump_after_s + max(_limits, default=0.0), file=sys.__stderr__)
+        faulthandler.dump_traceback_later(_dump_after_s + allowance_s, file=sys.__stderr__)
 
 
 def record(timeline: Timeline | None) -> None:
@@ -89,11 +109,11 @@ def span(name: str, allowance_s: float = 0.0) -> Iterator[dict[str, float]]:
 
     allowance_s: a timeout that ends the body by itself, such as rollout.timeout_s, in seconds; 0 = none.
     """
-    _limits.append(allowance_s)
-    _restart_countdown()
+    _open.append((name, allowance_s))
+    _changed()
     try:
         with (_current.get() or Timeline()).span(name) as values:
             yield values
     finally:
-        _limits.pop()
-        _restart_countdown()
+        _open.pop()
+        _changed()

@@ -232,8 +232,8 @@ class Trainer:
             progress.note(evaluation.remark())
         if self.recorder:
             self.grid.barrier()  # callbacks read the files of all ranks
-        if self.callbacks:
-            with span("callbacks"):
+        with span("callbacks"):
+            if self.callbacks:
                 log_entry = rollout_log.LogEntry("evaluation", self.state.step)
                 samples = rollout_log.read_rollouts(Path(self.config.run.dir) / rollout_log.FOLDER, log_entry)
                 self.callbacks.call("on_evaluation", self.state.step, evaluation.as_dict(), samples)

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.fp8_utils import dequantize_fp8_tensor, get_fp8_align_size, is_float8tensor
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
@@ -81,6 +82,25 @@ class StageOptions:
     freeze_router: bool = False  # config key train.freeze_router
     lora: LoraConfig | None = None  # train only adapters of the actor
     seed: int = 0  # of new adapters
+
+
+class _Neighbours(P2PCommunicator):
+    """Exchanges activations and their gradients with the next and previous stages.
+
+    All stages pack the same micro-batches and receive them in order. So no stage sends the shape of a tensor, which
+    the receiver would read on the host.
+    """
+
+    def __init__(self, module: Actor, batches: Sequence[Packed]) -> None:
+        config = module.config
+        super().__init__(module.grid.groups.pp, config)
+        ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [(len(batch.input_ids) // ranks, 1, config.hidden_size) for batch in batches]
+        self._from_previous, self._from_next = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(self, _send_next: Any, _send_previous: Any, recv_previous: bool, recv_next: bool) -> Any:
+        """Return the shapes of the tensors to receive from the previous and the next stage."""
+        return recv_previous and next(self._from_previous), recv_next and next(self._from_next)
 
 
 class Stage:
@@ -357,6 +377,8 @@ class Stage:
                 seq_length=max(len(b.input_ids) for b in batches),
                 micro_batch_size=1,
                 forward_only=forward_only,
+                p2p_communicator=_Neighbours(self.module, batches),
+                pg_collection=self.grid.groups,
             )
         return list(values)
 

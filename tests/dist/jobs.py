@@ -200,6 +200,26 @@ def fused_loss(rank: int, world: int, seed: int, settings: PolicyLossSettings, p
     return dataclasses.replace(result, loss=result.loss.detach()), *grads
 
 
+def pipeline_messages(
+    rank: int, directory: str, parallel: dict[str, Any]
+) -> dict[str, list[tuple[torch.dtype, tuple[int, ...]]]]:
+    """Return dtype and shape of the tensors that two training steps send to and receive from other stages, by call."""
+    found: dict[str, list[Any]] = {"isend": [], "irecv": []}
+    own = dist.batch_isend_irecv
+
+    def recorded(ops: list[dist.P2POp]) -> Any:
+        for op in ops:
+            found[op.op.__name__].append((op.tensor.dtype, tuple(op.tensor.shape)))
+        return own(ops)
+
+    dist.batch_isend_irecv = recorded
+    try:
+        train_steps(rank, directory, parallel, {"tokens": 60})
+    finally:
+        dist.batch_isend_irecv = own
+    return found
+
+
 def groups(
     rank: int, parallel: dict[str, Any], names: list[str]
 ) -> tuple[dict[str, list[int]], dict[str, float], list[tuple[str, str]]]:

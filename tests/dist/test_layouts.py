@@ -161,6 +161,16 @@ def test_training_step_equals_single_process(worlds, models, single, size, paral
             assert distance <= 1e-5, f"{name}: {distance}"
 
 
+def test_pipeline_stages_exchange_activations_only(worlds, models):
+    """The receiver knows the shapes of all micro-batches, which differ in length."""
+    first, last = worlds(2).run("jobs:pipeline_messages", models["qwen2", True][0], {"pipeline": 2})
+    assert (first["isend"], last["isend"]) == (last["irecv"], first["irecv"])
+    assert first["isend"] == last["isend"]  # gradients have the shapes of the activations
+    hidden = tiny.weights(models["qwen2", True][0])["model.norm.weight"].shape[0]
+    assert {(dtype, shape[1:]) for dtype, shape in first["isend"]} == {(torch.float32, (1, hidden))}
+    assert len({shape[0] for _, shape in first["isend"]}) > 1
+
+
 # Every rank has an engine; two data-parallel copies of the actor serve twice as many.
 ENGINES = [*LAYOUTS, (2, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})]
 

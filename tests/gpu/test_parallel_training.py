@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -31,17 +32,20 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pipeline": (2, {"pipeline": 2}, {"tokens": 60}),
     "context": (2, {"context": 2}, {}),
     "context of four": (4, {"context": 4}, {}),
-    "all": (8, {"tensor": 2, "pipeline": 2, "context": 2, "sequence": True}, {**ZERO, "recompute": True}),
+    "experts": (2, {"expert": 2}, {}),
+    "all axes": (8, {"tensor": 2, "pipeline": 2, "context": 2, "sequence": True}, {**ZERO, "recompute": True}),
 }
 OPTIONS = {"dtype": torch.bfloat16, "share_prompt": False}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> str:
-    made = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
-    tiny.make_model(made, "qwen2", True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
-    return str(made)
+def directories(tmp_path_factory) -> dict[str, str]:
+    found = {}
+    for family in ("qwen2", "qwen3_moe"):
+        found[family] = str(made := tmp_path_factory.mktemp("model"))
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
+        tiny.make_model(made, family, True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
+    return found
 
 
 def steps(size: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -53,24 +57,26 @@ def steps(size: int, directory: str, parallel: dict[str, Any], options: dict[str
 
 
 @pytest.fixture(scope="module")
-def single(directory) -> Any:
-    return steps(1, directory, {}, {"tokens": 100_000})[0]
+def single(directories) -> Any:
+    return functools.cache(lambda family: steps(1, directories[family], {}, {"tokens": 100_000})[0])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_agree_with_those_on_one_gpu(case, directory, single):
+def test_steps_agree_with_those_on_one_gpu(case, directories, single):
     """Metrics agree within 3%, and weights differ by less than a quarter of their change in the steps."""
     size, parallel, options = CASES[case]
     if size > GPUS:
         pytest.skip(f"needs {size} GPUs")
-    before = tiny.weights(directory)
-    for figures, weights in steps(size, directory, parallel, options):
-        for got, want in zip(figures, single[0], strict=True):
+    family = "qwen3_moe" if case == "experts" else "qwen2"
+    before = tiny.weights(directories[family])
+    expected, wanted = single(family)
+    for figures, weights in steps(size, directories[family], parallel, options):
+        for got, want in zip(figures, expected, strict=True):
             assert got["trained_tokens"] == want["trained_tokens"]
             for key in ("loss", "grad_norm", "entropy"):
                 assert got[key] == pytest.approx(want[key], rel=0.03, abs=0.003)
-        moved = sum(float((w.float() - before[n]).square().sum()) for n, w in single[1].items()) ** 0.5
-        apart = sum(float((w.float() - single[1][n].float()).square().sum()) for n, w in weights.items()) ** 0.5
+        moved = sum(float((w.float() - before[n]).square().sum()) for n, w in wanted.items()) ** 0.5
+        apart = sum(float((w.float() - wanted[n].float()).square().sum()) for n, w in weights.items()) ** 0.5
         assert moved > 0
         assert apart < moved / 4
 

@@ -1,10 +1,13 @@
-"""Tests of errors that a lost rank causes in the other ranks."""
+"""Tests of errors that a lost rank causes in the other ranks, and of the environment of a rank."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 from megatron_brorl.cli import main as cli
+from megatron_brorl.cli import train
 
 CLOSED = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
@@ -49,3 +52,28 @@ def test_other_errors_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(cli, "_run_ranks", fails)
     with pytest.raises(RuntimeError, match="invalid for input"):
         cli.main(["train", "run.toml"])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "given", "expected"),
+    [
+        ((), None, None),
+        (("pipeline=2", "expert=2"), None, None),
+        (("tensor=2",), None, "1"),
+        (("context=2",), None, "1"),
+        (("tensor=2",), "32", "32"),
+    ],
+)
+def test_kernels_start_in_order_where_a_layer_communicates(tmp_path, monkeypatch, parallel, given, expected):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, given or "")  # restores the variable afterwards
+    if given is None:
+        monkeypatch.delenv(name)
+    found = []
+    monkeypatch.setattr(cli.signals, "install", lambda **_: None)
+    monkeypatch.setattr(train, "run", lambda _: found.append(os.environ.get(name)) or 0)
+    (tmp_path / "run.toml").write_text(f'run.dir = "{tmp_path / "run"}"\nmodel.path = "{tmp_path}"\n')
+    changes = [f"parallel.{change}" for change in parallel] + ["train.share_prompt=false"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", str(tmp_path / "run.toml"), *changes])
+    assert (ended.value.code, found) == (0, [expected])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_brorl.tracking.timeline import Span, Timeline, record, span
+from megatron_brorl.tracking import timeline as module
+from megatron_brorl.tracking.timeline import Place, Span, Timeline, place, record, span
 
 
 def test_spans_nest_and_add_up():
@@ -28,3 +31,18 @@ def test_spans_nest_and_add_up():
     ]
     assert (timeline.seconds("inner"), timeline.seconds("outer"), timeline.seconds("other")) == (3.5, 9.0, 0.0)
     assert (timeline.total("inner", "tokens"), timeline.total("inner", "late")) == (3.0, 1.0)
+
+
+def test_the_place_is_the_innermost_span_and_the_longest_allowance(monkeypatch):
+    clock = iter((100.0, 101.0, 102.0, 103.0))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    before = place().changes
+    found = []
+    with span("round", allowance_s=30.0):
+        found.append(place())
+        with span("score", allowance_s=5.0):
+            found.append(place())
+        found.append(place())
+    found.append(place())
+    dues = [("round", 130.0), ("score", 131.0), ("round", 132.0), ("no phase", 103.0)]
+    assert found == [Place(before + i, *due) for i, due in enumerate(dues, 1)]

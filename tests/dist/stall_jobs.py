@@ -1,0 +1,37 @@
+"""A job of test_stalls.py."""
+
+from __future__ import annotations
+
+import queue
+
+import torch
+import torch.distributed as dist
+from dist.jobs import grid_of
+
+from megatron_brorl.parallel import network
+from megatron_brorl.parallel.stalls import StallReporter
+from megatron_brorl.tracking.timeline import span
+
+
+def wait_for_rank_1(rank: int, writes: bool) -> str:
+    """Return the report of rank 0, which waits for rank 1. Rank 1 waits for that report."""
+    grid_of()
+    lines: queue.Queue[str] = queue.Queue()
+    store = network.shared_store()
+    reporter = StallReporter(1.0, lines.put)
+    dist.barrier()
+    if rank == 0 or writes:
+        reporter.start()
+    with span("score"):
+        if rank == 1:
+            store.wait([f"reported/{writes}"])  # holds the lock of this connection to the store
+        elif writes:
+            store.wait(["stalls/1"])
+    with span("update"):
+        line = lines.get() if rank == 0 else ""
+        store.set(f"reported/{writes}", "")
+        dist.all_reduce(torch.zeros(1))
+    reporter.stop()
+    dist.barrier()
+    store.delete_key(f"stalls/{rank}")
+    return line if rank == 0 else "".join(lines.queue)

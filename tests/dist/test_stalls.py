@@ -1,0 +1,16 @@
+"""A stalled run names the ranks that the others wait for."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+
+@pytest.mark.parametrize(("writes", "place"), [(True, "score"), (False, "no report")])
+def test_rank_0_names_the_rank_that_is_behind(worlds, writes, place):
+    """Rank 1 waits in an earlier span, with a reporter of its own or without one, as if it were dead."""
+    line, other = worlds(2).run("stall_jobs:wait_for_rank_1", writes)
+    assert re.findall(r"rank ([\d, ]+) \((.*?)[:)]", line) == [("1", place)]
+    assert "'update'" in line  # where rank 0 waits
+    assert other == ""
