@@ -252,7 +252,7 @@ class Supervisor:
         return self._process.pid
 
     def update(self, weights: HostWeights) -> None:
-        """Send these weights to the engine and delete the file of the previous ones.
+        """Send these weights to the engine.
 
         If the process dies or refuses them, restart it and send everything again. Raises EngineError if that fails too;
         the previous weights then stay current.
@@ -263,10 +263,7 @@ class Supervisor:
                 self._push(weights)
             except EngineError as e:
                 self._restart(str(e), weights)
-            old = self.weights
             self.weights = weights
-            if old:
-                old.delete()
 
     def restart(self, why: str) -> None:
         """Restart the process with the current weights. Raises EngineError."""
@@ -274,7 +271,7 @@ class Supervisor:
             self._restart(why, self.weights)
 
     def sleep(self) -> None:
-        """Free the engine's memory and delete the current weights."""
+        """Free the engine's memory. The next update may overwrite the current weights."""
         with self.lock:
             if self._asleep:
                 return
@@ -284,9 +281,7 @@ class Supervisor:
                 _log(f"{e}; killed, and started again when it is needed")
                 self._process.kill()  # This also frees its memory.
             self._asleep = True
-            if self.weights:
-                self.weights.delete()
-                self.weights = None
+            self.weights = None
 
     def wake(self) -> None:
         """Allocate the engine's memory again. Raises EngineError if the engine does not start again."""
