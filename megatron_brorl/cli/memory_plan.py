@@ -1,7 +1,8 @@
 """Plan the memory of a run in both phases of a step, before any model is built.
 
-A rank trains and generates on one GPU in turn. While it trains, its engine has released all of its memory; while the
-engine generates, gradients are dropped, and train.offload moves weights and optimizer to host memory.
+A rank trains and generates on one GPU in turn. While it trains, its engine has released all of its memory except its
+CUDA context; while the engine generates, gradients are dropped, and train.offload moves weights and optimizer to host
+memory.
 
 On a CPU, both phases use the memory of one process (parallel.cpu_bridge.keep_freed_memory), so its peak is that of the
 larger phase.
@@ -31,12 +32,14 @@ from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.weights.layouts import WeightEntry, local_shape
 from megatron_brorl.models.weights.names import adapter_entries, entries, hf_shapes
 from megatron_brorl.rollout.native.pages import page_bytes, pages_for
-from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.registry import ENGINES, graph_sizes
 from megatron_brorl.rollout.remote.weights_send import file_layout, to_fp8_blocks, unchanged
 from megatron_brorl.train.sampling_params import context
 
 GIB = 2**30
 LIBRARIES = GIB // 2  # of a process on a CPU: code, Python objects, tokenizer and data
+CUDA_CONTEXT = GIB // 2  # of a process on a GPU, with the libraries that it loads (estimate)
+CUDA_GRAPH = 16 * 2**20  # of an engine, per number of rows (estimate)
 ROLLOUT = 10 * 2**10  # bytes of the objects of a response on a CPU (measured)
 LOGITS_ROWS = 512  # rows of logits that ops.fused.linear holds at a time on a CPU
 GAPS = 0.2  # free gaps between tensors on a CPU, relative to their memory; fitted to runs in docs/measurements.md
@@ -250,11 +253,13 @@ def plan_stage(
     tokens = largest_micro_batch(config, machines, prompts)
     fused = not machines.gpu and config.ops.implementation == "fused" and shape.is_llama_like
     activations = activation_bytes(config, shape, tokens, stage, fused)
-    training = {**staying, **gradients, "activations (estimate)": activations}
+    built_in = config.rollout.engine not in ENGINES
+    contexts = {"CUDA contexts (estimate)": CUDA_CONTEXT * (1 if built_in else 2)} if machines.gpu else {}
+    training = {**staying, **gradients, "activations (estimate)": activations, **contexts}
     offloaded = sum(staying.values()) if config.train.offload else 0
     left = {} if config.train.offload else {f"trainer's {name}": x for name, x in staying.items()}
+    left |= contexts
 
-    built_in = config.rollout.engine not in ENGINES
     if built_in and not machines.gpu:
         last = stage == parallel.pipeline - 1
         head = head_bytes(shape, parallel.tensor, tokens, not config.lora.rank) if last else 0
@@ -271,10 +276,13 @@ def plan_stage(
     fp8 = ENGINES[config.rollout.engine].takes_fp8_blocks and engine.quantization == "fp8"
     sent = file_layout(hf_shapes(shape), dtype, to_fp8_blocks if fp8 else unchanged)[1]
     table = 4 * config.rollout.max_num_seqs * length
+    graphs = {}
+    if machines.gpu and engine.cuda_graphs:
+        graphs["CUDA graphs (estimate)"] = CUDA_GRAPH * len(graph_sizes(config.rollout.max_num_seqs))
     heads = -(-shape.kv_heads // engine.tensor)
     return Plan(
         training=training,
-        generation={**left, "engine's weights": sent // engine.tensor, "table of log-probs": table},
+        generation={**left, "engine's weights": sent // engine.tensor, "table of log-probs": table, **graphs},
         offloaded=offloaded,
         shared=2 * sent,
         kv_per_token=2 * shape.layers * heads * shape.head_dim * (1 if engine.kv_dtype == "fp8" else dtype.itemsize),

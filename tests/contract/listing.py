@@ -97,9 +97,11 @@ def _called(function: ast.expr, imported: set[str], holders: Mapping[str, str]) 
 
 
 def keys_of(source: str, function: str) -> set[str]:
-    """Return the string keys of all dictionary displays and subscripts in a function."""
+    """Return the string keys of all dictionary displays and subscripts in a function, without nested displays."""
     tree = ast.parse(source)
     (found,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
     dicts = [n for n in ast.walk(found) if isinstance(n, ast.Dict)]
-    keys = [key for d in dicts for key in d.keys] + [n.slice for n in ast.walk(found) if isinstance(n, ast.Subscript)]
+    nested = [value for d in dicts for value in d.values]
+    keys = [key for d in dicts if d not in nested for key in d.keys]
+    keys += [n.slice for n in ast.walk(found) if isinstance(n, ast.Subscript)]
     return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}

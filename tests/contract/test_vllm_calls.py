@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -68,6 +69,7 @@ def backend(tmp_path, monkeypatch):
         vars(module).update(dict.fromkeys(held, ""))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     tiny.make_model(tmp_path / "model", "qwen2", False, 0)
     options = EngineOptions(
         engine="vllm",
@@ -92,6 +94,10 @@ def test_engine_starts_next_to_a_trainer(free, backend):
     given = backend.arguments()
     assert given["kv_cache_memory_bytes"] > 0
     assert (given["max_num_batched_tokens"], given["kv_cache_dtype"]) == (4096, "fp8")
+    assert given["hf_overrides"] == {"head_dtype": "float32"}
+    assert given["sleep_mode_offload_cudagraph"]
+    assert given["compilation_config"]["cudagraph_capture_sizes"][-1] == 2048  # By default, graphs end at 512 rows.
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     share = given.get("gpu_memory_utilization", LISTING.defaults["gpu_memory_utilization"])
     assert 0 < share <= 1  # the bounds of its field
     assert free * GIB >= 80 * GIB * share

@@ -65,22 +65,27 @@ def test_cut_rollouts_continue(model, shared):
 
 def test_cancelled_rollouts_keep_their_tokens(model, shared):
     class Impatient:
-        """Cancel once a rollout has finished."""
+        """Cancel when a late rollout has finished.
+
+        vLLM starts rollouts in order. Those before it that have not finished have at least one token.
+        """
 
         ended = threading.Event()
 
         def finished(self, request, rollout):
-            self.ended.set()
+            if rollout.index >= 256 and len(rollout.token_ids) > 1:
+                self.ended.set()
 
         def cancelled(self):
             return self.ended.is_set()
 
-    found = draw(shared, 512, key=3, callbacks=Impatient(), sampling=replace(SAMPLING, max_tokens=60))
+    # More rollouts than vLLM computes together, so that some are in flight when it receives the cancellation.
+    found = draw(shared, 2048, key=3, callbacks=Impatient(), sampling=replace(SAMPLING, max_tokens=60))
     cut = [r for r in found if r.finish == "cut"]
     begun = [r for r in cut if len(r.token_ids)]
     assert begun
     assert model.gap(begun) < 1e-4
-    (ended,) = shared.generate([Request(PROMPT, 3, 512, 0, tuple(cut))], replace(SAMPLING, max_tokens=60))
+    (ended,) = shared.generate([Request(PROMPT, 3, 2048, 0, tuple(cut))], replace(SAMPLING, max_tokens=60))
     assert all(torch.equal(ended[r.index].token_ids[: len(r.token_ids)], r.token_ids) for r in found)
     assert all(r.finish in ("stop", "length") for r in ended)
 

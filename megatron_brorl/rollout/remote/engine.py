@@ -79,9 +79,9 @@ class RemoteEngine:
         self.version = -1
         self.is_leader = devices is not None
         self.supervisor: Supervisor | None = None
-        self.node = node or (NodeRanks.single(folder) if self.is_leader else None)
+        self.node = node or (NodeRanks.single() if self.is_leader else None)
         self._barrier = barrier
-        self._calls = self._updates = 0
+        self._calls = 0
         self._open_calls: set[int] = set()  # calls of the current generate that have not ended
         self._link = Connection(address(folder))
 
@@ -124,8 +124,8 @@ class RemoteEngine:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; tensors [any shape].
 
-        The ranks of the node write the stream to shared memory and check all of it. Then the engine loads it. The
-        previous weights stay in shared memory until then.
+        The ranks of the node write the stream to shared memory and check all of it. Then the engine loads it. If the
+        engine holds weights, they stay in shared memory until then.
         """
         # Only the leader sends weights. train.weight_sync then asks all ranks whether an engine refused them.
         if self.supervisor is None:
@@ -134,11 +134,9 @@ class RemoteEngine:
             return
 
         weights = self._write_update(tensors, version)
-        assert weights  # not None on a leader
         try:
             self.supervisor.update(weights)
         except EngineError as e:
-            weights.delete()  # otherwise each refused update would leak the model's size in memory
             raise UpdateRefused(f"weight update: {e}") from None
         self.version = version
 
@@ -148,22 +146,21 @@ class RemoteEngine:
             for _ in tensors:  # producing each tensor is a collective
                 pass
             return
-        weights = self._write_update(tensors, self.version)
-        if weights:
-            weights.delete()
+        self._write_update(tensors, self.version)
 
     def _encode(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensor in the engine's dtype, or FP8 blocks with scales if the engine loads them."""
         in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
         return (to_fp8_blocks if in_blocks else unchanged)(name, tensor.to(self.dtype))
 
-    def _write_update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights | None:
-        """Write and check an update in shared memory; None on ranks that do not lead. Collective of the node."""
+    def _write_update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights:
+        """Write and check an update in shared memory. Collective of the node."""
         assert self.node
-        self._updates += 1
-        update = WeightUpdate(self._updates, version, self.names, self.dtype, self._encode)
-        link = self.folder / f"weights_{self._updates}" if self.is_leader else None
-        return write_update(tensors, update, self.node, link)
+        # Keep the file of the current weights, from which a crashed engine restarts.
+        current = self.supervisor.weights if self.supervisor else None
+        number = 1 if current and current.path.name == "weights_0" else 0
+        update = WeightUpdate(version, self.names, self.dtype, self._encode)
+        return write_update(tensors, update, self.node, self.folder / f"weights_{number}")
 
     def generate(
         self,
@@ -375,7 +372,7 @@ def connect_engine(
         Path(folders[rank - local % tensor]),
         range(local, local + tensor) if is_leader else None,  # the GPUs of the ranks that share it
         Path(config.run.dir) / "engines" / f"rank_{rank}.log",
-        NodeRanks(local, per_node, Path(folders[rank - local]), exchange),
+        NodeRanks(local, per_node, exchange),
         decode,
         lambda: engine_exchange(None),
     )

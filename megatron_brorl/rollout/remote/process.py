@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -33,8 +32,8 @@ _SILENT_S = 1.5  # say hello again after this silence, because a restarted proce
 # Variables to remove, because with them an engine's workers would act as ranks of the trainer's launcher.
 _MPI = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", LAUNCHER, "OMP_NUM_THREADS")
-# Names of shared memory by Python's multiprocessing.
-_SHARED = re.compile(r"/dev/shm/psm_\w+")
+# Settings of CUDA for the trainer. vLLM refuses to sleep with expandable segments.
+_CUDA = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 class EngineError(RuntimeError):
@@ -69,8 +68,8 @@ def address(folder: Path) -> str:
 
 
 def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the engine's environment: the trainer's without the variables of its launcher, plus `own`."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER))}
+    """Return the engine's environment: the trainer's without the variables of its launcher and CUDA, plus `own`."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER, *_CUDA))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     seen = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
     path = [str(folder / "code"), *filter(None, [kept.get("PYTHONPATH")])]
@@ -82,13 +81,29 @@ def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) ->
     }
 
 
-def unlink_shared_memory(group: int) -> None:
-    """Unlink the shared memory of a process group that is about to be killed, because it cannot do so itself."""
+def kill_group(group: int) -> None:
+    """Kill all processes of a group except this one and the resource trackers of Python's multiprocessing.
+
+    A tracker ends when all processes that use it have ended. It then unlinks the shared memory that they left.
+    """
+    killed: set[int] = set()
+    # Look again, because a process may have started another one before it was killed.
+    while found := _members(group) - killed:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def _members(group: int) -> set[int]:
+    """Return the processes of a group that kill_group kills."""
+    members = set()
     for process in Path("/proc").glob("[0-9]*"):
+        pid = int(process.name)
         with contextlib.suppress(OSError):  # The process ended meanwhile, or belongs to another user.
-            if os.getpgid(int(process.name)) == group:
-                for path in _SHARED.findall((process / "maps").read_text()):
-                    Path(path).unlink(missing_ok=True)
+            if os.getpgid(pid) == group and b"resource_tracker" not in (process / "cmdline").read_bytes():
+                members.add(pid)
+    return members - {os.getpid()}
 
 
 class Connection:
@@ -208,9 +223,7 @@ class EngineProcess:
         """Kill the process and its children, which may outlive it."""
         if not self._killed:
             self._killed = True  # Kill only once, because the pid may be reused.
-            unlink_shared_memory(self._process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
             self._process.wait()
         if self._process.stdin:
             self._process.stdin.close()
@@ -252,7 +265,7 @@ class Supervisor:
         return self._process.pid
 
     def update(self, weights: HostWeights) -> None:
-        """Send these weights to the engine and delete the file of the previous ones.
+        """Send these weights to the engine.
 
         If the process dies or refuses them, restart it and send everything again. Raises EngineError if that fails too;
         the previous weights then stay current.
@@ -263,10 +276,7 @@ class Supervisor:
                 self._push(weights)
             except EngineError as e:
                 self._restart(str(e), weights)
-            old = self.weights
             self.weights = weights
-            if old:
-                old.delete()
 
     def restart(self, why: str) -> None:
         """Restart the process with the current weights. Raises EngineError."""
@@ -274,7 +284,7 @@ class Supervisor:
             self._restart(why, self.weights)
 
     def sleep(self) -> None:
-        """Free the engine's memory and delete the current weights."""
+        """Free the engine's memory. The next update may overwrite the current weights."""
         with self.lock:
             if self._asleep:
                 return
@@ -284,9 +294,7 @@ class Supervisor:
                 _log(f"{e}; killed, and started again when it is needed")
                 self._process.kill()  # This also frees its memory.
             self._asleep = True
-            if self.weights:
-                self.weights.delete()
-                self.weights = None
+            self.weights = None
 
     def wake(self) -> None:
         """Allocate the engine's memory again. Raises EngineError if the engine does not start again."""

@@ -15,7 +15,6 @@ import json
 import os
 import pkgutil
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Coroutine
@@ -28,7 +27,7 @@ import zmq.asyncio
 
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.rollout.remote.process import unlink_shared_memory
+from megatron_brorl.rollout.remote.process import kill_group
 from megatron_brorl.rollout.remote.protocol import (
     Capabilities,
     EngineBackend,
@@ -213,14 +212,13 @@ async def _main(address: str, options: EngineOptions) -> None:
 
 
 def _end_with_parent(directory: Path) -> None:
-    """Wait until standard input is closed, then remove the folder and kill the process group."""
+    """Wait until standard input is closed, then remove the folder, kill the process group and end."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
     shutil.rmtree(directory, ignore_errors=True)
     if os.getpgrp() == os.getpid():
-        unlink_shared_memory(os.getpid())
-        os.killpg(0, signal.SIGKILL)  # includes the processes that the engine has started
+        kill_group(os.getpid())  # the processes that the engine has started
     os._exit(0)
 
 

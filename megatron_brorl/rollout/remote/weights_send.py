@@ -1,9 +1,11 @@
 """Send weights from the trainer to engines through one file in shared memory per node.
 
 The ranks of a node write an update together. Every rank receives every tensor, because producing tensors is a
-collective, but only one rank of the node writes it to the file, in a thread that also computes its checksum. Then every
-engine of the node gets a hard link to the file and deletes it when it has newer weights. The file outlives engine
-processes, so that a restarted one loads the same weights without a collective of the trainer.
+collective, but only one rank of the node writes it to the file, in a thread that also computes its checksum. The file
+outlives engine processes, so that a restarted one loads the same weights without a collective of the trainer.
+
+Updates overwrite the file of an older one, because allocating shared memory takes longer than copying the weights. A
+second file is used only while engines hold the weights of the first.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def to_fp8_blocks(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class HostWeights:
-    """One version of the weights in a file in shared memory."""
+    """One version of the weights in a file in shared memory, until an update overwrites it."""
 
     path: Path
     version: int
@@ -80,10 +82,6 @@ class HostWeights:
         if bucket:
             yield bucket
 
-    def delete(self) -> None:
-        """Remove this engine's hard link. Deleting the last link frees the memory."""
-        self.path.unlink(missing_ok=True)
-
 
 @dataclass(frozen=True)
 class NodeRanks:
@@ -91,20 +89,18 @@ class NodeRanks:
 
     rank: int  # index of this rank in the node
     size: int
-    folder: Path  # folder in memory of the first rank, which creates the file
     exchange: Callable[[Any], list[Any]]  # all-gather of objects among the ranks
 
     @staticmethod
-    def single(folder: Path) -> NodeRanks:
+    def single() -> NodeRanks:
         """Return a node that consists of this rank only."""
-        return NodeRanks(0, 1, folder, lambda own: [own])
+        return NodeRanks(0, 1, lambda own: [own])
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
     """Description of one update."""
 
-    number: int  # the same on all ranks of the node
     version: int  # of the weights
     names: Mapping[str, tuple[int, ...]]  # shape of every tensor of the model
     dtype: torch.dtype  # dtype of the tensors passed to `encode`
@@ -112,24 +108,23 @@ class WeightUpdate:
 
 
 def write_update(
-    tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate, node: NodeRanks, link: Path | None
-) -> HostWeights | None:
+    tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate, node: NodeRanks, path: Path
+) -> HostWeights:
     """Write and check an update (tensors [any shape]). Collective of the node.
 
-    link: path of the hard link for the engine that this rank leads. Other ranks pass and return None.
-    Raises UpdateRefused on all ranks of the node if one finds a fault, UserError if the file does not fit in memory.
+    path: the file on the first rank, new or with weights that no engine needs. Other ranks' paths are ignored. Raises
+    UpdateRefused on all ranks of the node if one finds a fault, UserError if the file does not fit in memory.
     """
     records, size = file_layout(update.names, update.dtype, update.encode)
-    path = node.folder / f"staged_{update.number}"
 
     # The first rank creates the file. If that fails, every rank still reads the stream to its end.
     fault = ""
-    if node.rank == 0:
+    if node.rank == 0 and not path.exists():
         try:
             allocate(path, size)
         except UserError as e:
             fault = str(e)
-    fault = node.exchange(fault)[0]
+    fault, path = node.exchange((fault, path))[0]
     if fault:
         for _ in tensors:
             pass
@@ -144,24 +139,11 @@ def write_update(
         fault = str(e)
     found: list[tuple[str, Checksums]] = node.exchange((fault, sums))
     faults = [f for f, _ in found if f]
-    if not faults and link:
-        try:
-            link.hardlink_to(path)
-        except OSError as e:
-            fault = f"weight update: {link}: {e.strerror}"
-
-    # Remove the first link when all engines have their own.
-    faults += [f for f in node.exchange(fault) if f and f not in faults]
-    if node.rank == 0:
-        path.unlink()
     if faults:
-        if link:
-            link.unlink(missing_ok=True)
         raise UpdateRefused(fault or faults[0])
     # Combine the checksums of all ranks.
     total = {name: value for _, part in found for name, value in part.items()}
-    whole = tuple(record._replace(checksum=total[record.name]) for record in records)
-    return HostWeights(link, update.version, whole) if link else None
+    return HostWeights(path, update.version, tuple(r._replace(checksum=total[r.name]) for r in records))
 
 
 def file_layout(
@@ -210,20 +192,19 @@ def _write(
     tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate, own: set[str], records: list[TensorRecord], path: Path
 ) -> Checksums:
     """Read the stream to its end, write the tensors in `own` and return their checksums. Raises UpdateRefused."""
-    memory = map_file(path)
+    memory = map_file(str(path))
     records_by_name = {record.name: record for record in records}
     sums: Checksums = {}
     faults: list[str] = []
     waiting: list[Future[None]] = []
 
     def write(name: str, tensor: Tensor, expected: Tensor | None) -> None:
-        # Compute the checksum from the file, because workers read those bytes. If `encode` or the dtype changes the
-        # tensor, the expected checksum does not apply to the file and is compared with the received tensor instead.
+        # Compute the checksum where the tensor is. Workers compare it with their copy, which covers the file. If
+        # `encode` or the dtype changes the tensor, the expected checksum is compared with the received tensor instead.
         sent = dict(update.encode(name, tensor.to(update.dtype)))
         for part, x in sent.items():
-            written = tensor_at(memory, records_by_name[part])
-            written.copy_(x)
-            sums[part] = int(checksum(part, written))
+            tensor_at(memory, records_by_name[part]).copy_(x)
+            sums[part] = int(checksum(part, x))
         if expected is not None:
             same = sent.keys() == {name} and sent[name].dtype == tensor.dtype
             if (sums[name] if same else int(checksum(name, tensor))) != int(expected):

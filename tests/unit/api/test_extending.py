@@ -120,8 +120,8 @@ def test_the_engine(model, tmp_path):
     shape = shapes.read_shape(directory)
     options = EngineOptions("transformers", str(directory), shape.vocab, 40, "float32", 8, (2,), {})
     made = module("megatron_brorl/rollout/remote/transformers/llm.py").TransformersBackend(options)
-    update = WeightUpdate(1, 0, hf_shapes(shape), torch.float32, unchanged)
-    weights = write_update(tiny.weights(directory).items(), update, NodeRanks.single(tmp_path), tmp_path / "weights")
+    update = WeightUpdate(0, hf_shapes(shape), torch.float32, unchanged)
+    weights = write_update(tiny.weights(directory).items(), update, NodeRanks.single(), tmp_path / "weights")
     with served(made, tmp_path):
         engine = RemoteEngine(EngineConfig(), options, hf_shapes(shape), tmp_path, None, tmp_path / "log")
         leader = Connection(address(tmp_path))

@@ -23,6 +23,7 @@ from tensorrt_llm.sampling_params import LogprobMode
 
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.registry import graph_sizes
 from megatron_brorl.rollout.remote.protocol import (
     Capabilities,
     Completion,
@@ -31,13 +32,7 @@ from megatron_brorl.rollout.remote.protocol import (
     check_sampling,
 )
 from megatron_brorl.rollout.remote.trtllm import ray_node
-from megatron_brorl.rollout.remote.trtllm.settings import (
-    KV_CACHE,
-    graph_sizes,
-    restore_modes,
-    rows_at_a_time,
-    sleep_tags,
-)
+from megatron_brorl.rollout.remote.trtllm.settings import KV_CACHE, restore_modes, rows_at_a_time, sleep_tags
 
 EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.TrtllmWorkerExtension"
 # Weights in FP8 with a scale per 128 x 128 block (weights_send.to_fp8_blocks).

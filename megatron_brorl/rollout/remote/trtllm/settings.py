@@ -22,15 +22,6 @@ def restore_modes(tags: Iterable[str]) -> dict[str, str]:
     return {tag: "NONE" if tag in (KV_CACHE, *_SENT_AGAIN) else "CPU" for tag in tags}
 
 
-def graph_sizes(rows: int) -> list[int]:
-    """Return the batch sizes of CUDA graphs, up to `rows`. Padding to the next one adds at most 25% above 32 rows.
-
-    TensorRT-LLM's default sizes double above 128, so that 260 rows would be padded to 512.
-    """
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, rows, 64)]
-    return [size for size in sizes if size < rows] + [rows]
-
-
 def rows_at_a_time(kv_tokens: int, context: int, max_rows: int) -> int:
     """Return how many requests run together if keys and values of `kv_tokens` tokens fit.
 

@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.registry import graph_sizes
 from megatron_brorl.rollout.remote.protocol import (
     Capabilities,
     Completion,
@@ -56,8 +57,12 @@ class VllmBackend(EngineBackend):
         # vLLM's second model runner records them, which needs Triton. The CPU build of 0.32 runs without Triton.
         if options.routes and not self.on_gpu:
             raise ValueError("rollout.replay_routes: vLLM returns the chosen experts only on a GPU: set 'never'")
+        # vLLM's own process inherits these variables.
         if options.threads and not self.on_gpu:
-            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # inherited by vLLM's own process
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        if self.on_gpu:
+            # Otherwise vLLM falls back to its first model runner, which samples rows with seeds one by one.
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
     def _kv_bytes(self) -> int:
         """Return the size of the KV cache per device in bytes: for all rollouts at full length, or as much as fits.
@@ -89,7 +94,9 @@ class VllmBackend(EngineBackend):
         if self.on_gpu:
             own: dict[str, Any] = {
                 "enable_sleep_mode": True,
+                "sleep_mode_offload_cudagraph": True,
                 "enforce_eager": not config.cuda_graphs,
+                "compilation_config": {"cudagraph_capture_sizes": graph_sizes(options.max_rows)},
                 "gpu_memory_utilization": _FREE_SHARE,
             }
         else:
@@ -105,6 +112,7 @@ class VllmBackend(EngineBackend):
             "trust_remote_code": False,
             "tensor_parallel_size": config.tensor,
             "dtype": options.dtype,
+            "hf_overrides": {"head_dtype": "float32"},  # fp32 logits, as in the trainer
             "load_format": "dummy",  # the trainer sends the weights
             "max_model_len": options.context,
             "max_num_seqs": options.max_rows,

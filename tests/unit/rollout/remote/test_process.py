@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote import process
-from megatron_brorl.rollout.remote.process import unlink_shared_memory
+from megatron_brorl.rollout.remote.process import kill_group
 from megatron_brorl.rollout.remote.protocol import EngineOptions
 
 CREATE_SHARED_MEMORY = """
+import os, sys
+from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
-memory = SharedMemory(create=True, size=64)
-print(memory.name, flush=True)
+resource_tracker.ensure_running()
+if not os.fork():
+    memory = SharedMemory(create=True, size=64)
+    print(memory.name, flush=True)
+    if sys.argv[1] == "dead":
+        os.kill(os.getpid(), 9)
 input()
 """
 
 
-def test_shared_memory_of_a_killed_group_is_unlinked():
+@pytest.mark.parametrize("creator", ["alive", "dead"])
+def test_shared_memory_of_a_killed_group_is_unlinked(creator):
+    """This includes memory of a child that was killed before, so that no process maps it any more."""
     own = SharedMemory(create=True, size=64)
     try:
         with subprocess.Popen(
-            [sys.executable, "-c", CREATE_SHARED_MEMORY],
+            [sys.executable, "-c", CREATE_SHARED_MEMORY, creator],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -36,8 +43,9 @@ def test_shared_memory_of_a_killed_group_is_unlinked():
         ) as child:
             theirs = Path("/dev/shm", child.stdout.readline().strip())
             assert theirs.exists()
-            unlink_shared_memory(child.pid)
-            os.killpg(child.pid, signal.SIGKILL)
+            processes = psutil.Process(child.pid).children(recursive=True)
+            kill_group(child.pid)
+        assert psutil.wait_procs(processes, timeout=20)[1] == []
         assert not theirs.exists()
         assert Path("/dev/shm", own.name).exists()
     finally:
@@ -45,13 +53,15 @@ def test_shared_memory_of_a_killed_group_is_unlinked():
         own.unlink()
 
 
-def test_environment_has_no_launcher_variables(monkeypatch, tmp_path):
-    for name in ("SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR", "KEPT"):
+def test_environment_has_no_variables_of_the_trainer(monkeypatch, tmp_path):
+    dropped = {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR"}
+    dropped |= {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
+    for name in (*dropped, "KEPT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PYTHONPATH", "/other")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     env = process.environment(tmp_path, [2, 3], {"ITS_OWN": "2"})
-    assert not {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK", "LOCAL_RANK", "MASTER_ADDR"} & env.keys()
+    assert not dropped & env.keys()
     assert (env["KEPT"], env["ITS_OWN"]) == ("1", "2")
     assert ENGINES["trtllm"].environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # or Ray is public
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/other"

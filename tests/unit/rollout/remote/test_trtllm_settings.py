@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
+from megatron_brorl.rollout.registry import graph_sizes
 from megatron_brorl.rollout.remote.trtllm import ray_node
-from megatron_brorl.rollout.remote.trtllm.settings import graph_sizes, restore_modes, rows_at_a_time, sleep_tags
+from megatron_brorl.rollout.remote.trtllm.settings import restore_modes, rows_at_a_time, sleep_tags
 
 BASE = 61_000 - ray_node.PORTS * 20  # above the kernel's default ephemeral ports
 

@@ -36,12 +36,12 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def read(weights):
-    memory = map_file(weights.path)
+    memory = map_file(str(weights.path))
     return {record.name: tensor_at(memory, record) for record in weights.records}
 
 
-def together(tmp_path, streams, dtype=torch.float32, encode=unchanged):
-    """Return the result or exception of write_update on each rank, of which every second one leads an engine."""
+def together(path, streams, dtype=torch.float32, encode=unchanged):
+    """Return the result or exception of write_update on each rank. Only the first rank knows the path."""
     ranks = len(streams)
     barrier, given = threading.Barrier(ranks), [None] * ranks
     copies: list[set[str]] = [set() for _ in range(ranks)]
@@ -59,10 +59,10 @@ def together(tmp_path, streams, dtype=torch.float32, encode=unchanged):
                 copies[i].add(name)
             return encode(name, tensor)
 
-        update = WeightUpdate(3, 7, SHAPES, dtype, recorded)
-        link = tmp_path / f"weights_{i}" if i % 2 == 0 else None
+        update = WeightUpdate(7, SHAPES, dtype, recorded)
+        own = path if i == 0 else path.parent / f"unused_{i}"
         try:
-            return write_update(iter(streams[i]), update, NodeRanks(i, ranks, tmp_path, exchange), link)
+            return write_update(iter(streams[i]), update, NodeRanks(i, ranks, exchange), own)
         except (UpdateRefused, UserError) as e:
             return e
 
@@ -75,33 +75,47 @@ def together(tmp_path, streams, dtype=torch.float32, encode=unchanged):
 def test_engines_of_a_node_share_one_file(ranks, kind, tmp_path):
     dtype = torch.float32 if kind == "fp32" else BF16
     encode = to_fp8_blocks if kind == "fp8" else unchanged
-    sent = model()
-    found, copies = together(tmp_path, [with_checksums(sent.items()) for _ in range(ranks)], dtype, encode)
+    for scale in (1.0, 0.5):  # The second update overwrites the file of the first.
+        sent = {name: tensor * scale for name, tensor in model().items()}
+        streams = [with_checksums(sent.items()) for _ in range(ranks)]
+        found, copies = together(tmp_path / "weights", streams, dtype, encode)
 
-    # Exactly one rank copies each tensor, and all engines have the same file.
-    assert sorted(name for part in copies for name in part) == sorted(SHAPES)
-    leaders = found[::2]
-    assert all(x is None for x in found[1::2])
-    assert len({os.stat(x.path).st_ino for x in leaders}) == 1
-    assert os.stat(leaders[0].path).st_size == file_layout(SHAPES, dtype, encode)[1]
-    assert len(list(tmp_path.iterdir())) == len(leaders)
+        # Exactly one rank copies each tensor, and all ranks have the same file.
+        assert sorted(name for part in copies for name in part) == sorted(SHAPES)
+        assert all(weights == found[0] for weights in found)
+        assert found[0].version == 7
+        assert list(tmp_path.iterdir()) == [found[0].path]
+        assert os.stat(found[0].path).st_size == file_layout(SHAPES, dtype, encode)[1]
 
-    # The tensors in the file equal those that were sent, and match the checksums in the records.
-    expected = {part: x for name, tensor in sent.items() for part, x in encode(name, tensor.to(dtype))}
-    for weights in leaders:
-        assert weights.version == 7
-        there = read(weights)
+        # The tensors in the file equal those that were sent, and match the checksums in the records.
+        expected = {part: x for name, tensor in sent.items() for part, x in encode(name, tensor.to(dtype))}
+        there = read(found[0])
         assert there.keys() == expected.keys()
-        for record in weights.records:
+        for record in found[0].records:
             assert torch.equal(there[record.name].view(torch.uint8), expected[record.name].view(torch.uint8))
             assert record.checksum == int(checksum(record.name, expected[record.name]))
             assert record.offset % 64 == 0
 
-    # Deleting the weights of one engine does not affect the others.
-    for weights in leaders:
-        assert read(weights).keys() == expected.keys()
-        weights.delete()
-    assert list(tmp_path.iterdir()) == []
+
+def test_files_are_mapped_and_registered_once(tmp_path, monkeypatch):
+    registered = []
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(pointer, size, flags):
+            registered.append((pointer, size, flags))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    path = tmp_path / "weights"
+    path.write_bytes(b"\1" * 8192)
+    memory = map_file(str(path))
+    assert map_file(str(path)) is memory
+    assert registered == [(memory.data_ptr(), 8192, 1)]  # cudaHostRegisterPortable
+    memory.fill_(2)
+    assert path.read_bytes() == b"\2" * 8192
 
 
 def test_layout_of_fp8_blocks():
@@ -129,11 +143,10 @@ def test_fault_on_one_rank_refuses_the_update_on_all(fault, tmp_path):
         raise RuntimeError("lost")
 
     streams = [pairs, {"missing": pairs[:-1], "damaged": damaged(pairs, name), "breaks off": broken()}[fault], pairs]
-    found, _ = together(tmp_path, streams)
+    found, _ = together(tmp_path / "weights", streams)
     assert all(isinstance(x, UpdateRefused) for x in found)
     what = {"missing": "1 tensors missing", "damaged": f"for example {name}", "breaks off": "RuntimeError: lost"}[fault]
     assert all(what in str(x) for x in found)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
@@ -142,7 +155,7 @@ def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     streams = [iter(list(with_checksums(model().items()))) for _ in range(2)]
-    found, _ = together(tmp_path, streams)
+    found, _ = together(tmp_path / "weights", streams)
     assert all("engine.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in found)
     assert all(isinstance(x, UserError) for x in found)
     assert all(list(stream) == [] for stream in streams)  # the stream is a collective with other nodes
