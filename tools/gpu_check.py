@@ -76,7 +76,8 @@ def main() -> None:
 
 def _arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; by default all without TensorRT-LLM")
+    stages = f"{', '.join(STAGES)}; by default all without TensorRT-LLM"
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=stages)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run with tiny sizes")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.jsonl"), help="file that the rows are appended to")
     parser.add_argument("--total", type=float, default=480.0, help="seconds of all stages (%(default)s)")

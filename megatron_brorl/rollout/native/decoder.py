@@ -38,7 +38,7 @@ class Linear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) == 1 and x.device.type == "cpu":  # One row would be computed by another kernel, which rounds differently.
+        if len(x) == 1 and x.device.type == "cpu":  # One row takes another kernel, which rounds differently.
             return self(x.repeat(2, 1))[:1]
         if not self.packed:
             return linear(x, self.weight, self.bias)
