@@ -95,6 +95,7 @@ def linear_ppo_loss(
     return PolicyLoss(loss, log_probs, entropy, metrics)
 
 
+@torch.no_grad()  # Without AVX-512 the product is torch's, which refuses inputs with gradients.
 def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return logits [K, V] of hidden [K, H] and weight [V, H], as reference.linear_logits; not differentiable."""
     logits = hidden.new_empty(len(hidden), len(weight), dtype=compute_dtype(hidden.dtype))
