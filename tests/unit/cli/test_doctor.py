@@ -138,7 +138,7 @@ def test_doctor_plans_the_memory_of_a_configuration(tmp_path):
     # 1,777,088,000 parameters: bf16, fp32 gradients, twelve bytes over 64 ranks.
     assert "weights 3.3 GiB, optimizer 0.3 GiB, reference 3.3 GiB, gradients 6.6 GiB" in training
     assert "engine's weights 3.3 GiB" in generating
-    assert keys.endswith("148 rollouts of 16384 tokens at a time")
+    assert keys.endswith("145 rollouts of 16384 tokens at a time")
     assert node.startswith("memory of a node: 6.6 GiB of engine weights")
     assert node.endswith("55.4 GiB of offloaded states")
     with pytest.raises(UserError, match=r"training needs about .* GiB on a GPU, which has 12\.0 GiB"):
