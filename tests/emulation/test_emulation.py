@@ -31,6 +31,7 @@ def cases(csrc: Path, file: str, *which: str) -> subprocess.CompletedProcess[str
     [
         "test_advantages_cuda.py",
         "test_value_loss_cuda.py",
+        "test_uniforms_cuda.py",
         pytest.param("test_linear_ppo_loss_cuda.py", marks=pytest.mark.slow),
     ],
 )
