@@ -152,7 +152,8 @@ class Session:
         # Print stacks before the collectives that wait for a hanging rank time out.
         dump_stacks_after(0.8 * self.config.parallel.timeout_s)
         self._stalls = StallReporter(self.config.parallel.timeout_s)
-        self._stalls.start()
+        if cpu_bridge.on_gpu():  # gloo names late ranks itself
+            self._stalls.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:

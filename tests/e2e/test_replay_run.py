@@ -16,7 +16,9 @@ def test_a_run_replays_routes_of_carried_rollouts_after_it_is_resumed(config, tm
     tiny.make_model(model, "qwen3_moe", False, vocab_size=512, eos_token_id=eos, hidden_size=64)
     # Every response needs two steps, so that the checkpoint after each step has rollouts of the next one.
     sizes = ("rollout.max_tokens=16", "rollout.partial_tokens=8", "rollout.dtype=bf16", "parallel.expert=2")
-    options = ("optim.lr=0.0", "algo.dynamic_sampling=false", "data.held_out=[]", "train.verify_reshard=always")
+    # Experts that differ move a log-probability by up to 3 nats here, so the check of the weights needs a wide bound.
+    checked = ("train.verify_reshard=always", "train.verify_tolerance=1.0")
+    options = ("optim.lr=0.0", "algo.dynamic_sampling=false", "data.held_out=[]", *checked)
     gaps = {}
     for replay in ("auto", "never"):
         run = tmp_path / replay
