@@ -286,7 +286,7 @@ class TorchEngine:
 
 
 class HostCopy:
-    """A tensor that is copied to the host while the device goes on."""
+    """A copy of a tensor to the host, for which the device does not wait."""
 
     def __init__(self, x: Tensor) -> None:
         self._host = x

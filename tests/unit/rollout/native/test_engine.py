@@ -127,7 +127,7 @@ def test_rollouts_do_not_depend_on_the_batch(one):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_batch(one, dtype):
-    """Rollouts of a prompt are decoded alone, with others, by two threads, and continued in several calls."""
+    """Decode one rollout of a prompt or several, with one or two threads, in one call or in several."""
     prompt = prompts()[1]
 
     def bits(n, tokens_per_call=0, max_rows=1000):
