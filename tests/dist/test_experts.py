@@ -129,7 +129,7 @@ def test_logits_and_gradients_equal_transformers(worlds, models, expected, size,
         for row, values in found.items():
             torch.testing.assert_close(values, logits[row], atol=1e-4, rtol=0)
             got, want = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, logits[row]))
-            torch.testing.assert_close(got, want, atol=5e-6, rtol=0)
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=0)  # about 20 units in the last place
         torch.testing.assert_close(gradients, of_loss, atol=5e-6, rtol=0)
         seen |= found.keys()
     assert seen == set(range(len(logits)))
