@@ -10,6 +10,7 @@ kernels of GPUs (DecodeOps.contiguous) read keys and values [pages, page, K, d],
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +69,10 @@ class HeadNorms:
 
 
 class DecodeOps(Protocol):
+    @property
+    def linear_logits(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Return Backend.linear_logits for bfloat16, or None where a copy of the weight in float32 is faster."""
+
     @property
     def contiguous(self) -> bool:
         """Return whether the keys of a row or of a prompt are in one page of any size, see the module."""

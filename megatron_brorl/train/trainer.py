@@ -47,7 +47,7 @@ from megatron_brorl.train.sampling_params import evaluation_sampling_params, tra
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.throughput import StepTrace, cluster_metrics
 from megatron_brorl.train.update import update_models
-from megatron_brorl.train.weight_sync import sync_engines
+from megatron_brorl.train.weight_sync import sudden_gap, sync_engines
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Prompt, PromptGroup, ScoredRollout
 
@@ -88,6 +88,7 @@ class Trainer:
         self._clock_start = time.monotonic()
         self._must_save_again = False  # True: a checkpoint could not be written; save after a step even if none is due
         self._nonfinite_steps = 0  # consecutive ones, see nonfinite.count_nonfinite_steps
+        self._gaps: list[float] | None = []  # logprob_gap_mean of the steps of this process, until a warning
         self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
     def models(self) -> TrainingModels:
@@ -142,6 +143,11 @@ class Trainer:
             is_first_update = 0 < metrics["updates"] == state.updates
             if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):
                 progress.note(f"warning: {advice}")
+            if self._gaps is not None and "logprob_gap_mean" in metrics:
+                self._gaps.append(metrics["logprob_gap_mean"])
+                if advice := sudden_gap(self._gaps):
+                    progress.note(f"warning: {advice}")
+                    self._gaps = None
             with span("callbacks"):
                 self.callbacks.call("on_step", step, metrics)  # errors are raised after the state is saved
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_brorl.ops.fused import native
+from megatron_brorl.ops.fused import linear, native
 from megatron_brorl.ops.interface import DecodeBatch, HeadNorms
 from megatron_brorl.ops.reference.decode import ReferenceDecode
 
 
 class FusedDecode(ReferenceDecode):
     """See ops.interface.DecodeOps; on CPUs."""
+
+    linear_logits = staticmethod(linear.linear_logits) if native.BFLOAT16_KERNEL else None
 
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float

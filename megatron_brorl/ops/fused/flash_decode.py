@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
 from megatron_brorl.ops import rope
+from megatron_brorl.ops.fused import linear
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.interface import DecodeBatch, HeadNorms
 from megatron_brorl.ops.reference import sampling
@@ -51,6 +52,7 @@ class FlashDecode(ReferenceDecode):
     """
 
     contiguous = True
+    linear_logits = staticmethod(linear.linear_logits)
 
     def takes(self, dtype: torch.dtype, head_dim: int) -> bool:
         """See DecodeOps."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
@@ -16,6 +18,7 @@ class ReferenceDecode:
     """See ops.interface.DecodeOps. Gathers the pages of every row, its prompt's included."""
 
     contiguous = False
+    linear_logits: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def takes(self, dtype: torch.dtype, head_dim: int) -> bool:
         """See DecodeOps."""

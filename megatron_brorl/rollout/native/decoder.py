@@ -5,7 +5,7 @@ Shapes: B rows, H hidden size, V vocabulary; pages as in ops.interface.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_brorl.families import dense, gemma3, moe
 from megatron_brorl.families.family import Parameter
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.interface import DecodeBatch, DecodeOps, HeadNorms, RowPages
+from megatron_brorl.ops.interface import DecodeBatch, DecodeOps, HeadNorms, RowPages, compute_dtype
 from megatron_brorl.rollout.native.pages import PagePool, to_device
 
 QUERIES = 1024  # queries of a chunk that attend to earlier pages at a time
@@ -32,14 +32,20 @@ class Linear:
     does not depend on the other rows.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, product: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> None:
+        """product: computes x [B, in], weight [out, in] -> [B, out] instead of oneDNN and torch."""
         self.bias = bias
-        self.packed = weight.device.type == "cpu" and _has_layout_for(weight.dtype)
+        self.product = product
+        self.packed = product is None and weight.device.type == "cpu" and _has_layout_for(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) == 1 and x.device.type == "cpu":  # One row takes another kernel, which rounds differently.
             return self(x.repeat(2, 1))[:1]
+        if self.product is not None:
+            return self.product(x, self.weight)
         if not self.packed:
             return linear(x, self.weight, self.bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -98,7 +104,10 @@ class Decoder:
 
         self.embedding = _fused(weights, "", family.embedding).to(dtype)
         self.device = self.embedding.device
-        self.head = Linear(self.embedding if shape.tied else _fused(weights, "", family.head).to(dtype))
+        head = self.embedding if shape.tied else _fused(weights, "", family.head).to(dtype)
+        # Rounding to bfloat16 would move a logit of 32 by up to 0.06, and training does not round logits.
+        product = ops.linear_logits if dtype == torch.bfloat16 else None
+        self.head = Linear(head if product else head.to(compute_dtype(dtype)), product=product)
         self.embedding_scale = (
             None if shape.embedding_scale is None else self.embedding.new_tensor(shape.embedding_scale)
         )
@@ -174,8 +183,8 @@ class Decoder:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, H] -> [B, V]."""
-        return self.head(hidden)
+        """[B, H] -> [B, V] in the compute dtype."""
+        return self.head(hidden.to(self.head.weight.dtype))
 
     def angles(self, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
         """Return cos and sin [..., d / 2] float32 of positions [...]; local: for the layers of the second rotation."""

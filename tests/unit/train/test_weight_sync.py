@@ -9,11 +9,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_brorl.config.schema import Config, ModelConfig, RolloutConfig
-from megatron_brorl.train.weight_sync import PROMPTS, SIBLINGS, TOKENS, gap_statistics, tolerance
+from megatron_brorl.train.weight_sync import PROMPTS, SIBLINGS, TOKENS, gap_statistics, sudden_gap, tolerance
 
 ENGINES = 64
 PER_ENGINE = PROMPTS * SIBLINGS * TOKENS
-LIMIT = tolerance(Config(model=ModelConfig(dtype="bf16"), rollout=RolloutConfig(dtype="bf16")))
+LIMIT = tolerance(Config(model=ModelConfig(dtype="bf16"), rollout=RolloutConfig(dtype="bf16")), experts=False)
 VOCAB = 64
 
 
@@ -37,6 +37,13 @@ def test_bf16_rounding_gives_no_false_alarm_in_200_rounds():
         assert not gap.exceeds(LIMIT), gap
         largest = max(largest, gap.max)
     assert largest > 0.5  # A limit of 0.5 on the maximum would have raised.
+
+
+def test_a_gap_above_4_times_the_median_of_the_steps_before_is_a_warning():
+    steps = [0.03, 0.01, 0.02, 0.5, 0.02]  # median 0.02
+    assert not sudden_gap([*steps, 0.08])
+    assert "0.081 nats is 4.0 times" in sudden_gap([*steps, 0.081])
+    assert not sudden_gap([0.0, 0.0, 0.0, 1.0])  # too few steps before
 
 
 @pytest.fixture(scope="module")

@@ -372,6 +372,14 @@ def test_bfloat16_stays_near_float32(pair):
                 assert (r.log_probs - expected).abs().mean() < 0.1
 
 
+@pytest.mark.parametrize("ops", [FusedDecode, FlashDecode, ReferenceDecode])
+def test_bfloat16_weights_give_logits_in_float32(one, ops):
+    decoder = make_engine(*one, ops=ops(), dtype=torch.bfloat16)._decoder
+    hidden = torch.randn(5, decoder.shape.hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = hidden.double() @ decoder.embedding.double().T
+    torch.testing.assert_close(decoder.logits(hidden), expected.float(), atol=1e-6, rtol=1e-5)
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["norm_topk_prob", "plain_weights"])
 def moe(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("moe")
