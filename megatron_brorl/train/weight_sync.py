@@ -134,7 +134,7 @@ def tolerance(config: Config, experts: bool) -> float:
 
 
 def sudden_gap(gaps: Sequence[float]) -> str:
-    """Return a warning if the newest of a run's logprob_gap_mean, in nats, is above 4 times the median before it, or ""."""
+    """Return a warning if the last logprob_gap_mean (nats) is above 4 times the median of those before it, or ""."""
     *earlier, newest = gaps
     if len(earlier) < 4 or newest <= 4 * statistics.median(earlier):
         return ""
