@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_brorl.theory.mass_balance import masses
-
 
 @dataclass(frozen=True)
 class TokenLevel:
@@ -61,25 +59,25 @@ def token_level(logits: Tensor, position: Tensor, token: Tensor, reward: Tensor)
         raise ValueError("token_level: every position needs at least one draw")
     q = draws.of_positions(draws.reward, position) / n
 
-    # Undrawn tokens have an unknown value. Counted as incorrect, they are the whole of u_neg.
-    counts = torch.zeros_like(p)
+    undrawn = torch.ones_like(p)
     better = torch.zeros_like(p)
-    counts[where, column] = number
+    undrawn[where, column] = 0
     better[where, column] = draws.of_tokens(draws.reward) / number - q[where]
-    m = masses(p, counts, better > 0, (better < 0) | (counts == 0))
+    square = p * p
+    unsampled_2 = (square * undrawn).sum(-1)
     s_r = (better * p).sum(-1)
-    ends = torch.stack([-s_r * (1 - q), s_r * q]) * m.u_neg2 / n  # for f = 0 and f = 1 on every undrawn token
+    ends = torch.stack([-s_r * (1 - q), s_r * q]) * unsampled_2 / n  # for f = 0 and f = 1 on every undrawn token
 
     surrogate = _surrogate_change(draws, p[where, column]) / n
     reinforce = (n - 1) / n * _squared_covariance(draws, draws.reward - q[position], n)
     return TokenLevel(
         siblings=n,
         success=q,
-        unsampled_mass=m.u_neg,
-        unsampled_2=m.u_neg2,
+        unsampled_mass=(p * undrawn).sum(-1),
+        unsampled_2=unsampled_2,
         s_r=s_r,
-        a2=m.a2,
-        b2=m.b2,
+        a2=(square * (better > 0)).sum(-1),
+        b2=(square * (better < 0)).sum(-1),
         sampled=torch.where(n < 4, torch.nan, surrogate),
         unsampled_low=ends.amin(0),
         unsampled_high=ends.amax(0),

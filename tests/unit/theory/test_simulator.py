@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from unit.theory.theorem import general_terms
 
 from megatron_brorl.cli.main import main
 from megatron_brorl.report.plots import simulation_figure
 from megatron_brorl.theory import simulator as module
-from megatron_brorl.theory.mass_balance import general_terms
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Settings, simulate, write_csv
 
 SMALL = Settings(vocabulary=300, correct=40, steps=60)

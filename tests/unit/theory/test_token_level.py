@@ -9,8 +9,8 @@ import cross_fitting
 import numpy as np
 import pytest
 import torch
+from unit.theory.theorem import general_terms, surrogate_step
 
-from megatron_brorl.theory.mass_balance import general_terms, surrogate_step
 from megatron_brorl.theory.token_level import draw_positions, token_level
 
 P = np.array([0.2, 0.5, 0.3])

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from unit.theory.theorem import Masses, expected_masses
 
-from megatron_brorl.theory.mass_balance import Masses, expected_masses
 from megatron_brorl.theory.unsampled_mass import good_turing, hold_out, unseen_mass, unseen_weights, weighted_counts
 
 

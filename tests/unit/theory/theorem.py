@@ -62,13 +62,10 @@ class Terms:
         return self.sampled_right + self.sampled_wrong + self.unsampled
 
 
-def masses(p: Tensor, counts: Tensor, correct: Tensor, incorrect: Tensor | None = None) -> Masses:
-    """Return masses and second moments from probabilities, draw counts and the mask of correct tokens, each [..., V].
-
-    incorrect: the mask of incorrect tokens, by default all that are not correct.
-    """
+def masses(p: Tensor, counts: Tensor, correct: Tensor) -> Masses:
+    """Return the masses for probabilities, draw counts and the mask of correct tokens, each [..., V]."""
     drawn = counts > 0
-    return _masses(p.double(), drawn, ~drawn, counts.sum(-1), correct, ~correct if incorrect is None else incorrect)
+    return _masses(p.double(), drawn, ~drawn, counts.sum(-1), correct)
 
 
 def expected_masses(p: Tensor, correct: Tensor, n: int) -> Masses:
@@ -77,29 +74,24 @@ def expected_masses(p: Tensor, correct: Tensor, n: int) -> Masses:
     E[U_2] = sum p^2 (1 - p)^n. The drawn tokens have the rest, sum p^2 (1 - (1 - p)^n).
     """
     p = p.double()
-    drawn = -torch.special.xlog1py(n, -p).expm1()
-    return _masses(p, drawn, missing(p, n), torch.full(p.shape[:-1], n), correct, ~correct)
+    logs = torch.special.xlog1py(n, -p)  # exact for tiny p and for p = 1
+    return _masses(p, -logs.expm1(), logs.exp(), torch.full(p.shape[:-1], n), correct)
 
 
-def _masses(p: Tensor, drawn: Tensor, gone: Tensor, n: Tensor, correct: Tensor, wrong: Tensor) -> Masses:
+def _masses(p: Tensor, drawn: Tensor, gone: Tensor, n: Tensor, correct: Tensor) -> Masses:
     """drawn, gone [..., V]: whether, or with which probability, a token was drawn and was not."""
     square = p * p
     return Masses(
         n=n.double(),
         p_pos=(p * drawn * correct).sum(-1),
-        p_neg=(p * drawn * wrong).sum(-1),
+        p_neg=(p * drawn * ~correct).sum(-1),
         u_pos=(p * gone * correct).sum(-1),
-        u_neg=(p * gone * wrong).sum(-1),
+        u_neg=(p * gone * ~correct).sum(-1),
         a2=(square * drawn * correct).sum(-1),
-        b2=(square * drawn * wrong).sum(-1),
+        b2=(square * drawn * ~correct).sum(-1),
         u_pos2=(square * gone * correct).sum(-1),
-        u_neg2=(square * gone * wrong).sum(-1),
+        u_neg2=(square * gone * ~correct).sum(-1),
     )
-
-
-def missing(p: Tensor, n: int) -> Tensor:
-    """Return the probability (1 - p)^n that n draws miss a token, [..., V]; exact for tiny p and for p = 1."""
-    return torch.special.xlog1py(n, -p.double()).exp()
 
 
 def theorem_1(m: Masses, right: float, wrong: float, step: float) -> Terms:

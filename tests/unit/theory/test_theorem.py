@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-from megatron_brorl.theory.mass_balance import (
+from unit.theory.theorem import (
     expected_masses,
     first_order,
     general_terms,
     masses,
-    missing,
     score_step,
     surrogate_step,
     theorem_1,
@@ -116,24 +114,6 @@ def test_finite_step_errs_with_the_square_of_the_step():
     assert ratios[1] == pytest.approx(ratios[2], rel=0.02)
 
 
-def test_surrogate_and_score_steps_are_gradients():
-    g = torch.Generator().manual_seed(1)
-    logits = torch.randn(12, generator=g, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(12, generator=g, dtype=torch.float64) * (torch.rand(12, generator=g) < 0.5)
-    p = softmax(logits)
-    for objective, step in (((weights * p).sum() / 7, surrogate_step), ((weights * p.log()).sum() / 7, score_step)):
-        (gradient,) = torch.autograd.grad(objective, logits, retain_graph=True)
-        torch.testing.assert_close(step(p.detach(), weights, torch.tensor(7), 1.0), gradient)
-
-
-def test_group_mean_leaves_undrawn_logits_where_they_are():
-    _, p, counts, correct, *_ = _case(5)
-    rewards = correct.double()
-    weights = counts * (rewards - (counts * rewards).sum() / counts.sum())
-    assert score_step(p, weights, counts.sum(), 1.0)[counts == 0].abs().max() < 1e-15
-    assert surrogate_step(p, weights, counts.sum(), 1.0)[counts == 0].abs().max() > 1e-9
-
-
 def test_policy_gradient_with_a_group_mean_never_lowers_the_mass():
     """To first order, for rewards that depend on correctness only, in every one of 2,000 random draws."""
     for seed in range(2000):
@@ -147,17 +127,6 @@ def test_policy_gradient_with_a_group_mean_never_lowers_the_mass():
         assert total >= -1e-17
 
 
-def test_first_order_holds_for_any_values_of_the_tokens():
-    """Q = sum of value times p, against autograd."""
-    g = torch.Generator().manual_seed(2)
-    logits = torch.randn(9, generator=g, dtype=torch.float64, requires_grad=True)
-    value = torch.rand(9, generator=g, dtype=torch.float64)
-    direction = torch.randn(9, generator=g, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad((softmax(logits) * value).sum(), logits)
-    found = first_order(softmax(logits.detach()), direction, value).sum()
-    torch.testing.assert_close(found, gradient @ direction)
-
-
 def test_expected_masses_equal_the_sum_over_all_draws():
     """Every one of 4^5 outcomes with its probability: Corollary 3 to rounding."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
@@ -169,52 +138,3 @@ def test_expected_masses_equal_the_sum_over_all_draws():
         torch.testing.assert_close(
             getattr(expected, field), p[draws].prod(1) @ getattr(sampled, field), rtol=1e-13, atol=0
         )
-
-
-@pytest.mark.parametrize(("p", "n"), [(0.5, 4), (0.1, 16), (0.01, 16), (0.01, 512), (0.001, 512), (1e-3, 4096)])
-def test_lemma_2_by_sampling(p: float, n: int):
-    """E[p^2 1{not drawn}] = p^2 (1 - p)^n within three standard errors of a million trials."""
-    trials = 1_000_000
-    gone = np.random.default_rng(n).binomial(n, p, size=trials) == 0
-    expected = float(missing(torch.tensor(p), n))
-    assert abs(gone.mean() - expected) < 3 * np.sqrt(expected * (1 - expected) / trials)
-
-
-def test_corollary_3_by_sampling():
-    rng = np.random.default_rng(3)
-    p = softmax(rng.normal(size=500) * 2)
-    correct = torch.from_numpy(rng.random(500) < 0.3)
-    for n in (4, 16, 64, 256):
-        sampled = masses(p, torch.from_numpy(rng.multinomial(n, p.numpy(), size=4000)), correct)
-        expected = expected_masses(p, correct, n)
-        for field in ("u_pos2", "u_neg2", "a2", "b2"):
-            x = getattr(sampled, field)
-            assert abs(x.mean() - getattr(expected, field)) < 3 * x.std() / len(x) ** 0.5, (field, n)
-
-
-def test_powers_at_the_edges():
-    p = torch.tensor([0.0, 1e-18, 1e-12, 1.0], dtype=torch.float64)
-    assert missing(p, 0).tolist() == [1, 1, 1, 1]
-    gone = missing(p, 51200)
-    assert gone[[0, 3]].tolist() == [1.0, 0.0]
-    assert 1 - float(gone[2]) == pytest.approx(5.12e-8, rel=1e-6)
-    seen = expected_masses(p[1:2], torch.tensor([True]), 51200)
-    assert float(seen.p_pos) == pytest.approx(1e-18 * 51200 * 1e-18, rel=1e-12)  # 1 - (1 - p)^n would be 0
-
-
-def test_leading_dimensions():
-    g = torch.Generator().manual_seed(4)
-    correct = torch.rand(50, generator=g) < 0.4
-    p = softmax(torch.randn(3, 2, 50, generator=g))
-    counts = torch.randint(0, 3, (3, 2, 50), generator=g)
-    weights = counts * _rewards(correct, 0.7, -0.3)
-    for function in (
-        lambda p, counts, _: theorem_1(masses(p, counts, correct), 1.0, -1.0, 0.1),
-        lambda p, counts, weights: general_terms(p, counts, weights, correct, 0.1),
-        lambda p, *_: expected_masses(p, correct, 33),
-    ):
-        batch = vars(function(p, counts, weights))
-        one = vars(function(p[2, 1], counts[2, 1], weights[2, 1]))
-        for name, value in batch.items():
-            assert value.shape == (3, 2)
-            torch.testing.assert_close(value[2, 1], one[name], rtol=1e-12, atol=0)
