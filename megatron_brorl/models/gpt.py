@@ -29,7 +29,6 @@ from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear, add_adapt
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
 from megatron_brorl.models.layers.repeated_rows import RepeatedRows
 from megatron_brorl.models.layers.replay import ReplayLayer
-from megatron_brorl.models.layers.swiglu import SwiGlu
 from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.models.weights.names import adapter_entries, entries, global_parameters
 from megatron_brorl.ops import rope
@@ -288,18 +287,13 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=uses_te_layers(shape),  # Megatron compiles it, see cpu_bridge.disable_compiler
         # If True, Megatron builds mlp.activation_func as a module of the type that _layers sets.
-        use_te_activation_func=_has_activation_module(shape, ops),
+        use_te_activation_func=ops.fused_layers and shape.is_llama_like and not shape.experts,
         apply_rope_fusion=uses_te_layers(shape),  # by the angles of _preprocess, which are those of every token
         persist_layer_norm=False,
         **(_expert_fields(shape, grid, dtype) if shape.experts else {}),
         **(full_recompute if recompute else {}),
         **(fields or {}),
     )
-
-
-def _has_activation_module(shape: ModelShape, ops: Backend) -> bool:
-    is_swiglu_mlp = shape.is_llama_like and not shape.experts
-    return is_swiglu_mlp and (ops.fused_layers or cpu_bridge.on_gpu()) and not uses_te_layers(shape)
 
 
 def _expert_fields(shape: ModelShape, grid: Grid, dtype: torch.dtype) -> dict[str, Any]:
@@ -390,8 +384,6 @@ def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused:
     attention.core_attention = PackedAttention
     attention.linear_qkv = mlp.linear_fc1 = ColumnLinear
     attention.linear_proj = mlp.linear_fc2 = RowLinear
-    if config.use_te_activation_func:
-        mlp.activation_func = SwiGlu
     if use_fused:
         from megatron_brorl.models.layers import fused  # its import loads the compiled extension
 

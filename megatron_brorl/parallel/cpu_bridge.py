@@ -67,7 +67,7 @@ def disable_compiler() -> None:
 
     Megatron compiles small element-wise functions. Loading the compiler takes 2 to 3 seconds per process, and on a GPU
     the first steps compile again for each new stream length. With Transformer Engine, runs are long enough for the
-    compiled SwiGLU, which reads and writes half as many bytes as models.layers.swiglu.
+    compiled SwiGLU, which reads and writes half as many bytes.
     """
     if has_transformer_engine():
         return
