@@ -44,14 +44,14 @@ class Episodes:
         except BaseException as e:  # includes SystemExit
             return self._failed(episode, e)
 
-    def step(self, episode: int, text: str, last: bool, format: Format) -> Outcome:
+    def step(self, episode: int, text: str, last: bool, format: Format, in_thought: bool = False) -> Outcome:
         """Pass a turn of the model to the environment. Never raises.
 
-        last: the episode ends after this turn.
+        last: the episode ends after this turn. in_thought: see find_calls.
         """
         environment = self._environments[episode]
         has_step = hasattr(environment, "step")
-        calls = [] if has_step else find_calls(text, format)
+        calls = [] if has_step else find_calls(text, format, in_thought)
         messages: list[dict[str, str]] = []
         malformed = 0
         try:

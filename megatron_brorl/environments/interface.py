@@ -24,7 +24,7 @@ from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import import_function, source_sha256
 
 MAX_TEXT = 4096  # characters of a result or observation
-Format = Literal["hermes", "tags"]
+Format = Literal["hermes", "json", "tags"]  # of tool calls, see environments.calls
 
 _NOT_TOOLS = {"reset", "step", "final", "reward"}
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_brorl.environments.pool import EnvironmentPool, Reply
 
 _POLL_S = 0.05  # longest wait for a reply before the caller is asked again whether the call is cancelled
+_TAG_TOKENS = 16  # most tokens of <think> and the white space after it
 _NUMBERS = count()  # of the episodes of this process
 
 
@@ -157,7 +158,10 @@ class _Call:
         if ids[-1] in self.sampling.stop_ids:
             ids.pop()
         last = rollout.finish == "length" or running.episode.turns == self.owner.config.max_turns
-        self._ask(running, self.owner.pool.step, self.owner.decode(ids), last)
+        # The tag may have several tokens.
+        before = [*self.requests[running.request].prompt.token_ids, *rollout.token_ids[:begin].tolist()][-_TAG_TOKENS:]
+        in_thought = self.owner.decode(before).rstrip().endswith("<think>")
+        self._ask(running, self.owner.pool.step, self.owner.decode(ids), last, in_thought=in_thought)
 
     def close(self) -> None:
         """End the episodes whose rollouts are unfinished, and print a line about lost environments."""
@@ -190,9 +194,9 @@ class _Call:
             self._resets += 1
             self._ask(running, self.owner.pool.reset, self.requests[i].prompt.row())
 
-    def _ask(self, running: _Running, call: Callable[..., None], *arguments: Any) -> None:
+    def _ask(self, running: _Running, call: Callable[..., None], *arguments: Any, **options: Any) -> None:
         self._waiting.add(running)
-        call(running.number, *arguments, lambda reply: self._replies.put((running, reply)))
+        call(running.number, *arguments, lambda reply: self._replies.put((running, reply)), **options)
 
     def _receive(self, seconds: float = 0.0) -> None:
         """Handle the replies that have arrived. Wait at most `seconds` for the first one."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import validate_call
 from transformers.utils import get_json_schema
 
 from megatron_brorl.environments.calculator import Calculator
@@ -78,6 +79,92 @@ def test_hermes_calls_are_those_that_transformers_finds(text: str) -> None:
     calls = find_calls(text, "hermes")
     assert [{"name": call.name, "arguments": call.arguments} for call in calls] == [c["function"] for c in expected]
     assert not any(call.error for call in calls)
+
+
+TAGS = ["</think>", "</tool_call>", "</call>", "<think>", "<tool_call>{", "</parameter> </function>", 'a"\n{}', ""]
+
+
+def written(format: str, value: str) -> str:
+    """Return a call of `look` with the argument `a`, as templates write it. JSON is that of CPython."""
+    arguments = json.dumps({"a": value})
+    return {
+        "hermes": f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>',
+        "xml": f"<tool_call>\n<function=look>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>",
+        "json": f'{{"name": "look", "parameters": {arguments}}}',
+        "tags": f"<call>look: {arguments}</call>",
+    }[format]
+
+
+def read_back(format: str, text: str, **options: bool) -> list[Any]:
+    """Return the argument of each call, or the error of a malformed one."""
+    calls = find_calls(text, "hermes" if format == "xml" else format, **options)  # type: ignore[arg-type]
+    return [c.error or (json.loads(c.arguments) if isinstance(c.arguments, str) else c.arguments)["a"] for c in calls]
+
+
+@pytest.mark.parametrize("value", TAGS)
+@pytest.mark.parametrize("format", ["hermes", "xml", "json", "tags"])
+def test_tags_in_an_argument_are_part_of_it(format: str, value: str) -> None:
+    calls = [written(format, text) for text in (value, "b", value)]
+    assert read_back(format, "\n".join(calls)) == [value, "b", value]
+    thought = f"look? {calls[0]}\n</think>\n\n"
+    for text, in_thought in ((thought, True), (f"<think>{thought}", False), (f"\n<think>\n{thought}", False)):
+        if "</think>" not in value:  # A thought ends with the first such tag, even within a call.
+            assert read_back(format, text + calls[1], in_thought=in_thought) == ["b"]
+            assert not read_back(format, text.partition("</think>")[0] + calls[1], in_thought=in_thought)
+
+
+def test_free_text_of_a_tag_call_ends_with_the_first_end_tag() -> None:
+    text = "<call>calculate: 2 </think> <tool_call>{</call> 7 <call>calculate: {2</call><call>calculate: {2} + 1</call>"
+    arguments = [call.arguments for call in find_calls(text, "tags")]
+    assert arguments == ["2 </think> <tool_call>{", "{2", "{2} + 1"]
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "errors"),
+    [
+        ("hermes", "A <tool_call> tag opens a call, and </tool_call> ends it.", []),
+        ("hermes", "Calls are written <tool_call>", []),
+        ("hermes", "Between <tool_call>\nand\n</tool_call> I wrote <function=f> once. </think>", []),
+        ("hermes", 'So <tool_call>{"name": "look", "arguments": {"a": "</tool_call', ["the end tag is missing"]),
+        ("hermes", "<tool_call>\n<function=look>\n<parameter=a>\n1", ["the end tag is missing"]),
+        ("hermes", f"<tool_call>[{written('hermes', 'a')[12:]}", ["the call cannot be parsed as JSON"]),
+        ("hermes", f"{written('hermes', 'a')[:-12]}{written('xml', 'b')}", ["the end tag is missing", "b"]),
+        ("xml", written("xml", "a").replace("</parameter>", ""), ["</parameter> must end each parameter"]),
+        ("json", '{"name": "Ada", "born": 1815}', []),
+        ("json", '[{"name": "look", "parameters": {"a": "b"}}]', []),
+        ("json", 'The call is {"name": "look", "parameters": {"a": "b"}}', []),
+        ("json", '{"name": "look", "parameters": {"a": "b', ["the call cannot be parsed as JSON"]),
+        ("json", '{"name": "look", "parameters": "b"}', ['the call needs a "name"']),
+        ("json", '{"x": 1', []),
+        (
+            "json",
+            '<|python_tag|>{"parameters": {"a": 1}, "name": "look"}; {"name": "look", "parameters": {"a": 2}}',
+            [1, 2],
+        ),
+        ("tags", "The <call> tag opens a call.", []),
+        ("tags", "It ends with <call>.", []),
+        ("tags", "A call is <call>name: text", ["the end tag is missing"]),
+    ],
+)
+def test_a_tag_in_prose_is_text_and_an_unfinished_call_is_malformed(format: str, text: str, errors: list[Any]) -> None:
+    found = read_back(format, text)
+    assert len(found) == len(errors)
+    for one, expected in zip(found, errors, strict=True):
+        assert one == expected or (isinstance(expected, str) and one.startswith(expected))
+
+
+def test_texts_become_the_types_of_the_parameters() -> None:
+    class Typed:
+        def act(self, a: str, b: int, c: list[int], d: bool, e: str | int, f: Literal[1, 2], g: Any = None) -> None: ...
+
+    texts = {"a": "7", "b": "7", "c": "[1, 2]", "d": "True", "e": "7", "f": "2", "g": "x", "h": "8"}
+    arguments = keyword_arguments(Call("act", texts, texts=True), validate_call(Typed.act))
+    assert arguments == {"a": "7", "b": 7, "c": [1, 2], "d": "True", "e": "7", "f": 2, "g": "x", "h": "8"}
+    # As in a model whose call has one parameter in tags.
+    for text, expected in (("2", 2), ("07", "07"), ("[1]", [1]), ("x", "x")):
+        scope: dict[str, Any] = {}
+        exec(f"def act(self, a: {'list[int]' if text == '[1]' else 'int'}): ...", scope)
+        assert keyword_arguments(Call("act", text), scope["act"]) == {"a": expected}
 
 
 def test_tag_calls() -> None:

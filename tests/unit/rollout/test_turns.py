@@ -56,13 +56,15 @@ class Pool:
     held: list[Any] = field(default_factory=list)
     steps: dict[int, list[tuple[str, bool]]] = field(default_factory=dict)  # of each episode
     ended: list[int] = field(default_factory=list)
+    in_thought: list[bool] = field(default_factory=list)  # of each step
 
     def reset(self, episode, row, reply):
         self.steps[episode] = []
         self.hold(reply, says(FIRST.get(row["id"], "31")))
 
-    def step(self, episode, text, last, reply):
+    def step(self, episode, text, last, reply, in_thought=False):
         self.steps[episode].append((text, last))
+        self.in_thought.append(in_thought)
         self.hold(reply, self.answer(text, last))
 
     def end(self, episode):
@@ -236,3 +238,22 @@ def test_prompts_of_another_verifier_are_sampled_in_one_turn(model):
     alone = [r for group in make_engine(*model).generate(probes, SAMPLING) for r in group]
     assert [r.token_ids.tolist() for r in sample(model, pool, probes)] == [r.token_ids.tolist() for r in alone]
     assert not pool.steps
+
+
+def test_a_turn_after_a_think_tag_begins_in_a_thought(model):
+    """The tag is the end of the prompt of p0 and of every observation of two tokens."""
+
+    def decode(ids):
+        return "<think>\n" if len(ids) and int(ids[-1]) in ends else text_of(ids)
+
+    asked = requests(1)
+    ends = {asked[0].prompt.token_ids[-1]} - {r.prompt.token_ids[-1] for r in asked[1:]}
+    pool = Pool(answer=lambda text, last: Reply((), True, ScoreResult(0.0, "ok")))
+    sample(model, pool, asked, decode=decode)
+    observed = [FIRST.get(r.prompt.id, "31").split() for r in asked]
+    expected = [
+        int(([*map(int, first)] or r.prompt.token_ids[-1:])[-1]) in ends
+        for r, first in zip(asked, observed, strict=True)
+    ]
+    assert sorted(pool.in_thought) == sorted(expected)
+    assert any(expected)
