@@ -40,8 +40,9 @@ class TurnEngine:
     pool: EnvironmentPool
     config: EnvironmentConfig
     decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
-    # The messages that answer a turn -> the tokens that follow it, see Tokenizer.continuation.
-    encode: Callable[[Sequence[dict[str, str]]], list[int]]
+    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it, see
+    # Tokenizer.continuation.
+    encode: Callable[[Sequence[dict[str, str]], bool], list[int]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -217,7 +218,9 @@ class _Call:
         elif reply.done:
             self._deliver(running)
         else:
-            self._continue(running, self.owner.encode(reply.messages) if reply.messages else [])
+            # A turn that ends with a stop string lacks the stop token.
+            after_stop = begins or int(running.rollout.token_ids[-1]) in self.sampling.stop_ids
+            self._continue(running, self.owner.encode(reply.messages, after_stop) if reply.messages else [])
 
     def _continue(self, running: _Running, ids: Sequence[int]) -> None:
         """Append the tokens of an observation, so that the engine samples the next turn."""

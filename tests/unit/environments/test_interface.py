@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, Literal
 
@@ -11,7 +12,8 @@ from transformers.utils import get_json_schema
 
 from megatron_brorl.environments.calculator import Calculator
 from megatron_brorl.environments.calls import Call, MalformedCall, find_calls, keyword_arguments
-from megatron_brorl.environments.interface import describe
+from megatron_brorl.environments.episodes import Episodes
+from megatron_brorl.environments.interface import choices, describe
 from megatron_brorl.errors import UserError
 
 
@@ -31,7 +33,7 @@ class Tools(Calculator):
 
 
 def make(body: str) -> type:
-    scope = {"__name__": __name__}
+    scope = {"__name__": __name__, "asyncio": asyncio}
     exec(f"class Game:\n    def reset(self, row): ...\n    def reward(self): ...\n    {body}", scope)
     return scope["Game"]
 
@@ -52,11 +54,80 @@ def test_the_tools_are_the_public_methods() -> None:
         (make("def act(self, a: slice): 'Act.'"), "tool act: .*slice"),
         (make("def act(self, a: int): 'Act.'"), "tool act: .*no description for the argument 'a'"),
         (make("def __init__(self, size): ..."), "cannot be created without arguments: .*size"),
+        (make("async def reset(self, row): ...\n    def step(self, text): ..."), "reset is async or a generator"),
+        (make("async def reward(self): ...\n    def step(self, text): ..."), "reward is async or a generator"),
+        (make("async def step(self, text): ..."), "step is async or a generator"),
+        (make("async def final(self, text): ...\n    def act(self): 'Act.'"), "final is async or a generator"),
+        (make("async def act(self): 'Act.'"), "act is async or a generator"),
+        (make("def act(self): 'Act.'; yield 1"), "act is async or a generator"),
+        (make("async def act(self): 'Act.'; yield 1"), "act is async or a generator"),
+        (make("step = staticmethod(asyncio.sleep)"), "step is async or a generator"),
+        (make("def step(self): ..."), "step is called with 1 arguments after self"),
+        (
+            make("def final(self, text, row): ...\n    def act(self): 'Act.'"),
+            "final is called with 1 arguments .*'row'",
+        ),
+        (
+            make("def reward(self, row): ...\n    def step(self, text): ..."),
+            "reward is called with 0 arguments .*'row'",
+        ),
+        (make("def act(self, a: int, /): 'Act.\\n\\nArgs:\\n    a: A.'"), "tool act: arguments are passed by name"),
+        (make("def act(self, *a: int): 'Act.\\n\\nArgs:\\n    a: A.'"), "tool act: arguments are passed by name"),
+        (make("def act(self, **a: int): 'Act.\\n\\nArgs:\\n    a: A.'"), "tool act: arguments are passed by name"),
+        (make("def act(): 'Act.'"), "tool act: arguments .* define it with self"),
+        (make("def act(self, a: str): 'Act.\\n\\nArgs:\\n    a: A (choices: [1,\\n      2])'"), "must be on one line"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_a_user_error(factory: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         describe(factory)
+
+
+class Choices:
+    def reset(self, row: Any) -> None: ...
+
+    def reward(self) -> float:
+        return 1.0
+
+    def convert(
+        self, unit: str, digits: int = 7, tags: list[str] | None = None, way: Literal["up", "down"] = "up"
+    ) -> str:
+        """Convert.
+
+        Args:
+            unit: The unit: a name
+                of one word (choices: ["m", " ft "])
+            digits (int): Digits. (Choices: [1, 2])
+            tags: Tags (choices: ["x", "y"])
+            way: The way.
+
+        Returns:
+            note: a text (choices are free)
+        """
+        return f"{unit} {digits} {tags} {way}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ({"unit": "m"}, "m 7 None up"),
+        ({"unit": "ft", "digits": "2", "tags": ["y", "x"]}, "ft 2 ['y', 'x'] up"),
+        ({"unit": "m", "tags": None, "way": "down"}, "m 7 None down"),
+        ({"unit": "M"}, 'error: convert: argument unit must be one of ["m", "ft"]'),
+        ({"unit": "m", "digits": 3}, "error: convert: argument digits must be one of [1, 2]"),
+        ({"unit": "m", "tags": ["x", "z"]}, 'error: convert: argument tags must be one of ["x", "y"]'),
+        ({"unit": "m", "way": "left"}, "error: convert: argument way: Input should be 'up' or 'down'"),
+    ],
+)
+def test_choices_of_the_docstring_and_literals_are_enforced(arguments: dict[str, Any], result: str) -> None:
+    properties = get_json_schema(Choices.convert)["function"]["parameters"]["properties"]
+    assert choices(Choices.convert) == {k: v["enum"] for k, v in properties.items() if "enum" in v and k != "way"}
+    assert describe(Choices).tools == (get_json_schema(Choices.convert),)
+    episodes = Episodes(Choices)
+    episodes.reset(0, {})
+    outcome = episodes.step(0, hermes(("convert", arguments)), False, "hermes")
+    assert outcome.messages[0]["content"] == result
+    assert outcome.malformed == result.startswith("error")
 
 
 def hermes(*calls: tuple[str, Any]) -> str:

@@ -29,7 +29,7 @@ def text_of(ids) -> str:
     return " ".join(str(int(i)) for i in ids)
 
 
-def tokens_of(messages) -> list[int]:
+def tokens_of(messages, after_stop=True) -> list[int]:
     return [int(i) for message in messages for i in message["content"].split()]
 
 
