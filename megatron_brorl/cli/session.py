@@ -223,21 +223,21 @@ class Session:
 
     def _describe_environment(self) -> Kind | None:
         """Return the environment's properties, or None without one. Raises UserError if it cannot be used."""
-        if not self.config.environment.factory:
-            return None
-        kind = describe(self._environment_class)
-        names = ", ".join(tool["function"]["name"] for tool in kind.tools)
-        self.program.on_check("environment", f"tools {names}" if names else "observations of step")
-        return kind
+        return describe(self._environment_class) if self.config.environment.factory else None
 
     def _check_turns(self) -> Format:
         """Return the format of tool calls. Raises UserError if the chat template cannot frame turns and calls."""
-        tools = self.environment.tools if self.environment else ()
-        if self.environment:
-            self._continuation([{"role": "tool" if tools else "user", "content": "x"}])
-        if not self._data.chat:
+        if not self.environment:
             return "tags"
-        return self.tokenizer.call_format(self._data.chat_template_kwargs) if tools else "hermes"
+        data = self._data
+        tools = self.environment.tools
+        self._continuation([{"role": "tool" if tools else "user", "content": "x"}])
+        found = self.tokenizer.call_format(data.chat_template_kwargs) if tools and data.chat else "tags"
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        self.program.on_check(
+            "environment", f"tools {names}, calls in format {found}" if names else "observations of step"
+        )
+        return found
 
     def _continuation(self, messages: Sequence[Message], after_stop: bool = True) -> list[int]:
         """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""

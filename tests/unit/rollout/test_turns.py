@@ -100,11 +100,22 @@ def requests(n=6, lengths=(3, 60, 9, 62)):
     return [Request(replace(p, verifier=ENVIRONMENT), stream_key(0, 4, p.id), n) for p in prompts(lengths)]
 
 
-def sample(model, pool, asked=None, sampling=SAMPLING, supply=None, max_rows=1000, pages=0, decode=text_of, **config):
+def sample(
+    model,
+    pool,
+    asked=None,
+    sampling=SAMPLING,
+    supply=None,
+    max_rows=1000,
+    pages=0,
+    decode=text_of,
+    encode=tokens_of,
+    **config,
+):
     """Return the rollouts of all requests in one list."""
     memory = pages * page_bytes(read_shape(model[0]), torch.float32)
     inner = make_engine(*model, max_rows, memory=memory, decode=decode)
-    engine = TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), decode, tokens_of)
+    engine = TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), decode, encode)
     return [r for group in engine.generate(asked or requests(), sampling, pool, supply) for r in group]
 
 
@@ -257,3 +268,20 @@ def test_a_turn_after_a_think_tag_begins_in_a_thought(model):
     ]
     assert sorted(pool.in_thought) == sorted(expected)
     assert any(expected)
+
+
+def test_an_observation_after_a_stop_string_begins_with_the_stop_token(model):
+    def encode(messages, after_stop):
+        return [*([] if after_stop else [STOPS[0]]), 99, *tokens_of(messages)]
+
+    sampling = replace(SAMPLING, stop_strings=("5",))
+    begins = []
+    for rollout in sample(model, Pool(), sampling=sampling, encode=encode):
+        sampled = rollout.episode.sampled.tolist()
+        tokens = rollout.token_ids.tolist()
+        for i in range(1, len(tokens)):
+            if sampled[i - 1] and not sampled[i]:
+                begins.append(tokens[i - 1] in STOPS)
+                assert tokens[i : i + 2 - begins[-1]] == [*([] if begins[-1] else [STOPS[0]]), 99]
+                assert begins[-1] or "5" in str(tokens[i - 1])
+    assert set(begins) == {True, False}
