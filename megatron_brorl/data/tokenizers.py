@@ -148,7 +148,6 @@ class HuggingFaceTokenizer:
                 f"{directory}/tokenizer.json: transformers cannot load it: {shown(e)}; copy the tokenizer files again"
             ) from None
 
-        self._readable: set[str] = set()  # variables with which call_format has returned
         self.vocab_size = len(self._inner)  # Its own vocab_size leaves out added tokens.
         eos_id = self._inner.eos_token_id
         if eos_id is None:
@@ -233,11 +232,8 @@ class HuggingFaceTokenizer:
                 before = self._render([question], variables)
                 text = self._render([question, *given], variables, to_answer=False)
                 end = self._stop.search(text, len(before))
-                calls = "tool_calls" in messages[0]
-                writes_calls = not calls or self.template_reads("tool_calls", variables.get("tools"))
-                if calls and repr(variables) not in self._readable:
-                    self.call_format(variables)
-                    self._readable.add(repr(variables))
+                tools = variables.get("tools")
+                writes_calls = "tool_calls" not in messages[0] or self.template_reads("tool_calls", tools)
                 if text.startswith(before) and end and writes_calls:
                     return text[len(before) : end.end()]
             else:

@@ -2,10 +2,10 @@
 
 `reset(row)` receives id, prompt, answer and metadata, and may return an observation before the first turn. `reward()`
 returns a finite number, or any other score that a verifier may return. Every other public method is a tool, with type
-hints and a docstring in the format of transformers' get_json_schema. A turn without a tool call ends the episode; the
-optional method `final(text)` receives it. A class with a method `step` has no tools: `step(text)` receives each turn
-and returns (observation, done). On the last turn that the limits allow, tools and `step` are called as usual, but the
-model does not see their results. environments.calculator is an example.
+hints and a docstring in the format of transformers' get_json_schema. No method is async. A turn without a tool call
+ends the episode; the optional method `final(text)` receives it. A class with a method `step` has no tools: `step(text)`
+receives each turn and returns (observation, done). On the last turn that the limits allow, tools and `step` are called
+as usual, but the model does not see their results. environments.calculator is an example.
 
 Results and observations become text: a string as it is, any other value as JSON, MAX_TEXT characters at most. A tool
 tells the model about a mistake by returning a text. An exception ends the episode with reward 0.
@@ -61,12 +61,12 @@ def describe(factory: str | type) -> Kind:
     for name, method in {**methods, **tools(cls)}.items():
         if any(check(getattr(method, "__func__", method)) for check in _NOT_CALLS):
             raise UserError(f"{label}: {name} is async or a generator; define a method that returns its result")
-        if inspect.isfunction(method) and name in _ARGUMENTS:
-            try:
+        try:
+            if inspect.isfunction(method) and name in _ARGUMENTS:
                 inspect.signature(method).bind(None, *[None] * _ARGUMENTS[name])
-            except TypeError as e:
-                count = _ARGUMENTS[name]
-                raise UserError(f"{label}: {name} is called with {count} arguments after self: {e}") from None
+        except TypeError as e:
+            count = _ARGUMENTS[name]
+            raise UserError(f"{label}: {name} is called with {count} arguments after self: {e}") from None
     try:
         inspect.signature(cls).bind()
     except (TypeError, ValueError) as e:
@@ -112,6 +112,8 @@ def _schema(tool: Callable[..., Any], label: str) -> dict[str, Any]:
     kinds = [parameter.kind for parameter in inspect.signature(tool).parameters.values()]
     if not kinds or not set(kinds[1:]) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}:
         raise UserError(f"{label}: arguments are passed by name; define it with self, and without /, *args or **kwargs")
-    if (inspect.getdoc(tool) or "").lower().count("(choices:") != len(listed):
+    properties = schema["function"]["parameters"]["properties"]
+    enforced = all(properties[name].get("enum") == values for name, values in listed.items())
+    if not enforced or (inspect.getdoc(tool) or "").lower().count("(choices:") != len(listed):
         raise UserError(f"{label}: (choices: [...]) must be on one line, at the end of the description of an argument")
     return schema

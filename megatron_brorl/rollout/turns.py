@@ -159,9 +159,9 @@ class _Call:
         if ids[-1] in self.sampling.stop_ids:
             ids.pop()
         last = rollout.finish == "length" or running.episode.turns == self.owner.config.max_turns
-        # The tag may have several tokens.
-        before = [*self.requests[running.request].prompt.token_ids, *rollout.token_ids[:begin].tolist()][-_TAG_TOKENS:]
-        in_thought = self.owner.decode(before).rstrip().endswith("<think>")
+        prompt = self.requests[running.request].prompt.token_ids[-_TAG_TOKENS:]
+        context = [*prompt, *rollout.token_ids[:begin].tolist()][-_TAG_TOKENS:]
+        in_thought = self.owner.decode(context).rstrip().endswith("<think>")
         self._ask(running, self.owner.pool.step, self.owner.decode(ids), last, in_thought=in_thought)
 
     def close(self) -> None:
