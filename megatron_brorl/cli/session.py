@@ -232,12 +232,11 @@ class Session:
         data = self._data
         tools = self.environment.tools
         self._continuation([{"role": "tool" if tools else "user", "content": "x"}])
-        found = self.tokenizer.call_format(data.chat_template_kwargs) if tools and data.chat else "tags"
+        call_format = self.tokenizer.call_format(data.chat_template_kwargs) if tools and data.chat else "tags"
         names = ", ".join(tool["function"]["name"] for tool in tools)
-        self.program.on_check(
-            "environment", f"tools {names}, calls in format {found}" if names else "observations of step"
-        )
-        return found
+        result = f"tools {names}, calls in format {call_format}" if tools else "observations of step"
+        self.program.on_check("environment", result)
+        return call_format
 
     def _continuation(self, messages: Sequence[Message], after_stop: bool = True) -> list[int]:
         """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""

@@ -114,7 +114,7 @@ def _types(tool: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
 
 def _value(text: Any, hint: TypeAdapter[Any]) -> Any:
     try:
-        return hint.validate_python(text, strict=True)
+        hint.validate_python(text, strict=True)
     except ValidationError:
         with suppress(ValueError, RecursionError):  # True and None are not JSON.
             return json.loads(text)

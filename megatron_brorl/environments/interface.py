@@ -90,13 +90,13 @@ def choices(tool: Callable[..., Any]) -> dict[str, list[Any]]:
     """Return the allowed values by parameter, which (choices: [...]) lists at the end of its description."""
     parameters = inspect.signature(tool).parameters
     name = ""
-    found = {}
+    allowed = {}
     for line in (inspect.getdoc(tool) or "").splitlines():
         if (entry := re.match(r"\s*(\w+)[^:]*:", line)) and entry[1] in parameters:
             name = entry[1]
         if name and (listed := _CHOICES.search(line)):
-            found[name] = [c.strip() if isinstance(c, str) else c for c in json.loads(listed[1])]
-    return found
+            allowed[name] = [c.strip() if isinstance(c, str) else c for c in json.loads(listed[1])]
+    return allowed
 
 
 def _schema(tool: Callable[..., Any], label: str) -> dict[str, Any]:

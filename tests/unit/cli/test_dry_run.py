@@ -128,10 +128,10 @@ def calls_of(name: str) -> Callable[[Path], object]:
 CALCULATOR = ["environment.factory=megatron_brorl.environments.calculator:Calculator", "data.chat=true"]
 
 
-@pytest.mark.parametrize(("name", "told"), [("json", "json"), ("xml", "hermes")])
-def test_the_format_of_tool_calls_is_that_of_the_template(folder, capfd, name, told):
+@pytest.mark.parametrize(("name", "call_format"), [("json", "json"), ("xml", "hermes")])
+def test_the_format_of_tool_calls_is_that_of_the_template(folder, capfd, name, call_format):
     calls_of(name)(folder)
-    _, names, _ = dry(capfd, *CALCULATOR, told=f"tools calculate, calls in format {told}")
+    _, names, _ = dry(capfd, *CALCULATOR, told=f"tools calculate, calls in format {call_format}")
     assert names[:2] == ["tokenizer", "environment"]
 
 

@@ -130,6 +130,15 @@ def test_choices_of_the_docstring_and_literals_are_enforced(arguments: dict[str,
     assert outcome.malformed == result.startswith("error")
 
 
+def xml(**calls: dict[str, str]) -> str:
+    """Return calls as the template of Qwen3.5 writes them."""
+    texts = []
+    for name, arguments in calls.items():
+        values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+        texts.append(f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>")
+    return "\n".join(texts)
+
+
 def hermes(*calls: tuple[str, Any]) -> str:
     bodies = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
     return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
@@ -140,12 +149,18 @@ def hermes(*calls: tuple[str, Any]) -> str:
     [
         "First.\n" + hermes(("look", {}), ("search", {"words": ["ä", "<b>"], "most": 2})),
         "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(("look", {"a": {"b": [None, 1.5, "\n"]}})),
+        "<think>\n" + hermes(("look", {})),
+        "An open </think> first.\n" + hermes(("look", {"a": "</think> <think> {"})),
+        "a\n\n" + xml(look={}, search={"words": '["ä"]\n\n"<b>"', "most": "2"}),
+        "<think>\n" + xml(look={}) + "\n</think>\n\n" + xml(look={"a": "</think> <tool_call> </tool_call>"}),
+        xml(look={"a": "{ }"}) + " and " + xml(look={"a": "def f():\n    return 1"}),
     ],
 )
-def test_hermes_calls_are_those_that_transformers_finds(text: str) -> None:
+def test_calls_are_those_that_transformers_finds(text: str) -> None:
     parsing = pytest.importorskip("transformers.utils.chat_parsing")
     serving = pytest.importorskip("transformers.cli.serving.utils")
-    (template,) = (template for names, template in serving._RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in names)
+    model = "qwen3_5" if "<function" in text else "qwen3"
+    (template,) = (template for names, template in serving._RESPONSE_TEMPLATE_FALLBACKS.items() if model in names)
     expected = parsing.parse_response(f"{text}<|im_end|>", template, prefix="").get("tool_calls") or []
     calls = find_calls(text, "hermes")
     assert [{"name": call.name, "arguments": call.arguments} for call in calls] == [c["function"] for c in expected]
@@ -160,7 +175,7 @@ def written(format: str, value: str) -> str:
     arguments = json.dumps({"a": value})
     return {
         "hermes": f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>',
-        "xml": f"<tool_call>\n<function=look>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>",
+        "xml": xml(look={"a": value}),
         "json": f'{{"name": "look", "parameters": {arguments}}}',
         "tags": f"<call>look: {arguments}</call>",
     }[format]
