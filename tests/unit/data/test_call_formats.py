@@ -10,6 +10,8 @@ from transformers import AutoTokenizer
 from unit.data.test_chat import ROLES, THOUGHTS, TOOLS, TURN, TURNS, conversation, read
 from unit.data.test_tokenizers import make_hf
 
+from megatron_brorl.checkpoints.hugging_face import copy_companions
+from megatron_brorl.data.source import tokenizer_digest
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.environments.calls import find_calls
 from megatron_brorl.errors import UserError
@@ -92,7 +94,8 @@ def named(directory: Path) -> Path:
 
 
 def test_prompts_with_tools_use_the_template_of_transformers(tmp_path: Path) -> None:
-    directory = named(tmp_path)
+    directory = named(tmp_path / "model")
+    (tmp_path / "export").mkdir()
     tokenizer = load_tokenizer(directory)
     library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -108,6 +111,11 @@ def test_prompts_with_tools_use_the_template_of_transformers(tmp_path: Path) -> 
     text = tokenizer.decode_all(tokenizer.continuation(result, True, {"tools": tools}))
     assert text.startswith("\n<|user|>7</s>\n<|assistant|>\n")
     assert tokenizer.continuation(result, True) == tokenizer.encode_prompt("", "<|tool|>7</s><|assistant|>")
+    copy_companions(directory, tmp_path / "export")
+    assert load_tokenizer(tmp_path / "export").apply_chat(TURNS, variables)[0] == expected
+    digest = tokenizer_digest(directory)
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text(LLAMA)
+    assert tokenizer_digest(directory) != digest
     with pytest.raises(UserError, match=r"chat_template_kwargs\.style: the chat template of .* reads no such variable"):
         tokenizer.apply_chat(TURNS, {"style": "brief"})
 
