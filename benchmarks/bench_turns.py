@@ -59,7 +59,7 @@ def main() -> None:
             shape, hf_shapes(shape), device, torch.float32, slots, sample_turns, backend("fused", device).decode
         )
         engine.update_weights(load_file(f"{folder}/{WEIGHTS}").items(), 0)
-        turns = TurnEngine(engine, pool, config, lambda ids: "", lambda messages: list(OBSERVATION))
+        turns = TurnEngine(engine, pool, config, lambda ids: "", lambda messages, after_stop: [*OBSERVATION])
         print("seconds of the tool   seconds   tokens/s   steps   rows   rate")
         for _ in range(repeat):
             for seconds in (0.0, 0.2):

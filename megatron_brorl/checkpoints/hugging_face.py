@@ -248,6 +248,8 @@ def copy_companions(source: Path, target: Path) -> None:
         wanted = path.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not path.name.endswith(".index.json")
         if wanted and path.is_file():
             shutil.copy2(path, target / path.name)
+    if (named := source / "additional_chat_templates").is_dir():
+        shutil.copytree(named, target / named.name, dirs_exist_ok=True)
 
 
 def add_generation_files(source: Path, target: Path) -> None:

@@ -120,7 +120,8 @@ class Session:
 
         self._environment_class = program.environment or config.environment.factory
         self.environment = self._describe_environment()
-        data = self._data_config()
+        self._data = data = self._data_config()
+        self._tool_format = self._check_turns()
 
         # Drop prompts that leave no room for a response.
         limit = context(config, self.shape) - config.rollout.max_tokens
@@ -222,18 +223,25 @@ class Session:
 
     def _describe_environment(self) -> Kind | None:
         """Return the environment's properties, or None without one. Raises UserError if it cannot be used."""
-        if not self.config.environment.factory:
-            return None
-        kind = describe(self._environment_class)
-        self._continuation([{"role": "tool" if kind.tools else "user", "content": "x"}])
-        names = ", ".join(tool["function"]["name"] for tool in kind.tools)
-        self.program.on_check("environment", f"tools {names}" if names else "observations of step")
-        return kind
+        return describe(self._environment_class) if self.config.environment.factory else None
 
-    def _continuation(self, messages: Sequence[Message]) -> list[int]:
+    def _check_turns(self) -> Format:
+        """Return the format of tool calls. Raises UserError if the chat template cannot frame turns and calls."""
+        if not self.environment:
+            return "tags"
+        data = self._data
+        tools = self.environment.tools
+        self._continuation([{"role": "tool" if tools else "user", "content": "x"}])
+        call_format = self.tokenizer.call_format(data.chat_template_kwargs) if tools and data.chat else "tags"
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        result = f"tools {names}, calls in format {call_format}" if tools else "observations of step"
+        self.program.on_check("environment", result)
+        return call_format
+
+    def _continuation(self, messages: Sequence[Message], after_stop: bool = True) -> list[int]:
         """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""
-        data = self.config.data
-        return self.tokenizer.continuation(messages, data.chat, data.chat_template_kwargs)
+        data = self._data
+        return self.tokenizer.continuation(messages, data.chat, data.chat_template_kwargs, after_stop)
 
     def _data_config(self) -> DataConfig:
         """Return section [data] for reading rows. With an environment, its tools are part of prompts of a template."""
@@ -242,7 +250,7 @@ class Session:
             return data
         variables = dict(data.chat_template_kwargs)
         if self.environment.tools and data.chat:
-            if self.tokenizer.template_reads("tools"):
+            if self.tokenizer.template_reads("tools", self.environment.tools):
                 variables["tools"] = list(self.environment.tools)
             elif int(os.environ.get("RANK", "0")) == 0:
                 text = "has no variable tools, so prompts do not list the tools: describe them in data.system_prompt"
@@ -375,8 +383,7 @@ class Session:
     def _turn_engine(self, engine: RolloutEngine) -> RolloutEngine:
         """Return the engine with environments, whose processes end with the session."""
         config = self.config.environment
-        tool_format: Format = "hermes" if self.config.data.chat else "tags"
-        pool = EnvironmentPool(self._environment_class, config.workers, config.max_tool_seconds, tool_format)
+        pool = EnvironmentPool(self._environment_class, config.workers, config.max_tool_seconds, self._tool_format)
         self._closing.append(pool.close)
         turns = TurnEngine(engine, pool, config, self.tokenizer.decode, self._continuation)
         return typing.cast(RolloutEngine, turns)

@@ -11,7 +11,7 @@ CALL_END = "</call>"  # ends a tool call in the plain format
 class EnvironmentConfig:
     """A rollout of several turns: the model calls tools, or answers observations of an environment.
 
-    Tool calls have the JSON format of chat templates with data.chat, and else a plain format with tags.
+    Tool calls have the format of the chat template with data.chat, and else a plain format with tags.
     """
 
     factory: str = key(

@@ -74,6 +74,8 @@ def read_rows(path: Path, row_format: RowFormat = RowFormat()) -> list[Row]:
 def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int) -> list[Prompt]:
     """Return the prompts of rows in their template. Raises UserError naming the row that does not fit."""
     prompts = []
+    if config.chat and any("tool_calls" in turn for row in rows for turn in row.turns):
+        tokenizer.call_format(config.chat_template_kwargs)  # Environments must be able to read what is learned.
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
         response = _demonstration(row, tokenizer, config)

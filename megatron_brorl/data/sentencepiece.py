@@ -24,6 +24,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from megatron_brorl.data.chat import Message, plain_ids
+from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG
 from megatron_brorl.files import read_object
@@ -73,8 +74,11 @@ class SentencePieceTokenizer:
         self._decoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         self.leads_with_bos = self.bos_id is not None and _adds_bos(directory / SETTINGS)
 
-    def template_reads(self, variable: str) -> bool:
+    def template_reads(self, variable: str, tools: Any = None) -> bool:
         return False
+
+    def call_format(self, variables: Mapping[str, Any] = MappingProxyType({})) -> Format:
+        return "tags"
 
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self._model.encode(text)]
@@ -92,7 +96,11 @@ class SentencePieceTokenizer:
         )
 
     def continuation(
-        self, messages: Sequence[Message], chat: bool, variables: Mapping[str, Any] = MappingProxyType({})
+        self,
+        messages: Sequence[Message],
+        chat: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        after_stop: bool = True,
     ) -> list[int]:
         if chat:
             self.apply_chat(messages, variables)  # raises UserError

@@ -32,6 +32,7 @@ TEMPLATE_DATE = "template_date"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+    "additional_chat_templates/tool_use.jinja",
 )  # fmt: skip
 _MAX_CHECKED = 512  # rows of a file, evenly spaced, that are encoded and decoded as a check
 

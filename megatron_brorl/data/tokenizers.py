@@ -19,6 +19,8 @@ from megatron_brorl.data.sentencepiece import (
     check_texts,
     is_exported,
 )
+from megatron_brorl.environments.calls import find_calls
+from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG, refuse_gguf
 from megatron_brorl.files import read_object
@@ -26,6 +28,7 @@ from megatron_brorl.files import read_object
 GENERATION = "generation_config.json"
 _MARKS = 0x108000  # code of the character that stands for the first special token of data in a template
 _TURN = "\u2039turn\u203a"  # stands for a turn of the assistant
+_CALL = {"name": "look", "arguments": {"word": 'two "words"\n\tand </a>'}}  # shows how a template writes calls
 
 
 class Tokenizer(Protocol):
@@ -55,8 +58,14 @@ class Tokenizer(Protocol):
     def template_date(self) -> datetime.date | None:
         """The date that the chat template writes into prompts, or None."""
 
-    def template_reads(self, variable: str) -> bool:
-        """Return whether the chat template mentions a variable."""
+    def template_reads(self, variable: str, tools: Any = None) -> bool:
+        """Return whether the chat template mentions a variable. tools: those of the prompt."""
+
+    def call_format(self, variables: Mapping[str, Any] = MappingProxyType({})) -> Format:
+        """Return the format in which the chat template writes tool calls, "hermes" if it writes none.
+
+        Raises UserError if environments cannot read what the template writes.
+        """
 
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
@@ -68,11 +77,16 @@ class Tokenizer(Protocol):
         """
 
     def continuation(
-        self, messages: Sequence[Message], chat: bool, variables: Mapping[str, Any] = MappingProxyType({})
+        self,
+        messages: Sequence[Message],
+        chat: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        after_stop: bool = True,
     ) -> list[int]:
         """Return the ids of one turn of the assistant after its beginning, or of messages that answer a turn.
 
         A turn ends with its stop token. The ids of an answer follow that token, up to the beginning of the next turn.
+        They include it if after_stop is false, because the turn has ended with a stop string of the user.
         With chat, the template renders the messages after a short conversation, so the rest of a rollout stays as it
         was sampled, even if the template drops thoughts of earlier turns. Without chat, see chat.plain_ids. The
         contents are data, as above. Raises UserError if the template does not write such turns.
@@ -167,16 +181,35 @@ class HuggingFaceTokenizer:
 
     @property
     def template_date(self) -> datetime.date | None:
-        return self._today if self._inner.chat_template and DATE in self._template() else None
+        return self._today if DATE in str(self._inner.chat_template) else None  # There may be several templates.
 
-    def template_reads(self, variable: str) -> bool:
-        return re.search(rf"\b{re.escape(variable)}\b", self._template()) is not None
+    def template_reads(self, variable: str, tools: Any = None) -> bool:
+        return re.search(rf"\b{re.escape(variable)}\b", self._template(tools)) is not None
+
+    def call_format(self, variables: Mapping[str, Any] = MappingProxyType({})) -> Format:
+        if not self.template_reads("tool_calls", variables.get("tools")):
+            return "hermes"
+        question = {"role": "user", "content": "x"}
+        plain, calling = (
+            self._render([question, {"role": "assistant", **turn}], variables, to_answer=False)
+            for turn in ({"content": _TURN}, {"content": "", "tool_calls": [{"type": "function", "function": _CALL}]})
+        )
+        text = calling.removeprefix(plain.partition(_TURN)[0])
+        text = text[: end.start()] if (end := self._stop.search(text)) else text
+        formats: tuple[Format, ...] = ("hermes", "json")
+        for name in formats:
+            if [(call.name, call.arguments) for call in find_calls(text, name)] == [tuple(_CALL.values())]:
+                return name
+        raise UserError(
+            f"{self.directory}: the chat template writes a tool call as {shown(text.strip(), 200)}, which environments "
+            "cannot read; use a template with a format of docs/environments.md"
+        )
 
     def apply_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, list[int]]:
         for name in variables:
-            if not self.template_reads(name):
+            if not self.template_reads(name, variables.get("tools")):
                 raise UserError(
                     f"data.chat_template_kwargs.{name}: the chat template of {self.directory} reads no such variable; "
                     "correct or remove the name"
@@ -184,7 +217,11 @@ class HuggingFaceTokenizer:
         return self._encoded(messages, lambda given: self._render(given, variables))
 
     def continuation(
-        self, messages: Sequence[Message], chat: bool, variables: Mapping[str, Any] = MappingProxyType({})
+        self,
+        messages: Sequence[Message],
+        chat: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        after_stop: bool = True,
     ) -> list[int]:
         if not chat:
             return plain_ids(messages, self.encode, self.eos_id)
@@ -195,7 +232,8 @@ class HuggingFaceTokenizer:
                 before = self._render([question], variables)
                 text = self._render([question, *given], variables, to_answer=False)
                 end = self._stop.search(text, len(before))
-                writes_calls = "tool_calls" not in messages[0] or self.template_reads("tool_calls")
+                tools = variables.get("tools")
+                writes_calls = "tool_calls" not in messages[0] or self.template_reads("tool_calls", tools)
                 if text.startswith(before) and end and writes_calls:
                     return text[len(before) : end.end()]
             else:
@@ -203,7 +241,7 @@ class HuggingFaceTokenizer:
                 turn = {"role": "assistant", "content": _TURN}
                 text = self._render([question, turn, *given], variables).partition(_TURN)[2]
                 if end := self._stop.match(text):
-                    return text[end.end() :]
+                    return text[end.end() if after_stop else 0 :]
             raise UserError(
                 f"{self.directory}: the chat template does not write a turn of the assistant as it asks for one, with "
                 "its tool calls and a stop token at the end; change the template, its variables or eos_token_id"
@@ -242,9 +280,9 @@ class HuggingFaceTokenizer:
     def vocabulary(self) -> dict[str, tuple[int, bool]]:
         return {token: (i, token in self._special) for token, i in self._inner.get_vocab().items()}
 
-    def _template(self) -> str:
+    def _template(self, tools: Any) -> str:
         try:
-            return str(self._inner.get_chat_template())
+            return str(self._inner.get_chat_template(tools=tools))  # "tool_use" with tools, if there are several
         except ValueError:  # there is none, or there are several and no default
             raise UserError(
                 f"{self.directory}/tokenizer_config.json: data.chat = true, but the tokenizer has no chat_template; "
@@ -253,7 +291,7 @@ class HuggingFaceTokenizer:
 
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], to_answer: bool = True) -> str:
         given = {**variables}
-        template = self._template()
+        template = self._template(variables.get("tools"))
         if self.template_date is not None:
             given |= date_variables(template, self.template_date)
         try:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError, validate_call
 
 from megatron_brorl.environments.calls import Call, MalformedCall, find_calls, keyword_arguments
-from megatron_brorl.environments.interface import MAX_TEXT, Format, tools
+from megatron_brorl.environments.interface import MAX_TEXT, Format, choices, tools
 from megatron_brorl.rewards.verifier import Judge, describe_error
 
 _MAX_ERROR = 200  # characters of an error message to the model
@@ -31,8 +33,7 @@ class Episodes:
 
     def __init__(self, cls: type) -> None:
         self._cls = cls
-        # The wrappers raise ValidationError unless the arguments fit the type hints.
-        self._tools = {name: validate_call(tool) for name, tool in tools(cls).items()}
+        self._tools = {name: _checked(tool) for name, tool in tools(cls).items()}
         self._environments: dict[int, Any] = {}
 
     def reset(self, episode: int, row: Mapping[str, Any]) -> Outcome:
@@ -44,14 +45,14 @@ class Episodes:
         except BaseException as e:  # includes SystemExit
             return self._failed(episode, e)
 
-    def step(self, episode: int, text: str, last: bool, format: Format) -> Outcome:
+    def step(self, episode: int, text: str, last: bool, format: Format, in_thought: bool = False) -> Outcome:
         """Pass a turn of the model to the environment. Never raises.
 
-        last: the episode ends after this turn.
+        last: the episode ends after this turn. in_thought: see find_calls.
         """
         environment = self._environments[episode]
         has_step = hasattr(environment, "step")
-        calls = [] if has_step else find_calls(text, format)
+        calls = [] if has_step else find_calls(text, format, in_thought)
         messages: list[dict[str, str]] = []
         malformed = 0
         try:
@@ -102,6 +103,24 @@ class Episodes:
     def _failed(self, episode: int, error: BaseException) -> Outcome:
         self.end(episode)
         return Outcome([], True, ["error", 0.0, describe_error(error), {}])
+
+
+def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a tool that raises ValidationError unless the arguments fit the type hints, and checks (choices: ...)."""
+    allowed = choices(tool)
+    parameters = inspect.signature(tool).parameters
+
+    @functools.wraps(tool)
+    def call(*args: Any, **named: Any) -> Any:
+        for name, value in named.items():
+            values = value if isinstance(value, list) else [value]
+            is_given = value not in (None, parameters[name].default)
+            if is_given and name in allowed and not all(v in allowed[name] for v in values):
+                listed = json.dumps(allowed[name], ensure_ascii=False)
+                raise MalformedCall(f"{tool.__name__}: argument {name} must be one of {listed}")
+        return tool(*args, **named)
+
+    return validate_call(call)
 
 
 def _message(role: str, content: Any, name: str = "") -> dict[str, str]:

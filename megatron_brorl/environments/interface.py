@@ -2,10 +2,10 @@
 
 `reset(row)` receives id, prompt, answer and metadata, and may return an observation before the first turn. `reward()`
 returns a finite number, or any other score that a verifier may return. Every other public method is a tool, with type
-hints and a docstring in the format of transformers' get_json_schema. A turn without a tool call ends the episode; the
-optional method `final(text)` receives it. A class with a method `step` has no tools: `step(text)` receives each turn
-and returns (observation, done). On the last turn that the limits allow, tools and `step` are called as usual, but the
-model does not see their results. environments.calculator is an example.
+hints and a docstring in the format of transformers' get_json_schema. No method is async. A turn without a tool call
+ends the episode; the optional method `final(text)` receives it. A class with a method `step` has no tools: `step(text)`
+receives each turn and returns (observation, done). On the last turn that the limits allow, tools and `step` are called
+as usual, but the model does not see their results. environments.calculator is an example.
 
 Results and observations become text: a string as it is, any other value as JSON, MAX_TEXT characters at most. A tool
 tells the model about a mistake by returning a text. An exception ends the episode with reward 0.
@@ -14,6 +14,8 @@ tells the model about a mistake by returning a text. An exception ends the episo
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,9 +26,11 @@ from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import import_function, source_sha256
 
 MAX_TEXT = 4096  # characters of a result or observation
-Format = Literal["hermes", "tags"]
+Format = Literal["hermes", "json", "tags"]  # of tool calls, see environments.calls
 
-_NOT_TOOLS = {"reset", "step", "final", "reward"}
+_ARGUMENTS = {"reset": 1, "step": 1, "final": 1, "reward": 0}  # of the methods that are not tools, without self
+_NOT_CALLS = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+_CHOICES = re.compile(r"\(choices:\s*(\[.*?\])\)\s*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,16 @@ def describe(factory: str | type) -> Kind:
     for method in ("reset", "reward"):
         if not callable(getattr(cls, method, None)):
             raise UserError(f"{label}: has no method {method}; define it")
+    methods = {name: inspect.getattr_static(cls, name) for name in _ARGUMENTS if hasattr(cls, name)}
+    for name, method in {**methods, **tools(cls)}.items():
+        if any(check(getattr(method, "__func__", method)) for check in _NOT_CALLS):
+            raise UserError(f"{label}: {name} is async or a generator; define a method that returns its result")
+        try:
+            if inspect.isfunction(method) and name in _ARGUMENTS:
+                inspect.signature(method).bind(None, *[None] * _ARGUMENTS[name])
+        except TypeError as e:
+            count = _ARGUMENTS[name]
+            raise UserError(f"{label}: {name} is called with {count} arguments after self: {e}") from None
     try:
         inspect.signature(cls).bind()
     except (TypeError, ValueError) as e:
@@ -69,7 +83,20 @@ def tools(cls: type) -> dict[str, Callable[..., Any]]:
     if hasattr(cls, "step"):
         return {}
     public = {name: inspect.getattr_static(cls, name) for name in dir(cls) if not name.startswith("_")}
-    return {name: value for name, value in public.items() if inspect.isfunction(value) and name not in _NOT_TOOLS}
+    return {name: value for name, value in public.items() if inspect.isfunction(value) and name not in _ARGUMENTS}
+
+
+def choices(tool: Callable[..., Any]) -> dict[str, list[Any]]:
+    """Return the allowed values by parameter, which (choices: [...]) lists at the end of its description."""
+    parameters = inspect.signature(tool).parameters
+    name = ""
+    allowed = {}
+    for line in (inspect.getdoc(tool) or "").splitlines():
+        if (entry := re.match(r"\s*(\w+)[^:]*:", line)) and entry[1] in parameters:
+            name = entry[1]
+        if name and (listed := _CHOICES.search(line)):
+            allowed[name] = [c.strip() if isinstance(c, str) else c for c in json.loads(listed[1])]
+    return allowed
 
 
 def _schema(tool: Callable[..., Any], label: str) -> dict[str, Any]:
@@ -77,7 +104,16 @@ def _schema(tool: Callable[..., Any], label: str) -> dict[str, Any]:
 
     try:
         validate_call(tool)  # as worker processes do
-        return get_json_schema(tool)
+        schema: dict[str, Any] = get_json_schema(tool)
+        listed = choices(tool)
     except Exception as e:  # Type hints of a user may fail in many ways.
         remedy = "give it type hints, and a docstring that describes each argument under Args:"
         raise UserError(f"{label}: {shown(e)}; {remedy}") from None
+    kinds = [parameter.kind for parameter in inspect.signature(tool).parameters.values()]
+    if not kinds or not set(kinds[1:]) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}:
+        raise UserError(f"{label}: arguments are passed by name; define it with self, and without /, *args or **kwargs")
+    properties = schema["function"]["parameters"]["properties"]
+    enforced = all(properties[name].get("enum") == values for name, values in listed.items())
+    if not enforced or (inspect.getdoc(tool) or "").lower().count("(choices:") != len(listed):
+        raise UserError(f"{label}: (choices: [...]) must be on one line, at the end of the description of an argument")
+    return schema

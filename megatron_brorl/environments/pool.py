@@ -93,9 +93,12 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
             raise UserError(f"environment {self._factory}: its process cannot start: {self._failed_starts[-1]}")
         self._submit(self._reset(episode, dict(row), reply))
 
-    def step(self, episode: int, text: str, last: bool, reply: Send) -> None:
-        """Pass the text of a turn to the environment. last: the episode ends after this turn and is scored."""
-        self._submit(self._call(episode, reply, "step", text, last, self._format))
+    def step(self, episode: int, text: str, last: bool, reply: Send, in_thought: bool = False) -> None:
+        """Pass the text of a turn to the environment.
+
+        last: the episode ends after this turn and is scored. in_thought: see find_calls.
+        """
+        self._submit(self._call(episode, reply, "step", text, last, self._format, in_thought))
 
     def end(self, episode: int) -> None:
         """Drop an episode and its pending reply. Does nothing if it is over."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_brorl.environments.pool import EnvironmentPool, Reply
 
 _POLL_S = 0.05  # longest wait for a reply before the caller is asked again whether the call is cancelled
+_TAG_TOKENS = 16  # most tokens of <think> and the white space after it
 _NUMBERS = count()  # of the episodes of this process
 
 
@@ -39,8 +40,9 @@ class TurnEngine:
     pool: EnvironmentPool
     config: EnvironmentConfig
     decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
-    # The messages that answer a turn -> the tokens that follow it, see Tokenizer.continuation.
-    encode: Callable[[Sequence[dict[str, str]]], list[int]]
+    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it, see
+    # Tokenizer.continuation.
+    encode: Callable[[Sequence[dict[str, str]], bool], list[int]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -157,7 +159,10 @@ class _Call:
         if ids[-1] in self.sampling.stop_ids:
             ids.pop()
         last = rollout.finish == "length" or running.episode.turns == self.owner.config.max_turns
-        self._ask(running, self.owner.pool.step, self.owner.decode(ids), last)
+        prompt = self.requests[running.request].prompt.token_ids[-_TAG_TOKENS:]
+        context = [*prompt, *rollout.token_ids[:begin].tolist()][-_TAG_TOKENS:]
+        in_thought = self.owner.decode(context).rstrip().endswith("<think>")
+        self._ask(running, self.owner.pool.step, self.owner.decode(ids), last, in_thought=in_thought)
 
     def close(self) -> None:
         """End the episodes whose rollouts are unfinished, and print a line about lost environments."""
@@ -190,9 +195,9 @@ class _Call:
             self._resets += 1
             self._ask(running, self.owner.pool.reset, self.requests[i].prompt.row())
 
-    def _ask(self, running: _Running, call: Callable[..., None], *arguments: Any) -> None:
+    def _ask(self, running: _Running, call: Callable[..., None], *arguments: Any, **options: Any) -> None:
         self._waiting.add(running)
-        call(running.number, *arguments, lambda reply: self._replies.put((running, reply)))
+        call(running.number, *arguments, lambda reply: self._replies.put((running, reply)), **options)
 
     def _receive(self, seconds: float = 0.0) -> None:
         """Handle the replies that have arrived. Wait at most `seconds` for the first one."""
@@ -213,7 +218,9 @@ class _Call:
         elif reply.done:
             self._deliver(running)
         else:
-            self._continue(running, self.owner.encode(reply.messages) if reply.messages else [])
+            # A turn that ends with a stop string lacks the stop token.
+            after_stop = begins or int(running.rollout.token_ids[-1]) in self.sampling.stop_ids
+            self._continue(running, self.owner.encode(reply.messages, after_stop) if reply.messages else [])
 
     def _continue(self, running: _Running, ids: Sequence[int]) -> None:
         """Append the tokens of an observation, so that the engine samples the next turn."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import tiny
 import torch
 from e2e.runs import ENVIRONMENT
 from safetensors.torch import load_file, save_file
+from unit.data.test_call_formats import OTHERS, READABLE
 from unit.data.test_tokenizers import CHAT, make_hf
 
 from megatron_brorl import train
@@ -118,6 +120,21 @@ def raising(folder: Path) -> None:
     (folder / "own.py").write_text("def score(answer, row):\n    return float(row['answer'] == nothing)\n")
 
 
+def calls_of(name: str) -> Callable[[Path], object]:
+    """Return a function that gives the model the chat template of a name."""
+    return lambda folder: make_hf(folder / "model", chat_template=(READABLE | OTHERS)[name])
+
+
+CALCULATOR = ["environment.factory=megatron_brorl.environments.calculator:Calculator", "data.chat=true"]
+
+
+@pytest.mark.parametrize(("name", "call_format"), [("json", "json"), ("xml", "hermes")])
+def test_the_format_of_tool_calls_is_that_of_the_template(folder, capfd, name, call_format):
+    calls_of(name)(folder)
+    _, names, _ = dry(capfd, *CALCULATOR, told=f"tools calculate, calls in format {call_format}")
+    assert names[:2] == ["tokenizer", "environment"]
+
+
 def old_engine(folder: Path) -> None:
     """Create an interpreter that reports an old engine."""
     python = folder / "python"
@@ -143,8 +160,9 @@ def old_engine(folder: Path) -> None:
             "checkpoint",
             "engine.python = ./python: vLLM 0.31.2 is too old: install 0.32 or newer",
         ),
+        (calls_of("mistral"), CALCULATOR, "tokenizer", 'writes a tool call as "[TOOL_CALLS] [{'),
     ],
-    ids=["tokenizer", "layout", "weights", "verifier", "old engine"],
+    ids=["tokenizer", "layout", "weights", "verifier", "old engine", "call format"],
 )
 def test_the_first_problem_is_reported_in_one_line(folder, capfd, fault, overrides, last, says):
     fault(folder)

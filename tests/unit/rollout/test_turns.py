@@ -29,7 +29,7 @@ def text_of(ids) -> str:
     return " ".join(str(int(i)) for i in ids)
 
 
-def tokens_of(messages) -> list[int]:
+def tokens_of(messages, after_stop=True) -> list[int]:
     return [int(i) for message in messages for i in message["content"].split()]
 
 
@@ -56,13 +56,15 @@ class Pool:
     held: list[Any] = field(default_factory=list)
     steps: dict[int, list[tuple[str, bool]]] = field(default_factory=dict)  # of each episode
     ended: list[int] = field(default_factory=list)
+    in_thought: list[bool] = field(default_factory=list)  # of each step
 
     def reset(self, episode, row, reply):
         self.steps[episode] = []
         self.hold(reply, says(FIRST.get(row["id"], "31")))
 
-    def step(self, episode, text, last, reply):
+    def step(self, episode, text, last, reply, in_thought=False):
         self.steps[episode].append((text, last))
+        self.in_thought.append(in_thought)
         self.hold(reply, self.answer(text, last))
 
     def end(self, episode):
@@ -98,11 +100,22 @@ def requests(n=6, lengths=(3, 60, 9, 62)):
     return [Request(replace(p, verifier=ENVIRONMENT), stream_key(0, 4, p.id), n) for p in prompts(lengths)]
 
 
-def sample(model, pool, asked=None, sampling=SAMPLING, supply=None, max_rows=1000, pages=0, decode=text_of, **config):
+def sample(
+    model,
+    pool,
+    asked=None,
+    sampling=SAMPLING,
+    supply=None,
+    max_rows=1000,
+    pages=0,
+    decode=text_of,
+    encode=tokens_of,
+    **config,
+):
     """Return the rollouts of all requests in one list."""
     memory = pages * page_bytes(read_shape(model[0]), torch.float32)
     inner = make_engine(*model, max_rows, memory=memory, decode=decode)
-    engine = TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), decode, tokens_of)
+    engine = TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), decode, encode)
     return [r for group in engine.generate(asked or requests(), sampling, pool, supply) for r in group]
 
 
@@ -236,3 +249,39 @@ def test_prompts_of_another_verifier_are_sampled_in_one_turn(model):
     alone = [r for group in make_engine(*model).generate(probes, SAMPLING) for r in group]
     assert [r.token_ids.tolist() for r in sample(model, pool, probes)] == [r.token_ids.tolist() for r in alone]
     assert not pool.steps
+
+
+def test_a_turn_after_a_think_tag_begins_in_a_thought(model):
+    """The tag is the end of the prompt of p0 and of every observation of two tokens."""
+
+    def decode(ids):
+        return "<think>\n" if len(ids) and int(ids[-1]) in ends else text_of(ids)
+
+    asked = requests(1)
+    ends = {asked[0].prompt.token_ids[-1]} - {r.prompt.token_ids[-1] for r in asked[1:]}
+    pool = Pool(answer=lambda text, last: Reply((), True, ScoreResult(0.0, "ok")))
+    sample(model, pool, asked, decode=decode)
+    observed = [FIRST.get(r.prompt.id, "31").split() for r in asked]
+    expected = [
+        int(([*map(int, first)] or r.prompt.token_ids[-1:])[-1]) in ends
+        for r, first in zip(asked, observed, strict=True)
+    ]
+    assert sorted(pool.in_thought) == sorted(expected)
+    assert any(expected)
+
+
+def test_an_observation_after_a_stop_string_begins_with_the_stop_token(model):
+    def encode(messages, after_stop):
+        return [*([] if after_stop else [STOPS[0]]), 99, *tokens_of(messages)]
+
+    sampling = replace(SAMPLING, stop_strings=("5",))
+    begins = []
+    for rollout in sample(model, Pool(), sampling=sampling, encode=encode):
+        sampled = rollout.episode.sampled.tolist()
+        tokens = rollout.token_ids.tolist()
+        for i in range(1, len(tokens)):
+            if sampled[i - 1] and not sampled[i]:
+                begins.append(tokens[i - 1] in STOPS)
+                assert tokens[i : i + 2 - begins[-1]] == [*([] if begins[-1] else [STOPS[0]]), 99]
+                assert begins[-1] or "5" in str(tokens[i - 1])
+    assert set(begins) == {True, False}
