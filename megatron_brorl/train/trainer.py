@@ -35,7 +35,7 @@ from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after_steps_text, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.evaluate import Evaluation, evaluate
-from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, token_gain
+from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, sharing_metrics
 from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches, trained_mask
 from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.nonfinite import count_nonfinite_steps, raise_if_too_many_nonfinite
@@ -204,7 +204,7 @@ class Trainer:
         seconds["step"] = time.monotonic() - begun
 
         metrics |= collected.metrics | mass_balance
-        metrics["token_gain"] = token_gain(self.worker, experience)
+        metrics |= sharing_metrics(self.worker, experience, sampling.routes)
         if config.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         return metrics, seconds
