@@ -19,7 +19,10 @@ def test_rank_0_names_the_rank_that_is_behind(worlds, writes, place):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_processes_join_again_after_they_have_left(size):
-    """As two calls of megatron_brorl.train() in one process. The sum of rank + i over n ranks is n (n - 1) / 2 + n i."""
+    """As two calls of megatron_brorl.train() in one process.
+
+    The sum of rank + i over n ranks is n (n - 1) / 2 + i n.
+    """
     world = World(size)
     try:
         expected = [size * (size - 1) // 2 + size * i for i in range(3)]
