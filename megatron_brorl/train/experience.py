@@ -40,6 +40,7 @@ from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, PromptGroup, ScoredRollout
 
 Rows = tuple[Tensor, ...]  # [G] of each row
+_ROUNDING = 1e-6  # largest error of an advantage in float32, in units of the standard deviation
 
 
 def kl_in_reward(algo: AlgoConfig) -> bool:
@@ -72,6 +73,8 @@ def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: 
     if advantage(algo.advantage).whitened and algo.advantage != "gae" and not kl_in_reward(algo):
         own = advantages.to(cpu_bridge.default_device())
         advantages = ops.whiten(own, ops.moments(own)).cpu()
+        # The mean of the batch is 0 up to rounding, and tokens whose advantage is only rounding would count as clipped.
+        advantages = torch.where(advantages.abs() < _ROUNDING, 0.0, advantages)
 
     where = torch.zeros_like(outcomes.ended)
     where[kept] = mask
