@@ -173,8 +173,11 @@ class Trainer:
         groups = collected.groups
         seconds = dict(collected.seconds)
 
-        # Free the engine's memory for training. sync_weights() wakes the engine up again.
-        self.runner.engine.sleep()
+        # Free the engine's memory for training. sync_weights() wakes the engine up again. Without groups to train on,
+        # the engine stays awake and keeps its weights. With expert parallelism, even ranks without rows compute.
+        is_idle = not collected.outcomes.kept and self.grid.ep_size == 1
+        if not is_idle:
+            self.runner.engine.sleep()
         with _timed(seconds, "diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.worker, sampling)
 
@@ -200,7 +203,7 @@ class Trainer:
         state.step += 1
         with _timed(seconds, "refit"):
             checkpoint.check_finite(self.models().checkpoint_parts(), state.step)
-            metrics |= self.sync_weights()
+            metrics |= {"refit_again": 0.0} if is_idle else self.sync_weights()
         seconds["step"] = time.monotonic() - begun
 
         metrics |= collected.metrics | mass_balance
