@@ -78,7 +78,7 @@ class Checkpoint:
         experts, rows, columns = shape
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         rows //= len(names)
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         for expert, (i, name) in product(range(experts), enumerate(names)):
             full = f"{before}.experts.{expert}.{name}.weight"
             found[full] = (rows, columns)
