@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -103,6 +103,10 @@ def convert(path: Path, directory: Path) -> str:
 
 def _config(file: GgufFile) -> dict[str, Any]:
     """Return the content of config.json."""
+    # Chat models end a turn, or a message with a tool call, with tokens of their own.
+    ends = [file.get(SIZES["eos_token_id"])]
+    found = (file.find(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+    ends += [token for token in found if token is not None and token not in ends]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -110,6 +114,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "dtype": "float32",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **{name: file.get(key) for name, key in SIZES.items()},
+        **({"eos_token_id": ends} if len(ends) > 1 else {}),
     }
 
 
@@ -149,11 +154,19 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, file.get("tokenizer.ggml.token_type"), strict=True)
+    kinds = list(zip(tokens, file.get("tokenizer.ggml.token_type"), strict=True))
     tokenizer.add_special_tokens([token for token, kind in kinds if kind == gguf.TokenType.CONTROL])
+    # Text is never split within these tokens, such as <think>, but they are not special.
+    own = [token for token, kind in kinds if kind == gguf.TokenType.USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in own])
+    bos = tokens[file.get(SIZES["bos_token_id"])]
+    if file.find("tokenizer.ggml.add_bos_token"):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, tokens.index(bos))]
+        )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=tokens[file.get(SIZES["bos_token_id"])],
+        bos_token=bos,
         eos_token=tokens[file.get(SIZES["eos_token_id"])],
         chat_template=file.find("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,

@@ -102,11 +102,21 @@ def _by_group(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return advantages
 
 
+def _deviations(rewards: Tensor) -> Tensor:
+    """Return rewards [N] minus their mean in float64, and 0 where that is within the rounding of rewards in float32.
+
+    The loss would count such tokens as clipped. For example, 0.2 differs by 1e-9 from the mean of 0.1, 0.2 and 0.3.
+    """
+    x = rewards.double()
+    found = x - x.mean()
+    return torch.where(found.abs() <= torch.finfo(torch.float32).eps * x.abs().max(), 0.0, found)
+
+
 def group_baseline(rewards: Tensor) -> Tensor:
     """Return rewards [N] minus their mean (BroRL, section 3.1); exactly 0 if all are equal."""
     if not has_signal(rewards):
         return torch.zeros_like(rewards)
-    return (rewards.double() - rewards.double().mean()).to(rewards.dtype)
+    return _deviations(rewards).to(rewards.dtype)
 
 
 def group_normalised(rewards: Tensor) -> Tensor:
@@ -116,8 +126,7 @@ def group_normalised(rewards: Tensor) -> Tensor:
     """
     if not has_signal(rewards):
         return torch.zeros_like(rewards)
-    x = rewards.double()
-    return ((x - x.mean()) / (x.std() + 1e-6)).to(rewards.dtype)
+    return (_deviations(rewards) / (rewards.double().std() + 1e-6)).to(rewards.dtype)
 
 
 def over_group_mean(rewards: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,30 +48,54 @@ class Checkpoint:
         self.files: dict[str, Path] = {}  # by tensor
         self.types: dict[str, str] = {}  # by tensor, as in TYPES
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, tuple[str, int, slice]] = {}  # stored tensor, expert and rows, by tensor of an expert
         for name in _weight_files(directory):
             path = directory / name
             try:
                 with safe_open(path, framework="pt") as file:
-                    for tensor in file.keys():  # noqa: SIM118  it is not a dict
-                        if tensor in self.files:
-                            raise UserError(
-                                f"{directory}: {tensor} is stored in both {self.files[tensor].name} and {name}; "
-                                "download the checkpoint again"
-                            )
-                        part = file.get_slice(tensor)
-                        self.files[tensor] = path
-                        self.types[tensor] = part.get_dtype()
-                        self.shapes[tensor] = tuple(part.get_shape())
+                    for stored in file.keys():  # noqa: SIM118  it is not a dict
+                        part = file.get_slice(stored)
+                        for tensor, shape in self._split_experts(stored, tuple(part.get_shape())).items():
+                            if tensor in self.files:
+                                raise UserError(
+                                    f"{directory}: {tensor} is stored in both {self.files[tensor].name} and {name}; "
+                                    "download the checkpoint again"
+                                )
+                            self.files[tensor] = path
+                            self.types[tensor] = part.get_dtype()
+                            self.shapes[tensor] = shape
             except (OSError, SafetensorError) as e:
                 raise UserError(f"{path}: not a readable safetensors file: {shown(e)}") from None
 
+    def _split_experts(self, stored: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors in a stored one: those of each expert if it has all experts of a layer.
+
+        transformers 5 writes [experts, 2 x ffn, hidden] and [experts, hidden, ffn] if it does not convert them back.
+        """
+        before, _, kind = stored.rpartition(".experts.")
+        if not before or kind not in ("gate_up_proj", "down_proj") or len(shape) != 3:
+            return {stored: shape}
+        experts, rows, columns = shape
+        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        rows //= len(names)
+        found: dict[str, tuple[int, ...]] = {}
+        for expert, (i, name) in product(range(experts), enumerate(names)):
+            full = f"{before}.experts.{expert}.{name}.weight"
+            found[full] = (rows, columns)
+            self._parts[full] = (stored, expert, slice(i * rows, (i + 1) * rows))
+        return found
+
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor as it is stored. Raises UserError if its type is none of TYPES."""
+        """Return a tensor in its stored type. Raises UserError if its type is none of TYPES."""
         if self.types[name] not in TYPES:
             raise UserError(f"{self.files[name]}: {name} is of type {self.types[name]}: only unquantized checkpoints")
         with safe_open(self.files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+            if name not in self._parts:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+            stored, expert, rows = self._parts[name]
+            part: Tensor = file.get_slice(stored)[expert, rows]
+            return part
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise UserError unless the files hold exactly these tensors; an LM head may be stored in addition."""

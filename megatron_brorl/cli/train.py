@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,7 @@ from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.state import RunState, mark_last_as_best, read_run_json
 from megatron_brorl.train.trainer import Trainer
-from megatron_brorl.train.update import update_policy
+from megatron_brorl.train.update import update_policy, zero_rate
 from megatron_brorl.train.worker import OptimizerStep, Worker
 from megatron_brorl.types import Experience, Prompt
 
@@ -87,6 +88,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 p.note(_batch_sizes(config))
                 if trainer.held_out and (differences := _evaluation_differences(config)):
                     p.note(differences)
+            if advice := zero_rate(config, trainer.state):
+                p.note(f"warning: {advice}")
             if found:
                 p.note(f"resumed from {found} with step {trainer.state.step}")
             if changes:
@@ -222,6 +225,8 @@ def dry_run(config: Config) -> int:
     _print_check("algorithm", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.own_algorithm.items()))
     _print_check("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
     _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session)))
+    if (advice := zero_rate(config, _progress(session))) and session.is_main_rank:
+        print(f"warning: {advice}", file=sys.stderr, flush=True)
     _print_check(
         "engine", session.share_errors(lambda: preflight.engine_line(config.rollout.engine, config.engine.python))
     )
@@ -253,6 +258,16 @@ def _checkpoint(session: Session) -> str:
         return "none: the run starts from the beginning"
     changes = change_line(check_fingerprint(read_run_json(found)["fingerprint"], session.fingerprint(), found))
     return f"continues from {found}" + (f"\nchanged since that checkpoint: {changes}" if changes else "")
+
+
+def _progress(session: Session) -> RunState:
+    """Return the steps of the checkpoint that the run would continue from, without its other state."""
+    found = checkpoint.find(session.dir / "checkpoints")
+    if session.config.train.resume == "never" or not found:
+        return RunState()
+    run = read_run_json(found)
+    counts = {name: run[name] for name in ("updates", "critic_updates", "critic_steps")}
+    return RunState(step=run[checkpoint.STEP], **counts)
 
 
 class _Worker(Worker):

@@ -12,24 +12,30 @@ from typing import Any
 from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.verifier import holds_object
 
 _MISSING = object()
 KEYS = ("prompt", "answer", "target", "verifier", "id", "metadata")  # of a row
 
 # Names of columns in published data sets, the most common first.
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
-_ANSWERS = ("answer", "final_answer", "solution", "reference", "ground_truth", "reward_model.ground_truth", "label")
+_ANSWERS = (
+    *("answer", "final_answer", "expected_answer", "solution", "reference", "ground_truth"),
+    *("reward_model.ground_truth", "label"),
+)
 
 
 def map_columns(raw: Any, columns: ColumnsConfig, where: str) -> Any:
-    """Return a row with this project's keys. If data.columns names no column, the row is returned unchanged.
+    """Return a row with this project's keys. If data.columns names no column, the row keeps all of its keys.
 
-    Raises UserError if a named column is missing, or if the answer does not match answer_regex.
+    Finite numbers as answer, target or id become text. Raises UserError if a named column is missing, or if the answer
+    does not match answer_regex.
     """
-    if columns == ColumnsConfig() or not isinstance(raw, dict):
+    if not isinstance(raw, dict):
         return raw
-    row: dict[str, Any] = {}
-    for key in KEYS:
+    is_mapped = columns != ColumnsConfig()
+    row: dict[str, Any] = {} if is_mapped else dict(raw)
+    for key in KEYS if is_mapped else ():
         name = getattr(columns, key)
         value = _find(raw, name or key)
         # A named column must be in every row, although it may be null. Others may be missing.
@@ -37,7 +43,7 @@ def map_columns(raw: Any, columns: ColumnsConfig, where: str) -> Any:
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
         row[key] = None if value is _MISSING else value
     for key in ("answer", "target", "id"):
-        value = row[key]
+        value = row.get(key)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             row[key] = str(int(value)) if value == int(value) else str(value)
     if columns.answer_regex and isinstance(row["answer"], str):
@@ -67,6 +73,8 @@ def guess_columns(path: Path) -> Guess:
     if prompt is None:
         raise UserError(f"{path.absolute()}: no column looks like a prompt, only {', '.join(row)}; set data.columns")
     answer = next((name for name in _ANSWERS if _find(row, name) not in (_MISSING, None)), "")
+    if holds_object(_find(row, answer)):
+        answer = ""
     others = [key for key, value in row.items() if key not in KEYS and value is not None]
 
     columns = {}

@@ -23,12 +23,13 @@ from megatron_brorl.config.schema import ColumnsConfig, DataConfig, RewardConfig
 from megatron_brorl.data.chat import Message, check_conversation, conversation, prompt_text
 from megatron_brorl.data.columns import KEYS, map_columns
 from megatron_brorl.data.readers import parse_row, raw_rows, without_nulls
-from megatron_brorl.data.tokenizers import Tokenizer
+from megatron_brorl.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Demonstration, Prompt
 
+_COMPARED = 100  # rows whose prompts are tokenized by transformers and by tokenizer.json alone
 _MAX_CHANGED = 0.5  # share of rows that a tokenizer may change
 _OBSERVATION = re.compile("(<result>.*?</result>)", re.DOTALL)  # in a target without a chat template
 
@@ -145,9 +146,12 @@ def check_round_trip(rows: Sequence[tuple[str, Sequence[str | None]]], tokenizer
 
     rows: where each row is, and its texts without a template. A tokenizer without an unknown token loses characters
     silently. White space and compatible forms of a character (NFKC) do not count, because tokenizers are trained to
-    unite them. Raises UserError if more than half of the rows change.
+    unite them. Raises UserError if more than half of the rows change, or if transformers and tokenizer.json differ.
     """
     changes = []
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        for where, texts in rows[:_COMPARED]:
+            tokenizer.check_file(texts[0] or "", where)
     for where, texts in rows:
         found = [change for text in texts if text and (change := _round_trip_change(text, tokenizer))]
         changes += [f"{where}: {change}" for change in found[:1]]

@@ -169,6 +169,31 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._ids(text, split_special_tokens=True)
 
+    def check_file(self, text: str, where: str) -> None:
+        """Raise UserError if tokenizer.json alone gives other ids to a text than the tokenizer.
+
+        transformers 5 replaces the pre-tokenizer of tokenizer.json for some values of model_type.
+        """
+        text = text.strip()  # transformers changes the treatment of a first space, also of Llama's tokenizer
+        ids, by_file = self.encode(text), self._file.encode(text, add_special_tokens=False).ids
+        if ids != by_file:
+            raise UserError(
+                f"{self.directory / CONVERTED}: transformers reads it as {type(self._inner).__name__}, which makes "
+                f"{len(ids)} tokens of the text of {where}, where the file makes {len(by_file)}: if the model was "
+                "trained with the former, write the file again by AutoTokenizer.from_pretrained(DIR).save_pretrained"
+                "(DIR); otherwise use a model whose tokenizer transformers reads as it is"
+            )
+
+    @cached_property
+    def _file(self) -> Any:
+        from tokenizers import Tokenizer as File
+
+        found = File.from_file(str(self.directory / CONVERTED))
+        found.no_truncation()
+        found.no_padding()
+        found.encode_special_tokens = True  # as in `encode`
+        return found
+
     def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
         # Encode in one piece, as in the training of the model, unless the text has special tokens.
         if self._has_special(text):

@@ -115,6 +115,7 @@ def read_shape(directory: str | Path, key: str = "model.path") -> ModelShape:
     """
     directory = Path(directory).absolute()
     refuse_gguf(directory)
+    _refuse_adapter(directory, key)
     path = directory / CONFIG
     if directory.is_file():
         raise UserError(f"{directory}: is a file; give the Hugging Face directory that it belongs to ({key})")
@@ -123,6 +124,17 @@ def read_shape(directory: str | Path, key: str = "model.path") -> ModelShape:
     if not path.is_file():
         raise UserError(f"{path}: missing; a Hugging Face directory holds config.json, *.safetensors and a tokenizer")
     return parse_shape(read_object(path), str(path))
+
+
+def _refuse_adapter(directory: Path, key: str) -> None:
+    """Raise UserError if a directory has a PEFT adapter and no weights of a model."""
+    adapter = directory / "adapter_config.json"
+    if adapter.is_file() and not any(file.name.startswith("model") for file in directory.glob("*.safetensors*")):
+        raise UserError(
+            f"{directory}: is a PEFT adapter of {shown(read_object(adapter).get('base_model_name_or_path'))}, not a "
+            "model: write a merged model by peft's AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload()"
+            f".save_pretrained(NEW_DIR), copy the base model's tokenizer files there, and give NEW_DIR ({key})"
+        )
 
 
 def refuse_gguf(path: Path) -> None:

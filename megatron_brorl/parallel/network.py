@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import os
 import re
 import socket
@@ -24,7 +25,7 @@ _HINT = "start the same command again to continue"
 
 
 def store(world: int, timeout: timedelta) -> dist.Store:
-    """Return the store of the `world` ranks that the environment describes. Collective.
+    """Return the store of the `world` ranks that the environment describes, without keys of earlier calls. Collective.
 
     Sets GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME if all ranks are on this machine. Raises UserError if the
     environment does not name the address of rank 0, or if other machines cannot reach that address.
@@ -36,17 +37,31 @@ def store(world: int, timeout: timedelta) -> dist.Store:
     if not host or not port:
         raise UserError("RANK is set, MASTER_ADDR or MASTER_PORT is not: start by torchrun, Slurm or with --processes")
     own = _own_address(host, world)
+    # torchrun has opened a store, which lives longer than the processes that it restarts.
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    # Keep the connection, because groups of an earlier call may keep the port in use.
+    key = os.getpid(), own, host, port
+    shared = _stores[key] = _stores.get(key) or _tcp_store(own, host, int(port), int(rank), world, timeout, of_agent)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Process groups would take the keys of earlier ones for the addresses of their peers.
+    new = dist.PrefixStore(f"attempt {attempt}, call {next(_calls)}", shared)
+    new.set_timeout(timeout)
+    return new
 
-    # torchrun has opened a store.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        return dist.TCPStore(host, int(port), world, is_master=False, timeout=timeout)
 
+_calls = itertools.count()
+_stores: dict[tuple[int, str, str, str], dist.TCPStore] = {}
+
+
+def _tcp_store(
+    own: str, host: str, port: int, rank: int, world: int, timeout: timedelta, of_agent: bool
+) -> dist.TCPStore:
     # By default torch would listen on all interfaces.
-    if int(rank) == 0:
-        listener = _listener(own, int(port))
-        return dist.TCPStore(own, int(port), world, is_master=True, timeout=timeout, master_listen_fd=listener)
-    server = _LOOPBACK if own == _LOOPBACK else host
-    return dist.TCPStore(server, int(port), world, is_master=False, timeout=timeout)
+    if rank == 0 and not of_agent:
+        listener = _listener(own, port)
+        return dist.TCPStore(own, port, world, is_master=True, timeout=timeout, master_listen_fd=listener)
+    server = _LOOPBACK if own == _LOOPBACK and not of_agent else host
+    return dist.TCPStore(server, port, world, is_master=False, timeout=timeout)
 
 
 def shared_store() -> dist.Store:

@@ -95,14 +95,14 @@ def pack(
     prompts and responses: [tokens] int64 each, none empty. share: store a prompt once per micro-batch if that saves at
     least MIN_SHARING_GAIN. multiple_of: pad streams to a multiple of it with one dummy segment, for sequence
     parallelism. segments_of, a divisor of multiple_of: pad each segment to a multiple of it, for context parallelism.
-    routes: of each row, [prompt + response - 1, layers, k]. A shared prompt has those of its first row in the stream.
+    routes: of each row, [prompt + response - 1, layers, k]. Only rows with the same routes of the prompt share it.
     Without rows the result is one dummy micro-batch, so that the rank takes part in the collectives.
     """
     if share and segments_of > 1:
         raise ValueError("pack: shared prompts do not support segments_of > 1")
 
     if share:
-        shared = _fill_shared(_by_prompt(prompts, responses), max_tokens)
+        shared = _fill_shared(_by_prompt(prompts, responses, routes), max_tokens)
         if _gain(shared, prompts, responses) >= MIN_SHARING_GAIN:
             return [_pack_shared(b, multiple_of, routes) for b in shared]
 
@@ -121,12 +121,19 @@ def pack(
     return [_pack_plain(rows, prompts, responses, multiple_of, segments_of, routes) for rows in batches]
 
 
-def token_gain(prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int) -> float:
+def token_gain(
+    prompts: Sequence[Tensor], responses: Sequence[Tensor], max_tokens: int, routes: Sequence[Tensor] | None = None
+) -> float:
     """Return the factor by which sharing prompts reduces the tokens of micro-batches. 1 without rows.
 
-    A prompt counts once in each micro-batch that contains responses to it. prompts and responses: [tokens] each.
+    A prompt counts once in each micro-batch that contains responses to it. The arguments are those of `pack`.
     """
-    return _gain(_fill_shared(_by_prompt(prompts, responses), max_tokens), prompts, responses)
+    return _gain(_fill_shared(_by_prompt(prompts, responses, routes), max_tokens), prompts, responses)
+
+
+def copies_by_routes(prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None) -> int:
+    """Return how many rows need a further copy of their prompt, because no earlier row has the same routes of it."""
+    return len(_by_prompt(prompts, responses, routes)) - len(_by_prompt(prompts, responses, None)) if routes else 0
 
 
 # A prompt, and the (row, response) pairs of its responses, sorted by length.
@@ -139,14 +146,21 @@ def _gain(batches: list[list[_PromptRows]], prompts: Sequence[Tensor], responses
     return (own + sum(map(len, prompts))) / max(own + stored, 1) if responses else 1.0
 
 
-def _by_prompt(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[_PromptRows]:
-    """Group rows by prompt, in the order of first appearance. Siblings usually share one tensor, which is fast."""
+def _by_prompt(
+    prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None
+) -> list[_PromptRows]:
+    """Group rows by prompt and its routes, in the order of first appearance.
+
+    Siblings usually share one tensor, which is fast. The routes of a prompt differ if the weights changed between two
+    siblings, and with engines whose results depend on the other prompts of a batch.
+    """
     texts: dict[int, tuple[int, ...]] = {}
-    found: dict[tuple[int, ...], list[int]] = {}
+    found: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
     for i, prompt in enumerate(prompts):
         if id(prompt) not in texts:
             texts[id(prompt)] = tuple(prompt.tolist())
-        found.setdefault(texts[id(prompt)], []).append(i)
+        experts = routes[i][: len(prompt)].numpy().tobytes() if routes else b""
+        found.setdefault((texts[id(prompt)], experts), []).append(i)
     return [
         (prompts[rows[0]], sorted(((i, responses[i]) for i in rows), key=lambda r: (len(r[1]), r[0])))
         for rows in found.values()

@@ -11,10 +11,19 @@ answer in a response, how to check a data row, and whether the verifier needs a 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict
+
+
+def holds_object(text: object) -> bool:
+    """Return whether a reference is an object, or begins like JSON or Python text of one or of a list of them.
+
+    Data sets of instruction following and code keep the arguments of a check there, not an answer to compare with.
+    """
+    return isinstance(text, dict) or re.match(r"""\s*\[?\s*\{\s*["'][^"']*["']\s*:""", str(text)) is not None
 
 
 class VerifierRow(TypedDict):

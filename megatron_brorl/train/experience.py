@@ -32,6 +32,7 @@ from megatron_brorl.config.algorithms import advantage
 from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.interface import Backend
 from megatron_brorl.parallel import collectives, cpu_bridge
+from megatron_brorl.parallel.packing import copies_by_routes
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.nonfinite import finite_rows, log_rows
@@ -39,6 +40,7 @@ from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, PromptGroup, ScoredRollout
 
 Rows = tuple[Tensor, ...]  # [G] of each row
+_ROUNDING = 1e-6  # largest error of an advantage in float32, in units of the standard deviation
 
 
 def kl_in_reward(algo: AlgoConfig) -> bool:
@@ -71,6 +73,8 @@ def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: 
     if advantage(algo.advantage).whitened and algo.advantage != "gae" and not kl_in_reward(algo):
         own = advantages.to(cpu_bridge.default_device())
         advantages = ops.whiten(own, ops.moments(own)).cpu()
+        # The mean of the batch is 0 up to rounding, and tokens whose advantage is only rounding would count as clipped.
+        advantages = torch.where(advantages.abs() < _ROUNDING, 0.0, advantages)
 
     where = torch.zeros_like(outcomes.ended)
     where[kept] = mask
@@ -214,13 +218,19 @@ def make_experience(
     return list(rollouts), experience, metrics | critic_metrics
 
 
-def token_gain(actor: Worker, experience: Experience) -> float:
-    """Return the tokens with one prompt per response, divided by those that the actor computed. Collective.
+def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dict[str, float]:
+    """Return metrics of prompts that the actor computes once for several responses, over all replicas. Collective.
 
-    The actor computes a prompt once for several responses. Both are sums over all replicas.
+    token_gain: tokens with one prompt per response, divided by those that the actor computed. If it replays routes,
+    also unshared_by_routes: the share of rows that need a further copy of their prompt because of its routes.
     """
-    tokens = collectives.all_reduce_sum(actor.tokens(experience.prompts, experience.responses), actor.grid.groups.dp)
-    return tokens["plain"] / (tokens["computed"] or 1.0) if tokens["plain"] else 1.0
+    rows = experience.prompts, experience.responses, experience.routes
+    own = actor.tokens(*rows) | {"rows": float(len(experience)), "copies": float(copies_by_routes(*rows))}
+    found = collectives.all_reduce_sum(own, actor.grid.groups.dp)
+    metrics = {"token_gain": found["plain"] / (found["computed"] or 1.0) if found["plain"] else 1.0}
+    if replays and actor.options.share_prompt:
+        metrics["unshared_by_routes"] = found["copies"] / (found["rows"] or 1.0)
+    return metrics
 
 
 def _sampled_masks(rollouts: Sequence[ScoredRollout]) -> Rows | None:

@@ -35,7 +35,7 @@ from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after_steps_text, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.evaluate import Evaluation, evaluate
-from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, token_gain
+from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, sharing_metrics
 from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches, trained_mask
 from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.nonfinite import count_nonfinite_steps, raise_if_too_many_nonfinite
@@ -179,8 +179,11 @@ class Trainer:
         groups = collected.groups
         seconds = dict(collected.seconds)
 
-        # Free the engine's memory for training. sync_weights() wakes the engine up again.
-        self.runner.engine.sleep()
+        # Free the engine's memory for training. sync_weights() wakes the engine up again. Without groups to train on,
+        # the engine stays awake and keeps its weights. With expert parallelism, even ranks without rows compute.
+        is_idle = not collected.outcomes.kept and self.grid.ep_size == 1
+        if not is_idle:
+            self.runner.engine.sleep()
         with _timed(seconds, "diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.worker, sampling)
 
@@ -206,11 +209,11 @@ class Trainer:
         state.step += 1
         with _timed(seconds, "refit"):
             checkpoint.check_finite(self.models().checkpoint_parts(), state.step)
-            metrics |= self.sync_weights()
+            metrics |= {"refit_again": 0.0} if is_idle else self.sync_weights()
         seconds["step"] = time.monotonic() - begun
 
         metrics |= collected.metrics | mass_balance
-        metrics["token_gain"] = token_gain(self.worker, experience)
+        metrics |= sharing_metrics(self.worker, experience, sampling.routes)
         if config.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         return metrics, seconds

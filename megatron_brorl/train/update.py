@@ -74,6 +74,27 @@ def critic_optim(critic: CriticConfig, optim: OptimConfig) -> OptimConfig:
     return replace(optim, lr=critic.lr, warmup_steps=critic.lr_warmup_steps)
 
 
+def zero_rate(config: Config, state: RunState) -> str:
+    """Return advice if the learning rate of actor or critic decays to 0 before the end of the run, else ""."""
+    left = config.train.steps - state.step
+    gae = config.algo.advantage == "gae"
+    warmup = config.critic.warmup_steps if gae else 0
+    of_actor = config.train.steps - warmup, left - max(warmup - state.critic_steps, 0), state.updates
+    models = [("optim.lr", config.optim, *of_actor)]
+    if gae:
+        critic = critic_optim(config.critic, config.optim)
+        models.append(("critic.lr", critic, config.train.steps, left, state.critic_updates))
+    for key, optim, steps, to_come, taken in models:
+        optim = with_decay_steps(optim, config, steps)
+        end = taken + to_come * config.algo.mini_batches * config.algo.epochs
+        if optim.lr and end > taken and learning_rate(optim, end - 1) == 0:
+            return (
+                f"{key} is 0 from optimizer step {max(optim.lr_decay_steps, taken)} of up to {end} on, so these train "
+                "nothing: set optim.lr_decay_steps = 0 (or a larger number), or optim.min_lr_ratio above 0"
+            )
+    return ""
+
+
 def update_policy(
     worker: Worker,
     experience: Experience,

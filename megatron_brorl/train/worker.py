@@ -332,13 +332,15 @@ class Stage:
             for group in optimizer.optimizer.param_groups:
                 group.pop("step", None)  # the step count of Transformer Engine's Adam
 
-    def tokens(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, float]:
+    def tokens(
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None = None
+    ) -> dict[str, float]:
         """Return the tokens of rows with a prompt each ("plain") and of streams with shared prompts ("computed").
 
-        The latter count a prompt once in each micro-batch that has it.
+        The latter count a prompt once in each micro-batch that has it, and once for each of its routes.
         """
         plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
-        gain = token_gain(prompts, responses, self._limit) if self.options.share_prompt else 1.0
+        gain = token_gain(prompts, responses, self._limit, routes) if self.options.share_prompt else 1.0
         return {"plain": plain, "computed": plain / gain if gain >= MIN_SHARING_GAIN else plain}
 
     def micro_batches(

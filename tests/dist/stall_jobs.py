@@ -1,4 +1,4 @@
-"""A job of test_stalls.py."""
+"""Jobs of test_stalls.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from dist.jobs import grid_of
 
+from megatron_brorl.config.schema import ParallelConfig
+from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel import network
 from megatron_brorl.parallel.stalls import StallReporter
 from megatron_brorl.tracking.timeline import span
@@ -35,3 +37,16 @@ def wait_for_rank_1(rank: int, writes: bool) -> str:
     dist.barrier()
     store.delete_key(f"stalls/{rank}")
     return line if rank == 0 else "".join(lines.queue)
+
+
+def sums_of_grids(rank: int) -> list[int]:
+    """Return the sum of (rank + i) over the ranks from each of three grids, one after another."""
+    found = []
+    for i in range(3):
+        grid = grids.build(ParallelConfig(timeout_s=60 + i), phase_s=5.0)
+        value = torch.tensor([rank + i])
+        dist.all_reduce(value)
+        grid.barrier()
+        found.append(int(value))
+        grids.leave()
+    return found

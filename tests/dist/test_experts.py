@@ -75,9 +75,9 @@ def expected(models, tmp_path_factory):
 
 
 def given_experts():
-    """Return random experts of all tokens of the rows, [prompt + G - 1, layers, k]. A prompt has the same in each row.
+    """Return random experts of all tokens of the rows, [prompt + G - 1, layers, k].
 
-    A stream with shared prompts contains it only once.
+    Two thirds of the rows of a prompt have the same experts of it. The others have others, as after an earlier step.
     """
     g = torch.Generator().manual_seed(4)
 
@@ -85,8 +85,11 @@ def given_experts():
         return torch.rand(count, 4, 8, generator=g).argsort(-1)[..., :2].to(torch.uint8)
 
     prompts, responses = rows(1)
-    of_prompts = {id(prompt): drawn(len(prompt)) for prompt in prompts}
-    return [torch.cat((of_prompts[id(p)], drawn(len(r) - 1))) for p, r in zip(prompts, responses, strict=True)]
+    of_prompts = {(id(prompt), step): drawn(len(prompt)) for prompt in prompts for step in range(2)}
+    return [
+        torch.cat((of_prompts[id(p), int(i % 3 == 1)], drawn(len(r) - 1)))
+        for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
+    ]
 
 
 def choose(gate, experts, hidden):

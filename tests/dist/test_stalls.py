@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from dist.world import World
 
 
 @pytest.mark.parametrize(("writes", "place"), [(True, "score"), (False, "no report")])
@@ -14,3 +15,17 @@ def test_rank_0_names_the_rank_that_is_behind(worlds, writes, place):
     assert re.findall(r"rank ([\d, ]+) \((.*?)[:)]", line) == [("1", place)]
     assert "'update'" in line  # where rank 0 waits
     assert other == ""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_processes_join_again_after_they_have_left(size):
+    """As two calls of megatron_brorl.train() in one process.
+
+    The sum of rank + i over n ranks is n (n - 1) / 2 + i n.
+    """
+    world = World(size)
+    try:
+        expected = [size * (size - 1) // 2 + size * i for i in range(3)]
+        assert world.run("stall_jobs:sums_of_grids", timeout=120) == [expected] * size
+    finally:
+        world.close()

@@ -89,7 +89,7 @@ def test_verify_reshard_reports_the_gap_and_ends_a_run_above_the_tolerance(finis
     command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}", "parallel.pipeline=2"]
     done = brorl(*command, "train.steps=2", "train.verify_reshard=always")
     assert done.returncode == 0, done.stderr
-    assert all(0 < row["reshard_gap_max"] < 1e-4 for row in rows(tmp_path))
+    assert all(0 < row["reshard_gap_max"] < 1e-4 for row in rows(tmp_path) if row["trained_tokens"])
     assert all(row["refit_again"] == 0 for row in rows(tmp_path))
     assert not any("reshard_gap_max" in row for row in rows(finished[0]))
     done = brorl(*command, "train.steps=3", "train.verify_reshard=always", "train.verify_tolerance=1e-12")

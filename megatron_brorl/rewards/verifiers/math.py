@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown
 from megatron_brorl.rewards.answer_text import MAX_NUMBER_CHARS, plain_number, plain_text, quote
 from megatron_brorl.rewards.extract import final_answer, given_answer, same_text
-from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
+from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow, holds_object
 
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4}|yes|no)[A-Za-z][A-Za-z' -]*", re.IGNORECASE)  # not a product of variables
 _LEFT_TO_COMPUTE = re.compile(r"\\(?:sum|prod|i{1,3}nt|oint|lim|limsup|liminf|bigcup|bigcap)(?![a-z])|\\frac\{d\}")
@@ -51,6 +51,11 @@ def check_row(row: VerifierRow, where: str) -> None:
     reference = row["answer"]
     if not isinstance(reference, str) or not reference.strip():
         raise UserError(f'{where}: verifier "math" needs answer, the reference answer as text')
+    if holds_object(reference):
+        raise UserError(
+            f"{where}: answer is an object with the arguments of a check ({shown(reference, 40)}), not an answer: name "
+            "its verifier, or a function of your own (data.verifier)"
+        )
     why = given_answer(reference, same)[1]
     if why:
         several = why.partition(": ")[2]

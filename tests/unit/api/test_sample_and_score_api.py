@@ -240,7 +240,7 @@ def test_a_row_without_an_id_gets_its_index():
     score(["a", "b"], ["1", {"answer": "2", "id": "mine"}], verifier=see)
     assert ids == ["rows[0]", "mine"]
     with pytest.raises(UserError, match=r"^rows\[0\]: answer must be a string"):
-        score(["a"], [{"answer": 4}], verifier=see)
+        score(["a"], [{"answer": [4]}], verifier=see)
 
 
 def test_a_function_can_be_the_verifier():

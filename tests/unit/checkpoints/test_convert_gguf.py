@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import pytest
@@ -12,6 +14,7 @@ from convert_gguf import convert
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.errors import UserError
 
 HEADS = {"attn_q": 4, "attn_k": 2}
@@ -34,13 +37,13 @@ TEXT = "In 1999 the 12 3-digit numbers <|im_end|> said: naïve ½!\n\tIt's 52 + 
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(size: int = 288) -> Tokenizer:
     made = Tokenizer(models.BPE())
     parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     made.pre_tokenizer = pre_tokenizers.Sequence(parts)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=288, initial_alphabet=alphabet, special_tokens=special)
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=special)
     made.train_from_iterator([TEXT] * 9, trainer)
     return made
 
@@ -60,8 +63,16 @@ def make_model(tied: bool) -> LlamaForCausalLM:
     return made
 
 
-def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch: str = "llama") -> Path:
-    """Write a GGUF file."""
+def write(
+    path: Path,
+    source: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    arch: str = "llama",
+    own: Sequence[str] = (),
+    ends: Mapping[str, int] = MappingProxyType({}),
+    bos: bool | None = None,
+) -> Path:
+    """Write a GGUF file. own: user-defined tokens, the last ones. ends: ids by key, such as eot."""
     writer = gguf.GGUFWriter(path, arch)
     sizes = "vocab_size 288 context_length 64 embedding_length 32 block_count 2 feed_forward_length 64 head_count 4"
     words = f"{sizes} head_count_kv 2 rope_dimension_count 8".split()
@@ -71,8 +82,13 @@ def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch: str 
     writer.add_rope_freq_base(500.0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([tokenizer.id_to_token(i) for i in range(288)])
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 285)
+    writer.add_token_list([*(tokenizer.id_to_token(i) for i in range(288 - len(own))), *own])
+    kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (285 - len(own))
+    writer.add_token_types(kinds + [gguf.TokenType.USER_DEFINED] * len(own))
+    for key, token in ends.items():
+        getattr(writer, f"add_{key}_token_id")(token)
+    if bos is not None:
+        writer.add_add_bos_token(bos)
     writer.add_token_merges([" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -105,6 +121,32 @@ def test_weights_and_tokens_are_those_of_the_source(tmp_path, tied):
     assert theirs(TEXT).input_ids == ids[0].tolist()
     assert theirs.decode(ids[0]) == TEXT
     assert (theirs.bos_token_id, theirs.eos_token) == (1, "<|im_end|>")
+
+
+@pytest.mark.parametrize("bos", [None, False, True])
+@pytest.mark.parametrize(
+    ("ends", "stops"), [({}, [2]), ({"eot": 0}, [0, 2]), ({"eot": 2}, [2]), ({"eot": 0, "eom": 1}, [0, 1, 2])]
+)
+def test_user_defined_tokens_bos_and_the_ends_of_turns_are_kept(tmp_path, bos, ends, stops):
+    """The added tokens follow the vocabulary of tokenizers, which treats the text around them as before."""
+    source, tokenizer = make_model(True), make_tokenizer(285)
+    own = ("<think>", "</think>", "  <x>")
+    file = write(tmp_path / "in.gguf", source, tokenizer, own=own, ends=ends, bos=bos)
+    convert(file, tmp_path / "out")
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tmp_path / "out")
+    # Letters and digits are single tokens here, because the vocabulary has few merges.
+    text = "<think>a1</think>b  <x><|im_end|>"
+    single = {c: tokenizer.token_to_id(c) for c in "a1b"}
+    ids = [285, single["a"], single["1"], 286, single["b"], 287, 2]
+    assert theirs(text).input_ids == [1] * bool(bos) + ids
+    assert theirs.decode(ids) == text
+    assert not {285, 286, 287} & set(theirs.all_special_ids)
+    assert theirs.decode(ids, skip_special_tokens=True) == text.removesuffix("<|im_end|>")
+    assert ours.encode_prompt("a") == [1] * bool(bos) + [single["a"]]
+    assert ours.encode("<think>") == [285]
+    assert list(stop_ids(tmp_path / "out", ours)) == stops
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
+    assert sorted([found] if isinstance(found, int) else found) == stops
 
 
 def test_unsupported_models_are_refused(tmp_path):

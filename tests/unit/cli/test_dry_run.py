@@ -110,6 +110,20 @@ def test_an_existing_checkpoint_is_checked_and_not_changed(folder, capfd):
     assert dry(capfd, "train.resume=never")[0] == 0
 
 
+def test_a_rate_of_0_before_the_end_is_a_warning(folder, capfd):
+    decay = ("optim.lr_schedule=linear", "optim.lr_decay_steps=2")
+    train("run.toml", overrides=decay)
+    assert "is 0" not in capfd.readouterr().err
+    assert dry(capfd, *decay, "train.steps=2")[2] == ""
+    for resume in ("auto", "never"):
+        code, names, err = dry(capfd, *decay, "train.steps=5", f"train.resume={resume}")
+        assert (code, names) == (0, NAMES)
+        # The first step had no signal, so the checkpoint is before the first update.
+        assert err.startswith(
+            f"warning: optim.lr is 0 from optimizer step 2 of up to {4 if resume == 'auto' else 5} on"
+        )
+
+
 def not_finite(folder: Path) -> None:
     weights = load_file(folder / "model" / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] = torch.nan

@@ -95,6 +95,8 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
             True,
         ),
         ({"prompt": "x", "answer": "1", "metadata": {}}, {}, [], False, True),
+        ({"problem": "x", "expected_answer": 3}, {"prompt": "problem", "answer": "expected_answer"}, [], False, True),
+        ({"prompt": "x", "answer": 42}, {}, [], False, True),
         ({"prompt": "x"}, {}, [], False, False),
         ({"prompt": "x", "target": "y"}, {}, [], False, True),
         ({"prompt": "x", "verifier": "none"}, {}, [], False, True),
@@ -116,6 +118,37 @@ def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns, ignored,
     [read] = read_rows(path, RowFormat("none", columns=ColumnsConfig(**columns)))
     assert isinstance(read.prompt, list) == is_chat
     assert (read.answer is not None or "verifier" in row) == is_scored
+
+
+# Rows of RLVR-IFeval and of IF multi-constraints (allenai), and of code with tests as a reference.
+CONSTRAINTS = [
+    {"messages": VERL["prompt"], "ground_truth": '{"func_name": "validate_lowercase", "N": null}', "dataset": "ifeval"},
+    {"prompt": "x", "ground_truth": "[{'instruction_id': ['keywords:existence'], 'kwargs': [None]}]"},
+    {"prompt": "x", "answer": ' { "inputs": ["1"], "outputs": ["2"]}'},
+    {"prompt": "x", "reward_model": {"ground_truth": {"func_name": "f"}}},
+]
+
+
+@pytest.mark.parametrize("row", CONSTRAINTS)
+def test_arguments_of_a_check_are_not_an_answer(tmp_path, row):
+    path = tmp_path / "f.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    guess = guess_columns(path)
+    assert not guess.is_scored
+    assert "answer" not in guess.columns
+    text = row.get("ground_truth") or row.get("answer")
+    if text:
+        path.write_text(json.dumps({"prompt": "x", "answer": text}))
+        with pytest.raises(UserError, match=r"f.jsonl:1: answer is an object with the arguments of a check"):
+            read_rows(path, RowFormat("math"))
+
+
+@pytest.mark.parametrize("answer", ["\\{1, 2\\}", "{1, 2}", "[1, 2]", '"a": 1', "{}", "[]", "{a: b}"])
+def test_sets_and_lists_are_answers(tmp_path, answer):
+    path = tmp_path / "f.jsonl"
+    path.write_text(json.dumps({"prompt": "x", "answer": answer}))
+    assert guess_columns(path).is_scored
+    assert read_rows(path, RowFormat("math"))[0].answer == answer
 
 
 def test_a_file_without_a_prompt_has_no_columns_to_guess(tmp_path):

@@ -47,11 +47,21 @@ def test_a_row_with_all_keys(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "text"), [("42", "42"), ("-7", "-7"), ("3.0", "3"), ("0.25", "0.25"), ("1e3", "1000"), ("0", "0")]
+)
+def test_numbers_are_answers_and_ids(tmp_path: Path, value: str, text: str) -> None:
+    path = write(tmp_path / "f.jsonl", f'{{"prompt": "x", "answer": {value}, "id": {value}}}'.encode())
+    [row] = read_rows(path)
+    assert (row.answer, row.id) == (text, text)
+
+
 BAD: dict[str, tuple[bytes, str]] = {
     "broken": (b'{"prompt": "x"', "not valid JSON: Expecting"),
     "list": (b"[1]", "a row must be an object"),
     "no prompt": (b'{"answer": "2"}', "prompt must be a string that is not empty, there is none"),
-    "number as answer": (b'{"prompt": "x", "answer": 42}', "answer must be a string, not 42"),
+    "bool as answer": (b'{"prompt": "x", "answer": true}', "answer must be a string, not true"),
+    "list as answer": (b'{"prompt": "x", "answer": [42]}', "answer must be a string, not [42]"),
     "infinity": (b'{"prompt": "x", "answer": "1", "metadata": {"a": [Infinity]}}', "NaN or infinite"),
     "deep": (b"[" * 100_000, "not valid JSON"),
     "latin-1": (

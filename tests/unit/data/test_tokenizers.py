@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
+from megatron_brorl.data.prompts import check_round_trip
 from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, train_sentencepiece, write_tokenizer_json
 from megatron_brorl.data.tokenizers import HuggingFaceTokenizer, load_tokenizer, tokenizer_difference
 from megatron_brorl.errors import UserError
@@ -39,6 +41,48 @@ def make_hf(directory: Path, bos: bool = False, **config: Any) -> Path:
     settings = {k: v for k, v in settings.items() if v is not None}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
+
+
+SPLITS = {  # pre-tokenizers before the bytes, and texts that Qwen2's splits differently
+    "three digits": (pre_tokenizers.Split(tokenizers.Regex(r"\p{N}{1,3}"), "isolated"), "1999 + 12345 = 14344"),
+    "digits together": (pre_tokenizers.Split(tokenizers.Regex(r"\p{N}+"), "isolated"), "2 + 28 = 30"),
+    "words together": (pre_tokenizers.Split("\n", "isolated"), "29 + 0 = 29"),
+}
+
+
+def with_split(directory: Path, split: Any) -> Path:
+    """Write a byte-level BPE in a directory of a Qwen2 model."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    inner.train_from_iterator([*SUMS, "1999 + 12345 = 14344", "hello world"] * 3, trainer)
+    inner.save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text('{"model_type": "qwen2"}')
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    return directory
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_file_that_transformers_reads_differently_is_refused(tmp_path: Path, split: str) -> None:
+    made, text = SPLITS[split]
+    tokenizer = load_tokenizer(with_split(tmp_path, made))
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    counts = len(AutoTokenizer.from_pretrained(tmp_path)(text).input_ids), len(inner.encode(text).ids)
+    assert counts[0] != counts[1]
+    with pytest.raises(UserError, match=rf"tokenizer.json: .* makes {counts[0]} tokens of .* file makes {counts[1]}:"):
+        check_round_trip([("f:1", ["x"]), ("f:2", [f" {text}", None])], tokenizer, "data.train")
+    assert check_round_trip([("f:1", ["x"])], tokenizer, "data.train") == []
+
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)  # the advice of the message
+    assert check_round_trip([("f:2", [text])], load_tokenizer(tmp_path), "data.train") == []
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_file_that_transformers_reads_as_it_is_passes(tmp_path: Path, bos: bool) -> None:
+    tokenizer = load_tokenizer(make_hf(tmp_path, bos))
+    assert check_round_trip([(str(i), [text]) for i, text in enumerate(TEXTS)], tokenizer, "data.train") == []
 
 
 TEXTS = [

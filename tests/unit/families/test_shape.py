@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import tiny
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -259,3 +261,24 @@ def test_missing_directory_and_broken_json(tmp_path):
         read_shape(tmp_path)
     with pytest.raises(UserError, match="must be of type int"):
         parse_shape({"architectures": ["LlamaForCausalLM"]}, "config.json")
+
+
+def test_an_adapter_is_refused_with_the_way_to_merge_it(tmp_path):
+    """The directory is written by PEFT. Its instructions give a model that is read."""
+    base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    tiny.make_model(base, "qwen2", False)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
+    for with_config in (False, True):
+        if with_config:
+            shutil.copy(base / "config.json", adapter)
+        with pytest.raises(
+            UserError, match=r"adapter: is a PEFT adapter of .*base.*merge_and_unload.*teacher.path"
+        ) as e:
+            read_shape(adapter, "teacher.path")
+        assert "\n" not in str(e.value)
+    (adapter / "config.json").unlink()
+    peft.AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)
+    assert read_shape(merged) == read_shape(base)
+    shutil.copy(adapter / "adapter_config.json", merged)  # A model next to an adapter is read.
+    assert read_shape(merged) == read_shape(base)

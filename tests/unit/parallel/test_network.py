@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from datetime import timedelta
@@ -14,7 +15,8 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import network
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "BRORL_LISTENER",
-         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
+         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE",
+         "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
 
 
 def elsewhere() -> tuple[str, str]:
@@ -33,7 +35,8 @@ def listening() -> set[str]:
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets the given variables and removes the others."""
+    """Sets the given variables and removes the others, in a process that has no store yet."""
+    monkeypatch.setattr(network, "_stores", {})
 
     def set_(**values: str) -> None:
         for name in NAMES:
@@ -71,7 +74,7 @@ def test_ranks_on_one_machine_use_loopback(environment, launcher):
     assert os.environ["NCCL_SOCKET_IFNAME"] == loopback
     assert "127.0.0.1" in {a.address for a in psutil.net_if_addrs()[loopback]}
     assert listening() - before <= {"127.0.0.1"}
-    assert isinstance(store, dist.TCPStore) == (launcher != "none")
+    assert isinstance(store, dist.HashStore) == (launcher == "none")
 
 
 @pytest.mark.parametrize("gloo", ["", "given"])
@@ -123,3 +126,22 @@ def test_a_port_in_use_ends_in_one_line(environment):
         environment(RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))
         with pytest.raises(UserError, match=f"MASTER_PORT = {port}: rank 0 cannot listen on 127.0.0.1: "):
             network.store(1, timedelta(seconds=20))
+
+
+def test_each_call_has_keys_of_its_own(environment):
+    """Of the same store, also with another timeout, and if the agent of torchrun restarts the process."""
+    port = int(free_port())
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    common = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for seconds, attempt in ((20, "0"), (30, "0"), (20, "1")):
+        environment(**common, LOCAL_WORLD_SIZE="1")
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        store = network.store(1, timedelta(seconds=seconds))
+        assert store.timeout == timedelta(seconds=seconds)
+        assert not store.check(["key"])
+        store.set("key", "value")
+    assert agent.num_keys() >= 3
+    # A restarted process counts its calls from 0 again.
+    network._calls = itertools.count()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
+    assert not network.store(1, timedelta(seconds=20)).check(["key"])
