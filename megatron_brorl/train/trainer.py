@@ -26,6 +26,7 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import empty_routes
+from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
@@ -180,8 +181,10 @@ class Trainer:
         seconds = dict(collected.seconds)
 
         # Free the engine's memory for training. sync_weights() wakes the engine up again. Without groups to train on,
-        # the engine stays awake and keeps its weights. With expert parallelism, even ranks without rows compute.
-        is_idle = not collected.outcomes.kept and self.grid.ep_size == 1
+        # the built-in engine stays awake and keeps its weights. Other engines leave no memory for the diagnostics. With
+        # expert parallelism, even ranks without rows compute.
+        built_in = config.rollout.engine not in ENGINES
+        is_idle = built_in and not collected.outcomes.kept and self.grid.ep_size == 1
         if not is_idle:
             self.runner.engine.sleep()
         with _timed(seconds, "diagnose"):
