@@ -37,7 +37,9 @@ def make_hf(directory: Path, bos: bool = False, **config: Any) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator([*SUMS, "hello world"], trainer)
+    inner.train_from_iterator(
+        [*SUMS, "hello world", "some other words for the vocabulary of three hundred tokens"], trainer
+    )
     if bos:
         inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     directory.mkdir(parents=True, exist_ok=True)
