@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from megatron_brorl.data.prompts import check_round_trip
 from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, train_sentencepiece, write_tokenizer_json
@@ -22,9 +23,13 @@ CHAT = (
 
 
 def make_hf(directory: Path, bos: bool = False, **config: Any) -> Path:
-    """Write a byte-level BPE as Hugging Face files. Ids 0 to 3 are <s>, </s>, <|user|> and <|assistant|>."""
+    """Write a byte-level BPE as Hugging Face files. Ids 0 to 3 are <s>, </s>, <|user|> and <|assistant|>.
+
+    transformers gives every tokenizer of a Qwen2 model this pre-tokenizer.
+    """
     inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.Split(tokenizers.Regex(PRETOKENIZE_REGEX), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
@@ -32,7 +37,9 @@ def make_hf(directory: Path, bos: bool = False, **config: Any) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator([*SUMS, "hello world"], trainer)
+    inner.train_from_iterator(
+        [*SUMS, "hello world", "some other words for the vocabulary of three hundred tokens"], trainer
+    )
     if bos:
         inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     directory.mkdir(parents=True, exist_ok=True)
