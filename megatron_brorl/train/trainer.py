@@ -144,8 +144,9 @@ class Trainer:
             is_first_update = 0 < metrics["updates"] == state.updates
             if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):
                 progress.note(f"warning: {advice}")
-            if self._gaps is not None and "logprob_gap_mean" in metrics:
-                self._gaps.append(metrics["logprob_gap_mean"])
+            gap = metrics.get("logprob_gap_mean")  # 0 in a step without trained tokens
+            if gap and self._gaps is not None:
+                self._gaps.append(gap)
                 if advice := sudden_gap(self._gaps):
                     progress.note(f"warning: {advice}")
                     self._gaps = None

@@ -136,7 +136,7 @@ def tolerance(config: Config, experts: bool) -> float:
 def sudden_gap(gaps: Sequence[float]) -> str:
     """Return a warning if the last logprob_gap_mean (nats) is above 4 times the median of those before it, or ""."""
     *earlier, newest = gaps
-    if len(earlier) < 4 or newest <= 4 * statistics.median(earlier):
+    if len(earlier) < 4 or not newest > 4 * statistics.median(earlier):
         return ""
     return (
         f"logprob_gap_mean = {newest:.2g} nats is {newest / statistics.median(earlier):.1f} times the median of the "

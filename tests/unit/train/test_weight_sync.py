@@ -43,7 +43,7 @@ def test_a_gap_above_4_times_the_median_of_the_steps_before_is_a_warning():
     steps = [0.03, 0.01, 0.02, 0.5, 0.02]  # median 0.02
     assert not sudden_gap([*steps, 0.08])
     assert "0.081 nats is 4.0 times" in sudden_gap([*steps, 0.081])
-    assert not sudden_gap([0.0, 0.0, 0.0, 1.0])  # too few steps before
+    assert not sudden_gap([0.1, 0.1, 0.1, 1.0])  # too few steps before
 
 
 @pytest.fixture(scope="module")
