@@ -91,6 +91,18 @@ CHANGES_NUMBER = re.compile(
     re.IGNORECASE,
 )
 
+# Parts of an answer that are letters or a list of letters, and the letters that are text instead of a product. Those of
+# _CODE are text in every answer, those of _NAMES and _LOWER only if the reference has such a part.
+_PART = re.compile(
+    r"(?P<before>(?:^|[,;]|\\(?:lor|cup|in)(?![a-z]))(?:[\w' ]{1,40}=)?(?:\s|\\?[({\[])*)"
+    r"(?P<letters>\\text\{[^{}]*\}|[A-Za-z0-9](?:[A-Za-z0-9\s*]|\\(?:cdot|times)(?![a-z]))*)"
+    r"(?=(?:\s|\\?[)}\]])*(?:$|[,;]|\\(?:lor|cup)(?![a-z])))"
+)
+_CODE = re.compile(r"[Ii]{2,}|(?=\d*[A-Z]+\d)[A-Z\d]+")  # ii, 1A2
+_NAMES = re.compile(r"[A-Z]{2,}|(?:0\d*|1)[A-Z]+|(?=[vxVX]*[Ii])[ivxIVX]{2,}")  # HTT, 1A, ix
+_LOWER = re.compile(r"(?=.*[oO]|[eiEI]..|.+[aeiou].|..+[aeiou]|.{4})[A-Za-z][a-z]+")  # on, its, tea, north
+_TIMES = re.compile(r"\\(?:cdot|times)(?![a-z])|\*")
+
 Unit = dict[str, int]  # symbol -> power
 # Each symbol is followed by its other names, in the singular.
 _UNITS = r"""
@@ -180,6 +192,28 @@ def tidy(text: str) -> str:
 def plain_text(text: str) -> str:
     """Return a text for comparison: tidied, with single spaces between words and no other white space."""
     return re.sub(r"(?<!\w) | (?!\w)", "", " ".join(tidy(text).split()))
+
+
+def mark_letters(text: str, names: bool) -> str:
+    r"""Replace letters that are text, such as `XI`, by one variable each. docs/verifiers_math.md states the rule.
+
+    names: whether the reference has such letters. If not, `PV` is a product.
+    """
+
+    def marked(part: re.Match[str]) -> str:
+        printed = tidy(part["letters"])
+        word = "".join(_TIMES.sub("", printed).split())
+        is_text = _CODE.fullmatch("".join(printed.split()))
+        is_text = is_text or (names and (_NAMES.fullmatch(word) or _LOWER.fullmatch(printed)))
+        return rf"{part['before']}\variable{{text{word}}}" if is_text else part[0]
+
+    return _PART.sub(marked, text)
+
+
+def has_letters(reference: str) -> bool:
+    """Return whether a part of a reference is letters that are text. `V = IR` is a formula."""
+    text = re.sub(r",?\s*\b(?:or|and)\b", ";", _TIMES.sub("+", tidy(reference[:MAX_NUMBER_CHARS])))
+    return not re.match(r"[A-Z]{1,3}\s*=", text) and mark_letters(text, True) != text
 
 
 def quote(text: str) -> str:

@@ -111,13 +111,17 @@ class Relation(NamedTuple):
 
 def same_value(reference: str, given: str) -> bool:
     """Return whether two texts have equal values and compatible units. Raises the exceptions of `read`."""
-    (wanted, unit), (value, other_unit) = read(reference), read(given)
+    names = answer_text.has_letters(reference)
+    (wanted, unit), (value, other_unit) = read(reference, names), read(given, names)
     return not units_clash(unit, other_unit) and same(wanted, value)
 
 
 @functools.lru_cache(maxsize=256)
-def read(text: str) -> tuple[Value, Unit | None]:
-    """Parse a text. Return its value and the unit of measurement at its end, if there is one."""
+def read(text: str, names: bool = False) -> tuple[Value, Unit | None]:
+    """Parse a text. Return its value and the unit of measurement at its end, if there is one.
+
+    names: as in answer_text.mark_letters.
+    """
     text = answer_text.commands(_BRACED_COMMA.sub("", answer_text.ascii_text(text)))
     text, measured = answer_text.without_unit(_DELIMITER.sub("", text))
     text = _FONT.sub(_without_font, text)
@@ -126,7 +130,7 @@ def read(text: str) -> tuple[Value, Unit | None]:
     # Inside brackets, a comma between digits separates items of a tuple or set.
     if not re.search(r"[(\[]|\\\{", text):
         text = _GROUPED.sub(lambda m: m[0].replace(",", ""), text)
-    return _value(_BASED.sub(_numeral, text)), measured
+    return _value(answer_text.mark_letters(_BASED.sub(_numeral, text), names)), measured
 
 
 def _without_font(match: re.Match[str]) -> str:
