@@ -26,7 +26,7 @@ _CHARACTERS = {
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
 
 # LaTeX that prints nothing, and LaTeX that prints the same as another command.
-_INVISIBLE = r"\left \right \displaystyle \textstyle \limits \bigl \bigr \big \Big \!"
+_INVISIBLE = r"\left \right \middle \displaystyle \textstyle \limits \bigl \bigr \big \Big \!"
 _EQUIVALENT = r"""
 \dfrac=\frac \tfrac=\frac \cfrac=\frac \leq=\le \leqslant=\le \geq=\ge \geqslant=\ge \neq=\ne \lt=< \gt=> \vee=\lor
 \land=\wedge \lbrace=\{ \rbrace=\} \lbrack=[ \rbrack=] \langle=( \rangle=) \vert=| \lvert=| \rvert=| \imath=i
@@ -45,6 +45,12 @@ _WRAPPED = re.compile(_FONT + r"\{((?:[^{}]|\{[^{}]*\})*)\}")
 _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|`")
 _BOLD = re.compile(r"(?<![\w)*])\*\*(?=\S)([^*]*)(?<=\S)\*\*(?![\w(*])")  # not 2**3, where ** is a power
 _DOLLAR = re.compile(r"(?<!\\)\$")
+# A pair in brackets, which are reversed at the open ends of an interval in some countries: ]0;1[ is (0,1).
+_END = r"(?:[^\[\](),;]|\([^\[\](),;]*\))+"
+_INTERVAL = re.compile(
+    r"(?P<before>(?:^|[$({}=,;:]|\\(?:cup|cap|in|setminus|lor|\()(?![a-z])|\b(?:or|and)\b)\s*(?:\\left\s*)?)"
+    rf"(?P<left>[\[\](])(?P<start>{_END})[,;](?P<end>{_END})(?P<right>[\[\])])"
+)
 _LEADING = " \t\r\n\u2009:*_"
 _TRAILING = _LEADING + ".,;"
 
@@ -63,12 +69,13 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 # The name before "=": words, or a letter such as x, AB or \theta with an optional index and arguments.
-_GREEK = "alpha|beta|gamma|delta|theta|phi|lambda|mu|rho|sigma|tau|omega"
+GREEK = "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|rho|sigma|tau|phi|chi|psi|omega"
 NAME = (
     r"(?:(?!(?:sin|cos|tan|log|exp|sqrt|not)\b)[A-Za-z']{3,}(?: +[A-Za-z']+){0,7}|[A-Z]{1,3}|[a-z]"
-    rf"|\\(?:{_GREEK})\b\s*|\\angle\s*[A-Z]{{1,3}})(?:_\{{?[A-Za-z0-9]{{1,12}}\}}?)?'*(?:\([A-Za-z0-9,+ -]{{1,20}}\))?"
+    rf"|\\(?:{GREEK}|mu)\b\s*|\\angle\s*[A-Z]{{1,3}})"
+    r"(?:_\{?[A-Za-z0-9]{1,12}\}?)?'*(?:\([A-Za-z0-9,+ -]{1,20}\))?"
 )
-_VARIABLE = re.compile(rf"(?:[a-z]|{_GREEK})(?:_\{{?\w+\}}?)?")
+_VARIABLE = re.compile(rf"(?:[a-z]|{GREEK}|mu)(?:_\{{?\w+\}}?)?")
 _LEAD = re.compile(
     rf"(?:(?P<name>{NAME})?\s*(?:=|:|\\approx)\s*)?"
     r"(?:(?:exactly|only|about|approximately|around|roughly|\\approx|a total of)\s+)?"
@@ -192,6 +199,16 @@ def tidy(text: str) -> str:
 def plain_text(text: str) -> str:
     """Return a text for comparison: tidied, with single spaces between words and no other white space."""
     return re.sub(r"(?<!\w) | (?!\w)", "", " ".join(tidy(text).split()))
+
+
+def usual_brackets(text: str) -> str:
+    """Write pairs in one notation: `[0;1[` becomes `[0,1)`."""
+
+    def usual(pair: re.Match[str]) -> str:
+        left, right = pair["left"].replace("]", "("), pair["right"].replace("[", ")")
+        return f"{pair['before']}{left}{pair['start']},{pair['end']}{right}"
+
+    return _INTERVAL.sub(usual, ascii_text(text))
 
 
 def mark_letters(text: str, names: bool) -> str:
