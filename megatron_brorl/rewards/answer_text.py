@@ -118,6 +118,7 @@ in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram gramme|kg kilogra
 s sec second|ms millisecond|min minute|h hr hour|day|week|month|year yr
 L l liter litre|mL ml milliliter millilitre|gal gallon
 Hz hertz|N newton|Pa pascal|kPa kilopascal|atm atmosphere|J joule|kJ kilojoule|eV electronvolt|W watt|kW kilowatt
+microm micrometer micrometre micron|microg microgram|micros microsecond|microL microl microliter microlitre
 V volt|A amp ampere|C coulomb|Ω ohm \Omega|F farad|T tesla|mol mole|M molar|cal calorie|kcal|K kelvin
 $ dollar usd|€ euro eur|£ gbp|¥ yen|cent|° degree deg|rad radian|mph
 """
