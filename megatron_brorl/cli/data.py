@@ -97,6 +97,8 @@ def _prepare(args: argparse.Namespace) -> int:
     print(f"{job.out}: {counts.kept} of {sum(counts.read.values())} rows")
     for reason, count in sorted(counts.dropped.items()):
         print(f"  dropped {count}: {reason}")
+    if counts.letters:
+        print(f"  {counts.letters} rows: verifier math compares letters of the answer as text (docs/verifiers_math.md)")
     print(f"also written: {job.card.name}, {job.dropped.name}")
     if job.data_set.evaluation:
         print(f"{args.source} is an evaluation set: do not train on it")

@@ -26,7 +26,7 @@ _CHARACTERS = {
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
 
 # LaTeX that prints nothing, and LaTeX that prints the same as another command.
-_INVISIBLE = r"\left \right \displaystyle \textstyle \limits \bigl \bigr \big \Big \!"
+_INVISIBLE = r"\left \right \middle \displaystyle \textstyle \limits \bigl \bigr \big \Big \!"
 _EQUIVALENT = r"""
 \dfrac=\frac \tfrac=\frac \cfrac=\frac \leq=\le \leqslant=\le \geq=\ge \geqslant=\ge \neq=\ne \lt=< \gt=> \vee=\lor
 \land=\wedge \lbrace=\{ \rbrace=\} \lbrack=[ \rbrack=] \langle=( \rangle=) \vert=| \lvert=| \rvert=| \imath=i
@@ -45,6 +45,12 @@ _WRAPPED = re.compile(_FONT + r"\{((?:[^{}]|\{[^{}]*\})*)\}")
 _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|`")
 _BOLD = re.compile(r"(?<![\w)*])\*\*(?=\S)([^*]*)(?<=\S)\*\*(?![\w(*])")  # not 2**3, where ** is a power
 _DOLLAR = re.compile(r"(?<!\\)\$")
+# A pair in brackets, which are reversed at the open ends of an interval in some countries: ]0;1[ is (0,1).
+_END = r"(?:[^\[\](),;]|\([^\[\](),;]*\))+"
+_INTERVAL = re.compile(
+    r"(?P<before>(?:^|[$({}=,;:]|\\(?:cup|cap|in|setminus|lor|\()(?![a-z])|\b(?:or|and)\b)\s*(?:\\left\s*)?)"
+    rf"(?P<left>[\[\](])(?P<start>{_END})[,;](?P<end>{_END})(?P<right>[\[\])])"
+)
 _LEADING = " \t\r\n\u2009:*_"
 _TRAILING = _LEADING + ".,;"
 
@@ -63,12 +69,13 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 # The name before "=": words, or a letter such as x, AB or \theta with an optional index and arguments.
-_GREEK = "alpha|beta|gamma|delta|theta|phi|lambda|mu|rho|sigma|tau|omega"
+GREEK = "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|rho|sigma|tau|phi|chi|psi|omega"
 NAME = (
     r"(?:(?!(?:sin|cos|tan|log|exp|sqrt|not)\b)[A-Za-z']{3,}(?: +[A-Za-z']+){0,7}|[A-Z]{1,3}|[a-z]"
-    rf"|\\(?:{_GREEK})\b\s*|\\angle\s*[A-Z]{{1,3}})(?:_\{{?[A-Za-z0-9]{{1,12}}\}}?)?'*(?:\([A-Za-z0-9,+ -]{{1,20}}\))?"
+    rf"|\\(?:{GREEK}|mu)\b\s*|\\angle\s*[A-Z]{{1,3}})"
+    r"(?:_\{?[A-Za-z0-9]{1,12}\}?)?'*(?:\([A-Za-z0-9,+ -]{1,20}\))?"
 )
-_VARIABLE = re.compile(rf"(?:[a-z]|{_GREEK})(?:_\{{?\w+\}}?)?")
+_VARIABLE = re.compile(rf"(?:[a-z]|{GREEK}|mu)(?:_\{{?\w+\}}?)?")
 _LEAD = re.compile(
     rf"(?:(?P<name>{NAME})?\s*(?:=|:|\\approx)\s*)?"
     r"(?:(?:exactly|only|about|approximately|around|roughly|\\approx|a total of)\s+)?"
@@ -91,6 +98,18 @@ CHANGES_NUMBER = re.compile(
     re.IGNORECASE,
 )
 
+# Parts of an answer that are letters or a list of letters, and the letters that are text instead of a product. Those of
+# _CODE are text in every answer, those of _NAMES and _LOWER only if the reference has such a part.
+_PART = re.compile(
+    r"(?P<before>(?:^|[,;]|\\(?:lor|cup|in)(?![a-z]))(?:[\w' ]{1,40}=)?(?:\s|\\?[({\[])*)"
+    r"(?P<letters>\\text\{[^{}]*\}|[A-Za-z0-9](?:[A-Za-z0-9\s*]|\\(?:cdot|times)(?![a-z]))*)"
+    r"(?=(?:\s|\\?[)}\]])*(?:$|[,;]|\\(?:lor|cup)(?![a-z])))"
+)
+_CODE = re.compile(r"[Ii]{2,}|(?=\d*[A-Z]+\d)[A-Z\d]+")  # ii, 1A2
+_NAMES = re.compile(r"[A-Z]{2,}|(?:0\d*|1)[A-Z]+|(?=[vxVX]*[Ii])[ivxIVX]{2,}")  # HTT, 1A, ix
+_LOWER = re.compile(r"(?=.*[oO]|[eiEI]..|.+[aeiou].|..+[aeiou]|.{4})[A-Za-z][a-z]+")  # on, its, tea, north
+_TIMES = re.compile(r"\\(?:cdot|times)(?![a-z])|\*")
+
 Unit = dict[str, int]  # symbol -> power
 # Each symbol is followed by its other names, in the singular.
 _UNITS = r"""
@@ -99,6 +118,7 @@ in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram gramme|kg kilogra
 s sec second|ms millisecond|min minute|h hr hour|day|week|month|year yr
 L l liter litre|mL ml milliliter millilitre|gal gallon
 Hz hertz|N newton|Pa pascal|kPa kilopascal|atm atmosphere|J joule|kJ kilojoule|eV electronvolt|W watt|kW kilowatt
+microm micrometer micrometre micron|microg microgram|micros microsecond|microL microl microliter microlitre
 V volt|A amp ampere|C coulomb|Ω ohm \Omega|F farad|T tesla|mol mole|M molar|cal calorie|kcal|K kelvin
 $ dollar usd|€ euro eur|£ gbp|¥ yen|cent|° degree deg|rad radian|mph
 """
@@ -180,6 +200,38 @@ def tidy(text: str) -> str:
 def plain_text(text: str) -> str:
     """Return a text for comparison: tidied, with single spaces between words and no other white space."""
     return re.sub(r"(?<!\w) | (?!\w)", "", " ".join(tidy(text).split()))
+
+
+def usual_brackets(text: str) -> str:
+    """Write pairs in one notation: `[0;1[` becomes `[0,1)`."""
+
+    def usual(pair: re.Match[str]) -> str:
+        left, right = pair["left"].replace("]", "("), pair["right"].replace("[", ")")
+        return f"{pair['before']}{left}{pair['start']},{pair['end']}{right}"
+
+    return _INTERVAL.sub(usual, ascii_text(text))
+
+
+def mark_letters(text: str, names: bool) -> str:
+    r"""Replace letters that are text, such as `XI`, by one variable each. docs/verifiers_math.md states the rule.
+
+    names: whether the reference has such letters. If not, `PV` is a product.
+    """
+
+    def marked(part: re.Match[str]) -> str:
+        printed = tidy(part["letters"])
+        word = "".join(_TIMES.sub("", printed).split())
+        is_text = _CODE.fullmatch("".join(printed.split()))
+        is_text = is_text or (names and (_NAMES.fullmatch(word) or _LOWER.fullmatch(printed)))
+        return rf"{part['before']}\variable{{text{word}}}" if is_text else part[0]
+
+    return _PART.sub(marked, text)
+
+
+def has_letters(reference: str) -> bool:
+    """Return whether a part of a reference is letters that are text. `V = IR` is a formula."""
+    text = re.sub(r",?\s*\b(?:or|and)\b", ";", _TIMES.sub("+", tidy(reference[:MAX_NUMBER_CHARS])))
+    return not re.match(r"[A-Z]{1,3}\s*=", text) and mark_letters(text, True) != text
 
 
 def quote(text: str) -> str:

@@ -22,6 +22,15 @@ INSTRUCTIONS: Mapping[str, str] = {  # Text after a problem, by verifier.
     "choice": _BOXED.format("the letter of the right choice"),
     "code": "Write Python code that solves this and put all of it into one block that begins with ```python.",
 }
+# The imports and the recursion limit that LiveCodeBench puts in front of every program (testing_util.py). verl's scorer
+# of Eurus-2-RL has the same imports.
+_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
+)
+PRELUDE = "\n".join(
+    [f"from {name} import *" for name in (*_MODULES.split(), "builtins", "typing")]
+    + [f"import {', '.join(_MODULES.split())}", "sys.setrecursionlimit(50_000)"]
+)
 
 
 class Unusable(Exception):
@@ -93,7 +102,8 @@ def _eurus(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
     pairs = list(zip(inputs, outputs, strict=True))
     name = tests.get("fn_name")
     if not name:
-        return {"answer": None, "metadata": {"tests": [{"input": _text(i), "output": _text(o)} for i, o in pairs]}}
+        scripts = [{"input": _text(i), "output": _text(o)} for i, o in pairs]
+        return {"answer": None, "metadata": {"tests": scripts, "prelude": PRELUDE}}
 
     # Calls are JSON with one argument per line or, as in APPS, lists in which an expected value is a list of one.
     in_lists = all(isinstance(i, list) and isinstance(o, list) and len(o) == 1 for i, o in pairs)
@@ -103,7 +113,7 @@ def _eurus(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
         else {"args": [_parsed(line) for line in given.splitlines()], "expected": _parsed(expected)}
         for given, expected in pairs
     ]
-    return {"answer": None, "metadata": {"function": name, "tests": calls}}
+    return {"answer": None, "metadata": {"function": name, "tests": calls, "prelude": PRELUDE}}
 
 
 def _parsed(value: Any) -> Any:
@@ -118,9 +128,12 @@ def _text(lines: str | list[str]) -> str:
 
 
 def _humaneval(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
+    """Give the code above the function in the prompt to program and tests: its imports, and a helper in five rows."""
     function = raw["entry_point"]
     tests = f"{raw['test'].strip()}\n\ncheck({function})"
-    return {"prompt": row["prompt"].strip("\n"), "metadata": {"function": function, "asserts": [tests]}}
+    above = re.split(rf"^(?:async )?def {function}\b", row["prompt"], maxsplit=1, flags=re.MULTILINE)[0].strip()
+    metadata = {"function": function, "asserts": [tests], "prelude": above, "setup": above}
+    return {"prompt": row["prompt"].strip("\n"), "metadata": {key: text for key, text in metadata.items() if text}}
 
 
 def _mbpp(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:

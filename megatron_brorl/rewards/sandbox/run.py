@@ -44,21 +44,25 @@ class Sandbox:
         """Run the program as a script with this standard input."""
         return self.scripts(program, [stdin])[0]
 
-    def scripts(self, program: str, stdins: Sequence[str]) -> list[Outcome]:
-        """Run the program as a script, once per standard input."""
-        job = {"mode": "scripts", "program": program}
+    def scripts(self, program: str, stdins: Sequence[str], prelude: str = "") -> list[Outcome]:
+        """Run the program as a script, once per standard input. The prelude runs before it, in its namespace."""
+        job = {"mode": "scripts", "program": program, "prelude": prelude}
         return self._outcomes(job, [{"stdin": stdin} for stdin in stdins])
 
-    def calls(self, program: str, function: str, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    def calls(
+        self, program: str, function: str, calls: Sequence[Mapping[str, Any]], prelude: str = ""
+    ) -> list[Outcome]:
         """Call the program's function, once per {"args", "kwargs"}, which inside.codec has encoded."""
-        job = {"mode": "calls", "program": program, "function": function}
+        job = {"mode": "calls", "program": program, "function": function, "prelude": prelude}
         return self._outcomes(job, [{"args": c["args"], "kwargs": c.get("kwargs", {})} for c in calls])
 
-    def asserts(self, program: str, function: str, setup: str, tests: Sequence[str]) -> list[Outcome]:
+    def asserts(
+        self, program: str, function: str, setup: str, tests: Sequence[str], prelude: str = ""
+    ) -> list[Outcome]:
         """Run test code that calls the program's function. The program runs in another sandbox than the tests."""
         outcomes: list[Outcome] = []
         try:
-            for outcome in self._judged(program, function, setup, tests):
+            for outcome in self._judged(program, function, setup, tests, prelude):
                 outcomes.append(outcome)
         except Ended as e:
             outcomes += [Outcome("ended", str(e))] * (len(tests) - len(outcomes))
@@ -76,8 +80,8 @@ class Sandbox:
             outcomes += [Outcome("ended", str(e))] * (len(requests) - len(outcomes))
         return outcomes
 
-    def _judged(self, program: str, function: str, setup: str, tests: Sequence[str]) -> Iterator[Outcome]:
-        job = {"mode": "calls", "program": program, "function": function}
+    def _judged(self, program: str, function: str, setup: str, tests: Sequence[str], prelude: str) -> Iterator[Outcome]:
+        job = {"mode": "calls", "program": program, "function": function, "prelude": prelude}
         asks = {"mode": "asserts", "program": setup, "function": function}
         with (
             SandboxProcess(job, self.limits, self.isolated) as candidate,

@@ -1,4 +1,5 @@
-"""Verifier `code`: the share of the row's tests that a program passes. The metadata of a row has one of three forms:
+"""Verifier `code`: the share of the row's tests that a program passes. The metadata of a row has one of three forms,
+and in each of them an optional "prelude", code that runs before the program in the same namespace:
 
     stdin/stdout  {"tests": [{"input": "1 2", "output": "3"}, ...], "tolerance": 1e-6?}
     function      {"function": "add", "tests": [{"args": [1, 2], "kwargs": {}?, "expected": 3}, ...], "tolerance"?}
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +41,7 @@ def verify(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
     """
     metadata = row["metadata"]
     has_input = any((test.get("input") or "").strip() for test in metadata.get("tests") or ())
-    program = code_blocks.program(answer, metadata.get("function"), has_input)
+    program = code_blocks.program(answer, metadata.get("function"), has_input, metadata.get("prelude", ""))
     if program is None:
         return Score(0.0, "no closed block of Python", {"tests": 0.0})
     outcomes = _outcomes(program, metadata, sandbox)
@@ -76,6 +78,7 @@ def check_row(row: VerifierRow, where: str) -> None:
     if function is not None and not (isinstance(function, str) and _is_name(function)):
         raise UserError(f"{where}: metadata.function = {function!r}: must be the name of a function")
 
+    _parsed(metadata.get("prelude", ""), f"{where}: metadata.prelude")
     if "asserts" in metadata:
         _check_asserts(metadata, where)
         return
@@ -92,17 +95,24 @@ def _check_asserts(metadata: Mapping[str, Any], where: str) -> None:
     if metadata.get("function") is None:
         raise UserError(f"{where}: metadata.asserts needs metadata.function, the name that they call")
     texts = _texts(metadata["asserts"])
-    if not texts or not all(isinstance(text, str) for text in (*texts, metadata.get("setup", ""))):
-        raise UserError(f"{where}: metadata.asserts must be a string or a list of strings, and metadata.setup a string")
+    if not texts:
+        raise UserError(f"{where}: metadata.asserts is empty; add at least one test")
 
     # Without an assertion, every program would pass.
-    for text in (metadata.get("setup", ""), *texts):
-        try:
-            tree = ast.parse(text)
-        except (SyntaxError, ValueError) as e:
-            raise UserError(f"{where}: metadata.asserts is not Python: {e}") from None
-        if text in texts and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+    _parsed(metadata.get("setup", ""), f"{where}: metadata.setup")
+    for text in texts:
+        tree = _parsed(text, f"{where}: metadata.asserts")
+        if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
             raise UserError(f"{where}: metadata.asserts: {text[:60]!r} has no assert; add one to each text")
+
+
+def _parsed(text: Any, where: str) -> ast.Module:
+    if not isinstance(text, str):
+        raise UserError(f"{where}: must be Python code as text, not {type(text).__name__}")
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError) as e:
+        raise UserError(f"{where} is not Python: {e}") from None
 
 
 def _check_test(test: Any, of_function: bool, where: str) -> None:
@@ -125,14 +135,16 @@ def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Se
     """Return one outcome per test; "ok" means that it passed."""
     function = metadata.get("function")
     tolerance = float(metadata.get("tolerance", 0))
+    prelude = metadata.get("prelude", "")
     if "asserts" in metadata:
-        return sandbox.asserts(program, function or "", metadata.get("setup", ""), _texts(metadata["asserts"]))
+        texts = _texts(metadata["asserts"])
+        return sandbox.asserts(program, function or "", metadata.get("setup", ""), texts, prelude)
     tests = metadata["tests"]
     if function is None:
-        outcomes = sandbox.scripts(program, [test["input"] for test in tests])
+        outcomes = sandbox.scripts(program, [test["input"] for test in tests], prelude)
         right = [same_text(o.stdout, t["output"], tolerance) for o, t in zip(outcomes, tests, strict=True)]
     else:
-        outcomes = sandbox.calls(program, function, tests)
+        outcomes = sandbox.calls(program, function, tests, prelude)
         expected = [codec.decode(test["expected"]) for test in tests]
         right = [same_value(o.value, e, tolerance) for o, e in zip(outcomes, expected, strict=True)]
     return [_WRONG if o.status == "ok" and not r else o for o, r in zip(outcomes, right, strict=True)]
@@ -172,7 +184,8 @@ def same_value(got: Any, expected: Any, tolerance: float = 0.0, words: bool = Fa
 
 
 def _words(text: str) -> list[list[str]]:
-    lines = [line.split() for line in text.splitlines()]
+    # str.splitlines would also split at characters such as U+2028 and form feeds.
+    lines = [line.split() for line in re.split(r"\r\n|\r|\n", text)]
     while lines and not lines[-1]:
         lines.pop()
     return lines

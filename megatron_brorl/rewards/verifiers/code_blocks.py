@@ -6,10 +6,14 @@ run in a worker process.
 
 from __future__ import annotations
 
+import ast
 import builtins
+import functools
+import importlib
 import itertools
 import re
 import symtable
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -45,13 +49,14 @@ def blocks_of(text: str) -> str | None:
     return text[fences[0].start() : fences[-1].end()]
 
 
-def program(found: str, function: str | None, has_input: bool) -> str | None:
+def program(found: str, function: str | None, has_input: bool, prelude: str = "") -> str | None:
     """Return the program in a result of `blocks_of`, or None without a closed Python block.
 
     A text that compiles or has no fence is the program itself.
 
     function: name that the tests call, if any.
     has_input: whether any test has standard input.
+    prelude: code that runs before the program.
     """
     if not _FENCE.search(found):
         return found
@@ -60,20 +65,24 @@ def program(found: str, function: str | None, has_input: bool) -> str | None:
         if _error(found) is None:
             return found
         blocks = list(_python_blocks(found))
-        ranked = [(_rank(block, function, has_input), i) for i, block in enumerate(blocks)]
+        ranked = [(_rank(block, function, has_input, prelude), i) for i, block in enumerate(blocks)]
     return blocks[max(ranked)[1]] if blocks else None
 
 
-def _rank(block: str, function: str | None, has_input: bool) -> tuple[int, ...]:
+def _rank(block: str, function: str | None, has_input: bool, prelude: str) -> tuple[int, ...]:
     """Return the rank of a block, () if it does not compile. The last block of the highest rank is the program."""
     if _error(block) is not None:
         return ()
     try:
         scope = symtable.symtable(block, "program", "exec")
         if function:
-            return _definition(scope, function.split("."))
+            return _definition_or_method(scope, function.split("."))
         reads = _READS.search(block) and not _FEEDS.search(block)
-        return _PRINTS.search(block) is not None, "import *" in block or _is_complete(scope), bool(reads and has_input)
+        return (
+            _PRINTS.search(block) is not None,
+            "import *" in block or _is_complete(scope, _names(prelude)),
+            bool(reads and has_input),
+        )
     except (RecursionError, MemoryError):
         return ()
 
@@ -151,11 +160,30 @@ def _definition(scope: symtable.SymbolTable, path: list[str]) -> tuple[int, ...]
     return 1 + inner, int(not symbol.is_imported())
 
 
-def _is_complete(module: symtable.SymbolTable) -> bool:
-    """Return whether a block defines or imports all global names that it uses, except builtins."""
+def _definition_or_method(scope: symtable.SymbolTable, path: list[str]) -> tuple[int, ...]:
+    """Return the result of `_definition`, where a method of `class Solution` counts more than an import."""
+    defined = _definition(scope, path)
+    method = _definition(scope, ["Solution", *path])[0] if len(path) == 1 and not defined[1] else 0
+    return max(defined, (method // 2, 0, 1)) if method else defined
+
+
+@functools.lru_cache(maxsize=64)
+def _names(prelude: str) -> frozenset[str]:
+    """Return the global names that a prelude defines or imports, also by `import *` from the standard library."""
+    symbols = symtable.symtable(prelude, "prelude", "exec").get_symbols()
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    for node in ast.walk(ast.parse(prelude)):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in sys.stdlib_module_names:
+            module = importlib.import_module(node.module)
+            names.update(getattr(module, "__all__", dir(module)))
+    return frozenset(names)
+
+
+def _is_complete(module: symtable.SymbolTable, supplied: frozenset[str]) -> bool:
+    """Return whether all global names that a block uses are defined or imported there, builtins or supplied."""
     scopes = [module]
     used = set()
-    own = set(_KNOWN)
+    own = _KNOWN | supplied
     while scopes:
         scope = scopes.pop()
         scopes += scope.get_children()

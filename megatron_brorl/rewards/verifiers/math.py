@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from megatron_brorl.errors import UserError, shown
-from megatron_brorl.rewards.answer_text import MAX_NUMBER_CHARS, plain_number, plain_text, quote
+from megatron_brorl.rewards.answer_text import MAX_NUMBER_CHARS, plain_number, plain_text, quote, usual_brackets
 from megatron_brorl.rewards.extract import final_answer, given_answer, same_text
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow, holds_object
 
@@ -108,6 +108,8 @@ def _difference(given: str, reference: str) -> str:
         return "" if number.equals(wanted) and not number.clashes(wanted) else differ
     if same_text(given, reference):
         return ""
+
+    given, reference = usual_brackets(given), usual_brackets(reference)
 
     # An answer that repeats the integral of the question has the right value, but does not compute it.
     why = slow_part(given)

@@ -47,7 +47,7 @@ _WITH_ARGUMENTS = re.compile(r"\\(?:frac|binom|(sqrt))(?![A-Za-z])(?:\s*\[[^\[\]
 # A numeral with its base: 2516_9, (A3)_{16}, 101_\text{two}, 101 (base 2). A single letter with an index is a variable.
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
           "twelve": 12, "sixteen": 16}  # fmt: skip
-_BASE = rf"\d{{1,2}}(?!\d)|{'|'.join(_BASES)}"
+_BASE = rf"\d{{1,2}}(?!\d)|{'|'.join(sorted(_BASES, reverse=True))}"  # "sixteen" before "six"
 _BASED = re.compile(
     r"(?<![\w.\\])[({]?\s*0*(?=[A-Fa-f]*\d|[A-F]{2})(?P<whole>[0-9A-Fa-f]+)(?P<decimals>\.[0-9A-Fa-f]+)?\s*[)}]?\s*(?:"
     rf"_[\s{{(]*(?:base\s*)?(?P<base>{_BASE})[\s)}}]*|\(?\s*(?:in\s+)?base\s+(?P<base2>{_BASE})\s*\)?)"
@@ -56,6 +56,7 @@ _BASED = re.compile(
 # Equivalent spellings, replaced in this order.
 _FONT = re.compile(r"\\(?:text|math)(?:rm|it|bf|sf|normal)?(?![A-Za-z])\s*\{([^{}]*)\}|\\[mh]box\s*\{([^{}]*)\}")
 _UNWRAPPED = re.compile(rf"or|and|(?:in\s+)?base\s*(?:\d+|{'|'.join(_BASES)})?|{'|'.join(_BASES)}|[A-F]{{2,}}")
+_COMMANDS = f"pi|infty|(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp|sqrt|gcd|lcm|max|min|{answer_text.GREEK}"  # without \\
 _SPELLINGS = [
     (re.compile(pattern), spelling)
     for pattern, spelling in (
@@ -63,7 +64,9 @@ _SPELLINGS = [
         (r",?\s*\bor\b", r" \\lor "),
         (r"\\wedge(?![A-Za-z])|,?\s*\band\b", " ; "),
         (r"\\operatorname\s*\{([a-z]+)\}", r"\\\1 "),
-        (r"(?<![\\A-Za-z])(pi|infty|sin|cos|tan|ln|log|exp|sqrt)(?![A-Za-z])", r"\\\1 "),
+        (r"(?<![\\A-Za-z])a(?:rc)?(sin|cos|tan|cot|sec|csc)(h?)(?![A-Za-z])", r"\\arc\1\2 "),
+        (r"(?<![\\A-Za-z])log(2|10)(?=\s*\()", r"\\log_{\1}"),
+        (rf"(?<![\\A-Za-z])({_COMMANDS})(?![A-Za-z])", r"\\\1 "),
         (r"(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
         (r"\\log\s*_\s*(\d+(?=\s)|\w)", r"\\log_{\1}"),
         (r"(\\sqrt\s*|\^\s*)\(([^()]*)\)", r"\1{\2}"),
@@ -73,11 +76,15 @@ _SPELLINGS = [
         (r"(?<![\\A-Za-z])([A-Za-z])'(?!')", r"\1_{p}"),
     )
 ]
+# Functions with an argument in brackets, and the signs around it in LaTeX.
+_FUNCTION = re.compile(r"(?<![\\A-Za-z])(abs|floor|ceil|cbrt)\s*(?=\()")
+_SIGNS_AROUND = {"abs": "|{}|", "floor": r"\lfloor {}\rfloor ", "ceil": r"\lceil {}\rceil ", "cbrt": r"\sqrt[3]{{{}}}"}
 _DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])|\\\$")
 _BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))")
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NAME = re.compile(rf"\s*({NAME})\s*")
-_SUCH_THAT = re.compile(rf"\s*{NAME}\s*(?:\\mid(?![a-z])|[|:])(.*)", re.DOTALL)
+_REALS = r"\\in\s*(?:\\(?:mathbb|Bbb)\s*)?\{?\s*\\?R\s*\}?\s*"
+_SUCH_THAT = re.compile(rf"\s*{NAME}\s*(?:{_REALS})?(?:\\mid(?![a-z])|[|:])(.*)", re.DOTALL)
 _TUPLE_OF_NAMES = re.compile(rf"\s*\(({NAME}(?:\s*,\s*{NAME})+)\s*\)\s*")
 
 # Patterns that split a text outside brackets.
@@ -111,22 +118,30 @@ class Relation(NamedTuple):
 
 def same_value(reference: str, given: str) -> bool:
     """Return whether two texts have equal values and compatible units. Raises the exceptions of `read`."""
-    (wanted, unit), (value, other_unit) = read(reference), read(given)
+    names = answer_text.has_letters(reference)
+    (wanted, unit), (value, other_unit) = read(reference, names), read(given, names)
     return not units_clash(unit, other_unit) and same(wanted, value)
 
 
 @functools.lru_cache(maxsize=256)
-def read(text: str) -> tuple[Value, Unit | None]:
-    """Parse a text. Return its value and the unit of measurement at its end, if there is one."""
+def read(text: str, names: bool = False) -> tuple[Value, Unit | None]:
+    """Parse a text. Return its value and the unit of measurement at its end, if there is one.
+
+    names: as in answer_text.mark_letters.
+    """
     text = answer_text.commands(_BRACED_COMMA.sub("", answer_text.ascii_text(text)))
     text, measured = answer_text.without_unit(_DELIMITER.sub("", text))
     text = _FONT.sub(_without_font, text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
+    for function in reversed(list(_FUNCTION.finditer(text))):
+        end = _group_end(text, function.end())
+        argument = text[function.end() + 1 : end - 1]
+        text = text[: function.start()] + _SIGNS_AROUND[function[1]].format(argument) + text[end:]
     # Inside brackets, a comma between digits separates items of a tuple or set.
     if not re.search(r"[(\[]|\\\{", text):
         text = _GROUPED.sub(lambda m: m[0].replace(",", ""), text)
-    return _value(_BASED.sub(_numeral, text)), measured
+    return _value(answer_text.mark_letters(_BASED.sub(_numeral, text), names)), measured
 
 
 def _without_font(match: re.Match[str]) -> str:
@@ -283,9 +298,12 @@ def _atom(text: str) -> Value:
     # Different brackets delimit a half-open interval. A single value in brackets is that value, in braces a set.
     bracket = opened[0][-1] if opened[0] != "{" else ""
     inside = text[opened.end() : -2 if text.endswith("\\}") else -1]
-    if {bracket, text[-1]} in ({"(", "]"}, {"[", ")"}) or not inside.strip():
+    if not inside.strip():
         return _expression(text)
-    condition = _SUCH_THAT.fullmatch(inside) if bracket == "{" else None
+    if {bracket, text[-1]} in ({"(", "]"}, {"[", ")"}):
+        start, end = map(exact, _value(inside).items)
+        return sympy.Interval(start, end, bracket == "(", text[-1] == ")")
+    condition = _SUCH_THAT.fullmatch(inside) if bracket in "{" else None
     if condition:
         return as_set(_value(condition[1]))
     value = _value(inside)

@@ -1,8 +1,9 @@
 """Verifier `short_answer`: compare a few words or one quantity with a reference and other accepted answers.
 
 A quantity is compared as a number with its unit, exactly or within metadata.tolerance. Any other text is compared
-without case, accents, articles, punctuation and LaTeX commands. Synonyms, paraphrases and chemical formulas are not
-recognised, and units are not converted, so a correct answer in other words scores 0.
+without case, accents, articles, punctuation and LaTeX commands. Indices and charges are compared as in plain text:
+`H_2O` is H2O, `Ca^{2+}` is Ca2+. Synonyms and paraphrases are not recognised, and units are not converted, so a correct
+answer in other words scores 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from megatron_brorl.rewards.answer_text import PlainNumber, plain_number, quote,
 from megatron_brorl.rewards.extract import final_answer, given_answer, is_short_line
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
+_INDEX = re.compile(r"\s*_\s*(?:\{([^{}]*)\}|(\w))(?:\s*(?=[A-Z][a-z]?(?![a-z])|[(_^])|(?=\W|\d|$))")
+_CHARGE = re.compile(r"\s*\^\s*(?:\{\s*(\d*)\s*([+-])\s*\}|(\d*)([+-])(?![\w({\\]))")
+_MICRO = re.compile(r"(?<=[\d}])\s*(?:\\mu(?![A-Za-z])|μ)\s*(?=[A-Za-z])")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b(?=\s+\w)")
 _SIGNS = re.compile(r"[^\w+\-*/=<>^.%|]+|(?<!\d)\.|\.(?!\d)|(?<=[^\W\d])-(?=[^\W\d])")
@@ -28,7 +32,7 @@ def find(response: str) -> str | None:
 
 def same(a: str, b: str) -> bool:
     """Return whether two texts are the same quantity or have the same words."""
-    x, y = plain_number(a), plain_number(b)
+    x, y = _quantity(a), _quantity(b)
     if x and y:
         return x.equals(y) and (x.unit or {}) == (y.unit or {})
     return words(a) == words(b)
@@ -36,10 +40,20 @@ def same(a: str, b: str) -> bool:
 
 def words(text: str) -> str:
     """Return a text without case, accents, articles, punctuation and LaTeX commands."""
-    text = _COMMAND.sub(r"\1", tidy(text)).casefold().replace("{", " ").replace("}", " ")
+    text = _CHARGE.sub(r"\1\2\3\4", _INDEX.sub(r"\1\2", _tidy(text)))
+    text = _COMMAND.sub(r"\1", text).casefold().replace("{", " ").replace("}", " ")
     decomposed = unicodedata.normalize("NFKD", text)
     text = "".join(c for c in decomposed if not unicodedata.combining(c))
     return " ".join(_ARTICLE.sub(" ", _SIGNS.sub(" ", text)).split())
+
+
+def _tidy(text: str) -> str:
+    r"""Return a tidied text without the command of chemical formulas, and with "micro" for the `\mu` of a unit."""
+    return _MICRO.sub(" micro", tidy(text).replace("\\ce{", "{"))
+
+
+def _quantity(text: str) -> PlainNumber | None:
+    return plain_number(_tidy(text))
 
 
 def check_row(row: VerifierRow, where: str) -> None:
@@ -51,7 +65,7 @@ def check_row(row: VerifierRow, where: str) -> None:
     if not accepted:
         raise UserError(f'{where}: verifier "short_answer" needs answer, or metadata.answers with accepted ones')
     for answer in accepted:
-        if not plain_number(answer) and not words(answer):
+        if not _quantity(answer) and not words(answer):
             raise UserError(f"{where}: accepted answer {quote(answer)!r} has neither letters nor digits")
 
     tolerance = row["metadata"].get("tolerance", 0)
@@ -77,7 +91,7 @@ def _accepted(row: VerifierRow) -> list[str]:
 
 def _difference(given: str, accepted: str, tolerance: Fraction) -> str:
     """Return why an answer does not equal an accepted one, or ""."""
-    number, wanted = plain_number(given), plain_number(accepted)
+    number, wanted = _quantity(given), _quantity(accepted)
     if not number or not wanted:
         right = words(given) and words(given) == words(accepted)
     elif wanted.unit and number.unit != wanted.unit:  # The answer may have a unit that the reference lacks.

@@ -6,6 +6,7 @@ results, and the expected results exist only outside. Asserts contain expected r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -37,6 +38,10 @@ class ProgramError(Exception):
 def scripts(wire: Wire, job: dict[str, Any]) -> None:
     """Run the program as a script once per request {"stdin"}."""
     code = _compiled(wire, job)
+    if code:
+        # Import the modules of the prelude once instead of in every fork. The forks report an exception.
+        with contextlib.suppress(BaseException):
+            exec(code[0], {"__name__": "prelude"})
     gc.freeze()  # The garbage collection at a script's end then skips the objects that exist now.
     while code and (line := wire.read()) is not None:
         fork = Fork(job, codec.parse(line)["stdin"].encode("utf-8", "surrogatepass"))
@@ -50,12 +55,16 @@ def calls(wire: Wire, job: dict[str, Any]) -> None:
     code = _compiled(wire, job)
     if not code:
         return
-    module = ModuleType("solution")
-    sys.modules["solution"] = module
+    module = _module("solution")
     function: Callable[..., Any] | str
     try:
-        _load(code, module)
+        # A function of the prelude, such as math.gcd, is not the program's.
+        exec(code[0], module.__dict__)
+        name = job["function"].partition(".")[0]
+        supplied = {name: module.__dict__.pop(name)} if name in module.__dict__ else {}
+        _load(code[1], module)
         function = _function(module, job["function"])
+        module.__dict__.update(supplied | module.__dict__)
     except BaseException as e:  # includes SystemExit
         function = f"{type(e).__name__} while the program was loaded"
     while (line := wire.read()) is not None:
@@ -88,13 +97,20 @@ def asserts(wire: Wire, job: dict[str, Any]) -> None:
             wire.write({"passed": True, "why": ""})
 
 
-def _run_script(code: CodeType) -> NoReturn:
+def _run_script(code: tuple[CodeType, CodeType]) -> NoReturn:
     """Execute `code` as __main__. SystemExit at the end makes the interpreter shut down as it does after a script."""
-    module = ModuleType("__main__")
-    sys.modules["__main__"] = module
+    module = _module("__main__")
     sys.argv = ["solution.py"]
-    exec(code, module.__dict__)
+    for part in code:
+        exec(part, module.__dict__)
     sys.exit()
+
+
+def _module(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__file__ = os.path.abspath("solution.py")
+    sys.modules[name] = module
+    return module
 
 
 def _load(code: CodeType, module: ModuleType) -> None:
@@ -110,19 +126,26 @@ def _load(code: CodeType, module: ModuleType) -> None:
             os._exit(0)  # A process that the program forked must not answer requests.
 
 
-def _compiled(wire: Wire, job: dict[str, Any]) -> CodeType | None:
+def _compiled(wire: Wire, job: dict[str, Any]) -> tuple[CodeType, CodeType] | None:
+    """Return the prelude and the program."""
     site.setquit()  # Defines exit() and quit(), which the option -S leaves out.
     try:
-        return compile(job["program"], "solution.py", "exec", dont_inherit=True)
+        prelude = compile(job["prelude"], "prelude.py", "exec", dont_inherit=True)
+        return prelude, compile(job["program"], "solution.py", "exec", dont_inherit=True)
     except BaseException as e:  # SyntaxError, ValueError of null bytes, MemoryError of deep nesting
         wire.write({"status": "syntax", "why": f"{type(e).__name__}: the program does not compile"})
         return None
 
 
 def _function(module: ModuleType, name: str) -> Callable[..., Any]:
-    """Return the function of that name; for "Class.method", of an instance made without arguments."""
+    """Return the function of that name; for "Class.method", of an instance made without arguments.
+
+    Like other graders, take a method of `class Solution` if the module does not define the function itself.
+    """
     found: Any = module
-    for part in name.split("."):
+    own = getattr(getattr(module, name, None), "__module__", None) == module.__name__
+    path = name if own or "." in name or not hasattr(getattr(module, "Solution", None), name) else f"Solution.{name}"
+    for part in path.split("."):
         found = getattr(found() if isinstance(found, type) else found, part)
     if not callable(found):
         raise TypeError(f"{name} is not a function")

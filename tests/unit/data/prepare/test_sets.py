@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_brorl.data.prepare.sets import INSTRUCTIONS, SETS, Unusable, without_instruction
+from megatron_brorl.data.prepare.sets import INSTRUCTIONS, PRELUDE, SETS, Unusable, without_instruction
 from megatron_brorl.errors import UserError
 
 DAPO = (
@@ -70,17 +70,27 @@ METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "eurus",
         eurus({"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", "7"]}),
-        {"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "3\n4", "output": "7"}]},
+        {"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "3\n4", "output": "7"}], "prelude": PRELUDE},
     ),
     (
         "eurus",
         eurus({"fn_name": "add", "inputs": ["1\n[2]", '"x"'], "outputs": ["[1, 2]", "null"]}),
-        {"function": "add", "tests": CALLS},
+        {"function": "add", "tests": CALLS, "prelude": PRELUDE},
     ),
     (  # as in APPS
         "eurus",
         eurus({"fn_name": "add", "inputs": [[1, [2]], ["x"]], "outputs": [[[1, 2]], [None]]}),
-        {"function": "add", "tests": CALLS},
+        {"function": "add", "tests": CALLS, "prelude": PRELUDE},
+    ),
+    (
+        "humaneval",
+        {**HUMANEVAL, "prompt": f"from typing import List\n\ndef twice_all(): pass\n\n{HUMANEVAL['prompt']}"},
+        {
+            "function": "twice",
+            "asserts": [f"{HUMANEVAL['test'].strip()}\n\ncheck(twice)"],
+            "prelude": "from typing import List\n\ndef twice_all(): pass",
+            "setup": "from typing import List\n\ndef twice_all(): pass",
+        },
     ),
     ("humaneval", HUMANEVAL, {"function": "twice", "asserts": [f"{HUMANEVAL['test'].strip()}\n\ncheck(twice)"]}),
     ("mbpp", MBPP, {"function": "larger", "asserts": MBPP["test_list"], "setup": "x = 1"}),

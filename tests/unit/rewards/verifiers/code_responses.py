@@ -92,5 +92,22 @@ FUNCTIONS = {
         "Solution.add",
         "class A:\n    add = int.__add__\nclass Solution(A): pass",
     ),
+    "a class as on LeetCode": (fence(METHOD) + fence("print(Solution().add(1, 2))"), "add", METHOD),
+    "a class whose method uses an import": (
+        fence("from math import gcd")
+        + fence("from math import gcd\nclass Solution:\n    def gcd(self, a): return gcd(a, 6)"),
+        "gcd",
+        "from math import gcd\nclass Solution:\n    def gcd(self, a): return gcd(a, 6)",
+    ),
+    "a class, then another one": (
+        fence(METHOD) + fence("class Solution:\n    def sub(self, a, b):\n        return a - b"),
+        "add",
+        METHOD,
+    ),
+    "a class that inherits": (
+        fence("class A:\n    add = max\nclass Solution(A): pass") + fence("add(1, 2)"),
+        "add",
+        "class A:\n    add = max\nclass Solution(A): pass",
+    ),
     "an open usage at the end": (fence(ADD) + "```python\nadd(1, 2)", "add", ADD),
 }

@@ -8,6 +8,7 @@ import code_problems
 import pytest
 from code_problems import Problem
 
+from megatron_brorl.data.prepare.sets import PRELUDE
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.isolation import Limits
@@ -19,6 +20,7 @@ from megatron_brorl.types import Prompt
 
 NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
 LONG = Sandbox(True, Limits(seconds=40.0, test_seconds=10.0))
+BARE = Sandbox(False, Limits(seconds=40.0, test_seconds=10.0))  # for harmless programs
 SHORT = Sandbox(True, Limits(seconds=40.0, test_seconds=0.7))
 ADD = {"function": "add", "tests": [{"args": [i, i + 4711], "expected": 2 * i + 4711} for i in range(3)]}
 ADD_ASSERTS = {"function": "add", "asserts": [f"assert add({i}, {i + 4711}) == {2 * i + 4711}" for i in range(3)]}
@@ -122,6 +124,61 @@ def test_check_function_and_setup_as_in_humaneval_and_mbpp() -> None:
     assert score("def root(x): return 2", metadata).reward == 0.0
 
 
+CLASSES = {
+    "self": ("class Solution:\n    def add(self, a, b): return a + b", 1.0),
+    "static": ("class Solution:\n    @staticmethod\n    def add(a, b): return a + b", 1.0),
+    "inherited": ("class A:\n    def add(self, a, b): return a + b\nclass Solution(A): pass", 1.0),
+    "import of the name": (
+        "from operator import add\nclass Solution:\n    def add(self, a, b): return add(b, a) + add(0, 0)",
+        1.0,
+    ),
+    "function beside it": (
+        "class Solution:\n    def add(self, a, b): return None\ndef add(a, b): return a + b",
+        1.0,
+    ),
+    "wrong": ("class Solution:\n    def add(self, a, b): return a", 0.0),
+    "other name": ("class Solver:\n    def add(self, a, b): return a + b", 0.0),
+    "arguments": ("class Solution:\n    def __init__(self, n): pass\n    def add(self, a, b): return a + b", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("metadata", [ADD, ADD_ASSERTS])
+def test_method_of_class_solution_is_the_function(name: str, metadata: dict[str, Any]) -> None:
+    program, reward = CLASSES[name]
+    assert score(program, metadata, BARE).reward == reward
+
+
+def test_prelude_runs_in_the_namespace_of_the_program() -> None:
+    typed = "from __future__ import annotations\ndef f(x: List[int]) -> int: return gcd(*x)"
+    tests = {"function": "f", "tests": [{"args": [[4, 6]], "expected": 2}]}
+    assert score(typed, {**tests, "prelude": "from typing import List\nfrom math import gcd"}, BARE).reward == 1.0
+    assert score("def f(x: List[int]): return 2", tests, BARE).reward == 0.0
+    asserts = {"function": "f", "asserts": "assert f([9, 6]) == 3", "prelude": PRELUDE}
+    assert score(typed, asserts, BARE).reward == 1.0
+    script = {"tests": [{"input": "3 1 2", "output": "1 2 3"}] * 2, "prelude": PRELUDE}
+    assert score("h = list(map(int, input().split()))\nheapify(h)\nprint(*nsmallest(3, h))", script, BARE).reward == 1.0
+    assert score("print(*sorted(sys.stdin.read().split()))", script, BARE).reward == 1.0
+    deep = "def f(n): return n and 1 + f(n - 1)\nprint(*([1, 2, 3] if f(20000) == 20000 else []))"
+    assert score(deep, script, BARE).reward == 1.0
+
+
+def test_function_of_the_prelude_is_not_the_answer() -> None:
+    metadata = {"function": "gcd", "tests": [{"args": [4, 6], "expected": 2}], "prelude": PRELUDE}
+    assert score("x = 1", metadata, BARE).reward == 0.0
+    assert score("gcd = math.gcd", metadata, BARE).reward == 1.0
+    assert score("class Solution:\n    def gcd(self, a, b): return gcd(a, b)", metadata, BARE).reward == 1.0
+    assert score("def gcd(a, b): return gcd(b, a % b) if b else a", metadata, BARE).reward == 1.0
+
+
+def test_programs_have_the_name_of_their_file() -> None:
+    """CPython sets __file__ to an absolute path in a script and in a module."""
+    path = "import os\nprint(os.path.isabs(__file__), os.path.basename(__file__))"
+    assert score(path, {"tests": [{"input": "", "output": "True solution.py"}]}, BARE).reward == 1.0
+    tests = {"function": "f", "tests": [{"args": [], "expected": "solution"}]}
+    assert score("from pathlib import Path\ndef f(): return Path(__file__).stem", tests, BARE).reward == 1.0
+
+
 @NEEDS
 def test_methods_keyword_arguments_and_tolerance() -> None:
     tests = [
@@ -155,6 +212,10 @@ def test_endless_test_fails_alone_and_a_program_has_a_deadline() -> None:
         ({"function": "f", "asserts": ["f()"]}, "has no assert"),
         ({"function": "f", "asserts": ["assert f("]}, "is not Python"),
         ({"function": "f", "asserts": ["assert f()"], "tests": []}, "both tests and asserts"),
+        ({**ADD, "prelude": "import"}, "metadata.prelude is not Python"),
+        ({**ADD, "prelude": ["import os"]}, "metadata.prelude: must be Python code as text, not list"),
+        ({**ADD_ASSERTS, "setup": 1}, "metadata.setup: must be Python code as text, not int"),
+        ({"function": "f", "asserts": []}, "metadata.asserts is empty"),
         ({**ADD, "language": "cobol"}, "python\", not 'cobol'"),
         ({**ADD, "tolerance": -1}, "metadata.tolerance = -1"),
     ],
@@ -175,6 +236,11 @@ def test_rows_without_usable_tests_are_refused(metadata: dict[str, Any], message
         ("1_0", "10", 0.5, False),
         ("inf", "1", 0.5, False),
         ("x 1.0", "x 1", 1e-9, True),
+        ("a\r\nb", "a\nb", 0.0, True),
+        ("a\u2028b", "a\nb", 0.0, False),
+        ("a\x0cb", "a\nb", 0.0, False),
+        ("a\x85b", "a\nb\n", 0.0, False),
+        ("a\n\x1cb", "a\n\nb", 0.0, False),
     ],
 )
 def test_outputs_are_compared_word_by_word(got: str, expected: str, tolerance: float, same: bool) -> None:
