@@ -101,7 +101,7 @@ CHANGES_NUMBER = re.compile(
 # Parts of an answer that are letters or a list of letters, and the letters that are text instead of a product. Those of
 # _CODE are text in every answer, those of _NAMES and _LOWER only if the reference has such a part.
 _PART = re.compile(
-    r"(?P<before>(?:^|[,;]|\\(?:lor|cup|in)(?![a-z]))(?:[\w' ]{1,40}=)?(?:\s|\\?[({\[])*)"
+    r"(?P<before>(?:^|[,;]|\\(?:lor|cup|in)(?![a-z]))(?:[A-Za-z_' ]{1,40}=)?(?:\s|\\?[({\[])*)"
     r"(?P<letters>\\text\{[^{}]*\}|[A-Za-z0-9](?:[A-Za-z0-9\s*]|\\(?:cdot|times)(?![a-z]))*)"
     r"(?=(?:\s|\\?[)}\]])*(?:$|[,;]|\\(?:lor|cup)(?![a-z])))"
 )
@@ -221,8 +221,8 @@ def mark_letters(text: str, names: bool) -> str:
     def marked(part: re.Match[str]) -> str:
         printed = tidy(part["letters"])
         word = "".join(_TIMES.sub("", printed).split())
-        is_text = _CODE.fullmatch("".join(printed.split()))
-        is_text = is_text or (names and (_NAMES.fullmatch(word) or _LOWER.fullmatch(printed)))
+        is_text = bool(_CODE.fullmatch("".join(printed.split())))
+        is_text |= names and bool(_NAMES.fullmatch(word) or _LOWER.fullmatch(printed))
         return rf"{part['before']}\variable{{text{word}}}" if is_text else part[0]
 
     return _PART.sub(marked, text)

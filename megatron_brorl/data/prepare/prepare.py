@@ -21,7 +21,8 @@ from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text, writing
 from megatron_brorl.rewards.answer_text import has_letters
-from megatron_brorl.rewards.verifiers.math import reference_of
+from megatron_brorl.rewards.extract import given_answer
+from megatron_brorl.rewards.verifiers import math
 
 _N_GRAM = 13  # words that two problems share; GPT-3 (Brown et al. 2020, appendix C) uses 13 for most sets
 _SHOWN = 160  # characters of a dropped problem that are listed
@@ -117,7 +118,7 @@ def prepare(job: Job) -> Counts:
                 dropped.write(json.dumps(line, ensure_ascii=False) + "\n")
                 continue
             counts.kept += 1
-            counts.letters += row.get("verifier") == "math" and has_letters(reference_of(row))
+            counts.letters += row.get("verifier") == "math" and has_letters(given_answer(row["answer"], math.same)[0])
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
         if not counts.kept:
             why = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.most_common()) or "no rows"

@@ -110,7 +110,7 @@ def _eurus(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
     calls = [
         {"args": given, "expected": expected[0]}
         if in_lists
-        else {"args": [_parsed(line) for line in given.splitlines()], "expected": _parsed(expected)}
+        else {"args": [_parsed(line) for line in given.split("\n") if line.strip()], "expected": _parsed(expected)}
         for given, expected in pairs
     ]
     return {"answer": None, "metadata": {"function": name, "tests": calls, "prelude": PRELUDE}}
@@ -128,7 +128,7 @@ def _text(lines: str | list[str]) -> str:
 
 
 def _humaneval(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
-    """Give the code above the function in the prompt to program and tests: its imports, and a helper in five rows."""
+    """Give the code above the function in the prompt to program and tests: its imports and helpers."""
     function = raw["entry_point"]
     tests = f"{raw['test'].strip()}\n\ncheck({function})"
     above = re.split(rf"^(?:async )?def {function}\b", row["prompt"], maxsplit=1, flags=re.MULTILINE)[0].strip()

@@ -78,11 +78,8 @@ def _rank(block: str, function: str | None, has_input: bool, prelude: str) -> tu
         if function:
             return _definition_or_method(scope, function.split("."))
         reads = _READS.search(block) and not _FEEDS.search(block)
-        return (
-            _PRINTS.search(block) is not None,
-            "import *" in block or _is_complete(scope, _names(prelude)),
-            bool(reads and has_input),
-        )
+        complete = "import *" in block or _is_complete(scope, _names(prelude))
+        return _PRINTS.search(block) is not None, complete, bool(reads and has_input)
     except (RecursionError, MemoryError):
         return ()
 

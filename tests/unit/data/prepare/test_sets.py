@@ -65,7 +65,7 @@ MATH: list[tuple[str, dict[str, Any], str, str]] = [
     ("dapo", {"prompt": "Find $b$.", "reward_model": {"ground_truth": "2"}}, "Find $b$.", "2"),
     ("scp116k", {"problem": "Find the force.", "extract_solution": "12 N"}, "Find the force.", "12 N"),
 ]
-CALLS = [{"args": [1, [2]], "expected": [1, 2]}, {"args": ["x"], "expected": None}]
+CALLS = [{"args": [1, [2]], "expected": [1, 2]}, {"args": ["x\u2028"], "expected": None}]
 METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "eurus",
@@ -74,12 +74,12 @@ METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "eurus",
-        eurus({"fn_name": "add", "inputs": ["1\n[2]", '"x"'], "outputs": ["[1, 2]", "null"]}),
+        eurus({"fn_name": "add", "inputs": ["1\n[2]\n", '"x\u2028"'], "outputs": ["[1, 2]", "null"]}),
         {"function": "add", "tests": CALLS, "prelude": PRELUDE},
     ),
     (  # as in APPS
         "eurus",
-        eurus({"fn_name": "add", "inputs": [[1, [2]], ["x"]], "outputs": [[[1, 2]], [None]]}),
+        eurus({"fn_name": "add", "inputs": [[1, [2]], ["x\u2028"]], "outputs": [[[1, 2]], [None]]}),
         {"function": "add", "tests": CALLS, "prelude": PRELUDE},
     ),
     (
