@@ -19,7 +19,7 @@ def test_rank_0_names_the_rank_that_is_behind(worlds, writes, place):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_processes_join_again_after_they_have_left(size):
-    """As two calls of megatron_brorl.train() in one process.
+    """Join and leave twice, as two calls of megatron_brorl.train() in one process do.
 
     The sum of rank + i over n ranks is n (n - 1) / 2 + i n.
     """

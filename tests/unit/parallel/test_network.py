@@ -129,7 +129,7 @@ def test_a_port_in_use_ends_in_one_line(environment):
 
 
 def test_each_call_has_keys_of_its_own(environment):
-    """Of the same store, also with another timeout, and if the agent of torchrun restarts the process."""
+    """The store is the same, also with another timeout, and if torchrun's agent restarts the process."""
     port = int(free_port())
     agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     common = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
