@@ -108,7 +108,7 @@ _PART = re.compile(
 )
 _CODE = re.compile(r"[Ii]{2,}|(?=\d*[A-Z]+\d)[A-Z\d]+")  # ii, 1A2
 _NAMES = re.compile(r"[A-Z]{2,}|(?:0\d*|1)[A-Z]+|(?=\d*[A-Za-z]+\d)[A-Za-z\d]+|(?=[vxVX]*[Ii])[ivxIVX]{2,}")
-_LOWER = re.compile(r"(?=.*[oO]|[eiEI]..|.+[aeiou].|..+[aeiou]|.*([a-z]).*\1|.{4})[A-Za-z][a-z]+")
+_LOWER = re.compile(r"(?=.*[oO]|[eiEI]..|.[aeiu].|..[ei]|.*([a-z]).*\1|.{4})[A-Za-z][a-z]+")
 _TIMES = re.compile(r"\\(?:cdot|times)(?![a-z])|\*")
 
 Unit = dict[str, int]  # symbol -> power
