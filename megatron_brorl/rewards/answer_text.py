@@ -29,7 +29,7 @@ _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u2
 _INVISIBLE = r"\left \right \middle \displaystyle \textstyle \limits \bigl \bigr \big \Big \!"
 _EQUIVALENT = r"""
 \dfrac=\frac \tfrac=\frac \cfrac=\frac \leq=\le \leqslant=\le \geq=\ge \geqslant=\ge \neq=\ne \lt=< \gt=> \vee=\lor
-\land=\wedge \lbrace=\{ \rbrace=\} \lbrack=[ \rbrack=] \langle=( \rangle=) \vert=| \lvert=| \rvert=| \imath=i
+\land=\wedge \lbrace=\{ \rbrace=\} \lbrack=[ \rbrack=] \langle=( \colon=: \rangle=) \vert=| \lvert=| \rvert=| \imath=i
 \varnothing=\emptyset \degree=° \%=% {,}=, \text{,}=,
 """
 _SYNONYMS = {
@@ -98,16 +98,17 @@ CHANGES_NUMBER = re.compile(
     re.IGNORECASE,
 )
 
-# Parts of an answer that are letters or a list of letters, and the letters that are text instead of a product. Those of
-# _CODE are text in every answer, those of _NAMES and _LOWER only if the reference has such a part.
+# Parts of an answer that are letters or a list of letters, and the letters that are text instead of a product: those of
+# _CODE (ii, A1) in every answer, those of _NAMES (HTT, 1A, e4, ix) and _LOWER (on, its, was, tth) only if the reference
+# has such a part.
 _PART = re.compile(
     r"(?P<before>(?:^|[,;]|\\(?:lor|cup|in)(?![a-z]))(?:[A-Za-z_' ]{1,40}=)?(?:\s|\\?[({\[])*)"
     r"(?P<letters>\\text\{[^{}]*\}|[A-Za-z0-9](?:[A-Za-z0-9\s*]|\\(?:cdot|times)(?![a-z]))*)"
     r"(?=(?:\s|\\?[)}\]])*(?:$|[,;]|\\(?:lor|cup)(?![a-z])))"
 )
 _CODE = re.compile(r"[Ii]{2,}|(?=\d*[A-Z]+\d)[A-Z\d]+")  # ii, 1A2
-_NAMES = re.compile(r"[A-Z]{2,}|(?:0\d*|1)[A-Z]+|(?=[vxVX]*[Ii])[ivxIVX]{2,}")  # HTT, 1A, ix
-_LOWER = re.compile(r"(?=.*[oO]|[eiEI]..|.+[aeiou].|..+[aeiou]|.{4})[A-Za-z][a-z]+")  # on, its, tea, north
+_NAMES = re.compile(r"[A-Z]{2,}|(?:0\d*|1)[A-Z]+|(?=\d*[A-Za-z]+\d)[A-Za-z\d]+|(?=[vxVX]*[Ii])[ivxIVX]{2,}")
+_LOWER = re.compile(r"(?=.*[oO]|[eiEI]..|.[aeiu].|..[ei]|.*([a-z]).*\1|.{4})[A-Za-z][a-z]+")
 _TIMES = re.compile(r"\\(?:cdot|times)(?![a-z])|\*")
 
 Unit = dict[str, int]  # symbol -> power

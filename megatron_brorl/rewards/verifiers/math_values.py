@@ -64,7 +64,7 @@ _SPELLINGS = [
         (r",?\s*\bor\b", r" \\lor "),
         (r"\\wedge(?![A-Za-z])|,?\s*\band\b", " ; "),
         (r"\\operatorname\s*\{([a-z]+)\}", r"\\\1 "),
-        (r"(?<![\\A-Za-z])a(?:rc)?(sin|cos|tan|cot|sec|csc)(h?)(?![A-Za-z])", r"\\arc\1\2 "),
+        (r"(?<![\\A-Za-z])a(?:rc?)?(sin|cos|tan|cot|sec|csc)(h?)(?![A-Za-z])", r"\\arc\1\2 "),
         (r"(?<![\\A-Za-z])log(2|10)(?=\s*\()", r"\\log_{\1}"),
         (rf"(?<![\\A-Za-z])({_COMMANDS})(?![A-Za-z])", r"\\\1 "),
         (r"(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
@@ -77,14 +77,14 @@ _SPELLINGS = [
     )
 ]
 # Functions with an argument in brackets, and the signs around it in LaTeX.
-_FUNCTION = re.compile(r"(?<![\\A-Za-z])(abs|floor|ceil|cbrt)\s*(?=\()")
+_FUNCTION = re.compile(r"(?<![\\A-Za-z])(abs|floor|ceil|cbrt)(?:ing)?\s*(?=\()")
 _SIGNS_AROUND = {"abs": "|{}|", "floor": r"\lfloor {}\rfloor ", "ceil": r"\lceil {}\rceil ", "cbrt": r"\sqrt[3]{{{}}}"}
 _DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])|\\\$")
 _BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))")
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NAME = re.compile(rf"\s*({NAME})\s*")
 _REALS = r"\\in\s*(?:\\(?:mathbb|Bbb)\s*)?\{?\s*\\?R\s*\}?\s*"
-_SUCH_THAT = re.compile(rf"\s*{NAME}\s*(?:{_REALS})?(?:\\mid(?![a-z])|[|:])(.*)", re.DOTALL)
+_SUCH_THAT = re.compile(rf"\s*{NAME}\s*(?:{_REALS})?(?:\\mid(?![a-z])|[|:]|\\text\{{such that\}})(.*)", re.DOTALL)
 _TUPLE_OF_NAMES = re.compile(rf"\s*\(({NAME}(?:\s*,\s*{NAME})+)\s*\)\s*")
 
 # Patterns that split a text outside brackets.

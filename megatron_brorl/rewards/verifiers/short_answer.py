@@ -41,7 +41,7 @@ def same(a: str, b: str) -> bool:
 def words(text: str) -> str:
     """Return a text without case, accents, articles, punctuation and LaTeX commands."""
     text = _CHARGE.sub(r"\1\2\3\4", _INDEX.sub(r"\1\2", _tidy(text)))
-    text = _COMMAND.sub(r"\1", text).casefold().replace("{", " ").replace("}", " ")
+    text = _COMMAND.sub(r"\1", text.replace("\\cdot", " ")).casefold().replace("{", " ").replace("}", " ")
     decomposed = unicodedata.normalize("NFKD", text)
     text = "".join(c for c in decomposed if not unicodedata.combining(c))
     return " ".join(_ARTICLE.sub(" ", _SIGNS.sub(" ", text)).split())

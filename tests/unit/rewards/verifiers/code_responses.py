@@ -69,6 +69,8 @@ SCRIPTS = {
 ADD = "def add(a, b):\n    return a + b"
 OLD = "def add(a, b):\n    return a - b"
 METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b"
+GCD = "from math import gcd\nclass Solution:\n    def gcd(self, a): return gcd(a, 6)"
+INHERITS = "class A:\n    add = int.__add__\nclass Solution(A): pass"
 TYPED = (
     "try:\n    from operator import index\nexcept ImportError:\n    pass\nelse:\n"
     "    def add(a: int, b: int) -> int:\n        return a + b"
@@ -87,27 +89,10 @@ FUNCTIONS = {
     "a lambda": (fence(OLD) + fence(LAMBDA) + fence("add(1, 2)"), "add", LAMBDA),
     "only an import": (fence("from math import gcd") + fence("print(gcd(4, 6))"), "gcd", "from math import gcd"),
     "a method": (fence(METHOD) + fence("print(Solution().add(1, 2))"), "Solution.add", METHOD),
-    "an inherited method": (
-        fence("class A:\n    add = int.__add__\nclass Solution(A): pass") + fence("Solution().add(1, 2)"),
-        "Solution.add",
-        "class A:\n    add = int.__add__\nclass Solution(A): pass",
-    ),
+    "an inherited method": (fence(INHERITS) + fence("Solution().add(1, 2)"), "Solution.add", INHERITS),
     "a class as on LeetCode": (fence(METHOD) + fence("print(Solution().add(1, 2))"), "add", METHOD),
-    "a class whose method uses an import": (
-        fence("from math import gcd")
-        + fence("from math import gcd\nclass Solution:\n    def gcd(self, a): return gcd(a, 6)"),
-        "gcd",
-        "from math import gcd\nclass Solution:\n    def gcd(self, a): return gcd(a, 6)",
-    ),
-    "a class, then another one": (
-        fence(METHOD) + fence("class Solution:\n    def sub(self, a, b):\n        return a - b"),
-        "add",
-        METHOD,
-    ),
-    "a class that inherits": (
-        fence("class A:\n    add = max\nclass Solution(A): pass") + fence("add(1, 2)"),
-        "add",
-        "class A:\n    add = max\nclass Solution(A): pass",
-    ),
+    "a class whose method uses an import": (fence(GCD) + fence("from math import gcd"), "gcd", GCD),
+    "a class, then another one": (fence(METHOD) + fence("class Solution:\n    sub = int.__sub__"), "add", METHOD),
+    "a class that inherits": (fence(INHERITS) + fence("add(1, 2)"), "add", INHERITS),
     "an open usage at the end": (fence(ADD) + "```python\nadd(1, 2)", "add", ADD),
 }

@@ -43,6 +43,7 @@ def row(reference, **metadata):
         (1, r"\text{H}_2\text{O}", "H2O", {}),
         (1, "C_6H_{12}O_6", "C6H12O6", {}),
         (1, r"\mathrm{Fe_2(SO_4)_3}", "Fe2(SO4)3", {}),
+        (1, r"CuSO_4 \cdot 5H_2O", "CuSO4·5H2O", {}),
         (1, "CO₂", r"\text{CO}_2", {}),
         (1, "Na^+", "Na+", {}),
         (1, "Cl^{-}", "Cl^-", {}),
