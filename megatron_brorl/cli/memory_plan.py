@@ -203,7 +203,7 @@ def engine_parts(config: Config, shape: ModelShape, machines: Machines, prompts:
 
     calls = [(rollout.prompts, rollout.n), (prompts.held_out, config.evaluate.samples)]
     most = max(pages(count, n) for count, n in calls)
-    # A tied head is a copy of the embedding, and in float32 if the processor has no product of bfloat16.
+    # A tied head may be a second copy of the embedding in float32, see rollout.native.decoder.
     head = 4 * shape.vocab * shape.hidden if shape.tied else 0
     weights = sum(map(math.prod, hf_shapes(shape).values())) * dtype.itemsize + head
     half = max(0, machines.free // machines.ranks_per_node - others - weights) // 2  # as pages.spare_memory

@@ -29,7 +29,7 @@ from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.types import Demonstration, Prompt
 
-_COMPARED = 100  # rows whose prompts are tokenized by transformers and by tokenizer.json alone
+_COMPARED = 100  # rows whose prompts are tokenized a second time, by tokenizer.json
 _MAX_CHANGED = 0.5  # share of rows that a tokenizer may change
 _OBSERVATION = re.compile("(<result>.*?</result>)", re.DOTALL)  # in a target without a chat template
 
@@ -76,7 +76,7 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
     """Return the prompts of rows in their template. Raises UserError naming the row that does not fit."""
     prompts = []
     if config.chat and any("tool_calls" in turn for row in rows for turn in row.turns):
-        tokenizer.call_format(config.chat_template_kwargs)  # Environments must be able to read what is learned.
+        tokenizer.call_format(config.chat_template_kwargs)  # The model would learn calls that environments cannot read.
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
         response = _demonstration(row, tokenizer, config)

@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
     def call_format(self, variables: Mapping[str, Any] = MappingProxyType({})) -> Format:
         """Return the format in which the chat template writes tool calls, "hermes" if it writes none.
 
-        Raises UserError if environments cannot read what the template writes.
+        Raises UserError if environments cannot read such a call.
         """
 
     def apply_chat(
@@ -170,7 +170,7 @@ class HuggingFaceTokenizer:
         return self._ids(text, split_special_tokens=True)
 
     def check_file(self, text: str, where: str) -> None:
-        """Raise UserError if tokenizer.json alone gives other ids to a text than the tokenizer.
+        """Raise UserError if tokenizer.json gives other ids to a text than the tokenizer that transformers loads.
 
         transformers 5 replaces the pre-tokenizer of tokenizer.json for some values of model_type.
         """

@@ -213,7 +213,11 @@ class Trainer:
         state.step += 1
         with _timed(seconds, "refit"):
             checkpoint.check_finite(self.models().checkpoint_parts(), state.step)
-            metrics |= {"refit_again": 0.0} if is_idle else self.sync_weights()
+            if is_idle:
+                self.models().offload()  # the diagnostics have loaded the actor
+                metrics["refit_again"] = 0.0
+            else:
+                metrics |= self.sync_weights()
         seconds["step"] = time.monotonic() - begun
 
         metrics |= collected.metrics | mass_balance

@@ -105,7 +105,7 @@ class Decoder:
         self.embedding = _fused(weights, "", family.embedding).to(dtype)
         self.device = self.embedding.device
         head = self.embedding if shape.tied else _fused(weights, "", family.head).to(dtype)
-        # Rounding to bfloat16 would move a logit of 32 by up to 0.06, and training does not round logits.
+        # Rounding to bfloat16 would move a logit of 32 by up to 0.125, and training does not round logits.
         product = ops.linear_logits if dtype == torch.bfloat16 else None
         self.head = Linear(head if product else head.to(compute_dtype(dtype)), product=product)
         self.embedding_scale = (
