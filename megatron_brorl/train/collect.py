@@ -224,7 +224,7 @@ class Collector:
             "lost_share": lost / counts["requested"],
             "slow_rollouts": counts["slow"],
         }
-        if self.config.environment.factory:
+        if self.config.environment.factory or self.config.agent.function:
             responses = counts["responses"] or 1.0
             metrics["turns"] = counts["turns"] / responses
             metrics["tool_calls"] = counts["calls"] / responses

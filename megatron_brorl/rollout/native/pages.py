@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -158,9 +159,10 @@ class _Block:
 class PrefixCache:
     """The blocks of the prompts in memory."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, shares: bool = True) -> None:
+        """shares: whether prompts share blocks."""
         self._pool = pool
-        self._block = max(BLOCK, pool.page)
+        self._block = max(BLOCK, pool.page) if shares else sys.maxsize
         self._pages_per_block = self._block // pool.page
         self._blocks: dict[_Key, _Block] = {}
         self._last_number = 0
