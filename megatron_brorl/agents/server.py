@@ -135,7 +135,12 @@ class AgentServer:
         self.endpoints: dict[str, Endpoint] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        options: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "timeout_keep_alive": 600}
+        options: dict[str, Any] = {
+            "log_config": None,
+            "access_log": False,
+            "lifespan": "off",
+            "timeout_keep_alive": 600,
+        }
         self._server = uvicorn.Server(uvicorn.Config(_app(self.endpoints), **options))
         run = self._server.serve
         self._thread = threading.Thread(target=lambda: asyncio.run(run([self._socket])), name="endpoint", daemon=True)

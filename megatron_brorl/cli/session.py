@@ -18,13 +18,12 @@ import psutil
 import torch.distributed as dist
 
 from megatron_brorl import rollout_log, signals
-from megatron_brorl.agents.runner import Agents, describe_agent
-from megatron_brorl.agents.server import AgentServer, Limits
 from megatron_brorl.algo import trial
 from megatron_brorl.checkpoints import adapters, hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, model_card
 from megatron_brorl.cli import memory_plan, run_folder
+from megatron_brorl.cli.agent import Agent
 from megatron_brorl.cli.run_folder import Fingerprint
 from megatron_brorl.cli.teacher import check_teacher, teacher_directory
 from megatron_brorl.config.rules import check_model, replays_routes
@@ -49,8 +48,6 @@ from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references,
 from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.worker_pool import RewardPool
-from megatron_brorl.rollout.agents import GRACE_S as AGENT_GRACE_S
-from megatron_brorl.rollout.agents import AgentEngine
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.turns import TurnEngine
@@ -125,8 +122,8 @@ class Session:
 
         self._environment_class = program.environment or config.environment.factory
         self.environment = self._describe_environment()
-        self._agent = program.agent or config.agent.function
-        self.agent_sha256 = describe_agent(self._agent) if self._agent else ""
+        self.agent = Agent.of(config, program.agent, self.tokenizer, self.stop_ids)
+        program.on_check("agent", str(self.agent or ""))
         self._data = data = self._data_config()
         self._tool_format = self._check_turns()
 
@@ -234,8 +231,6 @@ class Session:
 
     def _check_turns(self) -> Format:
         """Return the format of tool calls. Raises UserError if the chat template cannot frame turns and calls."""
-        if self._agent:
-            return self._check_agent()
         if not self.environment:
             return "tags"
         data = self._data
@@ -246,28 +241,6 @@ class Session:
         result = f"tools {names}, calls in format {call_format}" if tools else "observations of step"
         self.program.on_check("environment", result)
         return call_format
-
-    def _check_agent(self) -> Format:
-        """Return the format of tool calls. Raises UserError if the chat template cannot continue a conversation."""
-        variables = self.config.data.chat_template_kwargs
-        self._proceed([{"role": "user", "content": "x"}], [], True)
-        tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-        self._reads_tools = self.tokenizer.template_reads("tools", tools)
-        call_format = self.tokenizer.call_format({**variables, "tools": tools}) if self._reads_tools else "hermes"
-        of_tools = f"tool calls in format {call_format}" if self._reads_tools else "a chat template without tools"
-        self.program.on_check("agent", f"{self.config.agent.function}, {of_tools}")
-        return call_format
-
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """Return the prompt of a call of an agent."""
-        return self.tokenizer.apply_chat(messages, self._variables(tools))[1]
-
-    def _proceed(self, messages: Sequence[Message], tools: Sequence[Any], after_stop: bool) -> list[int]:
-        """Return the tokens that follow a reply to an agent, see Tokenizer.continuation."""
-        return self.tokenizer.continuation(messages, True, self._variables(tools), after_stop)
-
-    def _variables(self, tools: Sequence[Any]) -> dict[str, Any]:
-        return {**self.config.data.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
 
     def _continuation(self, messages: Sequence[Message], after_stop: bool = True) -> list[int]:
         """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""
@@ -280,7 +253,7 @@ class Session:
         Agents receive the prompt of a row as it is, and write the messages themselves.
         """
         data = self.config.data
-        if self._agent:
+        if self.agent:
             return replace(data, chat=False, chat_template_kwargs={})
         if self.environment is None:
             return data
@@ -378,8 +351,8 @@ class Session:
         functions = {**self.started_verifiers.sha256, **self.own_algorithm}
         if self.environment:
             functions[self.config.environment.factory] = self.environment.sha256
-        if self._agent:
-            functions[self.config.agent.function] = self.agent_sha256
+        if self.agent:
+            functions[self.config.agent.function] = self.agent.sha256
         return run_folder.fingerprint(self.config, self.shape, functions, self.inputs(), self.teacher_shape)
 
     def inputs(self) -> dict[str, str]:
@@ -396,8 +369,9 @@ class Session:
         engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
         if self.environment:
             engine = self._turn_engine(engine)
-        if self._agent:
-            engine = self._agent_engine(engine)
+        if self.agent:
+            engine, close = self.agent.engine(engine, context(self.config, self.shape))
+            self._closing.append(close)
         watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
         return RolloutRunner(
@@ -427,25 +401,6 @@ class Session:
         self._closing.append(pool.close)
         turns = TurnEngine(engine, pool, config, self.tokenizer.decode, self._continuation)
         return typing.cast(RolloutEngine, turns)
-
-    def _agent_engine(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return the engine with agents, whose processes and endpoint end with the session."""
-        config = self.config.agent
-        pool = EnvironmentPool(self._agent, config.workers, config.max_seconds + AGENT_GRACE_S, kind=Agents)
-        server = AgentServer()
-        self._closing += [server.close, pool.close]
-        limits = Limits(
-            prompt_tokens=context(self.config, self.shape) - self.config.rollout.max_tokens,
-            call_tokens=self.config.rollout.max_tokens,
-            rollout_tokens=config.max_tokens,
-            calls=config.max_calls,
-            format=self._tool_format if self._reads_tools else None,
-            decode=self.tokenizer.decode,
-            stop_ids=self.stop_ids,
-            stop_strings=self.config.stop_strings,
-        )
-        agents = AgentEngine(engine, pool, server, config, limits, self._render, self._proceed)
-        return typing.cast(RolloutEngine, agents)
 
     def _torch_engine(self) -> RolloutEngine:
         return TorchEngine(

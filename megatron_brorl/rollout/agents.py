@@ -26,7 +26,7 @@ from megatron_brorl.agents.server import MODEL, AgentServer, Endpoint, Limits
 from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import GenerateCallbacks, Request, RolloutEngine, Sampling, Supply
-from megatron_brorl.types import Episode, Prompt, Rollout, ScoreResult
+from megatron_brorl.types import Episode, FinishReason, Prompt, Rollout, ScoreResult
 
 if TYPE_CHECKING:
     from megatron_brorl.environments.pool import EnvironmentPool, Reply
@@ -79,6 +79,27 @@ class AgentEngine:
         if text not in self.warned:
             self.warned.add(text)
             print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class FixedText:
+    """An engine that gives the same completion to every call, for the trial of an agent."""
+
+    ids: list[int]
+    stop_id: int
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, callbacks: GenerateCallbacks, supply: Supply
+    ) -> list[list[Rollout]]:
+        """See RolloutEngine."""
+        count = 0
+        while supply.has_more():
+            for request in supply.next_requests(8):
+                ids = torch.tensor([*self.ids, self.stop_id][: request.max_tokens])
+                finish: FinishReason = "length" if len(ids) <= len(self.ids) else "stop"
+                callbacks.finished(count, Rollout(0, ids, torch.zeros(len(ids)), finish, ((0, len(ids)),)))
+                count += 1
+        return []
 
 
 @dataclass(eq=False)
@@ -199,7 +220,9 @@ class _Generation:
         request = self.requests[number]
         sequences = Sequences(owner.render, owner.proceed, owner.config.history, stream_key(request.key, index))
         values = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
-        endpoint = Endpoint(sequences, owner.limits, values, lambda *job: self._queue.put(_Job(running, *job)), owner.warn)
+        endpoint = Endpoint(
+            sequences, owner.limits, values, lambda *job: self._queue.put(_Job(running, *job)), owner.warn
+        )
         running = _Running(number, next(_NUMBERS), index, secrets.token_hex(16), endpoint)
         self._rollouts.append(running)
         self._running.add(running)
@@ -230,7 +253,9 @@ class _Generation:
             reason = reply.lost or f"the agent made no call: {why}"
             self._lost.append(reason)
             episode = Episode(torch.empty(0, dtype=torch.bool), turns=0, score=ScoreResult(0.0, "crash", reason))
-            running.rollout = Rollout(running.index, torch.empty(0, dtype=torch.int64), torch.empty(0), "cut", (), episode)
+            running.rollout = Rollout(
+                running.index, torch.empty(0, dtype=torch.int64), torch.empty(0), "cut", (), episode
+            )
             return
         ids, log_probs, sampled, starts, spans = tokens(rows)
         calls = [call for row in rows for call in row]

@@ -359,6 +359,7 @@ def connect_engine(
         max_rows=config.rollout.max_num_seqs,
         stop_ids=stop_ids,
         stop_strings=config.stop_strings,
+        agents=bool(config.agent.function),
         threads=torch.get_num_threads() * tensor,
         kv_bytes=(config.rollout.kv_cache_mib * 2**20 or psutil.virtual_memory().available // 2 // per_node) * tensor,
         max_kv_tokens=kv_tokens,

@@ -25,6 +25,7 @@ class PendingRollout:
     begun: Rollout  # the rollout before this call
     max_new_tokens: int
     seed: int
+    stop_strings: tuple[str, ...] = ()  # Request.stop_strings
 
     def completed(self, answer: Message, sampling: Sampling, version: int) -> Rollout:
         """Return the rollout extended by the tokens of the engine's answer.
@@ -84,7 +85,7 @@ class PendingRollouts:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """vocab: vocabulary size with padding. decode: see StopCriteria."""
-        self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
+        self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode)
         self._sampling = sampling
         self._callbacks = callbacks
         self._supply = supply
@@ -111,9 +112,10 @@ class PendingRollouts:
     def _pending(self, number: int, request: Request, begun: Rollout) -> PendingRollout:
         done = len(begun.token_ids)
         sampling = self._sampling
-        tokens = min(sampling.new_tokens, sampling.max_tokens - done)
+        tokens = min(sampling.new_tokens, sampling.max_tokens - done, request.max_tokens or sampling.max_tokens)
         ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
-        return PendingRollout(number, ids, begun, tokens, sibling_seed(request.key, begun.index, done))
+        seed = sibling_seed(request.key, begun.index, done)
+        return PendingRollout(number, ids, begun, tokens, seed, request.stop_strings)
 
     def admit(self) -> dict[int, PendingRollout]:
         """Add as many rollouts from the supply as the engine has room for, and return them by number."""
@@ -129,9 +131,10 @@ class PendingRollouts:
         row = self.rows.pop(answer.fields["number"])
         fault = row.fault(answer, self._sampling, self._vocab)
         rollout = row.begun if fault else row.completed(answer, self._sampling, version)
-        if self._stops and not fault:
+        stops = self._stops.with_strings(row.stop_strings)
+        if stops.strings and not fault:
             start = turn_start(row.begun)
-            end = self._stops.first_end(rollout.token_ids[start:], len(row.begun.token_ids) - start)
+            end = stops.first_end(rollout.token_ids[start:], len(row.begun.token_ids) - start)
             if end is not None:
                 end += start
                 dropped = len(rollout.token_ids) - end
@@ -182,4 +185,5 @@ def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fie
         "tokens": torch.tensor([row.max_new_tokens for row in rows.values()]),
         "seeds": torch.tensor([row.seed for row in rows.values()]),
     }
-    return Message("generate", {**fields, "sampling": asdict(sampling)}, tensors)
+    stops = {number: row.stop_strings for number, row in rows.items() if row.stop_strings}
+    return Message("generate", {**fields, "sampling": asdict(sampling), "stops": list(stops.items())}, tensors)

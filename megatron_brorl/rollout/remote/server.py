@@ -156,8 +156,9 @@ class Server:
             await self._wake_caches()
             sampling = Sampling(**fields["sampling"])
             rows = self._submit(message, sampling)
-            self.calls[client, call] = [handle for _, handle in rows]
-            await asyncio.gather(*(self._answer(client, call, number, handle, sampling) for number, handle in rows))
+            self.calls[client, call] = [handle for _, handle, _ in rows]
+            answers = (self._answer(client, call, number, handle, own) for number, handle, own in rows)
+            await asyncio.gather(*answers)
         except Exception as e:
             # The rank raises an error, so the other rollouts are not needed.
             for handle in self.calls.get((client, call), []):
@@ -168,8 +169,9 @@ class Server:
 
         await self._send(client, Message("ended", {"call": call}))
 
-    def _submit(self, message: Message, sampling: Sampling) -> list[tuple[int, Any]]:
-        """Submit every rollout as a separate request. Return their numbers and handles."""
+    def _submit(self, message: Message, sampling: Sampling) -> list[tuple[int, Any, Sampling]]:
+        """Submit every rollout as a separate request. Return their numbers, handles and sampling parameters."""
+        stops = dict(message.fields["stops"])
         tensors = message.tensors
         rows = []
         texts = tensors["ids"].split(tensors["lengths"].tolist())
@@ -177,8 +179,9 @@ class Server:
             tensors["numbers"].tolist(), texts, tensors["tokens"].tolist(), tensors["seeds"].tolist(), strict=True
         )
         for number, ids, tokens, seed in table:
-            params = self.backend.params(sampling, tokens, seed)
-            rows.append((number, self.backend.submit(ids.tolist(), params)))
+            own = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stops.get(number, ())))
+            params = self.backend.params(own, tokens, seed)
+            rows.append((number, self.backend.submit(ids.tolist(), params), own))
         return rows
 
     async def _answer(self, client: bytes, call: int, number: int, handle: Any, sampling: Sampling) -> None:

@@ -119,7 +119,9 @@ async def branches(row, client):
         await asyncio.sleep(random.random() / 50)
         reply = await ask(client, [*shared, {"role": "user", "content": text}], max_tokens=5)
         await asyncio.sleep(random.random() / 50)
-        await ask(client, [*shared, {"role": "user", "content": text}, reply.model_dump(), {"role": "user", "content": "b"}])
+        await ask(
+            client, [*shared, {"role": "user", "content": text}, reply.model_dump(), {"role": "user", "content": "b"}]
+        )
 
     other = [{"role": "system", "content": "You check."}, {"role": "user", "content": first.content}]
     await asyncio.gather(branch("yes"), branch("no"), ask(client, other, stop=["e", "1"]))

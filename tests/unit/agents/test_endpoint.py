@@ -276,7 +276,10 @@ THOUGHTS = (
 )
 
 
-@pytest.mark.parametrize(("history", "thought", "sequences"), [("keep", "<think>a</think>", 1), ("template", "<think>a</think>", 2), ("template", "", 1)])
+@pytest.mark.parametrize(
+    ("history", "thought", "sequences"),
+    [("keep", "<think>a</think>", 1), ("template", "<think>a</think>", 2), ("template", "", 1)],
+)
 def test_history(endpoint, history, thought, sequences):
     """A template that drops thoughts of earlier turns begins a new sequence only with history = "template"."""
     client = endpoint(f"{thought}one", "two", template=THOUGHTS, history=history)
