@@ -85,6 +85,31 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
     assert [r["reward"] for r in table] == [-len(r["answer"]) / 4 for r in table]
 
 
+@pytest.mark.parametrize("by", ["data.verifier=own.py:score", "environment.factory=own.py:Game"])
+def test_own_columns_reach_functions_and_results(folder, by):
+    """Each reward is a tenth of the column "low", so means over rows are known in advance."""
+    rows = [{"pair": f"{i} {j}", "more": j, "size": "two" if j > 9 else 1, "low": i} for i in (2, 5) for j in (7, 11)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "low": 3}]))
+    (folder / "own.py").write_text("""
+score = lambda response, row: row["columns"]["low"] / 10
+advantage = lambda rewards, mask, rows: 0 * rewards * rows[0]["columns"]["low"]
+class Game:
+    def reset(self, row): self.row = row
+    def step(self, text): return "", True
+    def reward(self): return score("", self.row)
+""")
+    columns = ["--prompt", "pair", "--answer", "more", "--task", "size"]
+    files = ["--data", "own.jsonl", "--held-out", "own.jsonl", "--model", "init"]
+    written = brorl("init", f"{by[:4]}.toml", *files, *columns, "--reward", "own.py:score", cwd=folder)
+    assert (written.returncode, "fill in" in written.stdout) == (0, False), written.stderr
+    steps = [*STEPS, "train.steps=1", "algo.dynamic_sampling=false", "reward.correct_at=0.5", "rollout.max_tokens=4"]
+    done = brorl("train", f"{by[:4]}.toml", by, *steps, "algo.advantage=own.py:advantage", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    before = json.loads((folder / "runs" / by[:4] / "summary.json").read_text())["before"]
+    assert before["mean_reward"]["mean"] == pytest.approx((2 + 2 + 5 + 5 + 3) / 50)
+    assert {name: task["mean"] for name, task in before["by_task"].items()} == {"1": 1 / 3, "two": 1 / 2}
+
+
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_a_verifier_that_raises_ends_the_command_before_a_model_is_loaded(folder, command):
     (folder / "broken.py").write_text("def score(response, row):\n    return nothing\n")
