@@ -54,6 +54,8 @@ def test_version_and_help_without_a_command(capsys):
     assert shown.startswith("usage: brorl")
     assert "train by reinforcement learning" in shown
     assert "generate" in said(capsys, "data", code=2)
+    assert re.fullmatch("brorl: .*'evalute'.* evaluate.*\n", said(capsys, "evalute", "run.toml", "rollout.n=4", code=2))
+    assert re.fullmatch("brorl: .*'x'.* train, .*\n", said(capsys, "x", code=2))
 
 
 def test_init_writes_what_load_reads(capsys, tmp_path):
@@ -123,7 +125,6 @@ SIZES = {"pair": "31 or 4", "bigger": "31", "kind": "far", "gap": 27}
     ("row", "flags", "to_fill_in"),
     [
         (SIZES, "", ["data.verifier", "data.columns"]),
-        (SIZES, "--prompt pair", ["data.verifier"]),
         (SIZES, "--prompt pair --answer bigger --task kind", []),
         (SIZES, "--prompt gap --answer bigger", ["data.columns"]),
         ({"messages": [{"role": "user", "content": "4?"}], "label": 4}, "", ["model.path"]),  # has no chat template
