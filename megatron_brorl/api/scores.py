@@ -79,7 +79,7 @@ def score(
 
 
 def _prompt(row: str | Mapping[str, Any] | None, i: int, row_format: RowFormat) -> Prompt:
-    raw = {"answer": row} if row is None or isinstance(row, str) else dict(row)
+    raw: dict[str, Any] = {"answer": row} if row is None or isinstance(row, str) else dict(row)
     columns = raw.pop("columns", {})
     where = f"rows[{i}]"  # also the id of a row without one
     checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, row_format)

@@ -98,15 +98,8 @@ class Game:
     def step(self, text): return "", True
     def reward(self): return score("", self.row)
 """)
-    flags = [
-        "--data=own.jsonl",
-        "--held-out=own.jsonl",
-        "--model=init",
-        "--prompt=pair",
-        "--answer=more",
-        "--task=size",
-    ]
-    written = brorl("init", f"{by[:4]}.toml", *flags, "--reward=own.py:score", cwd=folder)
+    flags = ["--data=own.jsonl", "--held-out=own.jsonl", "--prompt=pair", "--answer=more", "--task=size"]
+    written = brorl("init", f"{by[:4]}.toml", "--model=init", *flags, "--reward=own.py:score", cwd=folder)
     assert (written.returncode, "fill in" in written.stdout) == (0, False), written.stderr
     steps = [*STEPS, "train.steps=1", "algo.dynamic_sampling=false", "reward.correct_at=0.5", "rollout.max_tokens=4"]
     done = brorl("train", f"{by[:4]}.toml", by, *steps, "algo.advantage=own.py:advantage", cwd=folder)
