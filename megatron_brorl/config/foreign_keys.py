@@ -31,7 +31,7 @@ FOREIGN_KEYS = {
             epsilon_high=algo.eps_high delta=algo.dual_clip importance_sampling_level=algo.ratio
             mask_truncated_completions=algo.overlong_filter vllm_gpu_memory_utilization=engine.memory_fraction
             vllm_tensor_parallel_size=engine.tensor vllm_max_model_length=model.context output_dir=run.dir
-            report_to=run.log log_completions=run.record_groups model_name_or_path=model.path
+            report_to=run.log log_completions=run.record_groups model_name_or_path=model.path train_dataset=data.train
         """),
         "per_device_train_batch_size": "rollout.prompts (per_device_train_batch_size x devices x "
         "steps_per_generation / num_generations)",

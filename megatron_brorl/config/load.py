@@ -70,7 +70,7 @@ def suggestion(path: str, value: object = None) -> str:
     """
     for name in _names_in(path, value):
         if found := foreign_key_hint(name, keys()):
-            return found
+            return found if name == path else f"{name}: {found}"
 
     # The name may be a misspelt section, a misspelt key of this section, or a key of another section.
     section, _, last = path.rpartition(".")

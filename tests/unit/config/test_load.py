@@ -70,7 +70,7 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ("[train]\nn = 4", "unknown key train.n; did you mean rollout.n?"),
         ("[rollout]\nn = 'four'\nprompt = 3", "unknown key rollout.prompt; did you mean rollout.prompts?"),
         ("[train]\nnum_generations = 8", "unknown key train.num_generations; this trainer calls it rollout.n"),
-        ("[grpo]\nnum_generations_per_prompt = 8", "unknown key grpo; this trainer calls it rollout.n"),
+        ("[grpo]\nnum_generations_per_prompt = 8", "unknown key grpo; grpo.num_generations_per_prompt: this"),
         ("[train]\nuse_dynamic_bsz = 8", "train.use_dynamic_bsz; there is no such key here: micro-batches always hold"),
         (
             "[train]\npeft_config = 8",
