@@ -38,8 +38,8 @@ STARTER: dict[str, Any] = {
     "data.chat": False,
     "data.system_prompt": None,
     "data.template": None,
-    "rollout.n": 64,
-    "rollout.prompts": 32,
+    "rollout.n": 32,
+    "rollout.prompts": 64,
     "rollout.max_tokens": None,
     "rollout.stop_strings": None,
     "reward.extract": None,
@@ -55,7 +55,7 @@ STARTER: dict[str, Any] = {
 }
 # Comments below the descriptions of keys.
 _NOTES = {
-    "rollout.stop_strings": 'A small model that continues solved lines in data.template needs ["\\n"].',
+    "rollout.stop_strings": 'A small model that continues the few-shot examples of data.template needs ["\\n"].',
     "evaluate.temperature": "1.0, and 1.0 for top_p, evaluates a small model as it is sampled in training.",
 }
 _OWN_REWARD = "my_reward.py:score"

@@ -76,7 +76,7 @@ def test_init_writes_what_load_reads(capsys, tmp_path):
     assert (config.model.path, config.data.train, config.data.chat) == (str(model), (str(data),), True)
     assert config.data.columns == ColumnsConfig(prompt="question", answer="answer", answer_regex="#### (.+)")
 
-    assert f"# {keys()['rollout.n']['description']}\nn = 64\n" in path.read_text()
+    assert f"# {keys()['rollout.n']['description']}\nn = 32\n" in path.read_text()
     assert f"{path}: exists; name another file" in said(capsys, "init", path, code=2)
 
 
