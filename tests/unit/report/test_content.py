@@ -9,14 +9,16 @@ from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from made_run import TASKS, make_run
 
-from megatron_brorl.config.schema import EvaluateConfig
+from megatron_brorl.config.schema import Config, EvaluateConfig
 from megatron_brorl.report.content import (
     RecordedEvaluation,
     RecordedRun,
+    change_of_run,
     checkpoints,
     content,
     curves,
@@ -27,7 +29,9 @@ from megatron_brorl.report.content import (
     read_run,
     times_to_target,
 )
+from megatron_brorl.report.findings import findings
 from megatron_brorl.report.page import embed, select_siblings
+from megatron_brorl.rollout_log import GROUPS, LogEntry, write_groups
 from megatron_brorl.train.evaluate import PromptResult, summarize
 
 
@@ -116,7 +120,7 @@ def test_intervals_match_the_evaluation_of_the_run(folder):
         rows = groups(folder, f"evaluation_{found.steps:06d}")
         prompts = [SimpleNamespace(id=g["prompt_id"], verifier="exact", task=g["task"]) for g in rows]
         answers = [
-            PromptResult(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
+            PromptResult(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"], [])
             for i, (p, g) in enumerate(zip(prompts, rows, strict=True))
         ]
         told = summarize(answers, len(rows), EvaluateConfig(), seed=7)
@@ -185,6 +189,55 @@ def test_partial_rewards_are_compared_too(tmp_path):
     run = content([make_run(tmp_path / "b", prompts=40, rates=(0.0, 0.0), rewards=(0.2, 0.6))])[0]["runs"][0]
     assert run["verdict"]["headline"].startswith("It learned: mean reward rose from 0.2 to 0.6, +0.4 (95% interval ")
     assert run["verdict"]["details"][0].startswith("pass@1 went from 0.0% to 0.0%, 0.0 points (95% interval -8.8 to ")
+
+
+HALF = [4] * 20 + [0] * 20  # right samples of 40 prompts with 4 samples each
+
+
+@pytest.mark.parametrize(
+    ("options", "tone", "headline"),
+    [
+        # pass@1 stays at 50%.
+        ({"rights": {0: [2] * 40, 4: HALF}}, "bad", "It got worse: pass@4 fell from 100.0% to 50.0%, -50.0 points"),
+        ({"rights": {0: [1] * 40, 4: HALF}}, "unclear", "Mixed result: pass@1 rose from 25.0% to 50.0%"),
+        # Tasks alternate. pass@1 stays at 75%, and pass@4 at 100%.
+        ({"rights": {0: [3] * 40, 4: [4, 2] * 20}}, "unclear", f"Mixed result: pass@1 of {TASKS[0]} rose from 75.0%"),
+        ({"rates": (0.0, 0.0), "rewards": (-3.0, -4.5)}, "bad", "It got worse: mean reward fell from -3 to -4.5, -1.5"),
+        (
+            {"rates": (0.0, 0.0), "rewards": (2.0, 2.0)},
+            "unclear",
+            "No change beyond chance: mean reward went from 2 to",
+        ),
+    ],
+)
+def test_every_metric_counts_in_the_verdict(tmp_path, options, tone, headline):
+    folder = make_run(tmp_path, prompts=40, evaluations=(0, 4), **options)
+    found = content([folder])[0]["runs"][0]["verdict"]
+    assert found["tone"] == tone
+    assert found["headline"].startswith(headline)
+
+    # A metric that fell is a finding, with the answers counted in the files.
+    rows = [{"kept_share": 1.0, "entropy": entropy} for entropy in (0.75, 0.125)]
+    sentence = findings(Config(), rows, None, None, True, change_of_run(folder)).get("got worse")
+    assert (sentence is None) == ("No change" in headline)
+    if sentence:
+        ends = [sum(g["distinct"] for g in groups(folder, f"evaluation_00000{n}")) / 40 for n in (0, 4)]
+        assert "distinct answers per prompt {:.1f} -> {:.1f}, entropy 0.75 -> 0.125".format(*ends) in sentence
+
+
+@pytest.mark.parametrize("template", ["{prompt}=", "1+1=2, {prompt}="])
+def test_the_list_of_prompts_shows_what_differs(tmp_path, template):
+    folder = make_run(tmp_path, prompts=3, evaluations=(0,))
+    record = json.loads((folder / "run.json").read_text())
+    record["config"]["data"] = {"template": template}
+    (folder / "run.json").write_text(json.dumps(record))
+    rows = groups(folder, "evaluation_000000")
+    shared = "" if "1+1" in template else "4+4=8\n9+9=18\n"
+    texts = [template.format(prompt=f"{shared}{i}+5") for i in range(3)]
+    rows = [row | {"prompt": text} for row, text in zip(rows, texts, strict=True)]
+    write_groups(folder / "rollouts", LogEntry("evaluation", 0), pa.Table.from_pylist(rows, GROUPS))
+    found = embed(read_run(folder), set(), 1_000_000)
+    assert [g["excerpt"] for g in opened([found["chunks"][found["moments"][0]["list"]]])[0]] == ["0+5=", "1+5=", "2+5="]
 
 
 def test_several_runs_are_paired_by_prompt(tmp_path):

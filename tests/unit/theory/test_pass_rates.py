@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -14,17 +15,17 @@ from megatron_brorl.rollout_log import FOLDER, GROUPS, LogEntry, write_groups
 from megatron_brorl.theory.pass_rates import mixed_share
 
 
-@pytest.mark.parametrize("right", [0, 1, 3, 6])
+@pytest.mark.parametrize(
+    "rewards", [[0] * 6, [1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1] * 6, [-3, -3, -3, 0, 0.5, 0.5]]
+)
 @pytest.mark.parametrize("n", [2, 3, 6])
-def test_mixed_share_is_the_share_of_mixed_subsets(right, n):
-    rewards = [1] * right + [0] * (6 - right)
-    subsets = list(itertools.combinations(rewards, n))
-    expected = np.mean([0 < sum(s) < n for s in subsets])
-    assert mixed_share(np.array([right]), np.array([6]), n) == pytest.approx(expected, abs=1e-12)
+def test_mixed_share_is_the_share_of_mixed_subsets(rewards, n):
+    expected = np.mean([len(set(s)) > 1 for s in itertools.combinations(rewards, n)])
+    assert mixed_share([[*Counter(rewards).values()]], n) == pytest.approx(expected, abs=1e-12)
 
 
 def test_mixed_share_beyond_the_rollouts_is_that_of_all_rollouts():
-    assert mixed_share(np.array([1, 0, 4]), np.array([4, 4, 4]), 8) == pytest.approx(1 / 3)
+    assert mixed_share([[1, 3], [4, 0], [4]], 8) == pytest.approx(1 / 3)
 
 
 @pytest.fixture
@@ -48,6 +49,24 @@ def test_command_reads_an_evaluation(tmp_path, printed):
     out = printed()
     assert "2 prompts, the last evaluation of each, 4 to 4 rollouts" in out
     assert "mean 0.250" in out
+
+
+@pytest.mark.parametrize("file", ["evaluation.jsonl", "rollouts"])
+def test_groups_without_a_right_rollout_are_mixed_if_their_rewards_differ(tmp_path, printed, file):
+    # Of the subsets of 8 of 9 rollouts with rewards -2 (8x) and -7 (1x), one has equal rewards. p1 has nine rewards.
+    rows = [
+        {"id": f"p{i}", "right": 0, "reward": -i - 2.5, "tokens": 1, "reward_counts": counts}
+        for i, counts in enumerate([[8, 1], [1] * 9])
+    ]
+    if file == "rollouts":
+        groups = [row | {"prompt_id": row["id"], "rollouts": 9} for row in rows]
+        write_groups(tmp_path / FOLDER, LogEntry("step", 0), pa.Table.from_pylist(groups, schema=GROUPS))
+    else:
+        lines = [json.dumps(row | {"benchmark": "own", "samples": 9}) for row in rows]
+        (tmp_path / file).write_text("\n".join(lines))
+    out = printed()
+    assert f"{1 - 1 / 9 / 2:.1%}" in next(line for line in out.splitlines() if line.split()[0] == "8")
+    assert "mean reward -3;" in out
 
 
 def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, printed):
