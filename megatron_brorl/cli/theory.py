@@ -101,7 +101,6 @@ def _pass_rates(args: argparse.Namespace) -> int:
     print(f"success rate: mean {rates.mean():.3f}, quartiles {low:.3f} {middle:.3f} {high:.3f}")
     print(f"{never} prompts without a right rollout, {always} without a wrong one")
 
-    # Files of version 0.2.0 have no counts of rewards.
     counts = [g.get("reward_counts") or [g["right"], g["rollouts"] - g["right"]] for g in groups]
     if any(g.get("reward") is not None and abs(g["reward"] - g["right"] / g["rollouts"]) > 1e-6 for g in groups):
         print(f"mean reward {np.mean([g['reward'] for g in groups]):.4g}; groups are mixed if their rewards differ")

@@ -256,7 +256,7 @@ def change(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> dict[st
 
 
 def change_of_run(folder: Path) -> dict[str, Any] | None:
-    """Compare the evaluations before the first and after the last step; return None if they cannot be paired."""
+    """Compare the evaluations before the first step and after the last one as `change` does."""
     run = read_run(folder)
     ends = [m for m in run.of_kind("evaluation") if m.number in (0, run.steps)]
     return change(run, evaluations(replace(run, moments=ends)))

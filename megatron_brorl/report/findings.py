@@ -188,14 +188,14 @@ def _got_worse(changed: Mapping[str, Any], rows: Sequence[Row]) -> str | None:
     fell = [(name, sentence) for name, tone, sentence in _metrics(changed) if tone == "bad"]
     if not fell:
         return None
-    facts = [f"{len(changed['lost'])} of {changed['prompts']} prompts newly lost"]
+    facts = [fell[0][1], *([f"so did {', '.join(name for name, _ in fell[1:])}"] if fell[1:] else [])]
+    facts.append(f"{len(changed['lost'])} of {changed['prompts']} prompts are newly lost")
     if changed["distinct"]:
         facts.append("distinct answers per prompt {:.1f} -> {:.1f}".format(*changed["distinct"]))
     if entropy := [row["entropy"] for row in rows if row.get("entropy") is not None]:
         facts.append(f"entropy {entropy[0]:.3g} -> {entropy[-1]:.3g} nats")
-    also = f"; so did {', '.join(name for name, _ in fell[1:])}" if fell[1:] else ""
     remedy = "use an earlier checkpoint (train.keep_best), lower optim.lr, or raise algo.kl_coef"
-    return f"held-out {fell[0][1]}{also} ({', '.join(facts)}): {remedy}"
+    return f"held-out {'; '.join(facts)}: {remedy}"
 
 
 def _compare_values(

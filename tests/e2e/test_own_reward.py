@@ -84,16 +84,12 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
     # The last line names the key, and pass-rates counts the subsets of 8 rollouts with equal rewards.
     assert list(summary["findings"]) == ["never correct"]
     assert "warning: no reward of the run reached reward.correct_at = 1 (mean " in done.stdout.splitlines()[-1]
-    groups = {}
-    for step in (0, 1):
-        for r in load_run(folder / "minus").rollouts(step).to_pylist():
-            groups.setdefault(r["prompt_id"], {}).setdefault(step, []).append(r["reward"])
-    last = [Counter(steps[max(steps)]) for steps in groups.values()]
-    share = 1 - sum(comb(c, 8) / comb(16, 8) for counts in last for c in counts.values()) / len(last)
+    run = load_run(folder / "minus")
+    counts = Counter((r["prompt_id"], r["reward"]) for step in (0, 1) for r in run.rollouts(step).to_pylist())
+    share = 1 - sum(comb(count, 8) for count in counts.values()) / comb(16, 8) / len({prompt for prompt, _ in counts})
     assert re.search(rf"^ +8 +{share:.1%} ", brorl("pass-rates", folder / "minus").stdout, re.MULTILINE)
 
     # The rollout log has the same rewards.
-    run = load_run(folder / "minus")
     table = run.rollouts(1).to_pylist()
     assert {r["right"] for r in table} == {False}
     assert [r["reward"] for r in table] == [-len(r["answer"]) / 4 for r in table]
@@ -101,21 +97,17 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
 
 def test_a_held_out_metric_that_fell_is_the_last_line(folder):
     """Training rewards short responses, and the held-out rows reward long ones."""
-    (folder / "length.py").write_text(
-        "def short(response, row):\n    return -len(response)\n\ndef long(response, row):\n    return len(response)\n"
-    )
-    rows_of = (folder / "examples" / "own_reward" / "rows.jsonl").read_text().splitlines()
-    held_out = [json.loads(line) | {"verifier": "length.py:long"} for line in rows_of]
-    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    (folder / "length.py").write_text("def short(r, row):\n  return -len(r)\ndef long(r, row):\n  return len(r)\n")
+    examples = (folder / "examples" / "own_reward" / "rows.jsonl").read_text()
+    (folder / "long.jsonl").write_text(examples.replace("{", '{"verifier": "length.py:long", '))
     options = ["data.verifier=length.py:short", 'data.held_out=["long.jsonl"]', "run.dir=worse", "optim.lr=3e-2"]
-    done = train(folder, *options, "reward.correct_at=0", "evaluate.every=0")
+    done = train(folder, *options, "reward.correct_at=0", "evaluate.every=0", "train.steps=4")
     assert done.returncode == 0, done.stderr
     summary = json.loads((folder / "worse" / "summary.json").read_text())
-    assert summary["mean_reward_after"]["high"] < summary["mean_reward_before"]["low"]
     before, after = (summary[f"mean_reward_{when}"]["mean"] for when in ("before", "after"))
     last = done.stdout.splitlines()[-1]
-    assert f"warning: held-out mean reward fell from {before:.4g} to {after:.4g}" in last
-    assert summary["findings"]["got worse"] in last
+    assert f"warning: held-out mean reward fell from {before:.4g} to {after:.4g}, {after - before:.4g}" in last
+    assert summary["findings"] == {"got worse": last.removeprefix("warning: ")}
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])

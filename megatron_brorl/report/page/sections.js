@@ -236,8 +236,7 @@ function comparison(parent, content) {
   const ks = all((run) => run.evaluations.flatMap((e) => e.passes.map((p) => p.k))).sort((a, b) => a - b);
   const tasks = all((run) => run.evaluations.flatMap((e) => Object.keys(e.tasks))).sort();
   const metrics = all((run) => Object.keys(run.curves.values)).sort();
-  const graded = runs.some((run) => run.evaluations.some((e) => e.reward)) ? [REWARD] : [];
-  any_metric(parent, runs, [...graded, ...ks.map((k) => `pass@${k}`), ...tasks.map((t) => `pass@1 of ${t}`), ...metrics], "pass@1");
+  any_metric(parent, runs, [...(runs.some((run) => run.evaluations.some((e) => e.reward)) ? [REWARD] : []), ...ks.map((k) => `pass@${k}`), ...tasks.map((t) => `pass@1 of ${t}`), ...metrics], "pass@1");
 
   append(parent, make("h3", null, "Keys that differ"));
   const known = runs.filter((run) => Object.keys(run.config).length);

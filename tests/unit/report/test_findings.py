@@ -43,15 +43,12 @@ def test_a_run_that_learns_has_no_findings():
     assert found([{"kept_share": 1.0, "reward": 0.0}]) == {}  # the mean of +1 and -1
 
 
-@pytest.mark.parametrize(
-    ("share", "right", "std", "warned"), [(1, 0, 2, 1), (0.9, 0, 2, 0), (1, 0.1, 2, 0), (1, 0, 0, 0)]
-)
-def test_rewards_that_never_reach_correct_at_are_a_finding(share, right, std, warned):
-    after = {"pass_at_1": {"mean": right}, "by_task": {}}
+@pytest.mark.parametrize(("share", "right", "std"), [(1, 0, 2), (0.9, 0, 2), (1, 0.1, 2), (1, 0, 0)])
+def test_different_rewards_that_never_reach_correct_at_are_a_finding(share, right, std):
+    ends = {"pass_at_1": {"mean": right}, "by_task": {}}
     row = {"kept_share": 1.0, "all_wrong_share": share, "reward": -7.25, "reward_std": std}
-    got = found([row, {"all_wrong_share": None}], after=after, before=after)
-    assert ("never correct" in got) == bool(warned)
-    assert not warned or "reward.correct_at = 1 (mean -7.25)" in got["never correct"]
+    sentence = found([row], before=ends, after=ends).get("never correct", "")
+    assert ("reward.correct_at = 1 (mean -7.25)" in sentence) == ((share, right, std) == (1, 0, 2))
 
 
 @pytest.mark.parametrize(
