@@ -204,7 +204,7 @@ def _excerpts(prompts: Sequence[str | None], template: str) -> list[str | None]:
     """Return the prompts without the head of data.template and without the first lines that all share (few-shot)."""
     head = template.partition("{prompt}")[0]
     texts = [None if p is None else p.removeprefix(head) for p in prompts]
-    lines = [text.splitlines() for text in {*texts} - {None}]
+    lines = [text.splitlines() for text in {*texts} if text]
     shared = sum(1 for _ in takewhile(lambda row: len({*row}) == 1, zip(*lines, strict=False))) if lines[1:] else 0
     return [t and one_line("\n".join(t.splitlines()[shared:]) or t, _EXCERPT) for t in texts]
 

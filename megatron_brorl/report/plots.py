@@ -191,12 +191,12 @@ def _accuracy(axes: Axes, evaluated: Sequence[RecordedEvaluation]) -> None:
     if not evaluated:
         draw_text(axes, "no evaluation yet")
         return
-    means = [e.passes[1] for e in evaluated]
+    first = [e.passes[1] for e in evaluated]
     axes.errorbar(
         [e.steps for e in evaluated],
-        [p["mean"] for p in means],
+        [p["mean"] for p in first],
         # Rounding may put a bound on the wrong side of the mean.
-        yerr=[[abs(p.get(end, p["mean"]) - p["mean"]) for p in means] for end in _ENDS],
+        yerr=[[abs(p.get(end, p["mean"]) - p["mean"]) for p in first] for end in _ENDS],
         color=RED,
         marker="o",
         markersize=5,
