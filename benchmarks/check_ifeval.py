@@ -44,7 +44,8 @@ def floor(rows: list[Row], response: str, mode: str, min_words: int) -> tuple[fl
     scores = []
     for row in rows:
         metadata = {**row.metadata, "mode": mode, "min_words": min_words}
-        scores.append(verify(response, VerifierRow(id=row.id, prompt="", answer=None, metadata=metadata)).reward)
+        data = VerifierRow(id=row.id, prompt="", answer=None, metadata=metadata, columns={})
+        scores.append(verify(response, data).reward)
     return sum(scores) / len(rows), sum(reward == 1 for reward in scores) / len(rows)
 
 

@@ -90,7 +90,7 @@ def _theirs(response: str, reference: str) -> bool:
 
 
 def _row(reference: str) -> VerifierRow:
-    return {"id": "0", "prompt": "", "answer": reference, "metadata": {}}
+    return {"id": "0", "prompt": "", "answer": reference, "metadata": {}, "columns": {}}
 
 
 def _another_number(solution: str) -> str:

@@ -42,6 +42,7 @@ GROUPS = pa.schema(
         ("recorded", pa.int32()),
         ("prompt", pa.string()),
         ("reference", pa.string()),
+        ("reward_counts", pa.list_(pa.int32())),
     ]
 )
 
@@ -191,6 +192,8 @@ def _read(paths: list[Path], schema: pa.Schema) -> pa.Table:
             table = pq.read_table(path, partitioning=None)
         except (pa.ArrowException, OSError) as e:
             raise UserError(f"{path}: not a readable Parquet file ({shown(e)}); delete it and go without it") from None
+        if schema is GROUPS and "reward_counts" not in table.column_names:  # written by version 0.2.0
+            table = table.append_column(GROUPS.field("reward_counts"), pa.nulls(len(table), pa.list_(pa.int32())))
         if not table.schema.equals(schema):
             raise UserError(f"{path}: has other columns than this version writes (docs/rollouts.md)")
         tables.append(table)

@@ -42,6 +42,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # additional data for the verifier
     target: str | None = None  # the response for supervised training; None: the answer
     demonstration: Demonstration | None = None  # the response for supervised training if it has observations
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of the file, as read; without those that have a key
 
     @property
     def task(self) -> str:
@@ -50,7 +51,8 @@ class Prompt:
 
     def row(self) -> dict[str, Any]:
         """Return the data row as users' functions receive it (rewards.verifier.VerifierRow)."""
-        return {"id": self.id, "prompt": self.text, "answer": self.answer, "metadata": self.metadata}
+        row = {"id": self.id, "prompt": self.text, "answer": self.answer}
+        return {**row, "metadata": self.metadata, "columns": self.columns}
 
 
 @dataclass(frozen=True)

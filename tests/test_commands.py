@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 
 import pytest
@@ -68,3 +69,13 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
             with pytest.raises(SystemExit) as ended:
                 main(arguments_of_brorl(command.words))
             assert ended.value.code == 0, f"{command}: {capsys.readouterr().err}"
+
+
+def test_reward_of_readme_compares_whole_answers(monkeypatch):
+    """A reward that searches for the answer in the response would accept 15 for 5."""
+    trained = []
+    monkeypatch.setattr("megatron_brorl.train", lambda *_, reward: trained.append(reward))
+    (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    exec(compile(example, "README.md", "exec"), {})
+    (reward,) = trained
+    assert [reward(text, {"answer": "5"}) for text in ("5", " 5\n", "15", "5.5")] == [1.0, 1.0, 0.0, 0.0]

@@ -129,6 +129,16 @@ def group_normalised(rewards: Tensor) -> Tensor:
     return (_deviations(rewards) / (rewards.double().std() + 1e-6)).to(rewards.dtype)
 
 
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """Return rewards [N] minus the mean of the other N - 1; exactly 0 if all are equal.
+
+    RLOO (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2): R - (sum - R) / (N - 1) = (R - mean) N / (N - 1).
+    """
+    if not has_signal(rewards):
+        return torch.zeros_like(rewards)
+    return (_deviations(rewards) * (len(rewards) / (len(rewards) - 1))).to(rewards.dtype)
+
+
 def over_group_mean(rewards: Tensor) -> Tensor:
     """Return rewards [N], none negative, minus their mean, over their mean; exactly 0 if all are equal.
 
@@ -145,6 +155,7 @@ def over_group_mean(rewards: Tensor) -> Tensor:
 # The functions that config.algorithms.ADVANTAGES names.
 reinforce_pp_baseline = _by_group(group_baseline)
 grpo = _by_group(group_normalised)
+rloo = _by_group(leave_one_out)
 maxrl = _by_group(over_group_mean)
 pass_at_k = _by_group(pass_at_k_advantages)
 gae = _by_group(lambda rewards: rewards)  # The critic's values take the place of a group baseline.

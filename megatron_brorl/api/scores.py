@@ -45,7 +45,8 @@ def score(
 ) -> list[Any]:
     """Return a Reward for each response, in the form of `responses`: a list, or one list per row, as Engine.sample.
 
-    rows: one per entry of responses: a reference answer, None, or a row as in data files. verifier: a name of the
+    rows: one per entry of responses: a reference answer, None, or a row as in data files, which may also have
+    "columns", the other columns of a file as an object. verifier: a name of the
     registry (a row may name another), "file.py:function", or a function (response, row) -> reward, which runs in this
     process without limits. config: section [reward] of a run; RewardConfig() by default. The reward of a response that
     max_tokens cut off is multiplied by config.cut_off_factor (0). Raises UserError for rows that the verifier rejects.
@@ -78,10 +79,12 @@ def score(
 
 
 def _prompt(row: str | Mapping[str, Any] | None, i: int, row_format: RowFormat) -> Prompt:
-    raw = {"answer": row} if row is None or isinstance(row, str) else dict(row)
+    raw: dict[str, Any] = {"answer": row} if row is None or isinstance(row, str) else dict(row)
+    columns = raw.pop("columns", {})
     where = f"rows[{i}]"  # also the id of a row without one
     checked = check_row({"prompt": _NO_PROMPT, **raw}, where, where, row_format)
-    return Prompt(checked.id, prompt_text(checked.prompt), (), checked.answer, checked.verifier, checked.metadata)
+    text, metadata = prompt_text(checked.prompt), checked.metadata
+    return Prompt(checked.id, text, (), checked.answer, checked.verifier, metadata, columns=columns)
 
 
 def _as_list(given: Any) -> Sequence[str | Sample]:

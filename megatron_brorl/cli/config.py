@@ -15,8 +15,9 @@ from typing import Any
 
 from megatron_brorl.config.load import suggestion
 from megatron_brorl.config.rules import fixed_keys
-from megatron_brorl.config.schema import json_schema, keys, table_of
+from megatron_brorl.config.schema import ColumnsConfig, json_schema, keys, table_of
 from megatron_brorl.data.chat import has_chat_template
+from megatron_brorl.data.hub import data_file
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text
 from megatron_brorl.tracking import run_info
@@ -37,8 +38,8 @@ STARTER: dict[str, Any] = {
     "data.chat": False,
     "data.system_prompt": None,
     "data.template": None,
-    "rollout.n": 64,
-    "rollout.prompts": 32,
+    "rollout.n": 32,
+    "rollout.prompts": 64,
     "rollout.max_tokens": None,
     "rollout.stop_strings": None,
     "reward.extract": None,
@@ -54,7 +55,7 @@ STARTER: dict[str, Any] = {
 }
 # Comments below the descriptions of keys.
 _NOTES = {
-    "rollout.stop_strings": 'A small model that continues solved lines in data.template needs ["\\n"].',
+    "rollout.stop_strings": 'A small model that continues the few-shot examples of data.template needs ["\\n"].',
     "evaluate.temperature": "1.0, and 1.0 for top_p, evaluates a small model as it is sampled in training.",
 }
 _OWN_REWARD = "my_reward.py:score"
@@ -79,6 +80,8 @@ def add_commands(commands: Any) -> None:
         help="JSONL or Parquet file to train on; columns are detected from its first row",
     )
     command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet file to evaluate on")
+    for key in ("prompt", "answer", "task"):
+        command.add_argument(f"--{key}", default="", metavar="COLUMN", help=f"column of the data: data.columns.{key}")
     text = 'data.verifier: "math", another verifier, or a function of your own, my_reward.py:score'
     command.add_argument("--reward", default="", metavar="NAME", help=text)
     command.set_defaults(command=_init, name="init")
@@ -172,41 +175,55 @@ def _init(args: argparse.Namespace) -> int:
     values = {**STARTER, "run.dir": run_dir(args.file)}
     notes = dict(_NOTES)
     # Values from the command line, the first row of the data and the tokenizer.
+    columns = {key: name for key in ("prompt", "answer", "task") if (name := getattr(args, key))}
     given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
+    given |= {"data.columns": columns, "data.verifier": args.reward}
     values |= {key: value for key, value in given.items() if value not in ("", [""])}
     values["data.chat"], assumption = _assume_chat(args.model)
+    missing = {"model.path": "a model"} if not args.model else {}  # what the user has to write, by key
     if not args.held_out:
         notes["data.held_out"] = "There is no file yet, so the run is not evaluated and reports no pass@1."
-    if args.data:
-        from megatron_brorl.data.columns import guess_columns  # imports pyarrow, which is slow
-
-        guess = guess_columns(Path(args.data))
-        values["data.columns"] = guess.columns
-        if guess.ignored:
-            notes["data.columns"] = (
-                f'Not read: {", ".join(guess.ignored)}. metadata = "COLUMN" passes a column of objects to the '
-                'verifier. Other values reach it in objects in a column "metadata" of the file.'
-            )
-        if guess.is_chat:
-            values["data.chat"], assumption = True, "data.chat = true: the prompts are lists of messages"
-        if not guess.is_scored:
-            values["data.verifier"] = _OWN_REWARD
-            notes["data.verifier"] = (
-                "The rows have no answer: write this function, score(response, row), or name a verifier without one."
-            )
     if args.reward:
         from megatron_brorl.rewards.registry import entry
 
         entry(args.reward, "--reward")
-        values["data.verifier"] = args.reward
-        notes.pop("data.verifier", None)
+    if args.data:
+        from megatron_brorl.data.columns import guess_columns  # imports pyarrow, which is slow
 
+        guess = guess_columns(data_file(args.data), columns)
+        values["data.columns"] = guess.columns
+        if guess.others:
+            notes["data.columns"] = f'Rewards and environments receive as row["columns"]: {", ".join(guess.others)}.'
+        if guess.is_chat:
+            if Path(args.model or "?").is_dir() and not values["data.chat"]:
+                missing["model.path"] = "a model with a chat template, because the prompts are lists of messages"
+            values["data.chat"], assumption = True, "data.chat = true: the prompts are lists of messages"
+        if not (guess.is_scored or args.reward):
+            values["data.verifier"] = _OWN_REWARD
+            missing["data.verifier"] = "the rows have no answer, so write score(response, row), or name a verifier"
+        missing |= _mistakes(values)
+    else:
+        missing["data.train"] = "a file with rows"
+
+    notes |= {key: f"FILL IN: {what}. {notes.get(key, '')}" for key, what in missing.items()}
     write_text(args.file, starter(values, notes))
     print(f"written: {args.file.absolute()}")
     print(assumption)
     print("every other key: brorl config   for an editor: brorl config --schema > brorl.schema.json")
+    if missing:
+        print(f"fill in: {'; '.join(f'{key} ({what})' for key, what in missing.items())}")
     print(f"next: brorl train --dry-run {shlex.quote(str(args.file))}")
     return 0
+
+
+def _mistakes(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is wrong with the first row of a data file, by key, as the run would read it."""
+    from megatron_brorl.data.prompts import RowFormat, first_mistake  # imports torch, which is slow
+
+    row_format = RowFormat(values["data.verifier"], columns=ColumnsConfig(**values["data.columns"]))
+    files = map(data_file, (*values["data.train"], *values["data.held_out"]))
+    found = next(filter(None, (first_mistake(file, row_format) for file in files)), "")
+    return {"data.columns": found} if found else {}
 
 
 def run_dir(file: Path) -> str:

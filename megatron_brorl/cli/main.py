@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import errno
 import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megatron_brorl import __version__, signals
@@ -43,8 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     Exit codes: 0 for success, 75 for a run that was stopped and can be resumed, 2 for an error of the user or the disk,
     1 if another rank is gone. With 1 and 2, one line on stderr gives the reason. Any other exception is a bug.
     """
-    args = _parse(arguments)
     try:
+        args = _parse(arguments)
         status = _run_ranks(args) if hasattr(args, "processes") else args.command(args)
     except UserError as e:
         # Most errors are the same on all ranks of a node.
@@ -106,7 +107,11 @@ def _run_ranks(args: argparse.Namespace) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse arguments, with options anywhere among the overrides, which argparse's subcommands do not support."""
-    parser = _parser()
+    parser, commands = _parser()
+    word = next(iter(sys.argv[1:] if arguments is None else arguments), "-")
+    if not word.startswith("-") and word not in commands:
+        likely = difflib.get_close_matches(word, commands) or commands
+        raise UserError(f"no command is called {word!r}; did you mean {', '.join(likely)}?")
     args, rest = parser.parse_known_args(arguments)
     if not hasattr(args, "command") and not rest:
         parser.print_help()
@@ -122,7 +127,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """Return the parser, and the names of the commands."""
     parser = argparse.ArgumentParser(
         prog="brorl", description="Reinforcement learning with hundreds of rollouts per prompt, on Megatron-Core."
     )
@@ -175,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(command=_lazily("preflight", "doctor"))
     theory_cli.add_commands(commands)  # brorl simulate, brorl pass-rates
-    return parser
+    return parser, commands.choices
 
 
 def _lazily(module: str, function: str) -> Callable[[argparse.Namespace], int]:

@@ -41,7 +41,7 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--prompt", metavar="ID", help="show one prompt with its responses")
     command.add_argument("--right", action="store_true", help="only correct responses")
     command.add_argument("--wrong", action="store_true", help="only wrong responses")
-    command.add_argument("--mixed", action="store_true", help="only prompts with both correct and wrong responses")
+    command.add_argument("--mixed", action="store_true", help="only prompts whose responses have different rewards")
     command.add_argument("--contains", metavar="TEXT", default="", help="only responses that contain this text")
 
     command.add_argument(

@@ -88,11 +88,11 @@ def _pass_rates(args: argparse.Namespace) -> int:
     from megatron_brorl.theory.pass_rates import SIZES, mixed_share
 
     if (args.run / FOLDER).is_dir() or not (args.run / ANSWERS).is_file():
-        kind, right, rollouts = latest_groups(args.run)
+        kind, groups = latest_groups(args.run)
     else:
         kind = "evaluation"
-        answers = read_answers(args.run / ANSWERS).values()
-        right, rollouts = np.array([(a["right"], a["samples"]) for a in answers]).T
+        groups = [a | {"rollouts": a["samples"]} for a in read_answers(args.run / ANSWERS).values()]
+    right, rollouts = np.array([(g["right"], g["rollouts"]) for g in groups]).T
     rates = right / rollouts
     print(f"{len(rates)} prompts, the last {kind} of each, {rollouts.min()} to {rollouts.max()} rollouts per prompt")
     never = int((rates == 0).sum())
@@ -101,7 +101,10 @@ def _pass_rates(args: argparse.Namespace) -> int:
     print(f"success rate: mean {rates.mean():.3f}, quartiles {low:.3f} {middle:.3f} {high:.3f}")
     print(f"{never} prompts without a right rollout, {always} without a wrong one")
 
-    shares = [mixed_share(right, rollouts, n) for n in SIZES]
+    counts = [g.get("reward_counts") or [g["right"], g["rollouts"] - g["right"]] for g in groups]
+    if any(g.get("reward") is not None and abs(g["reward"] - g["right"] / g["rollouts"]) > 1e-6 for g in groups):
+        print(f"mean reward {np.mean([g['reward'] for g in groups]):.4g}; groups are mixed if their rewards differ")
+    shares = [mixed_share(counts, n) for n in SIZES]
     table = [("N", "mixed groups", "rollouts per mixed group")]
     for n, share in zip(SIZES, shares, strict=True):
         bounds = ("at least ", "at most ") if n > rollouts.min() else ("", "")

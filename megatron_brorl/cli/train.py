@@ -27,7 +27,7 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_json
 from megatron_brorl.parallel import cpu_bridge, grid
-from megatron_brorl.report.content import SUMMARY
+from megatron_brorl.report.content import SUMMARY, change_of_run
 from megatron_brorl.report.findings import findings
 from megatron_brorl.tracking import run_info
 from megatron_brorl.tracking.metrics import METRICS_FILE, read_metrics
@@ -204,7 +204,7 @@ def _summary(
         "peak_rss_mib": peak_rss_mib,
         "before": before,
         "after": after,
-        "findings": findings(session.config, rows, before, after, weights_differ),
+        "findings": findings(session.config, rows, before, after, weights_differ, change_of_run(session.dir)),
     }
 
 

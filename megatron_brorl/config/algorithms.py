@@ -30,6 +30,9 @@ ADVANTAGES = {
         whitened=True,
     ),
     "grpo": Advantage(f"{_MODULE}:grpo", "also divided by the standard deviation of the group"),
+    "rloo": Advantage(f"{_MODULE}:rloo", "reward minus the mean of the other rollouts of its group"),
+    # Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2) does not divide by a standard deviation.
+    "dr_grpo": Advantage(f"{_MODULE}:reinforce_pp_baseline", "reward minus the mean of its group"),
     "maxrl": Advantage(f"{_MODULE}:maxrl", "also divided by the mean of the group", binary=True),
     "pass_at_k": Advantage(
         f"{_MODULE}:pass_at_k",

@@ -68,9 +68,9 @@ def suggestion(path: str, value: object = None) -> str:
     path: section.key, with tables in lists as data.tasks[].name. value: the value of the key. If it is a table, it may
     contain keys of another trainer.
     """
-    for name in (path, *_names_in(value)):
-        if found := foreign_key_hint(name.rpartition(".")[2]):
-            return found
+    for name in _names_in(path, value):
+        if found := foreign_key_hint(name, keys()):
+            return found if name == path else f"{name}: {found}"
 
     # The name may be a misspelt section, a misspelt key of this section, or a key of another section.
     section, _, last = path.rpartition(".")
@@ -85,10 +85,10 @@ def suggestion(path: str, value: object = None) -> str:
     return f"did you mean {' or '.join(close[:3])}?" if close else ""
 
 
-def _names_in(value: object) -> list[str]:
-    if not isinstance(value, Mapping):
-        return []
-    return [name for key, inner in value.items() for name in (str(key), *_names_in(inner))]
+def _names_in(path: str, value: object) -> list[str]:
+    """Return a key and all keys below it."""
+    inside = value.items() if isinstance(value, Mapping) else ()
+    return [path, *(name for key, inner in inside for name in _names_in(f"{path}.{key}", inner))]
 
 
 def _override(table: dict[str, Any], item: str) -> None:
@@ -110,10 +110,10 @@ def _override(table: dict[str, Any], item: str) -> None:
 
 
 def _source(key: str, where: str, overrides: Sequence[str]) -> str:
-    """Return the override that sets a key, or `where` if none does."""
+    """Return the override that sets a key, or a key below it, or `where` if none does."""
     for item in overrides:
         name = item.partition("=")[0].strip()
-        if key == name or key.startswith((f"{name}.", f"{name}[")):
+        if key == name or key.startswith((f"{name}.", f"{name}[")) or name.startswith(f"{key}."):
             return f"override {shown(item)}"
     return where
 

@@ -98,7 +98,8 @@ class LoraConfig:
 class ColumnsConfig:
     """Columns of files with other column names than this project's. "a.b" is the key b of column a.
 
-    If a column is named here, only named columns are read. All sources of a mixture use the same names.
+    If a column is named here, verifiers and environments receive all columns without a key as row["columns"]. All
+    sources of a mixture use the same names.
     """
 
     prompt: str = key("", 'Column with the prompt: a text or a list of messages. "" means the column "prompt".')
@@ -112,6 +113,7 @@ class ColumnsConfig:
     verifier: str = key("", 'Column with the name of the verifier. "" means the column "verifier".')
     id: str = key("", 'Column with an identifier that is unique in the file. "" means the column "id".')
     metadata: str = key("", 'Column with additional data for the verifier. "" means the column "metadata".')
+    task: str = key("", 'Column with the name under which results are shown. "" means metadata.task.')
 
 
 @section

@@ -14,6 +14,7 @@ from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import holds_object
 
+UNKNOWN = "?"  # a column that the user has to name
 _MISSING = object()
 KEYS = ("prompt", "answer", "target", "verifier", "id", "metadata")  # of a row
 
@@ -25,24 +26,31 @@ _ANSWERS = (
 )
 
 
-def map_columns(raw: Any, columns: ColumnsConfig, where: str) -> Any:
-    """Return a row with this project's keys. If data.columns names no column, the row keeps all of its keys.
+def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a row with this project's keys and "task", and the columns that are not read as a whole.
 
-    Finite numbers as answer, target or id become text. Raises UserError if a named column is missing, or if the answer
-    does not match answer_regex.
+    If data.columns names no column, the row keeps all of its keys, and no column is left. Finite numbers as answer,
+    target, id or task become text. Raises UserError if a named column is missing, or if the answer does not match
+    answer_regex.
     """
-    if not isinstance(raw, dict):
-        return raw
     is_mapped = columns != ColumnsConfig()
     row: dict[str, Any] = {} if is_mapped else dict(raw)
-    for key in KEYS if is_mapped else ():
+    others = dict(raw) if is_mapped else {}
+    for key in (*KEYS, "task") if is_mapped else ():
         name = getattr(columns, key)
         value = _find(raw, name or key)
         # A named column must be in every row, although it may be null. Others may be missing.
         if name and value is _MISSING:
             raise UserError(f"{where}: data.columns.{key} = {name!r}: there is no such column, only {', '.join(raw)}")
-        row[key] = None if value is _MISSING else value
-    for key in ("answer", "target", "id"):
+        # An unnamed column may have the name of a key by chance: only a text or a number can be an answer.
+        by_chance = key == "task" or (key in ("answer", "target") and isinstance(value, (bool, list, dict)))
+        is_read = value is not _MISSING and bool(name or not by_chance)
+        row[key] = value if is_read else None
+        if is_read and key != "task":
+            others.pop(name or key, None)
+    if isinstance(row.get("task"), bool):
+        row["task"] = str(row["task"]).lower()
+    for key in ("answer", "target", "id", "task"):
         value = row.get(key)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             row[key] = str(int(value)) if value == int(value) else str(value)
@@ -50,7 +58,7 @@ def map_columns(raw: Any, columns: ColumnsConfig, where: str) -> Any:
         answer = _matched(columns.answer_regex, row["answer"], where)
         # The whole column, a worked answer, is the target of supervised training.
         row |= {"answer": answer, "target": row["answer"] if row["target"] is None else row["target"]}
-    return row
+    return row, others
 
 
 @dataclass(frozen=True)
@@ -58,37 +66,46 @@ class Guess:
     """The content of a file, guessed from its first row."""
 
     columns: dict[str, str]  # data.columns; {} if the file has this project's keys
-    ignored: list[str]  # columns that are not read
+    others: list[str]  # columns that only functions of the user receive
     is_chat: bool  # the prompt is a list of messages
     is_scored: bool  # the row has a reference or names its verifier
 
 
-def guess_columns(path: Path) -> Guess:
-    """Guess the content of a file. Raises UserError if it cannot be read, or if no column looks like a prompt."""
+def guess_columns(path: Path, given: Mapping[str, str]) -> Guess:
+    """Guess the content of a file. given: names of columns by key, prompt, answer or task.
+
+    The prompt is UNKNOWN if no column looks like one. Raises UserError if the file cannot be read, or if a given column
+    is missing.
+    """
     number, raw = next(raw_rows(path), (0, None))
-    row = parse_row(raw, f"{path.absolute()}:{number}")
+    where = f"{path.absolute()}:{number}"
+    row = parse_row(raw, where)
     if not isinstance(row, dict):
         raise UserError(f"{path.absolute()}: has no row that is an object")
-    prompt = next((name for name in _PROMPTS if row.get(name)), None)
-    if prompt is None:
-        raise UserError(f"{path.absolute()}: no column looks like a prompt, only {', '.join(row)}; set data.columns")
-    answer = next((name for name in _ANSWERS if _find(row, name) not in (_MISSING, None)), "")
-    if holds_object(_find(row, answer)):
+    for key, name in given.items():
+        if _find(row, name) is _MISSING:
+            raise UserError(f"{where}: --{key} {name}: there is no such column, only {', '.join(row)}")
+    prompts = (name for name in _PROMPTS if row.get(name) and isinstance(row[name], (str, list)))
+    prompt = given.get("prompt") or next(prompts, UNKNOWN)
+    answers = (name for name in _ANSWERS if name != prompt and _find(row, name) not in (_MISSING, None))
+    answer = given.get("answer") or next(answers, "")
+    reference = _find(row, answer)
+    if "answer" not in given and (isinstance(reference, (bool, list)) or holds_object(reference) or reference == ""):
         answer = ""
-    others = [key for key, value in row.items() if key not in KEYS and value is not None]
 
-    columns = {}
-    if prompt != "prompt" or answer not in ("", "answer") or others:
-        columns = {"prompt": prompt, **({"answer": answer} if answer else {})}
-        if "####" in str(row.get(answer)):  # GSM8K
-            columns["answer_regex"] = "#### (.+)"
-    # A column of which one key is read does not count as ignored.
-    ignored = [name for name in others if name not in (prompt, answer, answer.partition(".")[0])]
+    columns = {"prompt": prompt, **({"answer": answer} if answer else {}), **given}
+    left = {} if prompt == UNKNOWN else map_columns(row, ColumnsConfig(**columns), where)[1]
+    others = [name for name, value in left.items() if value is not None]
+    if not others and columns.items() <= {("prompt", "prompt"), ("answer", "answer")}:
+        columns = {}
+    elif re.search("#### .", str(row.get(answer))):  # GSM8K
+        columns["answer_regex"] = "#### (.+)"
     # A last message of the assistant is the answer.
-    messages = row[prompt] if isinstance(row[prompt], list) else []
-    answered = bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+    messages = _find(row, prompt)
+    is_chat = isinstance(messages, list) and bool(messages)
+    answered = is_chat and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
     is_scored = bool(answer or row.get("target") or row.get("verifier") or answered)
-    return Guess(columns, ignored, bool(messages), is_scored)
+    return Guess(columns, others, is_chat, is_scored)
 
 
 def _matched(regex: str, text: str, where: str) -> str:

@@ -2,10 +2,10 @@
 
 A row is an object {"prompt": str, "answer": str or null, "target": str, "verifier": str, "id": str, "metadata":
 object}. Only the prompt is required. The default verifier is data.verifier, and the default target, which supervised
-training learns, is the answer. data.columns names the columns of other files. Messages name a row by its line or
-number, from 1. Metadata may be a string of JSON in Parquet. A prompt may be a list of messages; supervised training
-learns the assistant's messages after the last one of the user. Without a chat template, <result>...</result> in a
-target is an observation, which is not learned.
+training learns, is the answer. data.columns names the columns of other files; functions of users receive the rest.
+Messages name a row by its line or number, from 1. Metadata may be a string of JSON in Parquet. A prompt may be a list
+of messages; supervised training learns the assistant's messages after the last one of the user. Without a chat
+template, <result>...</result> in a target is an observation, which is not learned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Row:
     metadata: dict[str, Any]
     target: str | None = None
     turns: Sequence[Message] = ()  # messages that supervised training learns instead of the target
+    columns: Mapping[str, Any] = field(default_factory=dict)  # see Prompt
 
     def texts(self) -> tuple[str | None, ...]:
         """Return the texts that the tokenizer must be able to represent."""
@@ -80,7 +81,8 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_
     for row in rows:
         text, ids = render(row.prompt, tokenizer, config, max_prompt_tokens, row.where)
         response = _demonstration(row, tokenizer, config)
-        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata, row.target, response))
+        supervised = (row.target, response)
+        prompts.append(Prompt(row.id, text, ids, row.answer, row.verifier, row.metadata, *supervised, row.columns))
     return prompts
 
 
@@ -183,7 +185,9 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
         raise UserError(f'{where}: a row must be an object such as {{"prompt": "...", "answer": "..."}}')
 
     # A key with null counts as missing. Unknown keys are refused, because they are probably misspelt.
-    row = {key: value for key, value in map_columns(row, row_format.columns, where).items() if value is not None}
+    mapped, columns = map_columns(row, row_format.columns, where)
+    row = {key: value for key, value in mapped.items() if value is not None}
+    task = row.pop("task", "") if row_format.columns.task else ""
     unknown = [key for key in row if key not in KEYS]
     if unknown:
         raise UserError(
@@ -205,7 +209,7 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
     verifier = row.get("verifier", row_format.verifier)
     row_id = row.get("id", default_id)
     text = prompt_text(prompt) if isinstance(prompt, list) else prompt
-    texts = {"prompt": text, "answer": answer, "target": target, "verifier": verifier, "id": row_id}
+    texts = {"prompt": text, "answer": answer, "target": target, "verifier": verifier, "id": row_id, "task": task}
     _check_texts({**texts, "messages": json.dumps(turns, ensure_ascii=False)}, where)
     answer = target if answer is None else answer
 
@@ -213,19 +217,31 @@ def check_row(raw: Any, where: str, default_id: str, row_format: RowFormat = Row
     metadata = row.get("metadata", {})
     if isinstance(metadata, str) and not isinstance(raw, bytes):
         metadata = parse_row(metadata.encode("utf-8", "surrogatepass"), where)
-    metadata = _checked_metadata({} if metadata is None else metadata, where)
+    metadata = _checked_object({} if metadata is None else metadata, where, "metadata")
+    columns = _checked_object(columns, where, "columns")
+    metadata |= {"task": task} if task else {}
 
-    verifier_row = VerifierRow(id=row_id, prompt=text, answer=answer, metadata=metadata)
+    verifier_row = VerifierRow(id=row_id, prompt=text, answer=answer, metadata=metadata, columns=columns)
     entry(verifier, where, row_format.reward).check_row(verifier_row, where)
-    return Row(where, prompt, answer, verifier, row_id, metadata, target, tuple(turns))
+    return Row(where, prompt, answer, verifier, row_id, metadata, target, tuple(turns), columns)
+
+
+def first_mistake(path: Path, row_format: RowFormat) -> str:
+    """Return the message about a file that cannot be read or its first row; "" if the row is valid."""
+    try:
+        for number, raw in islice(raw_rows(path), 1):
+            check_row(raw, f"{path}:{number}", "-", row_format)
+    except UserError as e:
+        return str(e)
+    return ""
 
 
 def _check_texts(texts: Mapping[str, Any], where: str) -> None:
     for key, text in texts.items():
         if text is None and key in ("answer", "target"):
             continue
-        if not isinstance(text, str) or not (text.strip() or key == "answer"):
-            kind = "a string" if key == "answer" else "a string that is not empty"
+        if not isinstance(text, str) or not (text.strip() or key in ("answer", "task")):
+            kind = "a string" if key in ("answer", "task") else "a string that is not empty"
             found = "there is none" if text is None else f"not {shown(text, 60)}"
             raise UserError(f"{where}: {key} must be {kind}, {found}")
         # JSON can hold halves of surrogate pairs, which neither a tokenizer nor a verifier accepts.
@@ -233,16 +249,17 @@ def _check_texts(texts: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); fix its escapes")
 
 
-def _checked_metadata(metadata: Any, where: str) -> dict[str, Any]:
-    if not isinstance(metadata, dict):
-        raise UserError(f"{where}: metadata must be an object, not {shown(metadata, 60)}")
+def _checked_object(value: Any, where: str, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: {key} must be an object, not {shown(value, 60)}")
     try:
-        checked: dict[str, Any] = without_nulls(metadata)
-        json.dumps(checked, allow_nan=False, default=str)
+        checked: dict[str, Any] = without_nulls(value)
+        if key == "metadata":  # Columns that this project does not read may have any numbers.
+            json.dumps(checked, allow_nan=False, default=str)
     except RecursionError:
-        raise UserError(f"{where}: metadata is nested too deeply; flatten it") from None
+        raise UserError(f"{where}: {key} is nested too deeply; flatten it") from None
     except ValueError:
-        raise UserError(f"{where}: metadata has a NaN or infinite number; use a finite number or null") from None
+        raise UserError(f"{where}: {key} has a NaN or infinite number; use a finite number or null") from None
     return checked
 
 

@@ -139,11 +139,12 @@ def tokenizer_digest(directory: Path) -> str:
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """Return the SHA-256 of prompts in their order: ids, tokens, answers, verifiers and metadata."""
+    """Return the SHA-256 of prompts in their order: ids, tokens, answers, verifiers, metadata and columns."""
     digest = hashlib.sha256()
     for p in prompts:
         metadata = json.dumps(p.metadata, sort_keys=True, default=str)
-        digest.update(repr((p.id, p.token_ids, p.answer, p.verifier, metadata)).encode("utf-8", "surrogatepass"))
+        row = (p.id, p.token_ids, p.answer, p.verifier, metadata, sorted(p.columns.items()))
+        digest.update(repr(row).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 

@@ -1,6 +1,6 @@
 """Environments that users write: classes with one object per rollout. Imports no torch, because workers import it.
 
-`reset(row)` receives id, prompt, answer and metadata, and may return an observation before the first turn. `reward()`
+`reset(row)` receives a VerifierRow, and may return an observation before the first turn. `reward()`
 returns a finite number, or any other score that a verifier may return. Every other public method is a tool, with type
 hints and a docstring in the format of transformers' get_json_schema. No method is async. A turn without a tool call
 ends the episode; the optional method `final(text)` receives it. A class with a method `step` has no tools: `step(text)`

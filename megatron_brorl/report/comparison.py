@@ -78,7 +78,7 @@ def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
     """Return the lines of an evaluation.jsonl by prompt. Raises UserError if the file is not one."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        found = {(row["benchmark"], row["id"]): {key: row[key] for key in _KEYS} for row in rows}
+        found = {(row["benchmark"], row["id"]): row | {key: row[key] for key in _KEYS} for row in rows}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the run.dir of a `brorl evaluate`") from None
     except (OSError, ValueError, TypeError, KeyError) as e:

@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,7 @@ class PromptSamples:
     samples: int  # without lost samples; at least 1
     task: str
     reward: float  # mean
+    distinct: int  # answers
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
             key = g["prompt_id"], times[g["prompt_id"]]
             times[g["prompt_id"]] += 1
             if g["rollouts"]:
-                prompts[key] = PromptSamples(g["right"], g["rollouts"], g["task"] or "", g["reward"])
+                prompts[key] = PromptSamples(g["right"], g["rollouts"], g["task"] or "", g["reward"], g["distinct"])
         if prompts:
             found[moment.number] = _computed(run, moment.number, prompts)
     return [found[steps] for steps in sorted(found)]
@@ -254,6 +255,13 @@ def change(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> dict[st
     return compared(recorded[0], recorded[-1], _seed(run)) if len(recorded) > 1 else None
 
 
+def change_of_run(folder: Path) -> dict[str, Any] | None:
+    """Compare the evaluations before the first step and after the last one as `change` does."""
+    run = read_run(folder)
+    ends = [m for m in run.of_kind("evaluation") if m.number in (0, run.steps)]
+    return change(run, evaluations(replace(run, moments=ends)))
+
+
 def _against(
     runs: Sequence[RecordedRun], evaluated: Sequence[Sequence[RecordedEvaluation]]
 ) -> list[dict[str, Any] | None]:
@@ -268,7 +276,8 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
 
     passes: for each k, the means before and after, and their difference with the 95% interval of the paired bootstrap
     and the two-tailed p-value of Student's t-test. reward: the same values for the mean reward; None if the reward
-    equals pass@1. tasks: the same values for pass@1 of each task. solved: prompts with a right sample only in the
+    equals pass@1. distinct: mean distinct answers per prompt before and after; None if the numbers of samples differ.
+    tasks: the same values for pass@1 of each task. solved: prompts with a right sample only in the
     second evaluation. lost: prompts with a right sample only in the first.
     """
     a = before.prompts
@@ -283,6 +292,7 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
             one, two = ([pass_at_k(side[key].samples, side[key].right, k) for key in keys] for side in (a, b))
             passes.append({"k": k, **_paired(one, two, seed, SHARES)})
     first, last = ([side[key].reward for key in keys] for side in (a, b))
+    same = all(a[key].samples == b[key].samples for key in keys)
     tasks = []
     for task in sorted({b[key].task for key in keys}):
         one, two = ([side[key].right / side[key].samples for key in keys if b[key].task == task] for side in (a, b))
@@ -301,6 +311,7 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
         "samples": most,
         "passes": passes,
         "reward": _paired(first, last, seed) if before.reward or after.reward else None,
+        "distinct": [sum(side[key].distinct for key in keys) / len(keys) for side in (a, b)] if same else None,
         "tasks": tasks,
         "solved": moved(a, b),
         "lost": moved(b, a),
@@ -322,7 +333,7 @@ def _seed(run: RecordedRun) -> int:
 
 
 def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
-    """Return a row per evaluation: steps, their seconds, rollouts sampled and trained on, and pass@k."""
+    """Return a row per evaluation: steps, their seconds, rollouts sampled and trained on, pass@k, mean reward."""
     rows = []
     for e in evaluated:
         done = [row for row in run.rows if row["step"] < e.steps]
@@ -333,6 +344,7 @@ def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> li
                 "rollouts": sum(_number(row, "rollouts") for row in done),
                 "kept": sum(_kept(row) for row in done),
                 "passes": [{"k": k, **e.passes[k]} for k in sorted(e.passes)],
+                "reward": e.reward or e.passes[1] if any(other.reward for other in evaluated) else None,
             }
         )
     return rows

@@ -26,11 +26,13 @@ def findings(
     before: Mapping[str, Any] | None,
     after: Mapping[str, Any] | None,
     weights_differ: bool,
+    changed: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Return a sentence, by name, for each reason why the run learned little or why learning was not measured.
 
     rows: the lines of metrics.jsonl. before, after: the held-out evaluations, if there are any. weights_differ:
-    whether the trained weights differ from those of model.path.
+    whether the trained weights differ from those of model.path. changed: the result of content.compared, if the
+    evaluations are recorded.
     """
     found: dict[str, str] = {}
     means = {name: _mean(rows, name) for name in METRICS}
@@ -46,6 +48,18 @@ def findings(
     first = next((row for row in rows if row.get("updates")), {})
     if advice := large_first_update(first, config.optim.lr):
         found["large first update"] = advice
+
+    if changed and (sentence := _got_worse(changed, rows)):
+        found["got worse"] = sentence
+
+    solved = any(e and e["pass_at_1"]["mean"] for e in (before, after))
+    wrong = {row.get("all_wrong_share") for row in rows} - {None}
+    if wrong == {1} and not (why or solved) and any(row.get("reward_std") for row in rows):
+        found["never correct"] = (
+            f"no reward of the run reached reward.correct_at = {config.reward.correct_at:g} (mean "
+            f"{_number(_mean(rows, 'reward') or 0.0)}), so pass@k is 0 and only mean rewards show progress: set "
+            "reward.correct_at to the smallest reward of a correct response, if there is one"
+        )
 
     if before is None:
         found["no held-out"] = (
@@ -125,7 +139,7 @@ def verdict(
     why = None if summary else why_no_signal({name: _mean(rows, name) for name in METRICS})
     if why:
         found.append(f"nothing to learn from so far ({why}; mean over {len(rows)} steps)")
-    doubts = set(named) - {"large first update"}
+    doubts = set(named) - {"large first update", "got worse", "never correct"}
     if (why or doubts) and tone == "good":
         tone = "unclear"
     if why or doubts - {"no held-out", "task never right"}:
@@ -134,44 +148,64 @@ def verdict(
     return {"headline": headline, "tone": tone, "details": details, "findings": found, "state": state}
 
 
+def _metrics(changed: Mapping[str, Any]) -> list[tuple[str, Tone, str]]:
+    """Return name, direction and a sentence of pass@1, mean reward (first if nothing was right), pass@k and tasks.
+
+    Of T tasks, only those with p < 0.05 / T are included (Bonferroni), because one of many often changes by chance.
+    """
+    first, *others = changed["passes"]
+    shares = {f"pass@{p['k']}": p for p in (first, *others[::-1])}
+    tasks = changed["tasks"] if len(changed["tasks"]) > 1 else []
+    shares |= {f"pass@1 of {t['task']}": t for t in tasks if t["difference"]["p"] < 0.05 / len(tasks)}
+    found = [(name, *_compare_values(name, p, "{:.1%}".format, _points, " points")) for name, p in shares.items()]
+    if reward := changed["reward"]:
+        sentence = _compare_values("mean reward", reward, _number, lambda x: _number(x, "+"))
+        found.insert(1 if first["before"] or first["after"] else 0, ("mean reward", *sentence))
+    return found
+
+
 def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     """Compare two evaluations of the same prompts."""
-    first, *others = changed["passes"]
-    tone, sentence = _compare_values(f"pass@{first['k']}", first, "{:.1%}", _points, " points")
-    sentences = [sentence]
-    if changed["reward"]:
-        tone_of_reward, sentence = _compare_values("mean reward", changed["reward"], "{:.3g}", "{:+.3g}".format)
-        sentences.append(sentence)
-        if tone == "unclear" and tone_of_reward != "unclear":  # The headline reports the reward.
-            tone = tone_of_reward
-            sentences.reverse()
+    metrics = _metrics(changed)
+    clear = {tone: sentence for _, tone, sentence in reversed(metrics) if tone != "unclear"}  # the first of each tone
+    headline = [clear[t] for t in ("good", "bad") if t in clear] or [metrics[0][2]]
+    tone: Tone = "unclear" if len(clear) != 1 else next(iter(clear))
     begin = {"good": "It learned", "bad": "It got worse", "unclear": "No change beyond chance"}[tone]
-    headline = f"{begin}: {sentences[0]} over {changed['prompts']} held-out prompts."
-    details = [f"{sentence}." for sentence in sentences[1:]]
-
-    # A policy with less entropy can lose prompts that it solved before in many tries.
-    if others:
-        wide = others[-1]
-        tone_of_wide, sentence = _compare_values(f"pass@{wide['k']}", wide, "{:.1%}", _points, " points")
-        details.append(f"{sentence}.")
-        if tone == "good" and tone_of_wide == "bad":
-            details.append(f"Its answers are less diverse, and it solves fewer prompts in {wide['k']} tries.")
+    begin = "Mixed result" if len(clear) > 1 else begin
+    # Unclear changes of pass@k between the smallest and the largest k repeat those of the two.
+    always = {"mean reward", *(f"pass@{changed['passes'][i]['k']}" for i in (0, -1))}
+    details = [f"{s}." for name, t, s in metrics if s not in headline and (t != "unclear" or name in always)]
     n = changed["samples"]
     details.append(
         f"Newly solved: {len(changed['solved'])} of {changed['prompts']} prompts, newly lost: {len(changed['lost'])} "
         f"(right or never {f'in {n} samples' if n > 1 else 'in its one sample'})."
     )
-    return tone, headline, details
+    return tone, f"{begin}: {'; '.join(headline)} over {changed['prompts']} held-out prompts.", details
+
+
+def _got_worse(changed: Mapping[str, Any], rows: Sequence[Row]) -> str | None:
+    """Return a sentence about the held-out metrics that fell beyond chance; None if none did."""
+    fell = [(name, sentence) for name, tone, sentence in _metrics(changed) if tone == "bad"]
+    if not fell:
+        return None
+    facts = [fell[0][1], *([f"so did {', '.join(name for name, _ in fell[1:])}"] if fell[1:] else [])]
+    facts.append(f"{len(changed['lost'])} of {changed['prompts']} prompts are newly lost")
+    if changed["distinct"]:
+        facts.append("distinct answers per prompt {:.1f} -> {:.1f}".format(*changed["distinct"]))
+    if entropy := [row["entropy"] for row in rows if row.get("entropy") is not None]:
+        facts.append(f"entropy {entropy[0]:.3g} -> {entropy[-1]:.3g} nats")
+    remedy = "use an earlier checkpoint (train.keep_best), lower optim.lr, or raise algo.kl_coef"
+    return f"held-out {'; '.join(facts)}: {remedy}"
 
 
 def _compare_values(
-    name: str, p: Mapping[str, Any], level: str, gap: Callable[[float], str], unit: str = ""
+    name: str, p: Mapping[str, Any], level: Callable[[float], str], gap: Callable[[float], str], unit: str = ""
 ) -> tuple[Tone, str]:
     """Return the direction of a change ("unclear" if its interval contains 0) and a sentence."""
     d = p["difference"]
     tone: Tone = "good" if d["low"] > 0 else "bad" if d["high"] < 0 else "unclear"
     word = {"good": "rose", "bad": "fell", "unclear": "went"}[tone]
-    ends = f"from {level.format(p['before'])} to {level.format(p['after'])}"
+    ends = f"from {level(p['before'])} to {level(p['after'])}"
     interval = f"95% interval {gap(d['low'])} to {gap(d['high'])}"
     return tone, f"{name} {word} {ends}, {gap(d['mean'])}{unit} ({interval})"
 
@@ -179,6 +213,12 @@ def _compare_values(
 def _points(share: float) -> str:
     value = round(100 * share, 1)
     return f"{value:+.1f}" if value else "0.0"
+
+
+def _number(value: float, sign: str = "") -> str:
+    """Return four significant digits, as `short` in page/dom.js does. sign: "+" to show that of positive values."""
+    rounded = float(f"{value:.4g}") or 0.0  # not -0.0
+    return f"{rounded:{sign if rounded else ''}g}"
 
 
 def _unpaired(evaluations: Sequence[Mapping[str, Any]]) -> tuple[Tone, str, list[str]]:
@@ -192,9 +232,9 @@ def _unpaired(evaluations: Sequence[Mapping[str, Any]]) -> tuple[Tone, str, list
     # The interval of a difference needs the pairs of prompts.
     p, q = (e["passes"][0]["mean"] for e in (first, last))
     headline = f"pass@1 went from {p:.1%} to {q:.1%}, {_points(q - p)} points."
-    details = ["The change has no interval, because too few rollouts of the evaluations are recorded."]
     if first["reward"] or last["reward"]:
-        details.append(f"Before: {_level(first)}. After: {_level(last)}.")
+        headline = f"Before: {_level(first)}. After: {_level(last)}."
+    details = ["The change has no interval, because too few rollouts of the evaluations are recorded."]
     return "unclear", headline, details
 
 
@@ -204,8 +244,8 @@ def _level(e: Mapping[str, Any]) -> str:
     r = e["reward"]
     if not r:
         return text
-    ends = f" (95% interval {r['low']:.3g} to {r['high']:.3g})" if "low" in r else ""
-    return f"{text} and mean reward {r['mean']:.3g}{ends}"
+    ends = f" (95% interval {_number(r['low'])} to {_number(r['high'])})" if "low" in r else ""
+    return f"{text} and mean reward {_number(r['mean'])}{ends}"
 
 
 def _state(rows: Sequence[Row], summary: Row, wanted: int) -> str:

@@ -14,6 +14,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ MAX_TOKENS = 32_768  # of these rollouts, except for the first right and the fir
 LISTS_SHARE = 0.25  # share of the size that lists of prompts may take
 _ENTRY = 24  # bytes of "MOMENT/GROUP":CHUNK, at most
 _EXCERPT = 160  # characters of a prompt in a list
-_GROUP_KEYS = ("group", "prompt_id", "task", "rollouts", "right", "distinct", "tokens", "outcome", "trained")
+_GROUP_KEYS = ("group", "prompt_id", "task", "rollouts", "right", "reward", "distinct", "tokens", "outcome", "trained")
 _ROLLOUT_KEYS = ("sibling", "text", "answer", "reward", "right", "reason", "status", "finish", "tokens", "turns")
 Unit = tuple[LogEntry, int, dict[str, Any]]  # moment, number of the group, content of the group on the page
 
@@ -94,7 +95,8 @@ def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
     tables: dict[LogEntry, list[Row]] = {}
     for moment in _most_informative_first(run)[:MAX_MOMENTS]:
         rows = run.groups(moment).to_pylist()
-        own = [{**{key: g[key] for key in _GROUP_KEYS}, "excerpt": _excerpt(g)} for g in rows]
+        excerpts = _excerpts([g["prompt"] for g in rows], run.key("data", "template", ""))
+        own = [{key: g[key] for key in _GROUP_KEYS} | {"excerpt": e} for g, e in zip(rows, excerpts, strict=True)]
         number = chunks.add(own, int(LISTS_SHARE * room) - (room - chunks.left))
         if number is None:
             break
@@ -198,8 +200,13 @@ def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
-def _excerpt(g: Row) -> str | None:
-    return None if g["prompt"] is None else one_line(g["prompt"], _EXCERPT)
+def _excerpts(prompts: Sequence[str | None], template: str) -> list[str | None]:
+    """Return the prompts without the head of data.template and without the first lines that all share (few-shot)."""
+    head = template.partition("{prompt}")[0]
+    texts = [None if p is None else p.removeprefix(head) for p in prompts]
+    lines = [text.splitlines() for text in {*texts} if text]
+    shared = sum(1 for _ in takewhile(lambda row: len({*row}) == 1, zip(*lines, strict=False))) if lines[1:] else 0
+    return [t and one_line("\n".join(t.splitlines()[shared:]) or t, _EXCERPT) for t in texts]
 
 
 def _dumps(value: Any, **_: Any) -> str:

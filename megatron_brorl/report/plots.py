@@ -22,7 +22,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import writing
 from megatron_brorl.report.content import RecordedEvaluation, evaluations, read_run
 from megatron_brorl.rollout_log import FOLDER, entries, one_line, read_groups
-from megatron_brorl.theory.pass_rates import SIZES, Floats, Ints
+from megatron_brorl.theory.pass_rates import SIZES, Floats
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Curves, Settings
 
 # The palette of Okabe and Ito, which is safe for colour-blind readers.
@@ -80,9 +80,17 @@ def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Recorde
     figure, ((reward, accuracy, length), (kept, seconds, health)) = figure_of(2, 3, 13.5, 7.6)
     figure.suptitle(_title(rows, summary, evaluated), fontsize=13)
     steps = np.array([row["step"] for row in rows], dtype=np.int64)
+    places = [e.steps for e in evaluated]
+    graded = any(e.reward for e in evaluated)
 
-    panel(reward, "Training reward", "mean reward")
+    panel(reward, "Reward" if graded else "Training reward", "mean reward")
     _curve(reward, steps, column(rows, "reward"), BLUE)
+    if graded:
+        means = [e.reward or e.passes[1] for e in evaluated]
+        bars = [[abs(p.get(end, p["mean"]) - p["mean"]) for p in means] for end in _ENDS]
+        label = "held-out and 95% interval"
+        reward.errorbar(places, [p["mean"] for p in means], bars, color=RED, marker="o", capsize=4, label=label)
+        reward.legend(frameon=False, fontsize=9)
     panel(accuracy, "Held-out accuracy", "pass@1 and pass@k")
     _accuracy(accuracy, evaluated)
     panel(length, "Response length", "mean length (tokens)")
@@ -96,7 +104,7 @@ def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Recorde
     _stack(seconds, steps, rows)
     _health(health, steps, rows)
 
-    last = max([*steps.tolist(), *(e.steps for e in evaluated), 1])
+    last = max([*steps.tolist(), *places, 1])
     for axes in figure.axes:
         axes.set_xlim(-0.03 * last - 0.5, last * 1.03 + 0.5)
     return figure
@@ -183,13 +191,12 @@ def _accuracy(axes: Axes, evaluated: Sequence[RecordedEvaluation]) -> None:
     if not evaluated:
         draw_text(axes, "no evaluation yet")
         return
-    places = [e.steps for e in evaluated]
-    mean = np.array([e.passes[1]["mean"] for e in evaluated])
-    low, high = (np.array([e.passes[1].get(end, m) for e, m in zip(evaluated, mean, strict=True)]) for end in _ENDS)
+    first = [e.passes[1] for e in evaluated]
     axes.errorbar(
-        places,
-        mean,
-        yerr=np.maximum([mean - low, high - mean], 0.0),  # Rounding may put a bound on the wrong side of the mean.
+        [e.steps for e in evaluated],
+        [p["mean"] for p in first],
+        # Rounding may put a bound on the wrong side of the mean.
+        yerr=[[abs(p.get(end, p["mean"]) - p["mean"]) for p in first] for end in _ENDS],
         color=RED,
         marker="o",
         markersize=5,
@@ -281,24 +288,21 @@ def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
 # `brorl pass-rates`
 
 
-def latest_groups(run: Path) -> tuple[str, Ints, Ints]:
-    """Return the kind of moment, and the numbers of right and of all rollouts [P] in the last group of each prompt.
+def latest_groups(run: Path) -> tuple[str, list[Row]]:
+    """Return the kind of moment, and the last group of each prompt (rollout_log.GROUPS).
 
     Groups of training steps are read, or those of evaluations if there are none. Raises UserError if nothing is
     recorded.
     """
     there = entries(run / FOLDER)
     kind = "step" if any(m.kind == "step" for m in there) else "evaluation"
-    last: dict[str, tuple[int, int]] = {}
+    last: dict[str, Row] = {}
     for moment in (m for m in there if m.kind == kind):
-        columns = read_groups(run / FOLDER, moment).to_pydict()
-        for prompt, right, rollouts in zip(*(columns[k] for k in ("prompt_id", "right", "rollouts")), strict=True):
-            if rollouts:
-                last[prompt] = right, rollouts
+        groups = read_groups(run / FOLDER, moment).drop_columns(["prompt", "reference"]).to_pylist()
+        last |= {g["prompt_id"]: g for g in groups if g["rollouts"]}
     if not last:
         raise UserError(f"{run / FOLDER}: no group with rollouts is recorded; record a run first (brorl train)")
-    right, rollouts = np.array(list(last.values())).T
-    return kind, right, rollouts
+    return kind, list(last.values())
 
 
 def plot_pass_rates(rates: Floats, shares: list[float], path: Path) -> Path:
@@ -307,7 +311,7 @@ def plot_pass_rates(rates: Floats, shares: list[float], path: Path) -> Path:
     panel(left, "Success rates of prompts", "prompts", "success rate")
     left.hist(rates, bins=np.linspace(0, 1, 21).tolist(), color=BLUE)
     left.set_xticks(np.linspace(0, 1, 6))
-    panel(right, "Groups with right and wrong rollouts", "share of prompts", "N (rollouts per prompt)")
+    panel(right, "Groups with different rewards", "share of prompts", "N (rollouts per prompt)")
     right.plot(SIZES, shares, "o-", color=BLUE)
     right.set_xscale("log", base=2)
     right.set_xticks(SIZES, [str(n) for n in SIZES])

@@ -66,7 +66,7 @@ def check_parameters(function: Callable[..., Any], label: str) -> None:
         if not signature.parameters.keys().isdisjoint(_TRL_PARAMETERS):
             raise UserError(
                 f"{label}: takes {signature} as a reward function of TRL does; here it judges one response: write "
-                'def score(response, row), with row["prompt"], row["answer"], and other columns in row["metadata"]'
+                'def score(response, row), with row["prompt"], row["answer"], and other columns in row["columns"]'
             )
         signature.bind("response", {})
     except (TypeError, ValueError) as e:

@@ -33,6 +33,7 @@ class VerifierRow(TypedDict):
     prompt: str  # the text that the model received
     answer: str | None  # the reference answer, if the row has one
     metadata: Mapping[str, Any]
+    columns: Mapping[str, Any]  # the columns of the file that data.columns does not name, by name
 
 
 MAX_REWARD = 1e30  # Also the limit of configuration values. Rewards are stored as float32.

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.custom import IN_PROCESS, RewardFunction
@@ -110,7 +110,7 @@ class RewardPool:
         answer = request.answer
         if answer is None:
             return _completed(ScoreResult(0.0, "no_answer", request.no_answer_reason))
-        row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata)
+        row = cast(VerifierRow, prompt.row())
         if self._in_process_judge and prompt.verifier == IN_PROCESS:
             return _completed(score_result(self._in_process_judge(answer, row)))
 

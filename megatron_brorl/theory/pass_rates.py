@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,23 +13,19 @@ Ints = npt.NDArray[np.int64]
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def mixed_share(right: Ints, rollouts: Ints, n: int) -> float:
-    """Return the mean over prompts of the probability 1 - p^n - (1 - p)^n that n rollouts are mixed.
+def mixed_share(counts: Sequence[Sequence[int]], n: int) -> float:
+    """Return the mean over prompts of the probability that n rollouts have different rewards.
 
-    right, rollouts [P]: correct and all recorded rollouts of each prompt. For n up to a prompt's rollouts this is the
-    unbiased estimate: the share of its subsets of n rollouts that are mixed. For larger n it is whether all of its
-    rollouts are mixed, which is a lower bound in expectation, because the recorded rollouts cannot tell a success rate
-    of 0 from a small one.
+    counts: for each prompt, the recorded rollouts with each reward. For n up to their number this is the unbiased
+    estimate: the share of subsets of n rollouts whose rewards differ. For larger n it is whether any of them differ,
+    which is a lower bound in expectation, because rare rewards may not have been recorded.
     """
-    shares = [_mixed(int(r), int(m), n) for r, m in zip(right, rollouts, strict=True)]
-    return float(np.mean(shares))
+    return float(np.mean([_mixed(np.array(own), n) for own in counts]))
 
 
-def _mixed(right: int, rollouts: int, n: int) -> float:
-    n = min(n, rollouts)
-    # The products are C(right, n) / C(rollouts, n) and C(wrong, n) / C(rollouts, n).
-    drawn = np.arange(n)
-    wrong = rollouts - right
-    all_right = np.prod(np.maximum(right - drawn, 0) / (rollouts - drawn))
-    all_wrong = np.prod(np.maximum(wrong - drawn, 0) / (rollouts - drawn))
-    return float(1 - all_right - all_wrong)
+def _mixed(counts: Ints, n: int) -> float:
+    total = counts.sum()
+    drawn = np.arange(min(n, total))
+    # The products are C(count, n) / C(total, n): the n rollouts all have this reward.
+    large = counts[counts >= len(drawn), None]
+    return float(1 - np.prod((large - drawn) / (total - drawn), axis=1).sum())

@@ -60,11 +60,12 @@ class PromptResult:
     right: int
     reward: float  # mean
     tokens: float  # mean of the responses
+    reward_counts: Sequence[int]  # samples with each reward
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line for an evaluation's file."""
-        counted = {"samples": self.samples, "right": self.right, "reward": self.reward, "tokens": self.tokens}
-        return {"id": self.prompt.id, "task": self.prompt.task, **counted}
+        names = ("samples", "right", "reward", "tokens", "reward_counts")
+        return {"id": self.prompt.id, "task": self.prompt.task, **{name: getattr(self, name) for name in names}}
 
 
 def evaluate(
@@ -122,6 +123,7 @@ def sample_answers(
                     right=int(correct[ended].sum()),
                     reward=float(reward.mean()),
                     tokens=float(length.mean()),
+                    reward_counts=reward.unique(return_counts=True)[1].tolist(),
                 )
             )
 

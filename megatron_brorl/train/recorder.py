@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl import rollout_log
+from megatron_brorl.algo.advantages import has_signal
 from megatron_brorl.config.schema import Config, RunConfig
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
@@ -205,6 +206,7 @@ def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, where: Tensor
         count = len(rewards)
         right = int(outcomes.right[g][ended].sum())
         written = int(where[g].sum())
+        differ = count and (has_signal(rewards) or 0 < right < count)
         rows.append(
             {
                 "group": g,
@@ -215,11 +217,12 @@ def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, where: Tensor
                 "distinct": len(outcomes.answers[g][ended].unique()),
                 "reward": float(rewards.mean()) if count else None,
                 "tokens": float(tokens.mean()) if count else None,
-                "outcome": "lost" if not count else "wrong" if not right else "right" if right == count else "mixed",
+                "outcome": "lost" if not count else "mixed" if differ else "right" if right else "wrong",
                 "trained": g in kept,
                 "recorded": written,
                 "prompt": _valid(prompt.text) if written else None,
                 "reference": _valid(prompt.answer) if written else None,
+                "reward_counts": rewards.unique(return_counts=True)[1].tolist(),
             }
         )
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+from collections import Counter
+from math import comb
 from pathlib import Path
 
 import pytest
@@ -78,11 +81,55 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
         assert f"mean reward {r['mean']:.4g} (95% interval {r['low']:.4g} to {r['high']:.4g})" in done.stderr
     assert "warning: verifier 'minus.py:score' gives -0.75 to the reference answer of row sum-3" in done.stderr
 
-    # The rollout log has the same rewards.
+    # The last line names the key, and pass-rates counts the subsets of 8 rollouts with equal rewards.
+    assert "warning: no reward of the run reached reward.correct_at = 1 (mean " in done.stdout.splitlines()[-1]
     run = load_run(folder / "minus")
+    counts = Counter((r["prompt_id"], r["reward"]) for step in (0, 1) for r in run.rollouts(step).to_pylist())
+    share = 1 - sum(comb(count, 8) for count in counts.values()) / comb(16, 8) / len({prompt for prompt, _ in counts})
+    assert re.search(rf"^ +8 +{share:.1%} ", brorl("pass-rates", folder / "minus").stdout, re.MULTILINE)
+
+    # The rollout log has the same rewards.
     table = run.rollouts(1).to_pylist()
     assert {r["right"] for r in table} == {False}
     assert [r["reward"] for r in table] == [-len(r["answer"]) / 4 for r in table]
+
+
+@pytest.mark.parametrize("by", ["data.verifier=own.py:score", "environment.factory=own.py:Game"])
+def test_own_columns_reach_functions_and_results(folder, by):
+    """Each reward is a tenth of the column "low", so means over rows are known in advance."""
+    rows = [{"pair": f"{i} {j}", "more": j, "size": "two" if j > 9 else 1, "low": i} for i in (2, 5) for j in (7, 11)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "low": 3}]))
+    (folder / "own.py").write_text("""
+score = lambda response, row: row["columns"]["low"] / 10
+advantage = lambda rewards, mask, rows: 0 * rewards * rows[0]["columns"]["low"]
+class Game:
+    def reset(self, row): self.row = row
+    def step(self, text): return "", True
+    def reward(self): return score("", self.row)
+""")
+    flags = ["--data=own.jsonl", "--held-out=own.jsonl", "--prompt=pair", "--answer=more", "--task=size"]
+    written = brorl("init", f"{by[:4]}.toml", "--model=init", *flags, "--reward=own.py:score", cwd=folder)
+    assert (written.returncode, "fill in" in written.stdout) == (0, False), written.stderr
+    steps = [*STEPS, "train.steps=1", "algo.dynamic_sampling=false", "reward.correct_at=0.5", "rollout.max_tokens=4"]
+    done = brorl("train", f"{by[:4]}.toml", by, *steps, "algo.advantage=own.py:advantage", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    before = json.loads((folder / "runs" / by[:4] / "summary.json").read_text())["before"]
+    assert before["mean_reward"]["mean"] == pytest.approx((2 + 2 + 5 + 5 + 3) / 50)
+    assert {name: task["mean"] for name, task in before["by_task"].items()} == {"1": 1 / 3, "two": 1 / 2}
+
+
+def test_a_held_out_metric_that_fell_is_the_last_line(folder):
+    """Training rewards short responses, and the held-out rows reward long ones."""
+    (folder / "length.py").write_text("def short(r, row):\n  return -len(r)\ndef long(r, row):\n  return len(r)\n")
+    examples = (folder / "examples" / "own_reward" / "rows.jsonl").read_text()
+    (folder / "long.jsonl").write_text(examples.replace("{", '{"verifier": "length.py:long", '))
+    options = ["data.verifier=length.py:short", 'data.held_out=["long.jsonl"]', "run.dir=worse", "optim.lr=3e-2"]
+    done = train(folder, *options, "reward.correct_at=0", "evaluate.every=0", "train.steps=4")
+    summary = json.loads((folder / "worse" / "summary.json").read_text())
+    before, after = (summary[f"mean_reward_{when}"]["mean"] for when in ("before", "after"))
+    last = done.stdout.splitlines()[-1]
+    assert f"warning: held-out mean reward fell from {before:.4g} to {after:.4g}, {after - before:.4g}" in last
+    assert summary["findings"] == {"got worse": last.removeprefix("warning: ")}
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])

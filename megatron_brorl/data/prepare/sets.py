@@ -62,7 +62,7 @@ class DataSet:
             answer_regex=self.answer_regex,
             id=self.id,
         )
-        row: JsonRow = {key: value for key, value in map_columns(raw, columns, where).items() if value is not None}
+        row: JsonRow = {key: value for key, value in map_columns(raw, columns, where)[0].items() if value is not None}
         if self.verifier:
             row["verifier"] = self.verifier
         try:

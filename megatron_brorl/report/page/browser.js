@@ -15,7 +15,7 @@ function chunk(number) {
 
 const FILTERS = {
   all: ["all prompts", () => true],
-  mixed: ["right and wrong", (g) => g.outcome === "mixed"],
+  mixed: ["different rewards", (g) => g.outcome === "mixed"],
   right: ["all right", (g) => g.outcome === "right"],
   wrong: ["all wrong", (g) => g.outcome === "wrong"],
   solved: ["newly solved", (g, run) => run.change && run.change.solved.some((p) => p.id === g.prompt_id)],
@@ -71,7 +71,7 @@ function rollouts(parent, run) {
       list.replaceChildren(make("li", { class: "none" }, "No prompt passes search and filter."));
       return pane.replaceChildren();
     }
-    // Select the prompt that was shown before, or else one with right and wrong responses.
+    // Select the prompt that was shown before, or else one with different rewards.
     const again = rows.findIndex((g) => g.prompt_id === prompt), mixed = rows.findIndex((g) => where(m, g) !== undefined && g.outcome === "mixed");
     return select(again >= 0 ? again : mixed >= 0 ? mixed : Math.max(0, rows.findIndex((g) => where(m, g) !== undefined)));
   }
@@ -109,7 +109,7 @@ function rollouts(parent, run) {
 function show(pane, run, m, g, unit) {
   pane.scrollTop = 0;
   const trained = m.kind === "step" ? (g.trained ? ", trained on" : ", not trained on") : "";
-  const counts = `right ${g.right} of ${g.rollouts}, ${g.distinct} distinct answers, ${g.tokens === null ? "-" : g.tokens.toFixed(1)} tokens on average`;
+  const counts = `right ${g.right} of ${g.rollouts}, mean reward ${short(g.reward)}, ${g.distinct} distinct answers, ${g.tokens === null ? "-" : g.tokens.toFixed(1)} tokens on average`;
   const head = [make("h3", null, g.prompt_id), make("p", null, `${momentName(m)}: ${counts}${trained}; task ${g.task}`)];
   const rest = make("code", null, command(run, m, g));
   if (!unit && g.excerpt === null) return pane.replaceChildren(...head, said("The rollouts of this group are not recorded (run.record_groups)."));

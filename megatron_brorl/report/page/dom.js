@@ -42,8 +42,12 @@ function choice(label, values, chosen, change, id) {
 
 const said = (sentence) => make("p", { class: "said" }, sentence);
 const note = (...parts) => make("p", { class: "note" }, parts);
-const percent = (x) => (x === null || x === undefined ? "-" : (100 * x).toFixed(1) + "%");
-const points = (x) => (Math.abs(100 * x) < 0.05 ? "0.0" : (x > 0 ? "+" : "") + (100 * x).toFixed(1));
+// Ties are rounded to even, as Python does in the sentences of the verdict.
+const rounding = (digits) => new Intl.NumberFormat("en", { useGrouping: false, roundingMode: "halfEven", ...digits }).format;
+const tenths = rounding({ minimumFractionDigits: 1, maximumFractionDigits: 1 }), four_digits = rounding({ maximumSignificantDigits: 4 });
+const percent = (x) => (x === null || x === undefined ? "-" : tenths(100 * x) + "%");
+const points = (x) => (Math.abs(100 * x) < 0.05 ? "0.0" : (x > 0 ? "+" : "") + tenths(100 * x));
+const signed = (x) => (x > 0 ? "+" : "") + short(x);
 const whole = (x) => (x === null || x === undefined ? "-" : Math.round(x).toLocaleString("en"));
 const of_p = (p) => (p < 1e-4 ? "< 0.0001" : p.toFixed(4));
 const last_of = (list) => list[list.length - 1];
@@ -52,7 +56,7 @@ function short(x) {
   if (x === null || x === undefined) return "-";
   if (typeof x !== "number" || Number.isInteger(x)) return String(x);
   const size = Math.abs(x);
-  return size >= 1e5 || size < 1e-3 ? x.toExponential(2) : String(Number(x.toPrecision(4)));
+  return size >= 1e6 || size < 1e-4 ? x.toExponential(3) : four_digits(x);
 }
 
 function interval(p, form = percent) {

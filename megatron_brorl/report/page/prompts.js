@@ -9,10 +9,8 @@ function prompts(parent, run) {
   append(parent, make("div", { class: "charts" }, made, unsampled(run)));
 }
 
-const moment = (kind, number) => (kind === "step" ? `step ${number}` : `after ${number} step${number === 1 ? "" : "s"}`);
-
 function spread(s, word, kind) {
-  const names = s.numbers.map((number) => moment(kind, number));
+  const names = s.numbers.map((number) => (kind === "step" ? `step ${number}` : when(number)));
   const total = s.counts.map((row) => row.reduce((a, b) => a + b, 0));
   const values = names.flatMap((name, i) => s.bins.map((bin, b) => ({ bin, when: name, share: s.counts[i][b] / total[i], count: s.counts[i][b] })));
   return chart(`${word} by right rollouts`, kind === "step" ? "All groups of the step." : "", {

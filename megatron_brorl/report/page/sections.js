@@ -31,14 +31,14 @@ function passes(run) {
   const rows = first.passes.map((p) => row(`pass@${p.k}`, p, last && last.passes.find((q) => q.k === p.k), change.get(p.k), percent, points));
   if (first.reward || (last && last.reward)) {
     const d = run.change && run.change.reward && run.change.reward.difference;
-    rows.push(row("mean reward", first.reward, last && last.reward, d, short, short));
+    rows.push(row("mean reward", first.reward || first.passes[0], last && (last.reward || last.passes[0]), d, short, signed));
   }
   const tasks = run.change && run.change.tasks.length > 1 ? run.change.tasks : [];
   const of_tasks = tasks.map((t) => [t.task, t.prompts, interval(first.tasks[t.task]), interval(last.tasks[t.task]), interval(t.difference, points), of_p(t.difference.p)]);
-  const times = [when(first.steps), last ? when(last.steps) : "later", "change, points", "p"];
+  const times = [when(first.steps), last ? when(last.steps) : "later", "change", "p"];
   return [table("pass@k before and after", ["", ...times], rows),
     tasks.length ? table("pass@1 by task before and after", ["pass@1 by task", "prompts", ...times], of_tasks) : null,
-    note("In brackets: 95% bootstrap intervals over prompts. The change is paired by prompt; p is that of Student's two-tailed paired test. Neither covers differences between seeds.")];
+    note("In brackets: 95% bootstrap intervals over prompts. The change (of pass@k in points) is paired by prompt; p is that of Student's two-tailed paired test. Neither covers differences between seeds.")];
 }
 
 function moved(title, rows, text, steps) {
@@ -53,12 +53,16 @@ function held_out(run) {
   const ks = [...new Set(es.flatMap((e) => e.passes.map((p) => p.k)))].sort((a, b) => a - b);
   const some = ks.length <= 4 ? ks : [ks[0], ks[Math.floor(ks.length / 3)], ks[Math.floor((2 * ks.length) / 3)], last_of(ks)];
   const tasks = [...new Set(es.flatMap((e) => Object.keys(e.tasks)))];
+  const reward = es.some((e) => e.reward) && lines("Held-out mean reward", "Band: 95% interval over prompts.", [of_run(run, REWARD, "mean reward")], { y: "mean reward", points: true });
+  if (reward && !es.some((e) => e.passes.some((p) => p.mean > 0))) return [reward]; // pass@k is 0 throughout.
   return [
     lines("Held-out accuracy", "Bands: 95% intervals over prompts.", some.map((k) => of_run(run, `pass@${k}`, `pass@${k}`)), { y: "pass@k", format: ".0%", points: true }),
+    reward,
     tasks.length > 1 ? lines("Held-out pass@1 by task", "Bands: 95% intervals over prompts.", tasks.map((t) => of_run(run, `pass@1 of ${t}`, t)), { y: "pass@1", format: ".0%", points: true }) : null,
   ];
 }
 
+const REWARD = "held-out mean reward"; // in the list of metrics
 const PHASES = ["generate", "score", "exchange", "train", "refit"];
 
 function phases(c) {
@@ -75,14 +79,15 @@ function phases(c) {
 function curves(parent, run) {
   const c = run.curves, tasks = Object.entries(run.by_task.tasks);
   const of = (name, label) => ({ name: label, x: c.step, y: c.values[name] || [] });
+  const never = (c.values.all_wrong_share || []).every((v) => v === null || v === 1) && (c.values.kept_share || []).some((v) => v > 0);
   const one = (title, text, name, y) => lines(title, text, [of(name, title)], { smooth: true, y });
   append(parent, c.step.length ? null : said("No step is finished yet."), make("div", { class: "charts" },
     held_out(run),
     one("Training reward", "", "reward", "mean reward"),
     tasks.length > 1 ? lines("Right rollouts by task", "In training.", tasks.map(([name, y]) => ({ name, x: run.by_task.step, y })),
       { y: "share right", format: ".0%", smooth: true }) : null,
-    lines("Groups of a step", "Kept: groups with right and wrong rollouts; all groups without dynamic sampling.",
-      [of("kept_share", "kept"), of("all_right_share", "all right"), of("all_wrong_share", "all wrong")], { y: "share of groups", format: ".0%" }),
+    lines("Groups of a step", "Kept: groups with different rewards; all groups without dynamic sampling." + (never ? " No rollout reached reward.correct_at." : ""),
+      [of("kept_share", "kept"), ...(never ? [] : [of("all_right_share", "all right"), of("all_wrong_share", "none right")])], { y: "share of groups", format: ".0%" }),
     one("Response length", "", "response_tokens", "mean tokens"),
     phases(c),
     lines("Engine against trainer", "Difference of their log-probs of the same tokens. The log scale does not show 0.",
@@ -108,11 +113,11 @@ function any_metric(parent, runs, names, begin) {
   if (!names.length) return;
   const place = make("div", { class: "charts" });
   const show = () => {
-    const name = field.value, share = name.startsWith("pass@");
+    const name = field.value, share = name.startsWith("pass@"), held = share || name === REWARD;
     if (!names.includes(name)) return;
     const ways = runs.length > 1 ? [["training step", false], ["seconds of training steps", true]] : [["training step", false]];
     const draw = ([x, over]) => lines(over ? `${name} over time` : name, over ? "The time of evaluations is not included." : meaning(name),
-      runs.map((run) => of_run(run, name, run.name, over)), { y: "", x, smooth: !share, format: share ? ".0%" : ".3~g", whole: !over });
+      runs.map((run) => of_run(run, name, run.name, over)), { y: "", x, smooth: !held, format: share ? ".0%" : ".3~g", whole: !over });
     place.replaceChildren(...ways.map((way) => draw(way) || said("This metric has no value.")));
   };
   const field = make("input", { list: "metrics", id: "metric", value: names.includes(begin) ? begin : names[0], autocomplete: "off", on: { input: show, focus: () => field.select() } });
@@ -121,13 +126,13 @@ function any_metric(parent, runs, names, begin) {
   show();
 }
 
-// Return a metric, pass@K, or pass@1 of a task as a series for `lines`. over: seconds instead of steps.
+// Return a metric, pass@K, pass@1 of a task, or the held-out mean reward as a series for `lines`. over: seconds instead of steps.
 function of_run(run, name, label, over) {
-  if (!name.startsWith("pass@")) return { name: label, x: over ? run.curves.elapsed : run.curves.step, y: run.curves.values[name] || [] };
+  if (!name.startsWith("pass@") && name !== REWARD) return { name: label, x: over ? run.curves.elapsed : run.curves.step, y: run.curves.values[name] || [] };
   const task = name.startsWith("pass@1 of ") ? name.slice(10) : null;
   const of_k = (e) => e.passes.find((p) => p.k === Number(name.slice(5)));
-  const of_task = (e) => e.tasks[task];
-  const found = run.evaluations.map((e) => [e.steps, task === null ? of_k(e) : of_task(e)]).filter(([, p]) => p);
+  const value = (e) => (name === REWARD ? e.reward || e.passes[0] : task === null ? of_k(e) : e.tasks[task]);
+  const found = run.evaluations.map((e) => [e.steps, value(e)]).filter(([, p]) => p);
   const end = (key) => (found.some(([, p]) => key in p) ? found.map(([, p]) => (key in p ? p[key] : null)) : undefined);
   return { name: label, x: found.map(([s]) => (over ? elapsed(run, s) : s)), y: found.map(([, p]) => p.mean), low: end("low"), high: end("high") };
 }
@@ -143,8 +148,9 @@ function at_checkpoints(run) {
   const ks = [...new Set(run.checkpoints.flatMap((row) => row.passes.map((p) => p.k)))].sort((a, b) => a - b);
   const shown = [...new Set([ks[0], last_of(ks)])];
   const rows = run.checkpoints.map((row) => [row.steps, duration(row.seconds), whole(row.rollouts), whole(row.kept),
-    ...shown.map((k) => interval(row.passes.find((p) => p.k === k)))]);
-  return table(`Checkpoints of ${run.name}`, ["steps", "time of steps", "rollouts", "trained on", ...shown.map((k) => `pass@${k}`)], rows);
+    ...shown.map((k) => interval(row.passes.find((p) => p.k === k))), ...(row.reward ? [interval(row.reward, short)] : [])]);
+  const graded = run.checkpoints[0].reward ? ["mean reward"] : [];
+  return table(`Checkpoints of ${run.name}`, ["steps", "time of steps", "rollouts", "trained on", ...shown.map((k) => `pass@${k}`), ...graded], rows);
 }
 
 function sampling(runs) {
@@ -219,18 +225,18 @@ function comparison(parent, content) {
     make("h3", null, `Last evaluations against that of ${first.name}, prompt by prompt`));
   const rows = runs.slice(1).flatMap((run, i) => {
     const c = content.against[i + 1];
-    const row = (p) => [run.name, `pass@${p.k}`, percent(p.before), percent(p.after), interval(p.difference, points), of_p(p.difference.p), c.prompts, solved(c)];
-    return c ? c.passes.map(row) : [];
+    const row = (name, p, form, gap) => [run.name, name, form(p.before), form(p.after), interval(p.difference, gap), of_p(p.difference.p), c.prompts, solved(c)];
+    return c ? [...c.passes.map((p) => row(`pass@${p.k}`, p, percent, points)), ...(c.reward ? [row("mean reward", c.reward, short, signed)] : [])] : [];
   });
   const alone = runs.slice(1).filter((_, i) => !content.against[i + 1]).map((run) => run.name);
-  if (rows.length) append(parent, table("Paired differences", ["run", "", first.name, "this run", "difference, points", "p", "prompts of both", "solved / lost"], rows));
+  if (rows.length) append(parent, table("Paired differences", ["run", "", first.name, "this run", "difference (of pass@k in points)", "p", "prompts of both", "solved / lost"], rows));
   if (alone.length) append(parent, said(`${alone.join(", ")} and ${first.name} cannot be paired: they have fewer than two recorded held-out prompts in common.`));
 
   const all = (names) => [...new Set(runs.flatMap(names))];
   const ks = all((run) => run.evaluations.flatMap((e) => e.passes.map((p) => p.k))).sort((a, b) => a - b);
   const tasks = all((run) => run.evaluations.flatMap((e) => Object.keys(e.tasks))).sort();
   const metrics = all((run) => Object.keys(run.curves.values)).sort();
-  any_metric(parent, runs, [...ks.map((k) => `pass@${k}`), ...tasks.map((t) => `pass@1 of ${t}`), ...metrics], "pass@1");
+  any_metric(parent, runs, [...(runs.some((run) => run.evaluations.some((e) => e.reward)) ? [REWARD] : []), ...ks.map((k) => `pass@${k}`), ...tasks.map((t) => `pass@1 of ${t}`), ...metrics], "pass@1");
 
   append(parent, make("h3", null, "Keys that differ"));
   const known = runs.filter((run) => Object.keys(run.config).length);

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.advantages import (
     Moments,
+    group_advantages,
     group_baseline,
     group_normalised,
     has_signal,
@@ -22,6 +23,7 @@ from megatron_brorl.algo.advantages import (
     whiten,
 )
 from megatron_brorl.algo.pass_at_k import pass_at_k_advantages
+from megatron_brorl.config.schema import AlgoConfig
 
 RIGHT = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)  # two of three outcomes are right
 POLICIES = pytest.mark.parametrize("logits", [[0.3, -1.0, 0.8], [2.5, 0.0, -3.0]])
@@ -56,6 +58,18 @@ def close(found: Tensor, wanted: Tensor) -> None:
 def test_maxrl_is_unbiased_for_the_truncated_logarithm(n, logits):
     wanted = gradient(logits, lambda p: -sum((1 - p) ** k / k for k in range(1, n)))
     close(expected(logits, n, over_group_mean), wanted)
+
+
+@SIZES
+@POLICIES
+def test_rloo_is_unbiased_for_the_success_rate_and_dr_grpo_shorter(n, logits):
+    """The mean of a group contains the rollout itself, which costs the factor (n - 1) / n."""
+    for name, factor in (("rloo", 1), ("dr_grpo", (n - 1) / n)):
+        given = torch.ones(2**n, n, dtype=torch.bool), [{}] * 2**n, AlgoConfig(advantage=name)
+        cases = torch.tensor(list(product((0.0, 1.0), repeat=n)))
+        table = dict(zip(map(tuple, cases.tolist()), group_advantages(cases, *given), strict=True))
+        found = expected(logits, n, lambda r, table=table: table[tuple(r.tolist())])
+        close(found, factor * gradient(logits, lambda p: p))
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (4, 1), (4, 2), (4, 3), (6, 4)])

@@ -247,9 +247,9 @@ def test_a_function_can_be_the_verifier():
     def half(response, row):
         if response == "raise":
             raise ValueError("oh")
-        return {"reward": 0.5 if response == row["metadata"]["want"] else math.inf if response == "much" else 0.0}
+        return {"reward": 0.5 if response == row["columns"]["want"] else math.inf if response == "much" else 0.0}
 
-    row = {"prompt": "p", "metadata": {"want": "a"}}
+    row = {"prompt": "p", "columns": {"want": "a"}}
     found = score([["a", "b", "raise", "much"]], [row], verifier=half)[0]
     assert [r.reward for r in found] == [0.5, 0.0, 0.0, 0.0]
     assert [r.status for r in found] == ["ok", "ok", "error", "invalid"]

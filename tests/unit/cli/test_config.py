@@ -12,6 +12,7 @@ from megatron_brorl import __version__
 from megatron_brorl.cli.main import main
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import ColumnsConfig, keys
+from megatron_brorl.data.prompts import RowFormat, read_rows
 
 
 def said(capsys, *arguments, code=0):
@@ -53,6 +54,8 @@ def test_version_and_help_without_a_command(capsys):
     assert shown.startswith("usage: brorl")
     assert "train by reinforcement learning" in shown
     assert "generate" in said(capsys, "data", code=2)
+    assert re.fullmatch("brorl: .*'evalute'.* evaluate.*\n", said(capsys, "evalute", "run.toml", "rollout.n=4", code=2))
+    assert re.fullmatch("brorl: .*'x'.* train, .*\n", said(capsys, "x", code=2))
 
 
 def test_init_writes_what_load_reads(capsys, tmp_path):
@@ -73,7 +76,7 @@ def test_init_writes_what_load_reads(capsys, tmp_path):
     assert (config.model.path, config.data.train, config.data.chat) == (str(model), (str(data),), True)
     assert config.data.columns == ColumnsConfig(prompt="question", answer="answer", answer_regex="#### (.+)")
 
-    assert f"# {keys()['rollout.n']['description']}\nn = 64\n" in path.read_text()
+    assert f"# {keys()['rollout.n']['description']}\nn = 32\n" in path.read_text()
     assert f"{path}: exists; name another file" in said(capsys, "init", path, code=2)
 
 
@@ -94,7 +97,7 @@ def test_init_without_held_out_rows_or_answers(capsys, tmp_path):
     data = load(path).data
     assert (data.held_out, data.verifier, data.chat) == ((), "my_reward.py:score", True)
     assert data.columns == ColumnsConfig(prompt="messages")
-    assert "# Not read: level, extra. " in path.read_text()
+    assert 'row["columns"]: level, extra.' in path.read_text()
     assert {"stop_strings = []", "temperature = 0.6", "top_p = 0.95"} <= commented(path)
 
     # A commented key is the default.
@@ -113,6 +116,35 @@ def test_init_writes_the_given_reward(capsys, tmp_path, reward):
         capsys, "init", tmp_path / "x", "--reward", "maths", code=2
     )
     assert not (tmp_path / "x").exists()
+
+
+SIZES = {"pair": "31 or 4", "bigger": "31", "kind": "far", "gap": 27}
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "to_fill_in"),
+    [
+        (SIZES, "", ["data.verifier", "data.columns"]),
+        (SIZES, "--prompt pair --answer bigger --task kind", []),
+        (SIZES, "--prompt gap --answer bigger", ["data.columns"]),
+        ({"messages": [{"role": "user", "content": "4?"}], "label": 4}, "", ["model.path"]),  # has no chat template
+        ({"question": "Capital of Italy?", "answer": ["Rome", "Roma"]}, "", ["data.verifier"]),
+        ({"problem": "x^2 = 9?", "solution": r"\boxed{3}, or \boxed{-3}"}, "", ["data.columns"]),
+    ],
+)
+def test_init_says_which_keys_to_fill_in(capsys, tmp_path, row, flags, to_fill_in):
+    rows, path = tmp_path / "rows.jsonl", tmp_path / "own.toml"
+    rows.write_text(json.dumps(row) + "\n")
+    assert f"{rows}:1: --task no" in said(capsys, "init", path, "--data", rows, "--task", "no", code=2)
+    told = said(capsys, "init", path, "--data", rows, "--model", tmp_path, *flags.split())
+    fill_in = "".join(line for line in told.splitlines() if line.startswith("fill in: "))
+    assert re.findall(r"(?:: |; )([a-z]+\.[a-z]+) \(", fill_in) == to_fill_in
+    assert path.read_text().count("# FILL IN: ") == len(to_fill_in)
+    data = load(path).data
+    if "data.columns" in to_fill_in:
+        assert f"{rows}:1: " in fill_in
+    else:  # The first row is valid with the other keys.
+        read_rows(rows, RowFormat(data.verifier, columns=data.columns))
 
 
 def test_each_configuration_gets_its_own_run_dir(capsys, tmp_path, monkeypatch):

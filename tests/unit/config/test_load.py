@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_brorl.cli.main import main
 from megatron_brorl.config.foreign_keys import FOREIGN_KEYS, foreign_key_hint
 from megatron_brorl.config.load import load, load_table, suggestion
 from megatron_brorl.config.schema import Config, RolloutConfig, json_schema, keys
@@ -69,7 +70,7 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ("[train]\nn = 4", "unknown key train.n; did you mean rollout.n?"),
         ("[rollout]\nn = 'four'\nprompt = 3", "unknown key rollout.prompt; did you mean rollout.prompts?"),
         ("[train]\nnum_generations = 8", "unknown key train.num_generations; this trainer calls it rollout.n"),
-        ("[grpo]\nnum_generations_per_prompt = 8", "unknown key grpo; this trainer calls it rollout.n"),
+        ("[grpo]\nnum_generations_per_prompt = 8", "unknown key grpo; grpo.num_generations_per_prompt: this"),
         ("[train]\nuse_dynamic_bsz = 8", "train.use_dynamic_bsz; there is no such key here: micro-batches always hold"),
         (
             "[train]\npeft_config = 8",
@@ -131,6 +132,9 @@ def test_a_wrong_override_is_one_line(tmp_path, override, message):
         ({}, "data.template=x", "override"),
         ({}, "data.tasks=[{name=1}]", "override"),
         ({"data": {"tasks": [{"name": 1}]}}, "data.task=x", "override"),
+        ({}, "optimm.lr=1", "override"),
+        ({}, "optim.lr.x=1", "override"),
+        ({"optimm": {"lr": 1}}, "optim.lr=1", "run.toml: unknown key optimm"),
     ],
 )
 def test_an_error_names_the_file_or_the_override_of_the_key(table, override, source):
@@ -157,16 +161,22 @@ def test_keys_of_other_trainers_are_mapped_to_existing_keys():
         assert named or "no such key" in foreign_key_hint(name), name
 
 
-def test_the_page_for_users_of_other_trainers_agrees_with_the_mapping():
-    """Check our key of each row against the schema, and the first key of each other cell against FOREIGN_KEYS."""
+def test_each_key_on_the_page_for_users_of_other_trainers_is_answered(tmp_path, capsys):
+    """The first key of a cell is answered with that of its row. Values are in parentheses."""
     page = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \|(.*)\|(.*)\|(.*)\|$", page, flags=re.M)
-    assert len(rows) > 30
-    for ours, *cells in rows:
-        assert ours in keys()
-        for table, cell in zip(FOREIGN_KEYS.values(), cells, strict=True):
-            for name in re.findall(r"`(?:[a-z_]+\.)*([a-z_]+)`", cell)[:1]:
-                assert ours in table.get(name, ours), (ours, name)
+    asked = [("trainer.n_gpus_per_node", "--processes"), ("logging_steps", "every step")]
+    for ours, trl, verl, nemo in rows:
+        verl = re.sub("`(actor|rollout|model)[.]", r"`actor_rollout_ref.\1.", verl)
+        for names in (re.findall(r"`([\w.]+)`", re.sub(r"\(.*?\)", "", cell)) for cell in (trl, verl, nemo)):
+            asked += [(name, "." if i else ours) for i, name in enumerate(names)]
+    assert len(asked) > 100
+    for name, answer in asked:
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(write(tmp_path, "")), f"{name}=1"])
+        told = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert name in keys() or re.search(rf'^brorl: override "{name}=1": .*{re.escape(answer)}.*\n$', told), told
 
 
 # 8 GPUs, 64 prompts of 16 responses per step, 4 optimizer steps per step, 200 steps, 6,400 rows.
@@ -180,6 +190,7 @@ SAME_RUN = {
     "ppo_micro_batch_size_per_gpu": (4, {}, 8192),
     "max_prompt_length": (512, {"max_response_length": 1536}, 2048),
     "max_num_gen_batches": (5, {}, 4),
+    "dynamic_sampling_max_gen_batches": (5, {}, 4),
     "train_global_batch_size": (256, {"num_prompts_per_step": 64, "num_generations_per_prompt": 16}, 4),
 }
 

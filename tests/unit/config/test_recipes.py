@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from random_model import qwen2_config
 
-from megatron_brorl.cli.memory_plan import Machines, plan_run
-from megatron_brorl.config.load import load
+from megatron_brorl.cli.memory_plan import Machines, plan_run, plan_stage
+from megatron_brorl.config.load import load, load_table
 from megatron_brorl.config.schema import Config
 from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.train.learning_rate import scaled
@@ -141,3 +141,40 @@ def test_one_gpu_fits_80_gb_with_lora_and_with_all_weights(overrides, expected):
     plan = plan_run(config, parse_shape(qwen2_config(**sizes), "test"), Machines(1, 1, gpu, here=False))[0]
     assert {name: x for name, x in plan.training.items() if "(estimate)" not in name} == expected
     assert plan.rows(gpu) >= config.rollout.max_num_seqs == 1024
+
+
+QWEN = {  # hidden, layers, heads, kv_heads, ffn, vocab as published; the smaller two are tied
+    "0.5B": (896, 24, 14, 2, 4864, 151936, True),
+    "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+    "7B": (3584, 28, 28, 4, 18944, 152064, False),
+}
+
+
+@pytest.mark.parametrize(("gpu", "column"), [(22, 1), (79, 2), (139, 3)])
+def test_table_of_models_and_machines_is_the_memory_plan(gpu, column):
+    """Check memory and numbers of responses, and that no setting fits where the table has a dash."""
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| Qwen2.5-(\S+) \| all weights \| (.+) \|\n\| \| LoRA \| (.+) \|$", page, flags=re.M)
+    assert [model for model, *_ in rows] == list(QWEN)
+    names = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab")
+    for model, *cells in rows:
+        *sizes, tied = QWEN[model]
+        published = qwen2_config(**dict(zip(names, sizes, strict=True)), context=32768)
+        shape = parse_shape(published | {"tie_word_embeddings": tied}, "test")
+        for rank, cell in zip((0, 16), cells, strict=True):
+            text = cell.split(" | ")[column]
+            found = []
+            for tokens in (1024, 7680):
+                keys = {"model.dtype": "bf16", "rollout.dtype": "bf16", "rollout.engine": "vllm", "lora.rank": rank}
+                keys |= {"rollout.max_tokens": tokens, "model.context": tokens + 512, "data.train": '["x.jsonl"]'}
+                keys |= {"train.recompute": "full"} if "(r" in text or text == "-" else {}
+                keys |= {"train.offload": "true"} if "o)" in text or text == "-" else {}
+                config = load_table({}, "test", [f"{key}={value}" for key, value in keys.items()])
+                plan = plan_stage(config, shape, Machines(1, 1, gpu * 2**30, here=False))
+                found.append((sum(plan.training.values()), plan.rows(gpu * 2**30)))
+            if text == "-":
+                assert found[0][0] > gpu * 2**30, (model, rank)
+            else:
+                memory, *responses = re.findall(r"[\d,.]*\d", text)
+                assert f"{found[0][0] / 2**30:.1f}" == memory
+                assert [f"{rows:,}" for _, rows in found] == responses

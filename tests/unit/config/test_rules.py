@@ -63,7 +63,7 @@ OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
         (["algo.advantage=maxrl", "reward.strict=true", "shaping.overlong_tokens=9"], "or remove [shaping]"),
         (["rollout.n=1"], "rollout.n = 1: a group baseline needs at least 2 rollouts per prompt"),
         (["rollout.n=1", *GAE], "rollout.n = 1: a group baseline needs at least 2 rollouts per prompt"),
-        (["algo.advantage=grop"], "known: reinforce_pp_baseline, grpo, maxrl, pass_at_k, gae; a function of your own"),
+        (["algo.advantage=grop"], "known: reinforce_pp_baseline, grpo, rloo, dr_grpo, maxrl, pass_at_k, gae; a"),
         (["algo.policy_loss=os:system"], "known: clip, cispo, sapo; a function of your own is"),
         ([*OWN_LOSS, "algo.eps_low=0.1"], "must be 0.2 (the default) with algo.policy_loss = mine.py:loss"),
         ([*OWN_LOSS, "algo.ratio=sequence"], "algo.ratio = \"sequence\": must be 'token' (the default) with"),

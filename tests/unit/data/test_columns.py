@@ -17,6 +17,7 @@ VERL = {
     "data_source": "own",
     "reward_model": {"style": "rule", "ground_truth": "4"},
 }
+VERL_ANSWER = "reward_model.ground_truth"
 
 
 def read(tmp_path, *rows, **columns):
@@ -82,10 +83,10 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
 
 
 @pytest.mark.parametrize(
-    ("row", "columns", "ignored", "is_chat", "is_scored"),
+    ("row", "columns", "others", "is_chat", "is_scored"),
     [
         (GSM8K, {"prompt": "question", "answer": "answer", "answer_regex": "#### (.+)"}, [], False, True),
-        (VERL, {"prompt": "prompt", "answer": "reward_model.ground_truth"}, ["data_source"], True, True),
+        (VERL, {"prompt": "prompt", "answer": VERL_ANSWER}, ["data_source", "reward_model"], True, True),
         ({"problem": "x", "solution": "1"}, {"prompt": "problem", "answer": "solution"}, [], False, True),
         (
             {"messages": VERL["prompt"], "final_answer": 3, "level": "easy", "split": None},
@@ -100,6 +101,8 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
         ({"prompt": "x"}, {}, [], False, False),
         ({"prompt": "x", "target": "y"}, {}, [], False, True),
         ({"prompt": "x", "verifier": "none"}, {}, [], False, True),
+        ({"prompt": "x", "answer": ["a", "b"]}, {"prompt": "prompt"}, ["answer"], False, False),
+        ({"prompt": {}, "query": "y", "answer": True}, {"prompt": "query"}, ["prompt", "answer"], False, False),
         ({"query": "x", "k": 1, "metadata": {"a": 1}}, {"prompt": "query"}, ["k"], False, False),
         ({"messages": VERL["prompt"]}, {"prompt": "messages"}, [], True, False),
         (
@@ -111,10 +114,10 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
         ),
     ],
 )
-def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns, ignored, is_chat, is_scored):
+def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns, others, is_chat, is_scored):
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    assert guess_columns(path) == Guess(columns, ignored, is_chat, is_scored)
+    assert guess_columns(path, {}) == Guess(columns, others, is_chat, is_scored)
     [read] = read_rows(path, RowFormat("none", columns=ColumnsConfig(**columns)))
     assert isinstance(read.prompt, list) == is_chat
     assert (read.answer is not None or "verifier" in row) == is_scored
@@ -133,7 +136,7 @@ CONSTRAINTS = [
 def test_arguments_of_a_check_are_not_an_answer(tmp_path, row):
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    guess = guess_columns(path)
+    guess = guess_columns(path, {})
     assert not guess.is_scored
     assert "answer" not in guess.columns
     text = row.get("ground_truth") or row.get("answer")
@@ -147,11 +150,5 @@ def test_arguments_of_a_check_are_not_an_answer(tmp_path, row):
 def test_sets_and_lists_are_answers(tmp_path, answer):
     path = tmp_path / "f.jsonl"
     path.write_text(json.dumps({"prompt": "x", "answer": answer}))
-    assert guess_columns(path).is_scored
+    assert guess_columns(path, {}).is_scored
     assert read_rows(path, RowFormat("math"))[0].answer == answer
-
-
-def test_a_file_without_a_prompt_has_no_columns_to_guess(tmp_path):
-    (tmp_path / "f.jsonl").write_text('{"x": 1}\n')
-    with pytest.raises(UserError, match="no column looks like a prompt, only x"):
-        guess_columns(tmp_path / "f.jsonl")

@@ -219,7 +219,8 @@ PROMPT = Prompt("a", "1+1=", (3, 4), "2", "exact", {"b": 1, "a": [2.5, None]})
 
 
 @pytest.mark.parametrize(
-    "change", [{"id": "b"}, {"token_ids": (3, 5)}, {"answer": None}, {"verifier": "math"}, {"metadata": {"b": 2}}]
+    "change",
+    [{"id": "b"}, {"token_ids": (3, 5)}, {"answer": None}, {"verifier": "x"}, {"metadata": {}}, {"columns": {"b": 2}}],
 )
 def test_digests_of_prompts(change: dict) -> None:
     changed = replace(PROMPT, **change)

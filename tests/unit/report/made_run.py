@@ -28,6 +28,7 @@ def make_run(
     n: int = 32,
     rates: tuple[float, float] = (0.3, 0.6),
     rewards: tuple[float, float] | None = None,
+    rights: tuple[list[int], list[int]] | None = None,
     ended: bool = True,
     recorded: bool = True,
     record: bool = True,
@@ -35,7 +36,8 @@ def make_run(
     """Write a run.
 
     rates: shares of right answers at the first and the last evaluation; those of steps lie between. rewards: the mean
-    rewards of these evaluations, where they are not the rates.
+    rewards of these evaluations, where they are not the rates. rights: right samples of the prompts at the first and at
+    later evaluations, instead of the rates.
 
     ended: with a summary. recorded: with rollouts. record: with run.json.
     """
@@ -48,19 +50,19 @@ def make_run(
     # Held-out prompts, and training prompts that repeat.
     shares = {}
     for number in evaluations:
-        rights = random.binomial(samples, rate(number), prompts)
-        shares[number] = float(rights.mean() / samples)
+        found = np.array(rights[number > 0]) if rights else random.binomial(samples, rate(number), prompts)
+        shares[number] = float(found.mean() / samples)
         if recorded:
             names = [f"held/{i} & <b>" for i in range(prompts)]
             mean = rewards and rewards[0] + (rewards[1] - rewards[0]) * number / last
-            _write(folder, LogEntry("evaluation", number), names, rights, samples, samples, mean=mean)
+            _write(folder, LogEntry("evaluation", number), names, found, samples, samples, mean=mean)
     with MetricsWriter(folder) as writer:
         for step in range(steps):
-            rights = random.binomial(n, rate(step), 6)
+            found = random.binomial(n, rate(step), 6)
             names = [f"train/{(step + i) % 8}" for i in range(6)]
             if recorded:
-                _write(folder, LogEntry("step", step), names, rights, n, 8, first=2)
-            writer.write(step, _metrics(step, rights, n, shares.get(step + 1)), _seconds(step))
+                _write(folder, LogEntry("step", step), names, found, n, 8, first=2)
+            writer.write(step, _metrics(step, found, n, shares.get(step + 1)), _seconds(step))
 
     if ended:
         (folder / "summary.json").write_text(json.dumps(_summary(shares, prompts, steps, n)))

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from made_run import TASKS, make_run
 
-from megatron_brorl.config.schema import EvaluateConfig
+from megatron_brorl.config.schema import Config, EvaluateConfig
 from megatron_brorl.report.content import (
     RecordedEvaluation,
     RecordedRun,
+    change_of_run,
     checkpoints,
     content,
     curves,
@@ -27,6 +28,7 @@ from megatron_brorl.report.content import (
     read_run,
     times_to_target,
 )
+from megatron_brorl.report.findings import findings
 from megatron_brorl.report.page import embed, select_siblings
 from megatron_brorl.train.evaluate import PromptResult, summarize
 
@@ -116,7 +118,7 @@ def test_intervals_match_the_evaluation_of_the_run(folder):
         rows = groups(folder, f"evaluation_{found.steps:06d}")
         prompts = [SimpleNamespace(id=g["prompt_id"], verifier="exact", task=g["task"]) for g in rows]
         answers = [
-            PromptResult(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"])
+            PromptResult(p, i, g["rollouts"], g["right"], g["reward"], g["tokens"], [])
             for i, (p, g) in enumerate(zip(prompts, rows, strict=True))
         ]
         told = summarize(answers, len(rows), EvaluateConfig(), seed=7)
@@ -149,11 +151,20 @@ def test_tasks_and_spread(folder, run):
         assert named["none"] == sum(g["right"] == 0 for g in rows)
 
 
+HALF = [4] * 20 + [0] * 20  # right samples of 40 prompts with 4 samples each
+
+
 @pytest.mark.parametrize(
     ("options", "tone", "headline"),
     [
+        # pass@1 stays at 50%. In the third row it stays at 75% and pass@4 at 100%, but it changes in both tasks.
+        ({"prompts": 40, "rights": ([2] * 40, HALF)}, "bad", "It got worse: pass@4 fell from 100.0% to 50.0%, -50.0"),
+        ({"prompts": 40, "rights": ([1] * 40, HALF)}, "unclear", "Mixed result: pass@1 rose from 25.0% to 50.0%"),
+        ({"prompts": 40, "rights": ([3] * 40, [4, 2] * 20)}, "unclear", "Mixed result: pass@1 of gcd rose from 75.0%"),
+        ({"rates": (0.0, 0.0), "rewards": (-3.0, -4.5)}, "bad", "It got worse: mean reward fell from -3 to -4.5, -1.5"),
+        ({"rates": (0.0, 0.0), "rewards": (0.2, 0.6)}, "good", "It learned: mean reward rose from 0.2 to 0.6, +0.4"),
+        ({"rates": (0.0, 0.0), "rewards": (2.0, 2.0)}, "unclear", "No change beyond chance: mean reward went from 2 "),
         ({"prompts": 40}, "good", "It learned: pass@1 rose from"),
-        ({"prompts": 40, "rates": (0.8, 0.2)}, "bad", "It got worse: pass@1 fell from"),
         ({"rates": (0.5, 0.5), "evaluations": (0, 1)}, "unclear", "No change beyond chance: pass@1 went from"),
         ({"recorded": False}, "unclear", "pass@1 went from"),
         ({"evaluations": ()}, "unclear", "Learning was not measured: there is no held-out"),
@@ -170,7 +181,7 @@ def test_verdicts(tmp_path, options, tone, headline):
     found = content([make_run(tmp_path / "run", **options)])[0]["runs"][0]
     assert found["verdict"]["tone"] == tone
     assert found["verdict"]["headline"].startswith(headline)
-    if options.get("rates") == (0.0, 0.0):
+    if headline.endswith("from 0.0% to 0.0%"):
         assert "none right" in found["verdict"]["findings"][0]
 
 
@@ -181,10 +192,25 @@ def test_partial_rewards_are_compared_too(tmp_path):
     assert run["verdict"]["details"][0] == ("mean reward rose from -0.2 to 0.2, +0.4 (95% interval +0.4 to +0.4).")
     assert run["change"]["reward"]["before"] == pytest.approx(-0.2)
 
-    # No answer is right, but the reward rose.
-    run = content([make_run(tmp_path / "b", prompts=40, rates=(0.0, 0.0), rewards=(0.2, 0.6))])[0]["runs"][0]
-    assert run["verdict"]["headline"].startswith("It learned: mean reward rose from 0.2 to 0.6, +0.4 (95% interval ")
-    assert run["verdict"]["details"][0].startswith("pass@1 went from 0.0% to 0.0%, 0.0 points (95% interval -8.8 to ")
+
+def test_a_metric_that_fell_is_a_finding_with_the_answers_counted_in_the_files(tmp_path):
+    folder = make_run(tmp_path, prompts=40, rights=([2] * 40, HALF))
+    rows = [{"kept_share": 1.0, "entropy": entropy} for entropy in (0.75, 0.125)]
+    sentence = findings(Config(), rows, None, None, True, change_of_run(folder))["got worse"]
+    ends = [sum(g["distinct"] for g in groups(folder, f"evaluation_00000{n}")) / 40 for n in (0, 4)]
+    assert "fell from 100.0% to 50.0%, -50.0 points (95% interval " in sentence
+    assert "distinct answers per prompt {:.1f} -> {:.1f}; entropy 0.75 -> 0.125".format(*ends) in sentence
+
+
+@pytest.mark.parametrize(("template", "shared"), [("{prompt}=", "4+4=8\n9+9=18\n"), ("1+1=2, {prompt}=", "")])
+def test_the_list_of_prompts_shows_what_differs(tmp_path, template, shared):
+    folder = make_run(tmp_path, prompts=3, evaluations=(0,))
+    (folder / "run.json").write_text(json.dumps({"config": {"data": {"template": template}}, "starts": []}))
+    table = pq.read_table(path := folder / "rollouts" / "evaluation_000000.groups.parquet")
+    texts = [template.format(prompt=f"{shared}{i}+5") for i in range(3)]
+    pq.write_table(table.set_column(table.column_names.index("prompt"), "prompt", [texts]), path)
+    found = embed(read_run(folder), set(), 1_000_000)
+    assert [g["excerpt"] for g in opened([found["chunks"][found["moments"][0]["list"]]])[0]] == ["0+5=", "1+5=", "2+5="]
 
 
 def test_several_runs_are_paired_by_prompt(tmp_path):

@@ -43,6 +43,14 @@ def test_a_run_that_learns_has_no_findings():
     assert found([{"kept_share": 1.0, "reward": 0.0}]) == {}  # the mean of +1 and -1
 
 
+@pytest.mark.parametrize(("share", "right", "std"), [(1, 0, 2), (0.9, 0, 2), (1, 0.1, 2), (1, 0, 0)])
+def test_different_rewards_that_never_reach_correct_at_are_a_finding(share, right, std):
+    ends = {"pass_at_1": {"mean": right}, "by_task": {}}
+    row = {"kept_share": 1.0, "all_wrong_share": share, "reward": -7.25, "reward_std": std}
+    sentence = found([row], before=ends, after=ends).get("never correct", "")
+    assert ("reward.correct_at = 1 (mean -7.25)" in sentence) == ((share, right, std) == (1, 0, 2))
+
+
 @pytest.mark.parametrize(
     ("row", "name", "parts"),
     [

@@ -49,13 +49,22 @@ def test_every_chart_is_drawn_and_model_text_stays_text(tmp_path):
     assert "<img" not in body
 
 
+def test_one_value_is_rounded_in_one_way(tmp_path):
+    # 25 and 26 of 80 are 31.25% and 32.5%, and the change is 1.25 points. Python rounds ties to even.
+    rights = [1] * 25 + [0] * 55, [1] * 26 + [0] * 54
+    body = opened(tmp_path, [make_run(tmp_path / "a", prompts=80, samples=1, rights=rights)])
+    assert "from 31.2% to 32.5%, +1.2 points (95% interval" in body
+    assert [body.count(f">{start} (") for start in ("+1.2", "+1.3", "31.2%", "31.3%")] == [1, 0, 2, 0]
+
+
 @pytest.mark.parametrize(
     ("options", "charts", "said"),
     [
         ([{"steps": 1, "evaluations": (0,), "ended": False}], 12, "the only evaluation, before the first step"),
         ([{"evaluations": (), "recorded": False, "record": False}], 12, "No rollouts are recorded"),
         ([{"steps": 0, "evaluations": (), "recorded": False, "ended": False}], 0, "No step is finished yet"),
-        ([{}, {"rates": (0.1, 0.9)}], 2, "No recorded key differs."),
+        ([{}, {"rates": (0.1, 0.9), "rewards": (-3.0, -1.0)}], 2, ">mean reward<"),
+        ([{"rates": (0.0, 0.0), "rewards": (-3.0, -1.0)}], 15, ">Held-out mean reward<"),
     ],
 )
 def test_missing_records_leave_no_empty_section(tmp_path, options, charts, said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -14,17 +15,17 @@ from megatron_brorl.rollout_log import FOLDER, GROUPS, LogEntry, write_groups
 from megatron_brorl.theory.pass_rates import mixed_share
 
 
-@pytest.mark.parametrize("right", [0, 1, 3, 6])
+@pytest.mark.parametrize(
+    "rewards", [[0] * 6, [1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1] * 6, [-3, -3, -3, 0, 0.5, 0.5]]
+)
 @pytest.mark.parametrize("n", [2, 3, 6])
-def test_mixed_share_is_the_share_of_mixed_subsets(right, n):
-    rewards = [1] * right + [0] * (6 - right)
-    subsets = list(itertools.combinations(rewards, n))
-    expected = np.mean([0 < sum(s) < n for s in subsets])
-    assert mixed_share(np.array([right]), np.array([6]), n) == pytest.approx(expected, abs=1e-12)
+def test_mixed_share_is_the_share_of_mixed_subsets(rewards, n):
+    expected = np.mean([len(set(s)) > 1 for s in itertools.combinations(rewards, n)])
+    assert mixed_share([[*Counter(rewards).values()]], n) == pytest.approx(expected, abs=1e-12)
 
 
 def test_mixed_share_beyond_the_rollouts_is_that_of_all_rollouts():
-    assert mixed_share(np.array([1, 0, 4]), np.array([4, 4, 4]), 8) == pytest.approx(1 / 3)
+    assert mixed_share([[1, 3], [4, 0], [4]], 8) == pytest.approx(1 / 3)
 
 
 @pytest.fixture
@@ -41,13 +42,14 @@ def printed(tmp_path, capsys):
 
 
 def test_command_reads_an_evaluation(tmp_path, printed):
-    rows = [
-        {"benchmark": "own", "id": i, "task": "t", "samples": 4, "right": i, "reward": 0, "tokens": 1} for i in (0, 2)
-    ]
+    row = {"benchmark": "own", "task": "t", "samples": 4, "reward": -0.75, "tokens": 1}
+    rows = [row | {"id": 0, "right": 0, "reward_counts": [3, 1]}, row | {"id": 2, "right": 2}]
     (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = printed()
     assert "2 prompts, the last evaluation of each, 4 to 4 rollouts" in out
     assert "mean 0.250" in out
+    assert "mean reward -0.75;" in out
+    assert "at least 100.0%" in out  # No response to the first prompt is right, but their rewards differ.
 
 
 def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, printed):
