@@ -9,12 +9,6 @@ import pytest
 import torch
 from dist.steps import _Silent, configured, make_trainer
 
-from megatron_brorl.families.shape import read_shape
-from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.reference.sampling import sample_tokens
-from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.watchdog import Watchdog
-
 NAN = float("nan")
 GAE = {"algo": {"advantage": "gae", "mini_batches": 2}}
 
@@ -65,12 +59,16 @@ def versions(trainer):
 
 
 @pytest.mark.parametrize("changes", [{}, {"algo": {"epochs": 3}}, GAE], ids=["actor", "epochs", "gae"])
-def test_a_step_without_a_signal_counts_nothing(processes, model, changes):
+def test_a_step_without_a_signal_counts_nothing_and_sends_no_weights(processes, model, changes):
     trainer = trainer_of(model, processes, changes)
+    verbs = trainer.runner.engine.engine.verbs
     taken = 0
     for all_right in (True, False, True, True, False):
         trainer.runner.pool.all_right = all_right
+        verbs.clear()
         values, _ = trainer.train_step()
+        assert {"sleep", "update_weights"} & {*verbs} == (set() if all_right else {"sleep", "update_weights"})
+        assert values["refit_again"] == 0
         assert (values["updates"] == 0) == all_right
         taken += int(values["updates"])
         assert versions(trainer) == (taken, taken, taken)
@@ -78,39 +76,6 @@ def test_a_step_without_a_signal_counts_nothing(processes, model, changes):
         if trainer.critic:
             assert trainer.state.critic_updates == taken
             assert values["critic_lr"] == values["lr"]
-
-
-@pytest.mark.parametrize("changes", [{}, GAE], ids=["actor", "gae"])
-def test_a_step_without_a_signal_sends_no_weights(processes, model, changes):
-    """The built-in engine keeps its weights, whose version is in the spans of the next rollouts."""
-    shape = read_shape(model[0])
-    trainer = trainer_of(model, processes, changes | {"train": {"verify_reshard": "never"}})
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 64, sample_tokens)
-    trainer.runner = replace(trainer.runner, engine=Watchdog(engine, 300.0))
-    trainer.sync_weights()
-    calls, versions = [], set()
-
-    def record(name, method):
-        def call(*arguments):
-            calls.append(name)
-            result = method(*arguments)
-            versions.update(r.spans[0][0] for rollouts in result or () for r in rollouts)
-            return result
-
-        setattr(engine, name, call)
-
-    for name in ("generate", "sleep", "update_weights"):
-        record(name, getattr(engine, name))
-    for all_right in (True, True, False, True, False):
-        trainer.runner.pool.all_right = all_right
-        calls.clear()
-        versions.clear()
-        before = trainer.state.updates
-        values, _ = trainer.train_step()
-        assert values["refit_again"] == 0
-        assert calls == ["generate", *([] if all_right else ["sleep", "update_weights"])]
-        assert (versions, engine.version) == ({before}, trainer.state.updates)
-        assert (trainer.state.updates == before) == all_right
 
 
 def test_a_mini_batch_without_a_row_counts_nothing(processes, model):
