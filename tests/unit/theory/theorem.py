@@ -78,7 +78,7 @@ def theorem_1(m: Masses, n: Tensor, right: float, wrong: float, step: float) -> 
     right >= 0 >= wrong the first two terms cannot be negative, because the masses of A and B add up to at most 1.
     """
     s_r = right * m.p_pos + wrong * m.p_neg
-    scale, q_pos, q_neg = step / n, m.p_pos + m.u_pos, m.p_neg + m.u_neg
+    scale, q_pos, q_neg = step / n.double(), m.p_pos + m.u_pos, m.p_neg + m.u_neg
     return Terms(
         scale * (right - s_r) * q_neg * m.a2,
         scale * (s_r - wrong) * q_pos * m.b2,
