@@ -31,7 +31,7 @@ from megatron_brorl.data.chat import Message
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
-from megatron_brorl.environments.interface import Format, Kind, describe
+from megatron_brorl.environments.interface import Format, describe
 from megatron_brorl.environments.pool import EnvironmentPool
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape, read_shape
@@ -119,7 +119,7 @@ class Session:
         check_model(config, self.shape.family, self.shape.experts, config.model.path)
 
         self._environment_class = program.environment or config.environment.factory
-        self.environment = self._describe_environment()
+        self.environment = describe(self._environment_class) if config.environment.factory else None
         self._data = data = self._data_config()
         self._tool_format = self._check_turns()
 
@@ -221,16 +221,11 @@ class Session:
 
         return self.share_errors(score_references)
 
-    def _describe_environment(self) -> Kind | None:
-        """Return the environment's properties, or None without one. Raises UserError if it cannot be used."""
-        return describe(self._environment_class) if self.config.environment.factory else None
-
     def _check_turns(self) -> Format:
         """Return the format of tool calls. Raises UserError if the chat template cannot frame turns and calls."""
         if not self.environment:
             return "tags"
-        data = self._data
-        tools = self.environment.tools
+        tools, data = self.environment.tools, self._data
         self._continuation([{"role": "tool" if tools else "user", "content": "x"}])
         call_format = self.tokenizer.call_format(data.chat_template_kwargs) if tools and data.chat else "tags"
         names = ", ".join(tool["function"]["name"] for tool in tools)
@@ -240,8 +235,7 @@ class Session:
 
     def _continuation(self, messages: Sequence[Message], after_stop: bool = True) -> list[int]:
         """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""
-        data = self._data
-        return self.tokenizer.continuation(messages, data.chat, data.chat_template_kwargs, after_stop)
+        return self.tokenizer.continuation(messages, self._data.chat, self._data.chat_template_kwargs, after_stop)
 
     def _data_config(self) -> DataConfig:
         """Return section [data] for reading rows. With an environment, its tools are part of prompts of a template."""

@@ -262,12 +262,9 @@ def _checkpoint(session: Session) -> str:
 
 def _progress(session: Session) -> RunState:
     """Return the steps of the checkpoint that the run would continue from, without its other state."""
-    found = checkpoint.find(session.dir / "checkpoints")
-    if session.config.train.resume == "never" or not found:
-        return RunState()
-    run = read_run_json(found)
-    counts = {name: run[name] for name in ("updates", "critic_updates", "critic_steps")}
-    return RunState(step=run[checkpoint.STEP], **counts)
+    found = session.config.train.resume != "never" and checkpoint.find(session.dir / "checkpoints")
+    run = read_run_json(found) if found else {}
+    return RunState(**{name: run[name] for name in ("step", "updates", "critic_updates", "critic_steps") if run})
 
 
 class _Worker(Worker):

@@ -46,10 +46,7 @@ class Episodes:
             return self._failed(episode, e)
 
     def step(self, episode: int, text: str, last: bool, format: Format, in_thought: bool = False) -> Outcome:
-        """Pass a turn of the model to the environment. Never raises.
-
-        last: the episode ends after this turn. in_thought: see find_calls.
-        """
+        """Pass a turn to the environment. Never raises. last: the episode ends with it. in_thought: see find_calls."""
         environment = self._environments[episode]
         has_step = hasattr(environment, "step")
         calls = [] if has_step else find_calls(text, format, in_thought)

@@ -94,10 +94,7 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
         self._submit(self._reset(episode, dict(row), reply))
 
     def step(self, episode: int, text: str, last: bool, reply: Send, in_thought: bool = False) -> None:
-        """Pass the text of a turn to the environment.
-
-        last: the episode ends after this turn and is scored. in_thought: see find_calls.
-        """
+        """Pass a turn to the environment. last: the episode ends with it and is scored. in_thought: see find_calls."""
         self._submit(self._call(episode, reply, "step", text, last, self._format, in_thought))
 
     def end(self, episode: int) -> None:

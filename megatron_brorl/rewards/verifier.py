@@ -19,10 +19,7 @@ from typing import Any, NamedTuple, TypedDict
 
 
 def holds_object(text: object) -> bool:
-    """Return whether a reference is an object, or begins like JSON or Python text of one or of a list of them.
-
-    Data sets of instruction following and code keep the arguments of a check there, not an answer to compare with.
-    """
+    """Return whether a reference is an object, or text of one or of a list of them: the arguments of a check."""
     return isinstance(text, dict) or re.match(r"""\s*\[?\s*\{\s*["'][^"']*["']\s*:""", str(text)) is not None
 
 

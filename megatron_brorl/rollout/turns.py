@@ -40,8 +40,7 @@ class TurnEngine:
     pool: EnvironmentPool
     config: EnvironmentConfig
     decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
-    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it, see
-    # Tokenizer.continuation.
+    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it
     encode: Callable[[Sequence[dict[str, str]], bool], list[int]]
 
     def __getattr__(self, name: str) -> Any:

@@ -184,8 +184,7 @@ class Trainer:
         # Free the engine's memory for training. sync_weights() wakes the engine up again. Without groups to train on,
         # the built-in engine stays awake and keeps its weights. Other engines leave no memory for the diagnostics. With
         # expert parallelism, even ranks without rows compute.
-        built_in = config.rollout.engine not in ENGINES
-        is_idle = built_in and not collected.outcomes.kept and self.grid.ep_size == 1
+        is_idle = config.rollout.engine not in ENGINES and not collected.outcomes.kept and self.grid.ep_size == 1
         if not is_idle:
             self.runner.engine.sleep()
         with _timed(seconds, "diagnose"):

@@ -76,14 +76,12 @@ def critic_optim(critic: CriticConfig, optim: OptimConfig) -> OptimConfig:
 
 def zero_rate(config: Config, state: RunState) -> str:
     """Return advice if the learning rate of actor or critic decays to 0 before the end of the run, else ""."""
-    left = config.train.steps - state.step
-    gae = config.algo.advantage == "gae"
-    warmup = config.critic.warmup_steps if gae else 0
-    of_actor = config.train.steps - warmup, left - max(warmup - state.critic_steps, 0), state.updates
-    models = [("optim.lr", config.optim, *of_actor)]
-    if gae:
-        critic = critic_optim(config.critic, config.optim)
-        models.append(("critic.lr", critic, config.train.steps, left, state.critic_updates))
+    steps, left = config.train.steps, config.train.steps - state.step
+    has_critic = config.algo.advantage == "gae"
+    warmup = config.critic.warmup_steps * has_critic
+    critic = critic_optim(config.critic, config.optim)
+    models = [("optim.lr", config.optim, steps - warmup, left - max(warmup - state.critic_steps, 0), state.updates)]
+    models += [("critic.lr", critic, steps, left, state.critic_updates)] * has_critic
     for key, optim, steps, to_come, taken in models:
         optim = with_decay_steps(optim, config, steps)
         end = taken + to_come * config.algo.mini_batches * config.algo.epochs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 from contextlib import ExitStack
 from functools import cache
@@ -10,13 +11,17 @@ import psutil
 import pytest
 from unit.environments.hostile_environments import Hostile
 from unit.environments.hostile_environments import __file__ as FILE
-from unit.environments.test_interface import hermes
 
 from megatron_brorl.environments.pool import EnvironmentPool, Reply
 from megatron_brorl.errors import UserError
 from megatron_brorl.types import ScoreResult
 
-ACT = hermes(("act", {}))
+
+def hermes(name, arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+ACT = hermes("act", {})
 
 
 def wait(call, *arguments):
@@ -114,13 +119,13 @@ MALFORMED = [
     ("<tool_call>{'name': 'act'}</tool_call>", "cannot be parsed as JSON"),
     ("<tool_call>" + "[" * 100_000 + "</tool_call>", "cannot be parsed as JSON"),
     ('<tool_call>{"name": "act", "arguments": {}}', "the end tag is missing"),
-    (hermes(("act", "{}")), '"arguments", which are an object'),
-    (hermes(("reward", {})), "no tool 'reward'; the tools are act, add"),
-    (hermes(("\ud800" * 1000, {})), "no tool"),
-    (hermes(("add", {"a": 1})), "argument b: Missing required argument"),
-    (hermes(("add", {"a": 1, "b": [2]})), "argument b: Input should be a valid integer"),
-    (hermes(("act", {"number": 1, "<|x|>": 2})), "argument <|x|>: Unexpected keyword argument"),
-    (hermes(("act", {"self": 1})), "argument self: Got multiple values"),
+    (hermes("act", "{}"), '"arguments", which are an object'),
+    (hermes("reward", {}), "no tool 'reward'; the tools are act, add"),
+    (hermes("\ud800" * 1000, {}), "no tool"),
+    (hermes("add", {"a": 1}), "argument b: Missing required argument"),
+    (hermes("add", {"a": 1, "b": [2]}), "argument b: Input should be a valid integer"),
+    (hermes("act", {"number": 1, "<|x|>": 2}), "argument <|x|>: Unexpected keyword argument"),
+    (hermes("act", {"self": 1}), "argument self: Got multiple values"),
     (ACT * 20, "at most 16 calls"),
 ]
 
@@ -128,7 +133,7 @@ MALFORMED = [
 @pytest.mark.parametrize(("text", "message"), MALFORMED)
 def test_a_malformed_call_gives_an_error_to_the_model(tools, text, message):
     reset(tools, 0)
-    reply = step(tools, 0, f"{hermes(('add', {'a': '2', 'b': 3}))} and {text}")
+    reply = step(tools, 0, f"{hermes('add', {'a': '2', 'b': 3})} and {text}")
     good, *turns, bad = reply.messages
     assert good == {"role": "tool", "name": "add", "content": "5"}
     assert [m["content"] for m in turns] == [f"turn {i + 1}" for i in range(15 * (text == ACT * 20))]
