@@ -306,11 +306,11 @@ class Trainer:
 
     def _save_and_raise(self, error: StepError, before: RunState, steps_taken: int, progress: Progress) -> NoReturn:
         """Save the state before a failed step or evaluation, unless the actor or critic has changed, and raise."""
-        self.background_saver.wait_on_error(progress.note)
         reason = "the failed step has already changed the weights"
         has_changed = self.worker.steps_taken > steps_taken or self.state.critic_updates > before.critic_updates
+        self.state = before
+        self.check_background_save(progress, wait=True)
         if before.step and not has_changed:
-            self.state = before
             try:
                 self.save()
             except NotWritten as e:
