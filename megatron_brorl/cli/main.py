@@ -23,7 +23,7 @@ from megatron_brorl.cli import report as report_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
-from megatron_brorl.errors import RankError, UserError
+from megatron_brorl.errors import UserError
 from megatron_brorl.files import check_outputs, read_object
 from megatron_brorl.tracking import run_info
 
@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
         args = _parse(arguments)
         status = _run_ranks(args) if hasattr(args, "processes") else args.command(args)
     except UserError as e:
-        # Most errors are the same on all ranks of a node.
-        if isinstance(e, RankError) or os.environ.get("LOCAL_RANK", "0") == "0":
+        # An error is the same on all ranks of a node.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"brorl: {e}", file=sys.stderr)
         status = 2
     except BrokenPipeError:  # the reader, such as head or less, has closed the pipe
@@ -90,8 +90,8 @@ def _run_ranks(args: argparse.Namespace) -> int:
     if args.processes:
         from megatron_brorl.cli.launch import launch
 
-        options = ["--dry-run"] if getattr(args, "dry_run", False) else []
-        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *options, *args.overrides]
+        given = [f"--{x}" for x in ("dry-run", "accept-changed-functions") if vars(args).get(x.replace("-", "_"))]
+        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *given, *args.overrides]
         return launch(args.processes, command)
 
     # Install signal handlers first, because importing torch takes seconds.
@@ -154,6 +154,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
         if name == "train":
             text = "check everything that the run needs, including a forward and backward pass, and write nothing"
             command.add_argument("--dry-run", action="store_true", help=text)
+            text = "resume although files of your own functions have changed; run.json records both hashes of each"
+            command.add_argument("--accept-changed-functions", action="store_true", help=text)
         if name == "evaluate":
             text = "JSONL or Parquet file with prompts (evaluate.benchmarks); may be given several times"
             command.add_argument("--benchmark", action="append", metavar="[NAME=]FILE", help=text)

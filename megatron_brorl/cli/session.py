@@ -43,7 +43,7 @@ from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, cpu_bridge, grid, network
 from megatron_brorl.parallel.stalls import StallReporter
 from megatron_brorl.rewards import custom
-from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers
+from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers, try_texts
 from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.worker_pool import RewardPool
@@ -77,6 +77,7 @@ class Program:
     algorithm: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by key, see algo.functions.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
     environment: type | None = None  # the class that environment.factory names
+    accept_changed_functions: bool = False  # continue from a checkpoint of other versions of the user's functions
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
     on_check: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
 
@@ -204,17 +205,20 @@ class Session:
         self.program.on_check("disk", room)
 
     def check_verifiers(self, prompts: Sequence[Prompt]) -> str:
-        """Let the verifiers score reference answers, and return the result in words; a collective.
+        """Let verifiers, or the environment, score reference answers and other texts; return the result in words.
 
-        Warnings go to stderr. Raises UserError, on all ranks, if a verifier fails.
+        Warnings go to stderr. Raises UserError, on all ranks, if a verifier or the environment fails. Collective.
         """
-        if self.environment:
-            return f"environment {self.config.environment.factory} gives the rewards"
 
         def score_references() -> str:
             if not self.is_main_rank:
                 return ""
-            found, warnings = check_references(self.pool, prompts, self.config.reward)
+            if self.environment:
+                name = f"environment {self.config.environment.factory}"
+                _, warnings = try_texts(self.environment_pool.play, name, prompts[:1])
+                found = f"{name} plays episodes of one turn on row {prompts[0].id}"
+            else:
+                found, warnings = check_references(self.pool, prompts, self.config.reward)
             for warning in warnings:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
             return found
@@ -351,7 +355,9 @@ class Session:
         """Return the engine and the reward workers, which end with the session."""
         engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
         if self.environment:
-            engine = self._turn_engine(engine)
+            environment = self.config.environment
+            turns = TurnEngine(engine, self.environment_pool, environment, self.tokenizer.decode, self._continuation)
+            engine = typing.cast(RolloutEngine, turns)
         watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
         return RolloutRunner(
@@ -374,13 +380,13 @@ class Session:
         self._closing.append(pool.close)
         return pool
 
-    def _turn_engine(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return the engine with environments, whose processes end with the session."""
+    @functools.cached_property
+    def environment_pool(self) -> EnvironmentPool:
+        """The processes of environments, which end with the session."""
         config = self.config.environment
         pool = EnvironmentPool(self._environment_class, config.workers, config.max_tool_seconds, self._tool_format)
         self._closing.append(pool.close)
-        turns = TurnEngine(engine, pool, config, self.tokenizer.decode, self._continuation)
-        return typing.cast(RolloutEngine, turns)
+        return pool
 
     def _torch_engine(self) -> RolloutEngine:
         return TorchEngine(

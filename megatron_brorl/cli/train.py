@@ -51,9 +51,10 @@ def run(args: argparse.Namespace) -> int:
     """Train by a configuration file, see `execute`."""
     words = ["train", args.config, *args.overrides]
     config = load(args.config, args.overrides)
+    program = Program(accept_changed_functions=args.accept_changed_functions)
     if args.dry_run:
-        return dry_run(config)
-    return execute(config, lambda ranks: run_info.command(words, ranks), Program())
+        return dry_run(config, dataclasses.replace(program, on_check=_print_check))
+    return execute(config, lambda ranks: run_info.command(words, ranks), program)
 
 
 def execute(config: Config, command: Callable[[int], str], program: Program) -> int:
@@ -69,7 +70,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         found = session.newest_checkpoint()
         changes = Changes()
         if found:
-            changes = check_fingerprint(read_run_json(found)["fingerprint"], trainer.fingerprint, found)
+            saved = read_run_json(found)["fingerprint"]
+            changes = check_fingerprint(saved, trainer.fingerprint, found, program.accept_changed_functions)
             trainer.restore(found)
         resume_step = trainer.state.step if found else None  # None creates new files
         writer = session.writer(resume_step)
@@ -187,6 +189,8 @@ def _summary(
     """Return summary.json. after: the evaluation at the end. weights_differ: whether training changed weights."""
     before, best = trainer.state.initial_evaluation, trainer.state.best
     rows = read_metrics(session.dir / METRICS_FILE)
+    changed = change_of_run(session.dir)
+    raised = next((f"{text}: {reason}" for text, reason in trainer.runner.reported.items()), "")
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
         "pass_at_1_after": after["pass_at_1"] if after else None,
@@ -203,7 +207,7 @@ def _summary(
         "peak_rss_mib": peak_rss_mib,
         "before": before,
         "after": after,
-        "findings": findings(session.config, rows, before, after, weights_differ, change_of_run(session.dir)),
+        "findings": findings(session.config, rows, before, after, weights_differ, changed, raised),
     }
 
 
@@ -213,10 +217,10 @@ def _widest(when: str, evaluation: dict[str, Any] | None) -> dict[str, float]:
     return {f"pass_at_{found[0]}_{when}": found[1]} if found else {}
 
 
-def dry_run(config: Config) -> int:
+def dry_run(config: Config, program: Program) -> int:
     """Make all checks and return 0; a collective. Raises UserError at the first problem."""
     preflight.check_machine()
-    session = Session(config, program=Program(on_check=_print_check))  # tokenizer, data, layout
+    session = Session(config, program=program)  # tokenizer, data, layout
     _print_check(
         "run.dir", session.share_errors(lambda: run_folder.check_writable(session.dir) if session.is_main_rank else "")
     )
@@ -256,8 +260,9 @@ def _checkpoint(session: Session) -> str:
     found = checkpoint.find(root)
     if not found:
         return "none: the run starts from the beginning"
-    changes = change_line(check_fingerprint(read_run_json(found)["fingerprint"], session.fingerprint(), found))
-    return f"continues from {found}" + (f"\nchanged since that checkpoint: {changes}" if changes else "")
+    accept = session.program.accept_changed_functions
+    changes = check_fingerprint(read_run_json(found)["fingerprint"], session.fingerprint(), found, accept)
+    return f"continues from {found}" + (f"\nchanged since that checkpoint: {change_line(changes)}" if changes else "")
 
 
 def _progress(session: Session) -> RunState:

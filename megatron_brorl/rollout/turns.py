@@ -213,7 +213,7 @@ class _Call:
         calls, malformed = running.episode.calls + reply.calls, running.episode.malformed + reply.malformed
         running.update(calls=calls, malformed=malformed, score=reply.score)
         if reply.lost or (begins and reply.done):
-            self._lose(running, reply.lost or f"reset: {reply.score.reason if reply.score else 'no score'}")
+            self._lose(running, reply.lost or (reply.score.reason if reply.score else "no score"))
         elif reply.done:
             self._deliver(running)
         else:

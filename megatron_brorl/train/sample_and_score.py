@@ -12,7 +12,7 @@ import torch
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import StepError, UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import answer_hash
@@ -200,26 +200,24 @@ def _check_distinct(requested: Sequence[Request], rollouts: Sequence[Sequence[Ro
 
 
 def check_lost(what: str, lost: float, requested: float, most: float) -> None:
-    """Raise UserError if more than the share `most` (rollout.max_lost_share) of the rollouts is lost."""
+    """Raise StepError if more than the share `most` (rollout.max_lost_share) of the rollouts is lost."""
     if lost > most * requested:
-        raise UserError(
+        raise StepError(
             f"{what}: {lost:.0f} of {requested:.0f} rollouts were lost, more than rollout.max_lost_share = {most:g}: "
             "see above which were late, fix the engine or raise rollout.timeout_s"
         )
 
 
 def check_scored(what: str, counts: Mapping[str, float], reported: Mapping[str, str]) -> None:
-    """Raise UserError if more than the share MAX_UNSCORED of the responses has no reward, or if all of them raised.
+    """Raise StepError if more than the share MAX_UNSCORED of the responses has no reward, or if all of them raised.
 
     counts: the sums over ranks of RolloutRunner.sample. reported: RolloutRunner.reported.
     """
     scored, unscored = counts["responses"], counts["unscored"]
-    if unscored > MAX_UNSCORED * scored:
-        raise UserError(
-            f"{what}: the verifiers failed on {unscored:.0f} of {scored:.0f} responses (timeout, crash, no finite "
-            "number, or an exception on the reference answer too): most rewards mean nothing; fix the verifier or "
-            "raise reward.timeout_s"
+    failed = unscored + counts["errors"]
+    if unscored > MAX_UNSCORED * scored or (scored and failed == scored):
+        first = "".join(f"{text}: {reason}; " for text, reason in [*reported.items()][:1])
+        raise StepError(
+            f"{what}: the verifiers failed on {failed:.0f} of {scored:.0f} responses (exception, timeout, crash or no "
+            f"finite number): most rewards mean nothing; {first}fix the verifier or raise reward.timeout_s"
         )
-    if scored and unscored + counts["errors"] == scored:
-        first = next(f"{text}: {reason}" for text, reason in reported.items())
-        raise UserError(f"{what}: the verifiers failed on every one of {scored:.0f} responses: {first}; fix them")

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_brorl.algo import policy_loss as losses
 from megatron_brorl.algo.policy_loss import PolicyLossSettings, token_weights
 from megatron_brorl.config.schema import AlgoConfig, Config, CriticConfig, OptimConfig
+from megatron_brorl.errors import StepError
 from megatron_brorl.models.gpt import Head
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import collectives, cpu_bridge
@@ -120,6 +121,9 @@ def update_policy(
         weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
         loss = ActorLoss(part, algo, weights)
         result, values = worker.train(part.prompts, part.responses, loss, temperature, lr, part.routes)
+        if not result.applied:
+            for text in filter(None, collectives.all_gather(loss.error)):
+                raise StepError(text)
         # Only the last pipeline stage has values.
         of_batches = [(v.sums, v.maxima) for v in values]
         sums = {k: sum((s[k] for s, _ in of_batches), 0.0) for k in losses.SUMS}
@@ -249,6 +253,7 @@ class ActorLoss:
         settings = PolicyLossSettings(**{f.name: getattr(algo, f.name) for f in fields(PolicyLossSettings)})
         # A KL in the reward must not count in the loss as well.
         self.settings = settings if algo.kl_in == "loss" else replace(settings, kl_coef=0.0)
+        self.error = ""  # of the user's function on this rank
         self._part = part
         lengths = [len(ids) for ids in part.responses]
         per_row = torch.tensor(weights, dtype=torch.float64)
@@ -277,7 +282,12 @@ class ActorLoss:
 
     def __call__(self, batch: Packed, head: Head) -> tuple[Tensor, Any]:
         """Return the loss, a scalar, and its metrics, from head.hidden [R, H]."""
-        result = head.policy_loss(self.tokens(batch, head.hidden.device, head.hidden.dtype), self.settings)
+        try:
+            result = head.policy_loss(self.tokens(batch, head.hidden.device, head.hidden.dtype), self.settings)
+        except StepError as e:
+            # With a gradient that is not finite, all ranks skip the optimizer step. Then they can raise together.
+            self.error = self.error or str(e)
+            return head.hidden.sum() * torch.nan, None
         # Metrics must not keep the graph of the loss alive.
         return result.loss, replace(result, loss=result.loss.detach())
 
