@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl import rollout_log
+from megatron_brorl import rollout_log, signals
 from megatron_brorl.algo.first_update import large_first_update
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
@@ -124,6 +124,7 @@ class Trainer:
         peak = peak_flops()
         while not state.is_complete(self.config.train):
             step = state.step  # the number in metrics.jsonl; train_step() adds 1 to state.step
+            signals.step_begins()
             trace = StepTrace(self.config.run, step, self.grid)  # records the spans of this rank from here on
             # A repeated run has the same metrics unless rollouts or verifiers are too slow. Timings differ.
             metrics, timings = self.train_step()

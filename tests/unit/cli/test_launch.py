@@ -35,6 +35,8 @@ def wait(name):
 (folder / f"started_{rank}").touch()
 wait("begin")
 signals.install(saves=True)
+if not (folder / "before_the_first_step").exists():
+    signals.step_begins()
 pid = os.fork()
 if pid == 0:
     time.sleep(600)
@@ -58,12 +60,13 @@ def until(happened: Callable[[], object], seconds: float = 60.0) -> None:
 class Ranks:
     """A launcher with two ranks that run RANK and wait for files in `folder`."""
 
-    def __init__(self, folder: Path, start: list[str], **environment: str) -> None:
+    def __init__(self, folder: Path, start: list[str], stdin: int = subprocess.DEVNULL, **environment: str) -> None:
         self.folder = folder
         (folder / "rank.py").write_text(RANK)
         # The launcher would inherit ignored signals if the tests were started by nohup or in the background.
         self.launcher = subprocess.Popen(
             [*HEEDING, *start, str(folder / "rank.py"), str(folder)],
+            stdin=stdin,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},
@@ -99,15 +102,11 @@ def started(tmp_path: Path) -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_makes_the_ranks_save(started: Ranks, name: str) -> None:
-    """SIGHUP is sent before the ranks have installed handlers, the others afterwards."""
-    started.reach("started")
-    if name != "SIGHUP":
-        started.say("begin")
-        started.reach("began")
-    started.launcher.send_signal(getattr(signal, name))
     started.say("begin")
+    started.reach("began")
+    started.launcher.send_signal(getattr(signal, name))
     started.reach("asked")
     assert started.launcher.poll() is None
     started.say("saved")
@@ -116,19 +115,51 @@ def test_a_signal_makes_the_ranks_save(started: Ranks, name: str) -> None:
     until(started.gone)
 
 
-def test_a_second_signal_kills_the_ranks(started: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("on_terminal", "sent", "code"),
+    [
+        (True, [("SIGINT", 0.0), ("SIGINT", 0.3)], 128 + signal.SIGINT),
+        (True, [("SIGINT", 0.0), ("SIGTERM", 1.2)], 75),  # torchrun adds a SIGTERM
+        (False, [("SIGINT", 0.0), ("SIGINT", 0.3)], 75),  # one signal to the launcher and to all of its job
+        (False, [("SIGTERM", 0.0), ("SIGTERM", 0.3)], 75),
+        (False, [("SIGUSR1", 0.0), ("SIGTERM", 1.2)], 75),  # a warning of Slurm, and the end of its job
+        (False, [("SIGTERM", 0.0), ("SIGINT", 1.2)], 128 + signal.SIGINT),
+    ],
+    ids=range(6),
+)
+def test_only_a_person_s_second_signal_kills_the_ranks(
+    tmp_path: Path, on_terminal: bool, sent: list[tuple[str, float]], code: int
+) -> None:
+    ranks = Ranks(tmp_path, START, stdin=os.openpty()[1] if on_terminal else subprocess.DEVNULL)
+    try:
+        ranks.say("begin")
+        ranks.reach("began")
+        for name, seconds in sent:
+            time.sleep(seconds)
+            ranks.launcher.send_signal(getattr(signal, name))
+        if code == 75:
+            ranks.reach("asked")
+            ranks.say("saved")
+        found, said = ranks.end()
+        assert found == code
+        assert code == 75 or said.endswith("brorl: a second signal, SIGINT, ended the ranks\n")
+        until(ranks.gone)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_a_signal_before_the_first_step_ends_the_ranks_at_once(started: Ranks, name: str) -> None:
+    """SIGHUP is sent before the ranks have installed handlers, SIGINT afterwards."""
+    started.say("before_the_first_step")
     started.reach("started")
+    if name == "SIGINT":
+        started.say("begin")
+        started.reach("began")
+    started.launcher.send_signal(getattr(signal, name))
     started.say("begin")
-    started.reach("began")
-    for _ in range(2):  # some schedulers send a signal twice; this does not count as a second signal
-        started.launcher.send_signal(signal.SIGTERM)
-    started.reach("asked")
-    time.sleep(1.1)
-    assert started.launcher.poll() is None
-    started.launcher.send_signal(signal.SIGINT)
-    code, said = started.end()
-    assert code == 128 + signal.SIGINT
-    assert said.endswith("brorl: a second signal, SIGINT, ended the ranks\n")
+    code, said = started.end()  # without the file `saved`
+    assert (code, said.count(f"brorl: {name}: ")) == (75, 1)
     until(started.gone)
 
 
