@@ -60,14 +60,13 @@ class StopSignals:
 
 
 def _on_first(number: int) -> None:
-    name = signal.Signals(number).name
     text = "the run ends after this step and saves its state; a second Ctrl-C (SIGINT) ends it at once"
     if not _step_has_begun:
         text = "the run ends before its first step, so there is nothing to save; the same command starts it again"
     if os.environ.get("RANK", "0") == "0":
         # A handler may interrupt a print of its own thread, so this does not use sys.stderr.
         with contextlib.suppress(OSError):  # stderr may be a closed pipe
-            os.write(2, f"\nbrorl: {name}: {text}\n".encode())
+            os.write(2, f"\nbrorl: {signal.Signals(number).name}: {text}\n".encode())
     if not _step_has_begun:
         os._exit(SAVED)
 

@@ -189,7 +189,7 @@ class Trainer:
         is_idle = built_in and not collected.outcomes.kept and self.grid.ep_size == 1
         if not is_idle:
             self.runner.engine.sleep()
-        with _timed(seconds, "diagnose"):
+        with _timed(seconds, "diagnose"), span("diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.worker, sampling)
 
         # Rewards -> advantages -> log-probabilities, values.
@@ -245,7 +245,8 @@ class Trainer:
                 progress.note(f"held-out {text}")
 
         sampling = evaluation_sampling_params(self.config, self.stop_ids)
-        evaluation = evaluate(self.runner, self.held_out, self.config.evaluate, sampling, on_samples)
+        with span("evaluate"):
+            evaluation = evaluate(self.runner, self.held_out, self.config.evaluate, sampling, on_samples)
         if evaluation.lost:
             progress.note(evaluation.remark())
         if self.recorder:
@@ -269,7 +270,7 @@ class Trainer:
 
     def _evaluate_step(self, progress: Progress, seconds: dict[str, float]) -> dict[str, float]:
         """Evaluate between two steps and return the metrics."""
-        with _timed(seconds, "evaluate"), span("evaluate"):
+        with _timed(seconds, "evaluate"):
             evaluation = self.evaluate(progress)
         progress.note(f"held-out {after_steps_text(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)
