@@ -107,10 +107,8 @@ def started(tmp_path: Path) -> Iterator[Ranks]:
 def test_a_signal_makes_the_ranks_save(started: Ranks, name: str) -> None:
     """SIGHUP is sent before the ranks have installed handlers and begun a step, so there is nothing to save."""
     started.reach("started")
-    if name == "SIGHUP":
-        started.say("before_the_first_step")
-    else:
-        started.say("begin")
+    started.say("before_the_first_step" if name == "SIGHUP" else "begin")
+    if name != "SIGHUP":
         started.reach("began")
     started.launcher.send_signal(getattr(signal, name))
     started.say("begin")

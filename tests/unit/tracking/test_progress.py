@@ -68,7 +68,6 @@ def test_time_left_of_a_resumed_run_ignores_earlier_steps() -> None:
     ("phases", "done", "total", "expected"),
     [
         (["evaluate", "generate"], 40, 160, "evaluating 40 of 160 samples (9:00 left)  elapsed 0:01  left ?"),
-        # 9 steps of 12 minutes, of which 3 have passed; other phases take time, too.
         (["round", "generate"], 500, 2000, "500 of 2,000 rollouts (9:00 left)  elapsed 0:01  left over 1:45:00"),
     ],
 )
