@@ -26,6 +26,8 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import check_outputs, read_object
 from megatron_brorl.tracking import run_info
+from megatron_brorl.tracking.progress import progress
+from megatron_brorl.tracking.timeline import span
 
 # Errors caused by disks, permissions and names of files. Any other OSError is a bug and is raised again.
 _REFUSED = (
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         # Only this rank reports the error. The others report a lost connection.
         rank = os.environ.get("RANK", "0")
-        place = f"{e.filename}: " if e.filename else ""
+        place = f"{e.filename2 or e.filename}: " if e.filename else ""  # filename2 is the target of a copy
         print(f"brorl: rank {rank}: {place}{e.strerror}; fix that and run the same command again", file=sys.stderr)
         status = 2
     except RuntimeError as e:
@@ -96,7 +98,9 @@ def _run_ranks(args: argparse.Namespace) -> int:
 
     # Install signal handlers first, because importing torch takes seconds.
     signals.install(saves=args.name == "train")
-    from megatron_brorl.parallel import cpu_bridge
+    with progress(0, "start"), span("importing"):
+        from megatron_brorl.cli import session  # noqa: F401
+        from megatron_brorl.parallel import cpu_bridge
 
     cpu_bridge.order_kernels(config.parallel)
     cpu_bridge.disable_compiler()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import shutil
 import sys
 import time
 import typing
@@ -29,7 +30,7 @@ from megatron_brorl.config.rules import check_model, replays_routes
 from megatron_brorl.config.schema import Config, DataConfig, OptimConfig
 from megatron_brorl.data.chat import Message
 from megatron_brorl.data.hub import model_directory
-from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
+from megatron_brorl.data.source import TEMPLATE_DATE, Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.environments.interface import Format, describe
 from megatron_brorl.environments.pool import EnvironmentPool
@@ -53,7 +54,7 @@ from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.tracking.metrics import MetricsWriter
-from megatron_brorl.tracking.timeline import dump_stacks_after
+from megatron_brorl.tracking.timeline import dump_stacks_after, span
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.models import CriticWorker
@@ -89,6 +90,7 @@ class Session:
     benchmarks: dict[str, list[Prompt]]  # prompts of `brorl evaluate`, by name
     report: str  # summary of the data that was loaded, for the user
 
+    @span("reading the data")
     def __init__(self, config: Config, benchmarks: bool = False, program: Program | None = None) -> None:
         """Read the model's configuration and the data, and join the other ranks. Raises UserError.
 
@@ -141,7 +143,8 @@ class Session:
         program.on_check("data", self.report)
 
         # Join the other ranks last, so that an error above ends each of them at once.
-        self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
+        with span("waiting for other ranks"):
+            self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # writes the files of the run and prints its progress
         program.on_check("ranks", self.grid.describe())
         self.job_end = JobEnd()
@@ -163,6 +166,8 @@ class Session:
         self._stalls.stop()
         if error is not None:
             self.grid.name_missing(error)
+            if self._is_new_folder and set(os.listdir(self.dir)) <= {run_folder.LOCK, TEMPLATE_DATE}:
+                shutil.rmtree(self.dir, ignore_errors=True)  # The command has written nothing yet.
             if not self.program.continues:
                 return  # the process ends
         for close in reversed(self._closing):
@@ -170,6 +175,7 @@ class Session:
 
     def _lock(self) -> None:
         """Raise UserError on all ranks if another run writes to run.dir."""
+        self._is_new_folder = self.is_main_rank and not self.dir.exists()
         handle = self.share_errors(lambda: run_folder.lock(self.dir) if self.is_main_rank else None)
         if handle:
             self._closing.append(handle.close)
@@ -204,6 +210,7 @@ class Session:
             print("\n".join(lines), flush=True)
         self.program.on_check("disk", room)
 
+    @span("checking the verifiers")
     def check_verifiers(self, prompts: Sequence[Prompt]) -> str:
         """Let verifiers, or the environment, score reference answers and other texts; return the result in words.
 
@@ -307,6 +314,7 @@ class Session:
             fields={**fp8.settings(self.config.fp8), **attention_only},
         )
 
+    @span("loading the weights")
     def _load_weights(self, stage: AnyStage, key: str = "model.path", path: str = "") -> AnyStage:
         """Load the weights of model.path, or of another key with its path. Raises UserError if one is not finite."""
         path = path or self.config.model.path
@@ -342,6 +350,7 @@ class Session:
             functions[self.config.environment.factory] = self.environment.sha256
         return run_folder.fingerprint(self.config, self.shape, functions, self.inputs(), self.teacher_shape)
 
+    @span("hashing the inputs")
     def inputs(self) -> dict[str, str]:
         """Return the SHA-256 of the tokenizer and the data, see Sources.digests, and of a frozen base; a collective."""
         path = Path(self.config.model.path)
@@ -351,6 +360,7 @@ class Session:
             digests[adapters.BASE_WEIGHTS] = collectives.all_gather(own)[0]
         return digests
 
+    @span("starting the engine")
     def rollouts(self) -> RolloutRunner:
         """Return the engine and the reward workers, which end with the session."""
         engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
@@ -464,6 +474,7 @@ class Session:
             self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"
         return any(found.values())
 
+    @span("exporting the model")
     def export(self, worker: Worker, card: TrainingFacts) -> bool:
         """Write run.dir/model, a Hugging Face directory, and return on the main rank whether the weights changed.
 

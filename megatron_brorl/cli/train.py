@@ -64,7 +64,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     ranks to the command line that starts the run on them, for the run's record.
     """
     begun = time.time()  # includes loading the model and the data
-    with Session(config, program=program) as session:
+    with progress(config.train.steps, "train") as p, Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
         found = session.newest_checkpoint()
@@ -72,7 +72,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         if found:
             saved = read_run_json(found)["fingerprint"]
             changes = check_fingerprint(saved, trainer.fingerprint, found, program.accept_changed_functions)
-            trainer.restore(found)
+            with span("loading the checkpoint"):
+                trainer.restore(found)
         resume_step = trainer.state.step if found else None  # None creates new files
         writer = session.writer(resume_step)
         trainer.recorder = session.recorder(resume_step)
@@ -84,30 +85,30 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             values = dataclasses.asdict(config)
             run_info.write(session.dir, values, resume_step, command(world), world, device, changes)
 
-        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
-            p.note(session.report)
-            if session.is_main_rank:
-                p.note(_batch_sizes(config))
-                if trainer.held_out and (differences := _evaluation_differences(config)):
-                    p.note(differences)
-            if advice := zero_rate(config, trainer.state):
-                p.note(f"warning: {advice}")
-            if found:
-                p.note(f"resumed from {found} with step {trainer.state.step}")
-            if changes:
-                p.note(f"changed since that checkpoint: {change_line(changes)}")
-            if not trainer.run(writer, p, lambda: session.stop_requested(trainer.background_saver.seconds_to_come())):
-                p.note(f"{session.stopped_by}; the state is saved: run the same command again to continue")
-                return signals.SAVED
-            evaluation = trainer.evaluate(p) if trainer.held_out else None
-            after = evaluation.as_dict() if evaluation else None
-            if evaluation and session.is_main_rank:
-                mark_last_as_best(config, trainer.state, evaluation_metrics(evaluation))
-            if after:
-                p.note(f"held-out after: {evaluation_line(after)}")
+        p.begin(config.train.steps, trainer.state.step)
+        p.note(session.report)
+        p.note(_batch_sizes(config))
+        if trainer.held_out and (differences := _evaluation_differences(config)):
+            p.note(differences)
+        if advice := zero_rate(config, trainer.state):
+            p.note(f"warning: {advice}")
+        if found:
+            p.note(f"resumed from {found} with step {trainer.state.step}")
+        if changes:
+            p.note(f"changed since that checkpoint: {change_line(changes)}")
+        if not trainer.run(writer, p, lambda: session.stop_requested(trainer.background_saver.seconds_to_come())):
+            p.note(f"{session.stopped_by}; the state is saved: run the same command again to continue")
+            return signals.SAVED
+        evaluation = trainer.evaluate(p) if trainer.held_out else None
+        after = evaluation.as_dict() if evaluation else None
+        if evaluation and session.is_main_rank:
+            mark_last_as_best(config, trainer.state, evaluation_metrics(evaluation))
+        if after:
+            p.note(f"held-out after: {evaluation_line(after)}")
 
         differs = session.export(trainer.worker, _card(session, trainer.state, after))
         peak = session.peak_rss_mib()  # a collective
+        p.stop()
         if session.is_main_rank:
             from megatron_brorl.cli.report import show  # imports matplotlib
 

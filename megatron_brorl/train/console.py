@@ -12,7 +12,7 @@ from megatron_brorl.train.evaluate import Evaluation
 
 
 def after_steps_text(steps: int) -> str:
-    """Return "after 12 steps": a count of steps done, which is the number of the next step in metrics.jsonl."""
+    """Return "after 12 steps": a count of finished steps."""
     return f"after {steps} step{'' if steps == 1 else 's'}"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, deal, improbable_rollouts, requests
 from megatron_brorl.rollout.watchdog import GenerationResult, Watchdog
 from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
-from megatron_brorl.tracking.timeline import span
+from megatron_brorl.tracking.timeline import count, span
 from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
 
 MAX_UNSCORED = 0.5  # Rewards mean nothing if the verifier fails on a larger share.
@@ -50,13 +51,11 @@ class RolloutRunner:
         sampling: Sampling,
         partial: Mapping[Slot, Rollout] | None = None,
         partial_per_rank: Sequence[int] | None = None,
-        on_end: Callable[[], None] | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float], dict[str, float]]:
         """Sample and score this rank's share of the rollouts of `groups`. Collective; all ranks return together.
 
         new: the rollouts to begin, of all ranks, in (group, rollout) order. partial: this rank's partial rollouts,
-        which continue. partial_per_rank: their number on every rank. on_end: called in the generating thread for every
-        rollout of this rank that ends.
+        which continue. partial_per_rank: their number on every rank.
 
         Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
         lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
@@ -85,13 +84,15 @@ class RolloutRunner:
         longest = max((len(group.prompt.token_ids) for group in groups), default=0)
         supply = SlotSupply(shared, take_requests, len(new), longest) if shared else None
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
+            ended = itertools.count(1)
+
             # Rollouts are scored while others are still being sampled.
             def finished(request: int, rollout: Rollout) -> None:
                 scorer.finished(request, rollout)
-                if on_end:
-                    on_end()
+                count(next(ended), len(own))
 
             with span("generate", allowance_s=self.engine.timeout_s + self.engine.grace_s) as values:
+                count(0, len(own))
                 result = self.engine.generate(first_requests, sampling, finished, supply)
             values |= _generation_counts(result, self.engine.kv_usage())
             # Repeated rollouts would count as independent ones, so this check comes before any score is used.

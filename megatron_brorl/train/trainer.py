@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_brorl import rollout_log
+from megatron_brorl import rollout_log, signals
 from megatron_brorl.algo.first_update import large_first_update
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
@@ -125,6 +125,7 @@ class Trainer:
         peak = peak_flops()
         while not state.is_complete(self.config.train):
             step = state.step  # the number in metrics.jsonl; train_step() adds 1 to state.step
+            signals.step_begins()
             trace = StepTrace(self.config.run, step, self.grid)  # records the spans of this rank from here on
             # A repeated run has the same metrics unless rollouts or verifiers are too slow. Timings differ.
             before, steps_taken = replace(state), self.worker.steps_taken
@@ -194,7 +195,7 @@ class Trainer:
         is_idle = config.rollout.engine not in ENGINES and not collected.outcomes.kept and self.grid.ep_size == 1
         if not is_idle:
             self.runner.engine.sleep()
-        with _timed(seconds, "diagnose"):
+        with _timed(seconds, "diagnose"), span("diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.worker, sampling)
 
         # Rewards -> advantages -> log-probabilities, values.
@@ -250,7 +251,8 @@ class Trainer:
                 progress.note(f"held-out {text}")
 
         sampling = evaluation_sampling_params(self.config, self.stop_ids)
-        evaluation = evaluate(self.runner, self.held_out, self.config.evaluate, sampling, on_samples)
+        with span("evaluate"):
+            evaluation = evaluate(self.runner, self.held_out, self.config.evaluate, sampling, on_samples)
         if evaluation.lost:
             progress.note(evaluation.remark())
         if self.recorder:
@@ -274,7 +276,7 @@ class Trainer:
 
     def _evaluate_step(self, progress: Progress, seconds: dict[str, float]) -> dict[str, float]:
         """Evaluate between two steps and return the metrics."""
-        with _timed(seconds, "evaluate"), span("evaluate"):
+        with _timed(seconds, "evaluate"):
             evaluation = self.evaluate(progress)
         progress.note(f"held-out {after_steps_text(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)

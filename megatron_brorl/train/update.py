@@ -19,6 +19,7 @@ from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
+from megatron_brorl.tracking.timeline import count
 from megatron_brorl.train.learning_rate import learning_rate, scaled, with_decay_steps
 from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.nonfinite import log_rows
@@ -229,7 +230,8 @@ def _take_steps(
     norms = []
     applied = 0
     lr = 0.0
-    for rows in mini_batches:
+    for number, rows in enumerate(mini_batches):
+        count(number, len(mini_batches))
         rate = learning_rate(optim, first_update + applied)
         done = step(rate, rows)
         if done is None:

@@ -45,6 +45,13 @@ def test_a_lost_rank_is_reported_in_one_line(monkeypatch, capsys, text, told):
     assert said.count("\n") == 1
 
 
+def test_an_error_of_two_files_names_the_target(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "_run_ranks", lambda _: os.rename(tmp_path, __file__))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", "run.toml"])
+    assert capsys.readouterr().err.startswith(f"brorl: rank 0: {__file__}: ")
+
+
 def test_other_errors_keep_their_traceback(monkeypatch):
     def fails(_):
         raise RuntimeError("shape [3] is invalid for input of size 2")

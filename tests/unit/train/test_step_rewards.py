@@ -119,7 +119,7 @@ def test_step_equals_one_by_hand(processes, pool, model, batch, dynamic):
 
 def test_step_with_only_nan_rewards_ends_the_run(processes, pool, model):
     trainer = trainer_of(model, processes, pool, ["nan"] * 3, {})
-    with pytest.raises(UserError, match="step 0: the verifiers failed on 96 of 96 responses"):
+    with pytest.raises(UserError, match="step 1: the verifiers failed on 96 of 96 responses"):
         trainer.train_step()
     assert trainer.worker.optimizer.optimizer.state == {}  # and nothing was trained on them
 
@@ -152,7 +152,7 @@ def test_step_whose_responses_all_raised_ends_the_run(processes, pool, model):
     """Rows without a reference answer, so that no check finds the verifier broken."""
     trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
     with_reference(trainer, None)
-    with pytest.raises(UserError, match=r"^step 0: .* 96 of 96 responses .*KeyError: 'nonsense'"):
+    with pytest.raises(UserError, match=r"^step 1: .* 96 of 96 responses .*KeyError: 'nonsense'"):
         trainer.train_step()
     assert trainer.worker.optimizer.optimizer.state == {}
 
@@ -161,7 +161,7 @@ def test_verifier_that_raises_on_the_reference_ends_the_run(processes, pool, mod
     trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
     with_reference(trainer, "4")
     with pytest.raises(
-        UserError, match=r"^step 0: the verifiers failed on 96 of 96 responses .*on a reference answer too: KeyError"
+        UserError, match=r"^step 1: the verifiers failed on 96 of 96 responses .*on a reference answer too: KeyError"
     ):
         trainer.train_step()
     assert "verifier nonsense is broken: it raises on a reference answer too: KeyError: 'nonsense'" in (
