@@ -23,8 +23,8 @@ class UserError(Exception):
         super().__init__(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...")
 
 
-class RankError(UserError):
-    """A UserError that only some ranks may meet. Each of them prints it; any other is printed once per node."""
+class StepError(UserError):
+    """A UserError that all ranks raise together during a step or an evaluation, so that they can save the state."""
 
 
 def shown(value: object, most: int = 200) -> str:

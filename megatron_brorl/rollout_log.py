@@ -78,8 +78,13 @@ class LogEntry(NamedTuple):
     kind: Literal["step", "evaluation"]
     number: int  # step: its number in metrics.jsonl; evaluation: the number of steps before it
 
+    @property
+    def shown(self) -> int:
+        """The number that people see: steps count from 1."""
+        return self.number + (self.kind == "step")
+
     def __str__(self) -> str:
-        return f"{self.kind} {self.number}"
+        return f"{self.kind} {self.shown}"
 
     def file(self, rest: str) -> str:
         """Return the name of a file of this entry."""

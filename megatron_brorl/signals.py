@@ -18,7 +18,8 @@ LAUNCHER = "BRORL_LAUNCHER"  # environment of a rank: the process id of `brorl -
 LISTENER = "BRORL_LISTENER"  # environment of rank 0: the file descriptor of the rendezvous socket
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_SECOND_SIGNAL_S = 1.0  # a scheduler may send one signal to the launcher and to its ranks
+_COPY_S = 1.0  # A scheduler may send one signal to the launcher and to its ranks.
+_COPY_ON_TERMINAL_S = 0.1  # A wrapper may forward a Ctrl-C that the terminal has sent to the whole process group.
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up here, not in a fork
 
@@ -26,7 +27,9 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked 
 class StopSignals:
     """A handler of the STOPPING signals with one reaction to the first signal and another to the second.
 
-    A second signal within a second of the first is taken for a copy of it and ignored.
+    A second signal is a SIGINT, or the first signal again. Others do not count, because launchers and schedulers send a
+    SIGTERM after a SIGINT or SIGUSR1 and then wait. A second signal within _COPY_S of the first is taken for a copy of
+    it and ignored; a SIGINT on a terminal only within _COPY_ON_TERMINAL_S.
     """
 
     def __init__(self, on_first: Callable[[int], object], on_second: Callable[[int], object]) -> None:
@@ -49,28 +52,40 @@ class StopSignals:
             self.first = number
             self._first_time = now
             self._on_first(number)
-        elif now - self._first_time > _SECOND_SIGNAL_S:
-            self.second = number
-            self._on_second(number)
+        elif number in (self.first, signal.SIGINT):
+            on_terminal = number == signal.SIGINT and any(map(os.isatty, range(3)))
+            if now - self._first_time > (_COPY_ON_TERMINAL_S if on_terminal else _COPY_S):
+                self.second = number
+                self._on_second(number)
 
 
-def _announce_stop(number: int) -> None:
-    # A handler may interrupt a print of its own thread, so this does not use sys.stderr.
+def _on_first(number: int) -> None:
+    text = "the run ends after this step and saves its state; a second Ctrl-C (SIGINT) ends it at once"
+    if not _step_has_begun:
+        text = "the run ends before its first step, so there is nothing to save; the same command starts it again"
     if os.environ.get("RANK", "0") == "0":
-        name = signal.Signals(number).name
-        text = f"\nbrorl: {name}: the run ends after this step and saves its state; a second signal ends it at once\n"
+        # A handler may interrupt a print of its own thread, so this does not use sys.stderr.
         with contextlib.suppress(OSError):  # stderr may be a closed pipe
-            os.write(2, text.encode())
+            os.write(2, f"\nbrorl: {signal.Signals(number).name}: {text}\n".encode())
+    if not _step_has_begun:
+        os._exit(SAVED)
 
 
-_stop = StopSignals(_announce_stop, lambda number: os._exit(128 + number))
+_stop = StopSignals(_on_first, lambda number: os._exit(128 + number))
+_step_has_begun = False
+
+
+def step_begins() -> None:
+    """Let signals from now on wait for the end of the step, because it may be worth saving."""
+    global _step_has_begun
+    _step_has_begun = True
 
 
 def install(saves: bool) -> None:
     """Install the signal handlers of a rank, and let it end with its launcher, and its forks with it.
 
-    saves: the first signal makes `stop_requested` return True, and the second ends the process. Otherwise the first
-    signal ends the process.
+    saves: the first signal makes `stop_requested` return True, or ends the process with SAVED before `step_begins`. The
+    second signal ends the process. Without saves, the first signal ends the process.
     """
     if LAUNCHER in os.environ:
         end_with(int(os.environ[LAUNCHER]))

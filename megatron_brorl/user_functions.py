@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -69,11 +70,13 @@ def source_sha256(function: Callable[..., Any]) -> str:
 
 def describe(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """Return type, message and place of an exception in one line. The place is the last line in the function's file."""
-    frames = traceback.extract_tb(error.__traceback__)
+    text = ""
+    with contextlib.suppress(BaseException):  # str() of a user's exception class may raise
+        text = " ".join(str(error).split())
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
-    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-    place = "" if isinstance(error, SyntaxError) else f" ({Path(last.filename).name}, line {last.lineno})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
+    places = [f" ({Path(x.filename).name}, line {x.lineno})" for x in frames if file in (None, x.filename)]
+    return f"{type(error).__name__}{': ' if text else ''}{text}{''.join(places[-1:])}"
 
 
 def _import_file(path: Path) -> ModuleType:

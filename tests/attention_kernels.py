@@ -1,60 +1,106 @@
-"""torch's attention kernels for GPUs, on the CPU in float64, from their documentation (torch.nn.attention.varlen)."""
+"""torch's attention kernels for GPUs, on CPUs and in float64.
+
+The contracts are those in attention.cu and attention_backward.cu of torch, and in torch.nn.attention.varlen.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
 
-def _sequences(
-    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, lengths: Tensor, most: int, scale: float
-) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    """Yield number, queries, attention [n, heads, d] and log-sum-exps [n, heads] of each sequence, without a mask."""
-    assert all(x.dtype == torch.int32 for x in (queries, keys, lengths))
-    assert len(queries) == len(keys) == len(lengths) + 1
-    for i, n in enumerate(lengths.tolist()):
-        here = slice(int(queries[i]), min(int(queries[i + 1]), int(queries[i]) + most))
-        k, v = (x[int(keys[i]) : int(keys[i]) + n].double() for x in (key, value))
-        scores = torch.einsum("qhd,khd->qhk", query[here].double(), k) * scale
-        yield i, here, torch.einsum("qhk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
+def pieces(cum_q, cum_k, max_q, max_k, used=None):
+    """Yield the queries and keys of each piece, and check the kernels' preconditions. used: keys of each piece."""
+    assert cum_q.dtype == cum_k.dtype == torch.int32
+    if used is None:
+        used = cum_k.diff()
+        assert (max_q, max_k) == (int(cum_q.diff().max()), int(used.max()))
+        assert int(used.min()) > 0
+    assert used.dtype == torch.int32
+    for queries, first, count in zip(pairwise(cum_q.tolist()), cum_k[:-1].tolist(), used.tolist(), strict=True):
+        yield slice(queries[0], min(queries[1], queries[0] + max_q)), slice(first, first + count)
 
 
-def flash_attention_forward(
-    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
-    *, scale, seqused_k, num_splits=None,
-):  # fmt: skip
-    """query [Q, heads, d], key and value [tokens, heads, d]; the log-sum-exps are [heads, Q]."""
-    assert (dropout_p, is_causal, return_debug_mask) == (0.0, False, False)
-    out = torch.full_like(query, float("nan"))
-    lse = torch.full((query.shape[1], len(query)), float("nan"))
-    for _, here, o, s in _sequences(query, key, value, cum_seq_q, cum_seq_k, seqused_k, max_q, scale):
-        out[here], lse[:, here] = o.to(out.dtype), s.t().float()
-    return out, lse, query.new_empty(0), query.new_empty(0), query.new_empty(0)
+def scores(q, k, causal, scale):
+    """q [l, heads, d], k [n, kv_heads, d] -> [heads, l, n]."""
+    found = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    return found.masked_fill(torch.ones_like(found, dtype=torch.bool).triu(1), -torch.inf) if causal else found
 
 
-def efficient_attention_forward(
-    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, custom_mask_type,
-    compute_log_sumexp, *, scale, seqlen_k,
-):  # fmt: skip
-    """query, key and value [1, tokens, heads, d]; the log-sum-exps are [sequences, heads, max_seqlen_q, rounded up]."""
-    assert (bias, dropout_p, custom_mask_type, compute_log_sumexp) == (None, 0.0, 0, True)
-    out = torch.full_like(query, float("nan"))
-    padded = -(-max_seqlen_q // 32) * 32
-    lse = torch.full((len(seqlen_k), query.shape[2], padded), float("nan"))
-    columns = (query[0], key[0], value[0], cu_seqlens_q, cu_seqlens_k, seqlen_k, max_seqlen_q, scale)
-    for i, here, o, s in _sequences(*columns):
-        out[0, here], lse[i, :, : len(s)] = o.to(out.dtype), s.t().float()
-    return out, lse, query.new_empty(0), query.new_empty(0), max_seqlen_q, max_seqlen_k
+def forward(q, k, v, limits, causal, scale):
+    """Return the output [T, heads, d] and the log-sum-exp [heads, T]."""
+    out = torch.full_like(q, torch.nan)
+    lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
+    for mine, theirs in pieces(*limits):
+        s = scores(q[mine].double(), k[theirs].double(), causal, scale)
+        lse[:, mine] = s.logsumexp(-1).to(lse.dtype)
+        values = v[theirs].double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out[mine] = torch.einsum("hij,jhd->ihd", s.softmax(-1), values).to(out.dtype)
+    return out, lse
+
+
+def backward(grad, q, k, v, out, lse, limits, causal, scale):
+    """FlashAttention-2 (Dao 2023), algorithm 2, with the probabilities of the given log-sum-exp [heads, T]."""
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    ratio = q.shape[1] // k.shape[1]
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for mine, theirs in pieces(*limits):
+        p = (scores(q[mine], k[theirs], causal, scale) - lse[:, mine, None]).exp()
+        dp = torch.einsum("ihd,jhd->hij", grad[mine], v[theirs].repeat_interleave(ratio, 1))
+        ds = p * (dp - (grad[mine] * out[mine]).sum(-1).t()[..., None]) * scale
+        grads[0][mine] = torch.einsum("hij,jhd->ihd", ds, k[theirs].repeat_interleave(ratio, 1))
+        for total, weights, rows in ((grads[1], ds, q), (grads[2], p, grad)):
+            total[theirs] = torch.einsum("hij,ihd->jhd", weights, rows[mine]).unflatten(1, (-1, ratio)).sum(2)
+    return tuple(grads)
+
+
+def flash_forward(
+    q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, seqused_k=None, num_splits=None
+):
+    assert (dropout, debug) == (0.0, False)
+    out, lse = forward(q, k, v, (cum_q, cum_k, max_q, max_k, seqused_k), causal, scale)
+    return out, lse, q.new_empty(2), q.new_empty(0), q.new_empty(0)
+
+
+def flash_backward(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng, unused, *, scale):
+    assert lse.is_contiguous()
+    return backward(grad, q, k, v, out, lse, (cum_q, cum_k, max_q, max_k), causal, scale)
+
+
+def efficient_forward(
+    q, k, v, bias, cum_q, cum_k, max_q, max_k, dropout, mask, with_lse=False, *, scale, seqlen_k=None
+):
+    """q, k and v [1, tokens, heads, d]; log-sum-exp [pieces, heads, longest piece rounded up to 32]."""
+    assert (bias, dropout, with_lse, q.shape[2]) == (None, 0.0, True, k.shape[2])
+    out, lse = forward(q[0], k[0], v[0], (cum_q, cum_k, max_q, max_k, seqlen_k), mask == 1, scale)
+    padded = lse.new_full((len(cum_q) - 1, q.shape[2], -(-max_q // 32) * 32), torch.nan)
+    for i, (begin, end) in enumerate(pairwise(cum_q.tolist())):
+        padded[i, :, : min(end - begin, max_q)] = lse[:, begin : min(end, begin + max_q)]
+    return out[None], padded, q.new_empty(0), q.new_empty(0), max_q, max_k
+
+
+def efficient_backward(
+    grad, q, k, v, bias, out, cum_q, cum_k, max_q, max_k, lse, dropout, seed, offset, mask, biased, *, scale
+):
+    flat = []
+    for piece, length in zip(lse, cum_q.diff().tolist(), strict=True):
+        flat.append(piece[:, :length])
+        assert bool((piece[:, length:] == torch.inf).all())
+    tensors = (x[0] for x in (grad, q, k, v, out))
+    grads = backward(*tensors, torch.cat(flat, 1), (cum_q, cum_k, max_q, max_k), mask == 1, scale)
+    return *(x[None] for x in grads), q.new_empty(0)
 
 
 @pytest.fixture
 def kernels_on_cpu() -> Iterator[None]:
     """Give torch the kernels on CPUs."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", flash_attention_forward, "CPU")
-    library.impl("_efficient_attention_forward", efficient_attention_forward, "CPU")
+    for run in (flash_forward, flash_backward, efficient_forward, efficient_backward):
+        library.impl(f"_{run.__name__.replace('_', '_attention_')}", run, "CPU")
     yield
     library._destroy()

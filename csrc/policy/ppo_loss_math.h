@@ -91,12 +91,14 @@ BRORL_HOST_DEVICE Objective<S> clip_objective(const Dual<S>& ratio, S advantage,
 }
 
 // The importance weight clip(r), without gradient, times A log r (MiniMax-M1, Chen et al. 2025, eq. 4 and 5).
-// Constants: 1 - eps_low, 1 + eps_high.
+// Constants: 1 - eps_low, 1 + eps_high. Without an advantage a bound changes nothing.
 template <typename S>
 BRORL_HOST_DEVICE Objective<S> cispo_objective(const Dual<S>& ratio, S advantage, const S* constants) {
   const S below = constants[0], above = constants[1];
   const S weight = clamp(ratio.value, below, above);
-  return {log(ratio) * (weight * advantage), ratio.value < below, ratio.value > above, false};
+  const bool low = ratio.value < below && advantage != 0;
+  const bool high = ratio.value > above && advantage != 0;
+  return {log(ratio) * (weight * advantage), low, high, false};
 }
 
 // 4 / tau sigmoid(tau (r - 1)) A: a soft gate instead of bounds (SAPO, Gao et al. 2025).

@@ -1,4 +1,4 @@
-"""Two agents that share the policy: a writer adds two numbers, and a checker asks for another try if it sees a mistake."""
+"""Two agents that share the policy: a writer adds two numbers, and a checker asks for another try."""
 
 
 async def solve(row, client, model):

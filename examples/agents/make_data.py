@@ -1,4 +1,4 @@
-"""Write the rows of the examples of agents to runs/agents: turns for supervised training, training and held-out rows."""
+"""Write the rows of the examples of agents, and turns for supervised training, to runs/agents."""
 
 import json
 import random
@@ -55,7 +55,8 @@ def write(path, rows):
 def main():
     folder = Path("runs/agents")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, make_row, turns, problems in (("guess", game, game_turns, BOUNDS), ("check", addition, addition_turns, SUMS)):
+    examples = (("guess", game, game_turns, BOUNDS), ("check", addition, addition_turns, SUMS))
+    for name, make_row, turns, problems in examples:
         RANDOM.shuffle(problems)
         quarter = len(problems) // 4
         rows = {

@@ -103,10 +103,8 @@ def _by_group(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _deviations(rewards: Tensor) -> Tensor:
-    """Return rewards [N] minus their mean in float64, and 0 where that is within the rounding of rewards in float32.
-
-    The loss would count such tokens as clipped. For example, 0.2 differs by 1e-9 from the mean of 0.1, 0.2 and 0.3.
-    """
+    """Return rewards [N] minus their mean in float64, and 0 where that is within the rounding of rewards in float32."""
+    # The loss would count tokens as clipped whose advantage is rounding, such as that of 0.2 among 0.1, 0.2 and 0.3.
     x = rewards.double()
     found = x - x.mean()
     return torch.where(found.abs() <= torch.finfo(torch.float32).eps * x.abs().max(), 0.0, found)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from megatron_brorl.errors import RankError, UserError
+from megatron_brorl.errors import StepError
 from megatron_brorl.user_functions import describe, import_function, is_function, source_sha256
 
 IN_PROCESS = {  # values of the keys for functions that a Python program passes
@@ -27,12 +27,10 @@ PARAMETERS = {  # each is passed by name
 class AlgorithmFunction:
     """A function with the checks of its results. `label` begins its messages."""
 
-    def __init__(self, key: str, label: str, function: Callable[..., Any], sha256: str) -> None:
+    def __init__(self, label: str, function: Callable[..., Any], sha256: str) -> None:
         self.sha256 = sha256
         self._label = label
         self._function = function
-        # All ranks compute the same advantages, but only the last pipeline stage the loss of its own tokens.
-        self._error = RankError if key == "algo.policy_loss" else UserError
 
     def check_parameters(self, parameters: Sequence[str]) -> None:
         """Raise UserError unless the function can be called with these names."""
@@ -42,11 +40,11 @@ class AlgorithmFunction:
             self.refuse(f"must take ({', '.join(parameters)}): {e}")
 
     def __call__(self, shape: Sequence[int], entries: str, **arguments: Any) -> Tensor:
-        """Return the result, a float tensor of this shape, which `entries` explains. Raises UserError."""
+        """Return the result, a float tensor of this shape, which `entries` explains. Raises StepError."""
         try:
             found = self._function(**arguments)
         except Exception as e:
-            raise self._error(f"{self._label}: {describe(e, self._function)}") from e
+            raise StepError(f"{self._label}: {describe(e, self._function)}") from e
         if not isinstance(found, Tensor):
             self.refuse(f"returned a {type(found).__name__}, not a tensor {list(shape)} with {entries}")
         if found.shape != tuple(shape) or not found.is_floating_point():
@@ -54,8 +52,8 @@ class AlgorithmFunction:
         return found
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise UserError that names the function."""
-        raise self._error(f"{self._label}: {problem}")
+        """Raise StepError that names the function."""
+        raise StepError(f"{self._label}: {problem}")
 
 
 _found: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this process's run
@@ -64,7 +62,7 @@ _found: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this pr
 def find(key: str, value: str) -> AlgorithmFunction:
     """Return the function that a key names, which is imported on first use. Raises UserError."""
     if value not in _found:
-        found = AlgorithmFunction(key, f"{key} = {value}", *import_function(value, f"{key} ="))
+        found = AlgorithmFunction(f"{key} = {value}", *import_function(value, f"{key} ="))
         found.check_parameters(PARAMETERS[key])
         _found[value] = found
     return _found[value]
@@ -78,6 +76,6 @@ def start(values: Mapping[str, str], given: Mapping[str, Callable[..., Any]]) ->
     """
     _found.clear()
     for key, function in given.items():
-        _found[IN_PROCESS[key]] = AlgorithmFunction(key, key, function, source_sha256(function))
+        _found[IN_PROCESS[key]] = AlgorithmFunction(key, function, source_sha256(function))
         _found[IN_PROCESS[key]].check_parameters(PARAMETERS[key])
     return {value: find(key, value).sha256 for key, value in values.items() if is_function(value)}

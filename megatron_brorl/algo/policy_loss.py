@@ -73,7 +73,8 @@ def cispo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Ob
     """
     low, high = 1 - settings.eps_low, 1 + settings.eps_high
     value = ratio.detach().clamp(low, high) * advantages * ratio.log()
-    return Objective(value, ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
+    used = advantages != 0  # A bound changes nothing where the objective is 0.
+    return Objective(value, used & (ratio < low), used & (ratio > high), torch.zeros_like(used))
 
 
 # SAPO's temperatures, those of the paper.

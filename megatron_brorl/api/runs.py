@@ -48,8 +48,8 @@ class RunRecord:
     def _log_entry(self, kind: Literal["step", "evaluation"], number: int) -> LogEntry:
         entry = LogEntry(kind, number)
         if entry not in self.log_entries():
-            known = ", ".join(map(str, self.log_entries()))
-            raise UserError(f"{self.directory / FOLDER}: nothing is recorded of {entry}; there are: {known}")
+            known = ", ".join(f"{e.kind} {e.number}" for e in self.log_entries())
+            raise UserError(f"{self.directory / FOLDER}: nothing is recorded of {kind} {number}; there are: {known}")
         return entry
 
 

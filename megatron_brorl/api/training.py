@@ -37,6 +37,7 @@ def train(
     environment: type | None = None,
     agent: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback | Any] = (),
+    accept_changed_functions: bool = False,
 ) -> RunRecord:
     """Train in this process like `brorl train`, from the newest checkpoint in run.dir if there is one.
 
@@ -49,7 +50,7 @@ def train(
     the program. But nothing limits its time or memory, a crash ends the run, and reward.timeout_s does not apply. For
     long runs, use a function in a file, data.verifier = "file.py:function", which runs in separate processes with
     limits. A hash of the function's source (or compiled code) is kept, and a run cannot be resumed with another
-    function. Changes of the variables that it uses are not detected.
+    function unless accept_changed_functions is set. Changes of the variables that it uses are not detected.
 
     advantage, policy_loss: functions in place of algo.advantage and algo.policy_loss (docs/extending.md). Checkpoints
     store a hash of each.
@@ -94,7 +95,9 @@ def train(
     cpu_bridge.order_kernels(loaded.parallel)
     cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
-    program = Program(reward, algorithm, Callbacks(callbacks), environment, agent, continues=not launched)
+    program = Program(
+        reward, algorithm, Callbacks(callbacks), environment, agent, accept_changed_functions, continues=not launched
+    )
     try:
         status = command.execute(loaded, lambda _: again, program)
     except UserError as e:

@@ -73,29 +73,25 @@ class Checkpoint:
         transformers 5 writes [experts, 2 x ffn, hidden] and [experts, hidden, ffn] if it does not convert them back.
         """
         before, _, kind = stored.rpartition(".experts.")
-        if not before or kind not in ("gate_up_proj", "down_proj") or len(shape) != 3:
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        if not names or len(shape) != 3:
             return {stored: shape}
-        experts, rows, columns = shape
-        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-        rows //= len(names)
-        found: dict[str, tuple[int, ...]] = {}
-        for expert, (i, name) in product(range(experts), enumerate(names)):
-            full = f"{before}.experts.{expert}.{name}.weight"
-            found[full] = (rows, columns)
-            self._parts[full] = (stored, expert, slice(i * rows, (i + 1) * rows))
-        return found
+        rows = shape[1] // len(names)
+        parts = {
+            f"{before}.experts.{expert}.{name}.weight": (stored, expert, slice(i * rows, (i + 1) * rows))
+            for expert, (i, name) in product(range(shape[0]), enumerate(names))
+        }
+        self._parts |= parts
+        return dict.fromkeys(parts, (rows, shape[2]))
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in its stored type. Raises UserError if its type is none of TYPES."""
         if self.types[name] not in TYPES:
             raise UserError(f"{self.files[name]}: {name} is of type {self.types[name]}: only unquantized checkpoints")
         with safe_open(self.files[name], framework="pt") as file:
-            if name not in self._parts:
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
-            stored, expert, rows = self._parts[name]
-            part: Tensor = file.get_slice(stored)[expert, rows]
-            return part
+            stored, *part = self._parts.get(name, (name,))
+            tensor: Tensor = file.get_slice(stored)[tuple(part)] if part else file.get_tensor(name)
+        return tensor
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise UserError unless the files hold exactly these tensors; an LM head may be stored in addition."""

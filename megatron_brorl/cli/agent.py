@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_brorl.agents.runner import Agents, describe_agent
-from megatron_brorl.agents.server import AgentServer, Limits
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.chat import Message
 from megatron_brorl.data.tokenizers import Tokenizer
+from megatron_brorl.environments.agents import Agents, describe_agent
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.environments.pool import EnvironmentPool
-from megatron_brorl.rollout.agents import GRACE_S, AgentEngine, FixedText
+from megatron_brorl.rollout.agents.engine import GRACE_S, AgentEngine, FixedText
+from megatron_brorl.rollout.agents.server import AgentServer, Limits
 from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
 from megatron_brorl.rollout_log import one_line
 from megatron_brorl.types import Prompt

@@ -115,7 +115,7 @@ def convert(args: argparse.Namespace) -> int:
     source, shape, companions = _open(args)
     begun = time.monotonic()
     tensors = len(source.entries if args.direction == "to-peft" else parameter_entries(shape))
-    with progress(tensors, "convert", True) as p:
+    with progress(tensors, "convert") as p:
 
         def report(done: int, name: str) -> None:
             if 20 * done // tensors > 20 * (done - 1) // tensors:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_brorl.config.load import load
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object, write_json, write_text
-from megatron_brorl.tracking.progress import Progress, progress
-
-if TYPE_CHECKING:  # these import torch, which `brorl compare` does not need
-    from megatron_brorl.cli.session import Session
-    from megatron_brorl.train.groups import Outcomes
-    from megatron_brorl.types import PromptGroup, ScoredRollout
+from megatron_brorl.tracking.progress import progress
 
 ANSWERS = "evaluation.jsonl"
 
@@ -31,10 +24,11 @@ def evaluate(args: argparse.Namespace) -> int:
     from megatron_brorl.report.plots import save
     from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, summarize
+    from megatron_brorl.train.recorder import sample_lines
     from megatron_brorl.train.weight_sync import sync_weights
 
     config = load(args.config, args.overrides)
-    with Session(config, benchmarks=True) as session:
+    with progress(0, "evaluate") as p, Session(config, benchmarks=True) as session:
         names = session.benchmarks
         if not names:
             raise UserError(f"{args.config}: nothing to evaluate on; give --benchmark, data.held_out or data.tasks")
@@ -52,16 +46,19 @@ def evaluate(args: argparse.Namespace) -> int:
             session.stop_ids,
             config.stop_strings,
         )
-        count = -(-evaluation.samples * sum(map(len, names.values())) // session.grid.world_size)
-        with progress(count, "evaluate: rollouts", session.is_main_rank) as p:
-            p.note(session.report)
-            ended = _sample_counter(p, count)
-            answers = {}
-            for name, prompts in names.items():
-                show = functools.partial(_show, session, p, name)
-                answers[name] = sample_answers(
-                    rollouts, prompts, evaluation.samples, sampling, on_end=ended, on_samples=show
-                )
+
+        def print_samples(name: str, groups: Any, rollouts: Any, _: Any) -> None:
+            for text in sample_lines(groups, rollouts, session.tokenizer.decode, session.stop_ids):
+                p.note(f"{name} {text}")
+
+        p.begin(len(names))
+        p.note(session.report)
+        answers = {}
+        for number, (name, prompts) in enumerate(names.items(), 1):
+            show = functools.partial(print_samples, name)
+            answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_samples=show)
+            p.update(number, {})
+        p.stop()
         every = [a for part in answers.values() for a in part]
         whole = summarize(every, sum(map(len, names.values())), evaluation, rollouts.seed)
 
@@ -94,34 +91,6 @@ def evaluate(args: argparse.Namespace) -> int:
                 print(whole.remark())
             print(f"written to {session.dir / 'evaluation.json'}, {ANSWERS}, evaluation.md and {figure.name}")
     return 0
-
-
-def _sample_counter(shown: Progress, total: int) -> Callable[[], None]:
-    """Return a function that counts a sample that has ended, and updates the progress twenty times in all."""
-    counter = itertools.count(1)
-
-    def count() -> None:
-        done = next(counter)
-        if 20 * done // total > 20 * (done - 1) // total:
-            shown.update(done, {})
-
-    return count
-
-
-def _show(
-    session: Session,
-    shown: Progress,
-    name: str,
-    groups: Sequence[PromptGroup],
-    rollouts: Sequence[ScoredRollout],
-    _: Outcomes,
-) -> None:
-    """Print a few samples of a benchmark, on the main rank."""
-    from megatron_brorl.train.recorder import sample_lines
-
-    if session.is_main_rank:
-        for text in sample_lines(groups, rollouts, session.tokenizer.decode, session.stop_ids):
-            shown.note(f"{name} {text}")
 
 
 def add_compare(commands: Any) -> None:

@@ -23,9 +23,11 @@ from megatron_brorl.cli import report as report_cli
 from megatron_brorl.cli import theory as theory_cli
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
-from megatron_brorl.errors import RankError, UserError
+from megatron_brorl.errors import UserError
 from megatron_brorl.files import check_outputs, read_object
 from megatron_brorl.tracking import run_info
+from megatron_brorl.tracking.progress import progress
+from megatron_brorl.tracking.timeline import span
 
 # Errors caused by disks, permissions and names of files. Any other OSError is a bug and is raised again.
 _REFUSED = (
@@ -48,8 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
         args = _parse(arguments)
         status = _run_ranks(args) if hasattr(args, "processes") else args.command(args)
     except UserError as e:
-        # Most errors are the same on all ranks of a node.
-        if isinstance(e, RankError) or os.environ.get("LOCAL_RANK", "0") == "0":
+        # An error is the same on all ranks of a node.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"brorl: {e}", file=sys.stderr)
         status = 2
     except BrokenPipeError:  # the reader, such as head or less, has closed the pipe
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         # Only this rank reports the error. The others report a lost connection.
         rank = os.environ.get("RANK", "0")
-        place = f"{e.filename}: " if e.filename else ""
+        place = f"{e.filename2 or e.filename}: " if e.filename else ""  # filename2 is the target of a copy
         print(f"brorl: rank {rank}: {place}{e.strerror}; fix that and run the same command again", file=sys.stderr)
         status = 2
     except RuntimeError as e:
@@ -90,13 +92,15 @@ def _run_ranks(args: argparse.Namespace) -> int:
     if args.processes:
         from megatron_brorl.cli.launch import launch
 
-        options = ["--dry-run"] if getattr(args, "dry_run", False) else []
-        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *options, *args.overrides]
+        given = [f"--{x}" for x in ("dry-run", "accept-changed-functions") if vars(args).get(x.replace("-", "_"))]
+        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *given, *args.overrides]
         return launch(args.processes, command)
 
     # Install signal handlers first, because importing torch takes seconds.
     signals.install(saves=args.name == "train")
-    from megatron_brorl.parallel import cpu_bridge
+    with progress(0, "start"), span("importing"):
+        from megatron_brorl.cli import session  # noqa: F401
+        from megatron_brorl.parallel import cpu_bridge
 
     cpu_bridge.order_kernels(config.parallel)
     cpu_bridge.disable_compiler()
@@ -154,6 +158,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
         if name == "train":
             text = "check everything that the run needs, including a forward and backward pass, and write nothing"
             command.add_argument("--dry-run", action="store_true", help=text)
+            text = "resume although files of your own functions have changed; run.json records both hashes of each"
+            command.add_argument("--accept-changed-functions", action="store_true", help=text)
         if name == "evaluate":
             text = "JSONL or Parquet file with prompts (evaluate.benchmarks); may be given several times"
             command.add_argument("--benchmark", action="append", metavar="[NAME=]FILE", help=text)

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from megatron_brorl.cli.teacher import teacher_shape
@@ -31,7 +30,7 @@ from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.models.gpt import DTYPES
 from megatron_brorl.models.weights.layouts import WeightEntry, local_shape
 from megatron_brorl.models.weights.names import adapter_entries, entries, hf_shapes
-from megatron_brorl.rollout.native.pages import page_bytes, pages_for
+from megatron_brorl.rollout.native.pages import host_memory, page_bytes, pages_for
 from megatron_brorl.rollout.registry import ENGINES, graph_sizes
 from megatron_brorl.rollout.remote.weights_send import file_layout, to_fp8_blocks, unchanged
 from megatron_brorl.train.sampling_params import context
@@ -321,12 +320,13 @@ def _amounts(parts: Parts) -> str:
     return ", ".join(f"{name} {amount(x)}" for name, x in parts.items())
 
 
-def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: str) -> None:
+def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: str, limit: str = "") -> None:
     """Raise UserError if the plan does not fit.
 
-    host, shared: bytes of a node's memory, and of the file system of `folder`.
+    host, shared: bytes of a node's memory, which `limit` limits, and of the file system of `folder`.
     """
     gpu = machines.gpu
+    has = f"and has {amount(host)}{limit and f' ({limit})'}"
     need = sum(plan.training.values())
     if gpu and need > gpu:
         raise UserError(
@@ -352,16 +352,16 @@ def check_plan(plan: Plan, machines: Machines, host: int, shared: int, folder: s
         need = plan.offloaded * machines.ranks_per_node + plan.shared
         if need > host:
             raise UserError(
-                f"a node needs {amount(need)} of host memory for train.offload and the engine's weights, and has "
-                f"{amount(host)}: set train.offload = false, or parallel.distributed_optimizer = true"
+                f"a node needs {amount(need)} of host memory for train.offload and the engine's weights, {has}: "
+                "set train.offload = false, or parallel.distributed_optimizer = true"
             )
         return
     phase, need, parts = host_need(plan, machines)
     if need > host:
         part = max(parts.keys() - {"gaps (estimate)", "libraries"}, key=lambda name: parts[name])
         raise UserError(
-            f"a node needs {amount(need)} of host memory while {phase} (ranks: {machines.ranks_per_node}), and has "
-            f"{amount(host)}: the largest part is {part}, {amount(parts[part])} of a rank: "
+            f"a node needs {amount(need)} of host memory while {phase} (ranks: {machines.ranks_per_node}), {has}: "
+            f"the largest part is {part}, {amount(parts[part])} of a rank: "
             f"{_REMEDIES.get(part, 'take a smaller model, fewer ranks or a GPU, or train adapters (lora.rank)')}"
         )
 
@@ -391,14 +391,14 @@ def plan_run(
     """Return the plan of the largest pipeline stage, and its lines to print. Raises UserError if it does not fit."""
     folder = config.engine.shared_memory
     host = shared = sys.maxsize
+    limit = ""
     if machines.here:
-        memory = psutil.virtual_memory()
-        host = memory.total
-        machines = replace(machines, free=memory.available)
+        host, free, limit = host_memory(machines.ranks_per_node)
+        machines = replace(machines, free=free)
         shared = shutil.disk_usage(folder).total if Path(folder).is_dir() else shared
     plans = [plan_stage(config, shape, machines, stage, prompts) for stage in range(config.parallel.pipeline)]
     largest = max(plans, key=lambda plan: sum(plan.training.values()))
-    check_plan(largest, machines, host, shared, folder)
+    check_plan(largest, machines, host, shared, folder, limit)
     return largest, [size_line(shape), *plan_lines(largest, machines)]
 
 

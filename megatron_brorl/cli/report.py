@@ -33,7 +33,7 @@ def add_commands(commands: Any) -> None:
     command.add_argument("run", metavar="RUN", type=Path, help="run.dir of a training run")
 
     when = command.add_mutually_exclusive_group()
-    when.add_argument("--step", type=int, metavar="K", help="a training step, counted from 0 as in metrics.jsonl")
+    when.add_argument("--step", type=int, metavar="K", help="a training step, counted from 1")
     when.add_argument(
         "--evaluation", type=int, metavar="K", help="the evaluation after K steps (default: the last one)"
     )

@@ -153,10 +153,11 @@ def fingerprint(
     return plain
 
 
-def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> Changes:
+def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path, accept_functions: bool = False) -> Changes:
     """Return the keys in which a checkpoint (`where`) and this run differ.
 
-    Raises UserError naming the first one that must not change (config.rules), with both values.
+    Raises UserError naming the first one that must not change (config.rules), with both values. accept_functions: the
+    files of the user's functions may change.
     """
     if not (isinstance(saved, dict) and all(isinstance(values, dict) for values in saved.values())):
         raise UserError(f"{where}: its fingerprint is malformed; delete it to continue from an older checkpoint")
@@ -164,7 +165,7 @@ def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path) -> 
     changes: Changes = {}
     for section, values in current.items():
         before = saved.get(section, {})
-        fixed = section in (_SHAPE, _TEACHER_SHAPE, _FUNCTIONS, _INPUTS)
+        fixed = section in (_SHAPE, _TEACHER_SHAPE, _INPUTS) or (section == _FUNCTIONS and not accept_functions)
         for key, new in values.items():
             old = before.get(key)
             path = f"{section}.{key}"
@@ -190,7 +191,7 @@ def change_line(changes: Changes) -> str:
 def _difference(section: str, key: str, old: Any, new: Any) -> str:
     hashes = f"(sha256 {str(old)[:12]}, now {str(new)[:12]})"
     if section == _FUNCTIONS:
-        return f"another version of {key} {hashes}: restore it"
+        return f"another version of {key} {hashes}: --accept-changed-functions continues with it"
     if section == _INPUTS and key == TEMPLATE_DATE:
         return f"the date {old} in the prompts' chat template, now {new}: write {old} into run.dir/{key}"
     if section == _INPUTS and key == "tokenizer":

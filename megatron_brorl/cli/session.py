@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import shutil
 import sys
 import time
 import typing
@@ -30,9 +31,9 @@ from megatron_brorl.config.rules import check_model, replays_routes
 from megatron_brorl.config.schema import Config, DataConfig, OptimConfig
 from megatron_brorl.data.chat import Message
 from megatron_brorl.data.hub import model_directory
-from megatron_brorl.data.source import Sources, load_benchmarks, load_sources
+from megatron_brorl.data.source import TEMPLATE_DATE, Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
-from megatron_brorl.environments.interface import Format, Kind, describe
+from megatron_brorl.environments.interface import Format, describe
 from megatron_brorl.environments.pool import EnvironmentPool
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape, read_shape
@@ -44,7 +45,7 @@ from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, cpu_bridge, grid, network
 from megatron_brorl.parallel.stalls import StallReporter
 from megatron_brorl.rewards import custom
-from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers
+from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers, try_texts
 from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.worker_pool import RewardPool
@@ -54,7 +55,7 @@ from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.tracking.metrics import MetricsWriter
-from megatron_brorl.tracking.timeline import dump_stacks_after
+from megatron_brorl.tracking.timeline import dump_stacks_after, span
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.models import CriticWorker
@@ -79,6 +80,7 @@ class Program:
     callbacks: Callbacks = field(default_factory=Callbacks)
     environment: type | None = None  # the class that environment.factory names
     agent: Callable[..., Any] | None = None  # the function that agent.function names
+    accept_changed_functions: bool = False  # continue from a checkpoint of other versions of the user's functions
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
     on_check: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
 
@@ -90,6 +92,7 @@ class Session:
     benchmarks: dict[str, list[Prompt]]  # prompts of `brorl evaluate`, by name
     report: str  # summary of the data that was loaded, for the user
 
+    @span("reading the data")
     def __init__(self, config: Config, benchmarks: bool = False, program: Program | None = None) -> None:
         """Read the model's configuration and the data, and join the other ranks. Raises UserError.
 
@@ -121,7 +124,7 @@ class Session:
         check_model(config, self.shape.family, self.shape.experts, config.model.path)
 
         self._environment_class = program.environment or config.environment.factory
-        self.environment = self._describe_environment()
+        self.environment = describe(self._environment_class) if config.environment.factory else None
         self.agent = Agent.of(config, program.agent, self.tokenizer, self.stop_ids)
         program.on_check("agent", str(self.agent or ""))
         self._data = data = self._data_config()
@@ -144,7 +147,8 @@ class Session:
         program.on_check("data", self.report)
 
         # Join the other ranks last, so that an error above ends each of them at once.
-        self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
+        with span("waiting for other ranks"):
+            self.grid = grid.build(config.parallel, seed=config.run.seed, phase_s=config.rollout.timeout_s + GRACE_S)
         self.is_main_rank = self.grid.rank == 0  # writes the files of the run and prints its progress
         program.on_check("ranks", self.grid.describe())
         self.job_end = JobEnd()
@@ -166,6 +170,8 @@ class Session:
         self._stalls.stop()
         if error is not None:
             self.grid.name_missing(error)
+            if self._is_new_folder and set(os.listdir(self.dir)) <= {run_folder.LOCK, TEMPLATE_DATE}:
+                shutil.rmtree(self.dir, ignore_errors=True)  # The command has written nothing yet.
             if not self.program.continues:
                 return  # the process ends
         for close in reversed(self._closing):
@@ -173,6 +179,7 @@ class Session:
 
     def _lock(self) -> None:
         """Raise UserError on all ranks if another run writes to run.dir."""
+        self._is_new_folder = self.is_main_rank and not self.dir.exists()
         handle = self.share_errors(lambda: run_folder.lock(self.dir) if self.is_main_rank else None)
         if handle:
             self._closing.append(handle.close)
@@ -207,34 +214,33 @@ class Session:
             print("\n".join(lines), flush=True)
         self.program.on_check("disk", room)
 
+    @span("checking the verifiers")
     def check_verifiers(self, prompts: Sequence[Prompt]) -> str:
-        """Let the verifiers score reference answers, and return the result in words; a collective.
+        """Let verifiers, or the environment, score reference answers and other texts; return the result in words.
 
-        Warnings go to stderr. Raises UserError, on all ranks, if a verifier fails.
+        Warnings go to stderr. Raises UserError, on all ranks, if a verifier or the environment fails. Collective.
         """
-        if self.environment:
-            return f"environment {self.config.environment.factory} gives the rewards"
 
         def score_references() -> str:
             if not self.is_main_rank:
                 return ""
-            found, warnings = check_references(self.pool, prompts, self.config.reward)
+            if self.environment:
+                name = f"environment {self.config.environment.factory}"
+                _, warnings = try_texts(self.environment_pool.play, name, prompts[:1])
+                found = f"{name} plays episodes of one turn on row {prompts[0].id}"
+            else:
+                found, warnings = check_references(self.pool, prompts, self.config.reward)
             for warning in warnings:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
             return found
 
         return self.share_errors(score_references)
 
-    def _describe_environment(self) -> Kind | None:
-        """Return the environment's properties, or None without one. Raises UserError if it cannot be used."""
-        return describe(self._environment_class) if self.config.environment.factory else None
-
     def _check_turns(self) -> Format:
         """Return the format of tool calls. Raises UserError if the chat template cannot frame turns and calls."""
         if not self.environment:
             return "tags"
-        data = self._data
-        tools = self.environment.tools
+        tools, data = self.environment.tools, self._data
         self._continuation([{"role": "tool" if tools else "user", "content": "x"}])
         call_format = self.tokenizer.call_format(data.chat_template_kwargs) if tools and data.chat else "tags"
         names = ", ".join(tool["function"]["name"] for tool in tools)
@@ -244,8 +250,7 @@ class Session:
 
     def _continuation(self, messages: Sequence[Message], after_stop: bool = True) -> list[int]:
         """Return the tokens that follow a turn of the model, see Tokenizer.continuation."""
-        data = self._data
-        return self.tokenizer.continuation(messages, data.chat, data.chat_template_kwargs, after_stop)
+        return self.tokenizer.continuation(messages, self._data.chat, self._data.chat_template_kwargs, after_stop)
 
     def _data_config(self) -> DataConfig:
         """Return section [data] for reading rows. With an environment, its tools are part of prompts of a template.
@@ -318,6 +323,7 @@ class Session:
             fields={**fp8.settings(self.config.fp8), **attention_only},
         )
 
+    @span("loading the weights")
     def _load_weights(self, stage: AnyStage, key: str = "model.path", path: str = "") -> AnyStage:
         """Load the weights of model.path, or of another key with its path. Raises UserError if one is not finite."""
         path = path or self.config.model.path
@@ -355,6 +361,7 @@ class Session:
             functions[self.config.agent.function] = self.agent.sha256
         return run_folder.fingerprint(self.config, self.shape, functions, self.inputs(), self.teacher_shape)
 
+    @span("hashing the inputs")
     def inputs(self) -> dict[str, str]:
         """Return the SHA-256 of the tokenizer and the data, see Sources.digests, and of a frozen base; a collective."""
         path = Path(self.config.model.path)
@@ -364,11 +371,14 @@ class Session:
             digests[adapters.BASE_WEIGHTS] = collectives.all_gather(own)[0]
         return digests
 
+    @span("starting the engine")
     def rollouts(self) -> RolloutRunner:
         """Return the engine and the reward workers, which end with the session."""
         engine = self._torch_engine() if self.config.rollout.engine == "torch" else self._remote_engine()
         if self.environment:
-            engine = self._turn_engine(engine)
+            environment = self.config.environment
+            turns = TurnEngine(engine, self.environment_pool, environment, self.tokenizer.decode, self._continuation)
+            engine = typing.cast(RolloutEngine, turns)
         if self.agent:
             engine, close = self.agent.engine(engine, context(self.config, self.shape))
             self._closing.append(close)
@@ -394,13 +404,13 @@ class Session:
         self._closing.append(pool.close)
         return pool
 
-    def _turn_engine(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return the engine with environments, whose processes end with the session."""
+    @functools.cached_property
+    def environment_pool(self) -> EnvironmentPool:
+        """The processes of environments, which end with the session."""
         config = self.config.environment
         pool = EnvironmentPool(self._environment_class, config.workers, config.max_tool_seconds, self._tool_format)
         self._closing.append(pool.close)
-        turns = TurnEngine(engine, pool, config, self.tokenizer.decode, self._continuation)
-        return typing.cast(RolloutEngine, turns)
+        return pool
 
     def _torch_engine(self) -> RolloutEngine:
         return TorchEngine(
@@ -478,6 +488,7 @@ class Session:
             self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"
         return any(found.values())
 
+    @span("exporting the model")
     def export(self, worker: Worker, card: TrainingFacts) -> bool:
         """Write run.dir/model, a Hugging Face directory, and return on the main rank whether the weights changed.
 

@@ -21,12 +21,12 @@ def execute(config: Config) -> int:
     """Train on the reference answers of the training prompts, and write run.dir/model. Returns 0."""
     began = time.time()
     optim = sft_optim(config.sft, config.optim)
-    with Session(config) as session:
+    with progress(config.sft.steps, "sft") as p, Session(config) as session:
         worker = session.worker(optim)
         writer = session.writer(resume_step=None)
-        with progress(config.sft.steps, "sft", session.is_main_rank) as p:
-            p.note(session.report)
-            sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
+        p.begin(config.sft.steps)
+        p.note(session.report)
+        sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
         sizes = {"optimizer steps": config.sft.steps, "examples per step": config.sft.examples_per_step}
         session.export(worker, session.card("supervised training on solved examples", "sft", sizes, began))
     return 0

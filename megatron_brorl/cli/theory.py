@@ -60,7 +60,7 @@ def _simulate(args: argparse.Namespace) -> int:
     except OSError as e:
         raise UserError(f"{args.out}: cannot be created: {e.strerror}; give a writable folder with --out") from None
     curves: list[Curves] = []
-    with progress(len(jobs), "simulate", True) as p:
+    with progress(len(jobs), "simulate") as p:
         for n, seed in jobs:
             curves.append(simulate(n, seed, settings))
             p.update(len(curves), {"N": str(n), "seed": str(seed)})

@@ -52,9 +52,10 @@ def run(args: argparse.Namespace) -> int:
     """Train by a configuration file, see `execute`."""
     words = ["train", args.config, *args.overrides]
     config = load(args.config, args.overrides)
+    program = Program(accept_changed_functions=args.accept_changed_functions)
     if args.dry_run:
-        return dry_run(config)
-    return execute(config, lambda ranks: run_info.command(words, ranks), Program())
+        return dry_run(config, dataclasses.replace(program, on_check=_print_check))
+    return execute(config, lambda ranks: run_info.command(words, ranks), program)
 
 
 def execute(config: Config, command: Callable[[int], str], program: Program) -> int:
@@ -64,14 +65,16 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     ranks to the command line that starts the run on them, for the run's record.
     """
     begun = time.time()  # includes loading the model and the data
-    with Session(config, program=program) as session:
+    with progress(config.train.steps, "train") as p, Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
         found = session.newest_checkpoint()
         changes = Changes()
         if found:
-            changes = check_fingerprint(read_run_json(found)["fingerprint"], trainer.fingerprint, found)
-            trainer.restore(found)
+            saved = read_run_json(found)["fingerprint"]
+            changes = check_fingerprint(saved, trainer.fingerprint, found, program.accept_changed_functions)
+            with span("loading the checkpoint"):
+                trainer.restore(found)
         resume_step = trainer.state.step if found else None  # None creates new files
         writer = session.writer(resume_step)
         trainer.recorder = session.recorder(resume_step)
@@ -83,30 +86,30 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
             values = dataclasses.asdict(config)
             run_info.write(session.dir, values, resume_step, command(world), world, device, changes)
 
-        with progress(config.train.steps, "train", session.is_main_rank, start=trainer.state.step) as p:
-            p.note(session.report)
-            if session.is_main_rank:
-                p.note(_batch_sizes(config))
-                if trainer.held_out and (differences := _evaluation_differences(config)):
-                    p.note(differences)
-            if advice := zero_rate(config, trainer.state):
-                p.note(f"warning: {advice}")
-            if found:
-                p.note(f"resumed from {found} with step {trainer.state.step}")
-            if changes:
-                p.note(f"changed since that checkpoint: {change_line(changes)}")
-            if not trainer.run(writer, p, lambda: session.stop_requested(trainer.background_saver.seconds_to_come())):
-                p.note(f"{session.stopped_by}; the state is saved: run the same command again to continue")
-                return signals.SAVED
-            evaluation = trainer.evaluate(p) if trainer.held_out else None
-            after = evaluation.as_dict() if evaluation else None
-            if evaluation and session.is_main_rank:
-                mark_last_as_best(config, trainer.state, evaluation_metrics(evaluation))
-            if after:
-                p.note(f"held-out after: {evaluation_line(after)}")
+        p.begin(config.train.steps, trainer.state.step)
+        p.note(session.report)
+        p.note(_batch_sizes(config))
+        if trainer.held_out and (differences := _evaluation_differences(config)):
+            p.note(differences)
+        if advice := zero_rate(config, trainer.state):
+            p.note(f"warning: {advice}")
+        if found:
+            p.note(f"resumed from {found} with step {trainer.state.step}")
+        if changes:
+            p.note(f"changed since that checkpoint: {change_line(changes)}")
+        if not trainer.run(writer, p, lambda: session.stop_requested(trainer.background_saver.seconds_to_come())):
+            p.note(f"{session.stopped_by}; the state is saved: run the same command again to continue")
+            return signals.SAVED
+        evaluation = trainer.evaluate(p) if trainer.held_out else None
+        after = evaluation.as_dict() if evaluation else None
+        if evaluation and session.is_main_rank:
+            mark_last_as_best(config, trainer.state, evaluation_metrics(evaluation))
+        if after:
+            p.note(f"held-out after: {evaluation_line(after)}")
 
         differs = session.export(trainer.worker, _card(session, trainer.state, after))
         peak = session.peak_rss_mib()  # a collective
+        p.stop()
         if session.is_main_rank:
             from megatron_brorl.cli.report import show  # imports matplotlib
 
@@ -188,6 +191,8 @@ def _summary(
     """Return summary.json. after: the evaluation at the end. weights_differ: whether training changed weights."""
     before, best = trainer.state.initial_evaluation, trainer.state.best
     rows = read_metrics(session.dir / METRICS_FILE)
+    changed = change_of_run(session.dir)
+    raised = next((f"{text}: {reason}" for text, reason in trainer.runner.reported.items()), "")
     return {
         "pass_at_1_before": before["pass_at_1"] if before else None,
         "pass_at_1_after": after["pass_at_1"] if after else None,
@@ -204,7 +209,7 @@ def _summary(
         "peak_rss_mib": peak_rss_mib,
         "before": before,
         "after": after,
-        "findings": findings(session.config, rows, before, after, weights_differ, change_of_run(session.dir)),
+        "findings": findings(session.config, rows, before, after, weights_differ, changed, raised),
     }
 
 
@@ -214,10 +219,10 @@ def _widest(when: str, evaluation: dict[str, Any] | None) -> dict[str, float]:
     return {f"pass_at_{found[0]}_{when}": found[1]} if found else {}
 
 
-def dry_run(config: Config) -> int:
+def dry_run(config: Config, program: Program) -> int:
     """Make all checks and return 0; a collective. Raises UserError at the first problem."""
     preflight.check_machine()
-    session = Session(config, program=Program(on_check=_print_check))  # tokenizer, data, layout
+    session = Session(config, program=program)  # tokenizer, data, layout
     _print_check(
         "run.dir", session.share_errors(lambda: run_folder.check_writable(session.dir) if session.is_main_rank else "")
     )
@@ -261,18 +266,16 @@ def _checkpoint(session: Session) -> str:
     found = checkpoint.find(root)
     if not found:
         return "none: the run starts from the beginning"
-    changes = change_line(check_fingerprint(read_run_json(found)["fingerprint"], session.fingerprint(), found))
-    return f"continues from {found}" + (f"\nchanged since that checkpoint: {changes}" if changes else "")
+    accept = session.program.accept_changed_functions
+    changes = check_fingerprint(read_run_json(found)["fingerprint"], session.fingerprint(), found, accept)
+    return f"continues from {found}" + (f"\nchanged since that checkpoint: {change_line(changes)}" if changes else "")
 
 
 def _progress(session: Session) -> RunState:
     """Return the steps of the checkpoint that the run would continue from, without its other state."""
-    found = checkpoint.find(session.dir / "checkpoints")
-    if session.config.train.resume == "never" or not found:
-        return RunState()
-    run = read_run_json(found)
-    counts = {name: run[name] for name in ("updates", "critic_updates", "critic_steps")}
-    return RunState(step=run[checkpoint.STEP], **counts)
+    found = session.config.train.resume != "never" and checkpoint.find(session.dir / "checkpoints")
+    run = read_run_json(found) if found else {}
+    return RunState(**{name: run[name] for name in ("step", "updates", "critic_updates", "critic_steps") if run})
 
 
 class _Worker(Worker):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
 from megatron_brorl.config.agent import AgentConfig
+from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
 from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
 from megatron_brorl.config.schema import AlgoConfig, Config, DataConfig
 from megatron_brorl.errors import UserError, shown

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_brorl.config.environment import CALL_END
@@ -16,6 +17,8 @@ from megatron_brorl.files import read_object
 
 # {"role": str, "content": str}; the assistant may add "tool_calls", and a tool its "name" and "tool_call_id".
 Message = dict[str, Any]
+Variables = Mapping[str, Any]  # of a chat template
+NONE: Variables = MappingProxyType({})
 
 # A macro replaces strftime_now, which templates call for today's date. transformers' function reads the clock, and it
 # accepts no function as a variable of a template. Jinja removes the line break after the macro.

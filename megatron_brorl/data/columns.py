@@ -20,10 +20,8 @@ KEYS = ("prompt", "answer", "target", "verifier", "id", "metadata")  # of a row
 
 # Names of columns in published data sets, the most common first.
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
-_ANSWERS = (
-    *("answer", "final_answer", "expected_answer", "solution", "reference", "ground_truth"),
-    *("reward_model.ground_truth", "label"),
-)
+_ANSWERS: tuple[str, ...] = ("answer", "final_answer", "expected_answer", "solution", "reference", "ground_truth")
+_ANSWERS += ("reward_model.ground_truth", "label")
 
 
 def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tuple[dict[str, Any], dict[str, Any]]:

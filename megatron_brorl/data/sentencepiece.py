@@ -15,15 +15,14 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from megatron_brorl.data.chat import Message, plain_ids
+from megatron_brorl.data.chat import NONE, Message, Variables, plain_ids
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families.shape import CONFIG
@@ -77,7 +76,7 @@ class SentencePieceTokenizer:
     def template_reads(self, variable: str, tools: Any = None) -> bool:
         return False
 
-    def call_format(self, variables: Mapping[str, Any] = MappingProxyType({})) -> Format:
+    def call_format(self, variables: Variables = NONE) -> Format:
         return "tags"
 
     def encode(self, text: str) -> list[int]:
@@ -87,20 +86,14 @@ class SentencePieceTokenizer:
         ids = self.encode(before + text + after)
         return [self.bos_id, *ids] if self.leads_with_bos and self.bos_id is not None else ids
 
-    def apply_chat(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> tuple[str, list[int]]:
+    def apply_chat(self, messages: Sequence[Message], variables: Variables = NONE) -> tuple[str, list[int]]:
         raise UserError(
             f"{self.directory}: data.chat = true, but a sentencepiece tokenizer has no chat template; "
             "set data.chat = false and write the frame of the prompt into data.template"
         )
 
     def continuation(
-        self,
-        messages: Sequence[Message],
-        chat: bool,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        after_stop: bool = True,
+        self, messages: Sequence[Message], chat: bool, variables: Variables = NONE, after_stop: bool = True
     ) -> list[int]:
         if chat:
             self.apply_chat(messages, variables)  # raises UserError

@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_brorl.data.chat import DATE, Message, date_variables, plain_ids
+from megatron_brorl.data.chat import DATE, NONE, Message, Variables, date_variables, plain_ids
 from megatron_brorl.data.sentencepiece import (
     CONVERTED,
     MAX_CHECKED_PIECES,
@@ -61,15 +60,13 @@ class Tokenizer(Protocol):
     def template_reads(self, variable: str, tools: Any = None) -> bool:
         """Return whether the chat template mentions a variable. tools: those of the prompt."""
 
-    def call_format(self, variables: Mapping[str, Any] = MappingProxyType({})) -> Format:
+    def call_format(self, variables: Variables = NONE) -> Format:
         """Return the format in which the chat template writes tool calls, "hermes" if it writes none.
 
         Raises UserError if environments cannot read such a call.
         """
 
-    def apply_chat(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> tuple[str, list[int]]:
+    def apply_chat(self, messages: Sequence[Message], variables: Variables = NONE) -> tuple[str, list[int]]:
         """Apply the chat template to messages, up to the assistant's turn. Return text and ids.
 
         The contents of messages are data, as above. Raises UserError if there is no template, or if it does not
@@ -77,11 +74,7 @@ class Tokenizer(Protocol):
         """
 
     def continuation(
-        self,
-        messages: Sequence[Message],
-        chat: bool,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        after_stop: bool = True,
+        self, messages: Sequence[Message], chat: bool, variables: Variables = NONE, after_stop: bool = True
     ) -> list[int]:
         """Return the ids of one turn of the assistant after its beginning, or of messages that answer a turn.
 
@@ -211,7 +204,7 @@ class HuggingFaceTokenizer:
     def template_reads(self, variable: str, tools: Any = None) -> bool:
         return re.search(rf"\b{re.escape(variable)}\b", self._template(tools)) is not None
 
-    def call_format(self, variables: Mapping[str, Any] = MappingProxyType({})) -> Format:
+    def call_format(self, variables: Variables = NONE) -> Format:
         if not self.template_reads("tool_calls", variables.get("tools")):
             return "hermes"
         question = {"role": "user", "content": "x"}
@@ -230,9 +223,7 @@ class HuggingFaceTokenizer:
             "cannot read; use a template with a format of docs/environments.md"
         )
 
-    def apply_chat(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> tuple[str, list[int]]:
+    def apply_chat(self, messages: Sequence[Message], variables: Variables = NONE) -> tuple[str, list[int]]:
         for name in variables:
             if not self.template_reads(name, variables.get("tools")):
                 raise UserError(
@@ -242,11 +233,7 @@ class HuggingFaceTokenizer:
         return self._encoded(messages, lambda given: self._render(given, variables))
 
     def continuation(
-        self,
-        messages: Sequence[Message],
-        chat: bool,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        after_stop: bool = True,
+        self, messages: Sequence[Message], chat: bool, variables: Variables = NONE, after_stop: bool = True
     ) -> list[int]:
         if not chat:
             return plain_ids(messages, self.encode, self.eos_id)
@@ -261,8 +248,7 @@ class HuggingFaceTokenizer:
                 writes_calls = "tool_calls" not in messages[0] or self.template_reads("tool_calls", tools)
                 if text.startswith(before) and end and writes_calls:
                     return text[len(before) : end.end()]
-            else:
-                # Some templates write thoughts only into the last turn, so the text before its content may change.
+            else:  # Some templates write thoughts only into the last turn, so the text before its content may change.
                 turn = {"role": "assistant", "content": _TURN}
                 text = self._render([question, turn, *given], variables).partition(_TURN)[2]
                 if end := self._stop.match(text):
@@ -314,7 +300,7 @@ class HuggingFaceTokenizer:
                 "set data.chat = false or use an instruction-tuned model"
             ) from None
 
-    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], to_answer: bool = True) -> str:
+    def _render(self, messages: Sequence[Message], variables: Variables, to_answer: bool = True) -> str:
         given = {**variables}
         template = self._template(variables.get("tools"))
         if self.template_date is not None:

@@ -18,7 +18,7 @@ import re
 import typing
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,10 +26,11 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_brorl.environments.interface import Format
 
 _MAX_CALLS = 16  # per turn, to bound the size of a reply
+_THOUGHT = r"(<think>.*?(?:</think>|\Z))"
 _BEGINS: dict[Format, re.Pattern[str]] = {
-    "hermes": re.compile(r"(<think>)|<tool_call>\s*(?=\{|\[\s*[\[{]|<function=)"),
-    "json": re.compile(r"\s*(<think>)|[\s;]*(?:<\|python_tag\|>\s*)?(?=\{)"),
-    "tags": re.compile(r"(<think>)|<call>(?=\w+\Z|\s*\w+\s*:|(?:(?!<call>).)*?</call>)", re.DOTALL),
+    "hermes": re.compile(_THOUGHT + r"|<tool_call>\s*(?=\{|\[\s*[\[{]|<function=)", re.DOTALL),
+    "json": re.compile(r"\s*" + _THOUGHT + r"|[\s;]*(?:<\|python_tag\|>\s*)?(?=\{)", re.DOTALL),
+    "tags": re.compile(_THOUGHT + r"|<call>(?=\w+\Z|\s*\w+\s*:|(?:(?!<call>).)*?</call>)", re.DOTALL),
 }
 _END_TAGS: dict[Format, str] = {"hermes": "</tool_call>", "json": "", "tags": "</call>"}
 _NO_END = "the end tag is missing"
@@ -55,7 +56,7 @@ class Call:
     arguments: dict[str, Any] | str  # a string: the text after the colon of format "tags"
     error: str = ""  # the reason why the call could not be parsed; name and arguments are empty
     texts: bool = False  # the values of the arguments are texts, as in XML
-    begin: int = 0  # position of its opening tag in the turn
+    begin: int = field(default=0, compare=False)  # position of its opening tag in the turn
 
 
 def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call]:
@@ -64,11 +65,12 @@ def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call
     in_thought: the prompt of the turn ends with <think>.
     """
     begins, end_tag = _BEGINS[format], _END_TAGS[format]
+    text = "<think>" * in_thought + text
     calls: list[Call] = []
-    position = _thought_end(text, 0) if in_thought else 0
+    position = 0
     while begin := begins.match(text, position) if format == "json" else begins.search(text, position):
         if begin[1]:
-            position = _thought_end(text, begin.end())
+            position = begin.end()
             continue
         try:
             call, position = _PARSERS[format](text, begin.end())
@@ -91,18 +93,17 @@ def keyword_arguments(call: Call, tool: Callable[..., Any]) -> dict[str, Any]:
     tool: the function of the class, whose first parameter is the object. A text that its type hint does not accept is
     read as JSON.
     """
-    if isinstance(call.arguments, dict) and not call.texts:
-        return call.arguments
+    texts = call.arguments
     _, *parameters = inspect.signature(tool).parameters
-    if isinstance(call.arguments, dict):
-        texts = call.arguments
-    elif len(parameters) == 1:
-        texts = {parameters[0]: call.arguments}
-    else:
-        arguments, end = _decode(call.arguments or "{}", 0, "the arguments")
-        if end < len(call.arguments):
+    if isinstance(texts, str) and len(parameters) == 1:
+        texts = {parameters[0]: texts}
+    elif isinstance(texts, str):
+        arguments, end = _decode(texts or "{}", 0, "the arguments")
+        if end < len(texts):
             raise MalformedCall("the arguments must be a single JSON object")
         return arguments
+    elif not call.texts:
+        return texts
     types = _types(tool)
     return {name: _value(text, types[name]) if name in types else text for name, text in texts.items()}
 
@@ -110,7 +111,7 @@ def keyword_arguments(call: Call, tool: Callable[..., Any]) -> dict[str, Any]:
 @functools.cache
 def _types(tool: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
     hints = typing.get_type_hints(inspect.unwrap(tool), include_extras=True)
-    return {name: TypeAdapter(hints[name]) for name in inspect.signature(tool).parameters if name in hints}
+    return {name: TypeAdapter(hint) for name, hint in hints.items() if name != "return"}
 
 
 def _value(text: Any, hint: TypeAdapter[Any]) -> Any:
@@ -120,11 +121,6 @@ def _value(text: Any, hint: TypeAdapter[Any]) -> Any:
         with suppress(ValueError, RecursionError):  # True and None are not JSON.
             return json.loads(text)
     return text
-
-
-def _thought_end(text: str, begin: int) -> int:
-    end = text.find("</think>", begin)
-    return len(text) if end < 0 else end + len("</think>")
 
 
 def _parse_hermes(text: str, begin: int) -> tuple[Call | None, int]:

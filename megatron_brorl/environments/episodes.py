@@ -12,7 +12,8 @@ from pydantic import ValidationError, validate_call
 
 from megatron_brorl.environments.calls import Call, MalformedCall, find_calls, keyword_arguments
 from megatron_brorl.environments.interface import MAX_TEXT, Format, choices, tools
-from megatron_brorl.rewards.verifier import Judge, describe_error
+from megatron_brorl.rewards.verifier import Judge, printable
+from megatron_brorl.user_functions import describe
 
 _MAX_ERROR = 200  # characters of an error message to the model
 _NO_ROW: Any = {"answer": None}  # Judge does not call `reward` again without a reference answer.
@@ -43,18 +44,16 @@ class Episodes:
             observation = environment.reset(row)
             return Outcome([] if observation is None else [_message("user", observation)], False, None)
         except BaseException as e:  # includes SystemExit
-            return self._failed(episode, e)
+            return self._failed(episode, e, "reset")
 
     def step(self, episode: int, text: str, last: bool, format: Format, in_thought: bool = False) -> Outcome:
-        """Pass a turn of the model to the environment. Never raises.
-
-        last: the episode ends after this turn. in_thought: see find_calls.
-        """
+        """Pass a turn to the environment. Never raises. last: the episode ends with it. in_thought: see find_calls."""
         environment = self._environments[episode]
         has_step = hasattr(environment, "step")
         calls = [] if has_step else find_calls(text, format, in_thought)
         messages: list[dict[str, str]] = []
         malformed = 0
+        method = "step" if has_step else "final"
         try:
             if has_step:
                 returned = environment.step(text)
@@ -67,6 +66,7 @@ class Episodes:
                 if done and hasattr(environment, "final"):
                     environment.final(text)
             for call in calls:
+                method = call.name
                 try:
                     name, result = call.name, self._execute(environment, call)
                 except MalformedCall as e:
@@ -75,9 +75,11 @@ class Episodes:
                 messages.append(_message("tool", result, name))
             if not (done or last):
                 return Outcome(messages, False, None, len(calls), malformed)
-            score = Judge(lambda *_: environment.reward())("", _NO_ROW)
+            method = "reward"
+            reward = environment.reward()
+            score = Judge(lambda *_: reward)("", _NO_ROW)
         except BaseException as e:  # includes SystemExit
-            return self._failed(episode, e)._replace(calls=len(calls), malformed=malformed)
+            return self._failed(episode, e, method)._replace(calls=len(calls), malformed=malformed)
         self.end(episode)
         return Outcome([], True, score, len(calls), malformed)
 
@@ -100,9 +102,10 @@ class Episodes:
             where = ".".join(map(str, first["loc"]))[:60]
             raise MalformedCall(f"{call.name}: argument {where}: {first['msg']}") from None
 
-    def _failed(self, episode: int, error: BaseException) -> Outcome:
+    def _failed(self, episode: int, error: BaseException, method: str) -> Outcome:
         self.end(episode)
-        return Outcome([], True, ["error", 0.0, describe_error(error), {}])
+        reason = f"{self._cls.__name__}.{method}: {describe(error, getattr(self._cls, method, None))}"
+        return Outcome([], True, ["error", 0.0, printable(reason), {}])
 
 
 def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,19 +19,20 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_brorl.agents.runner import Agents
+from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.episodes import Episodes, Outcome
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.worker import READY, json_line
-from megatron_brorl.rewards.worker_pool import score_result
+from megatron_brorl.rewards.worker_pool import ScoreRequest, score_result
 from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, end_reason, environment
 from megatron_brorl.types import ScoreResult
 
@@ -108,11 +109,20 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
         self._begin(episode, reply, "run", dict(row), *arguments)
 
     def step(self, episode: int, text: str, last: bool, reply: Send, in_thought: bool = False) -> None:
-        """Pass the text of a turn to the environment.
-
-        last: the episode ends after this turn and is scored. in_thought: see find_calls.
-        """
+        """Pass a turn to the environment. last: the episode ends with it and is scored. in_thought: see find_calls."""
         self._submit(self._call(episode, reply, "step", text, last, self._format, in_thought))
+
+    def play(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
+        """Return the score of an episode for each request, whose answer is the only turn. No other episode may run."""
+        scores = []
+        for number, request in enumerate(requests):
+            replies: SimpleQueue[Reply] = SimpleQueue()
+            self.reset(number, request.prompt.row(), replies.put)
+            if not (reply := replies.get()).done:
+                self.step(number, request.answer or "", True, replies.put)
+                reply = replies.get()
+            scores.append(reply.score or ScoreResult(0.0, "crash", reply.lost))
+        return scores
 
     def end(self, episode: int) -> None:
         """Drop an episode and its pending reply. Does nothing if it is over."""

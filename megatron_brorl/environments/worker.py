@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megatron_brorl.agents.runner import Agents
+from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.episodes import Episodes
 from megatron_brorl.rewards.worker import READY, isolate, json_line, silence_stderr
 from megatron_brorl.user_functions import import_function

@@ -37,11 +37,9 @@ def store(world: int, timeout: timedelta) -> dist.Store:
     if not host or not port:
         raise UserError("RANK is set, MASTER_ADDR or MASTER_PORT is not: start by torchrun, Slurm or with --processes")
     own = _own_address(host, world)
-    # torchrun has opened a store, which lives longer than the processes that it restarts.
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     # Keep the connection, because groups of an earlier call may keep the port in use.
     key = os.getpid(), own, host, port
-    shared = _stores[key] = _stores.get(key) or _tcp_store(own, host, int(port), int(rank), world, timeout, of_agent)
+    shared = _stores[key] = _stores.get(key) or _tcp_store(own, host, int(port), int(rank), world, timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # Process groups would take the keys of earlier ones for the addresses of their peers.
     new = dist.PrefixStore(f"attempt {attempt}, call {next(_calls)}", shared)
@@ -53,9 +51,9 @@ _calls = itertools.count()
 _stores: dict[tuple[int, str, str, str], dist.TCPStore] = {}
 
 
-def _tcp_store(
-    own: str, host: str, port: int, rank: int, world: int, timeout: timedelta, of_agent: bool
-) -> dist.TCPStore:
+def _tcp_store(own: str, host: str, port: int, rank: int, world: int, timeout: timedelta) -> dist.TCPStore:
+    # torchrun has opened a store, which lives longer than the processes that it restarts.
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     # By default torch would listen on all interfaces.
     if rank == 0 and not of_agent:
         listener = _listener(own, port)

@@ -149,11 +149,8 @@ def _gain(batches: list[list[_PromptRows]], prompts: Sequence[Tensor], responses
 def _by_prompt(
     prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None
 ) -> list[_PromptRows]:
-    """Group rows by prompt and its routes, in the order of first appearance.
-
-    Siblings usually share one tensor, which is fast. The routes of a prompt differ if the weights changed between two
-    siblings, and with engines whose results depend on the other prompts of a batch.
-    """
+    """Group rows by prompt and its routes, in the order of first appearance. Siblings usually share one tensor."""
+    # Routes differ if the weights changed between two siblings, or if an engine's results depend on its batch.
     texts: dict[int, tuple[int, ...]] = {}
     found: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
     for i, prompt in enumerate(prompts):

@@ -420,7 +420,7 @@ def _kept(row: Row) -> float:
 def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     """Return every metric of metrics.jsonl, at most `most` points of each.
 
-    every: steps per point. step: number of the last step of each point. elapsed: seconds of all steps up to there.
+    every: steps per point. step: the last step of each point, from 1. elapsed: seconds of all steps up to there.
     values: by name, with the prefix "time/" for times; None where a metric is missing. Values have seven digits.
     """
     every = max(1, math.ceil(len(rows) / most))
@@ -435,7 +435,7 @@ def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
         elapsed.append(float(f"{seconds:.7g}"))
     return {
         "every": every,
-        "step": [part[-1]["step"] for part in parts],
+        "step": [part[-1]["step"] + 1 for part in parts],
         "elapsed": elapsed,
         "values": {name: column for name, column in values.items() if any(v is not None for v in column)},
     }
@@ -455,7 +455,7 @@ def by_task(run: RecordedRun) -> dict[str, Any]:
         distinct.append(_mean([g["distinct"] for g in rows if g["rollouts"]]))
     names = sorted({name for shares in found for name in shares})
     return {
-        "step": [m.number for m in steps],
+        "step": [m.shown for m in steps],
         "distinct": distinct,
         "tasks": {name: [_mean(shares.get(name, [])) for shares in found] for name in names},
     }
@@ -482,7 +482,7 @@ def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
     for _, known in found:
         own = Counter(right if exact else _tenth(right, n) for right, n in known)
         counts.append([own[i] for i in range(len(bins))])
-    return {"of": exact or None, "bins": bins, "numbers": [m.number for m, _ in found], "counts": counts}
+    return {"of": exact or None, "bins": bins, "numbers": [m.shown for m, _ in found], "counts": counts}
 
 
 def _tenth(right: int, n: int) -> int:

@@ -27,12 +27,13 @@ def findings(
     after: Mapping[str, Any] | None,
     weights_differ: bool,
     changed: Mapping[str, Any] | None = None,
+    raised: str = "",
 ) -> dict[str, str]:
     """Return a sentence, by name, for each reason why the run learned little or why learning was not measured.
 
     rows: the lines of metrics.jsonl. before, after: the held-out evaluations, if there are any. weights_differ:
     whether the trained weights differ from those of model.path. changed: the result of content.compared, if the
-    evaluations are recorded.
+    evaluations are recorded. raised: a verifier's or environment's first exception.
     """
     found: dict[str, str] = {}
     means = {name: _mean(rows, name) for name in METRICS}
@@ -40,6 +41,8 @@ def findings(
 
     if not rows:
         found["no step"] = f"no step was trained: train.steps = {config.train.steps}; raise it"
+    elif why and raised and (_mean(rows, "verifier_errors") or 0.0) > 0.5 * (_mean(rows, "rollouts") or 0.0):
+        found["raised"] = f"most responses have no score of their own: {raised}; fix it, or return the lowest reward"
     elif why:
         found[why] = _no_signal(why, config, rows)
     elif not weights_differ:

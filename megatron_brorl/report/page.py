@@ -101,7 +101,7 @@ def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
         if number is None:
             break
         tables[moment] = rows
-        listed.append({"kind": moment.kind, "number": moment.number, "list": number})
+        listed.append({"kind": moment.kind, "number": moment.shown, "list": number})
 
     where: dict[str, int] = {}
     held = {"groups": 0, "rollouts": 0}

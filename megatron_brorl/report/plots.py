@@ -1,6 +1,6 @@
 """PNG figures of a run (curves.png, theory.png), of `brorl pass-rates` and `brorl simulate`, and their shared parts.
 
-The axis has the step numbers of metrics.jsonl, from 0. An evaluation is drawn at the number of steps done before it.
+Steps count from 1, one more than in metrics.jsonl. An evaluation is drawn at the number of steps done before it.
 pyplot is not used: no state is global.
 """
 
@@ -79,7 +79,7 @@ def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Recorde
     """Draw six panels (`figure.axes` has them in reading order). Missing or null values leave gaps."""
     figure, ((reward, accuracy, length), (kept, seconds, health)) = figure_of(2, 3, 13.5, 7.6)
     figure.suptitle(_title(rows, summary, evaluated), fontsize=13)
-    steps = np.array([row["step"] for row in rows], dtype=np.int64)
+    steps = np.array([row["step"] + 1 for row in rows], dtype=np.int64)
     places = [e.steps for e in evaluated]
     graded = any(e.reward for e in evaluated)
 
@@ -119,7 +119,7 @@ def plot_theory(run_dir: Path) -> Path | None:
 def theory_figure(rows: Sequence[Row]) -> Figure:
     """Draw the unsampled mass over steps and the last hold-out curve. Missing or null values leave gaps."""
     figure, (mass, curve) = figure_of(1, 2, 10, 4.3)
-    steps = np.array([row["step"] for row in rows])
+    steps = np.array([row["step"] + 1 for row in rows])
     panel(mass, "Not sampled", "probability mass")
     low, middle, high = (column(rows, f"theory_good_turing/{k}") for k in ("low", "unseen_mass", "high"))
     if np.isfinite(middle).any():

@@ -64,12 +64,13 @@ class Recorded:
 def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Recorded:
     """Read the rollouts of one step or evaluation.
 
-    kind: "step", "evaluation" or "", which prefers evaluations to steps. number: None selects the last moment of the
-    kind. prompt: a prompt id; without a number, it selects the last moment with recorded rollouts of this prompt.
+    kind: "step", "evaluation" or "", which prefers evaluations to steps. number: of a step, from 1, or the steps before
+    an evaluation; None selects the last moment of the kind. prompt: a prompt id; without a number, it selects the last
+    moment with recorded rollouts of this prompt.
     Raises UserError if the moment or the prompt was not recorded, or if a file is damaged.
     """
     there = entries(folder)
-    found = [m for m in there if kind in ("", m.kind) and number in (None, m.number)]
+    found = [m for m in there if kind in ("", m.kind) and number in (None, m.shown)]
     if not found:
         raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} is recorded; try {listed(there)}")
     if prompt is None or number is not None:
@@ -89,7 +90,7 @@ def listed(there: Sequence[LogEntry]) -> str:
     """Return the numbers of recorded steps and evaluations in words."""
     parts = []
     for kind in ("step", "evaluation"):
-        numbers = [m.number for m in there if m.kind == kind]
+        numbers = [m.shown for m in there if m.kind == kind]
         if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
             parts.append(f"{kind}s {numbers[0]} to {numbers[-1]}")
         elif numbers:

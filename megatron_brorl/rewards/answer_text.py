@@ -207,8 +207,8 @@ def usual_brackets(text: str) -> str:
     """Write pairs in one notation: `[0;1[` becomes `[0,1)`."""
 
     def usual(pair: re.Match[str]) -> str:
-        left, right = pair["left"].replace("]", "("), pair["right"].replace("[", ")")
-        return f"{pair['before']}{left}{pair['start']},{pair['end']}{right}"
+        before, left, start, end, right = pair.groups()
+        return f"{before}{left.replace(']', '(')}{start},{end}{right.replace('[', ')')}"
 
     return _INTERVAL.sub(usual, ascii_text(text))
 

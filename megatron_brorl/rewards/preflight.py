@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_brorl.config.schema import RewardConfig
@@ -17,6 +17,7 @@ from megatron_brorl.types import Prompt, ScoreResult
 _ROWS_PER_TASK = 8  # rows to check for each verifier and each of its tasks
 
 Scored = list[tuple[Prompt, ScoreResult]]
+Score = Callable[[Sequence[ScoreRequest]], list[ScoreResult]]
 
 
 @dataclass(frozen=True)
@@ -49,33 +50,33 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
 
 
 def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: RewardConfig) -> tuple[str, list[str]]:
-    """Score reference answers as if they were the answers of responses, and without them a user's function on any text.
+    """Score reference answers as if they were the answers of responses, and with a user's function also other texts.
 
-    Returns the rewards in words, and warnings. Raises UserError if a verifier fails on a reference answer, if a
-    verifier that must accept references accepts none of them, or if a user's function fails on every row without one.
+    Returns the rewards in words, and warnings. Raises UserError as try_texts does, and if a verifier that must accept
+    references accepts none of them.
     """
-    groups: dict[str, list[Prompt]] = {}
-    without: dict[str, list[Prompt]] = {}  # rows without a reference answer of users' functions
+    groups: dict[tuple[str, bool], list[Prompt]] = {}
     for prompt in prompts:
-        if prompt.answer is not None:
-            groups.setdefault(verifier_name(prompt), []).append(prompt)
-        elif registry.entry(prompt.verifier, "verifier", config).is_custom:
-            without.setdefault(verifier_name(prompt), []).append(prompt)
-    if not groups and not without:
+        if prompt.answer is not None or registry.entry(prompt.verifier, "verifier", config).is_custom:
+            groups.setdefault((verifier_name(prompt), prompt.answer is None), []).append(prompt)
+    if not groups:
         return "no row has a reference answer to try a verifier on", []
 
     scored: dict[str, Scored] = {}
-    lines = [_try_texts(pool, name, _some(group)) for name, group in without.items()]
-    for name, group in groups.items():
+    lines, warnings = [], []
+    for (name, _), group in groups.items():
         rows = _some(group)
-        scores = pool.score([ScoreRequest(prompt, (prompt.answer or "").strip()) for prompt in rows])
-        scored[name] = list(zip(rows, scores, strict=True))
-        _check_status(name, scored[name])
-        rewards = [score.reward for score in scores]
-        low, high = min(rewards), max(rewards)
+        is_custom = registry.entry(rows[0].verifier, "verifier", config).is_custom
+        references, found = try_texts(pool.score, f"verifier {name!r}", rows, is_custom)
+        warnings += found
+        if not references:
+            lines.append(f"verifier {name!r} scores texts for {len(rows)} rows")
+            continue
+        scored[name] = references
+        low, high = (end(score.reward for _, score in references) for end in (min, max))
         span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        lines.append(f"verifier {name!r} gives {span} to the reference answers of {len(rows)} rows")
-    return "\n".join(lines), _warnings(scored, config)
+        lines.append(f"verifier {name!r} gives {span} to the reference answers of {len(references)} rows")
+    return "\n".join(lines), warnings + _warnings(scored, config)
 
 
 def _some(rows: Sequence[Prompt]) -> Sequence[Prompt]:
@@ -83,27 +84,27 @@ def _some(rows: Sequence[Prompt]) -> Sequence[Prompt]:
     return rows[:: -(-len(rows) // _ROWS_PER_TASK)]
 
 
-def _try_texts(pool: RewardPool, name: str, rows: Sequence[Prompt]) -> str:
-    """Score each prompt's own text and a number as responses. Raises UserError if the function fails on all of them."""
-    scores = pool.score([ScoreRequest(prompt, text) for prompt in rows for text in (prompt.text, "0")])
-    first = scores[0]
-    if all(score.status != "ok" for score in scores):
-        remedy = "raise reward.timeout_s" if first.status == "timeout" else "fix the function or the rows"
-        raise UserError(
-            f"verifier {name!r} fails on each of {len(rows)} rows with the prompt's text and with 0 as response; row "
-            f"{rows[0].id}: {first.status}: {first.reason}; {remedy}; a function must score any text"
-        )
-    return f"verifier {name!r} scores texts for {len(rows)} rows without a reference answer"
+def try_texts(score: Score, what: str, rows: Sequence[Prompt], is_custom: bool = True) -> tuple[Scored, list[str]]:
+    """Score each row's reference answer, and with a user's function the prompt, an empty text and 0 as responses.
 
-
-def _check_status(name: str, rows: Scored) -> None:
-    for prompt, score in rows:
-        if score.status != "ok":
-            remedy = "raise reward.timeout_s" if score.status == "timeout" else "fix the verifier or the row"
-            raise UserError(
-                f"verifier {name!r} fails on the reference answer of row {prompt.id}: {score.status}: "
-                f"{score.reason}; {remedy}"
-            )
+    Returns the scores of references, and one warning if the function fails on some texts. Raises UserError if it fails
+    on all of them, or if another verifier fails on a reference.
+    """
+    kinds = ("the reference answer", "the prompt's text", "an empty text", "the text 0")[: 4 if is_custom else 1]
+    tried = [(p, *x) for p in rows for x in zip(kinds, (p.answer, p.text, "", "0"), strict=False) if x[1] is not None]
+    scores = score([ScoreRequest(prompt, (text or "").strip()) for prompt, _, text in tried])
+    results = [(prompt, kind, result) for (prompt, kind, _), result in zip(tried, scores, strict=True)]
+    failed = [(prompt, kind, result) for prompt, kind, result in results if result.status != "ok"]
+    references = [(prompt, result) for prompt, kind, result in results if kind == kinds[0] and result.status == "ok"]
+    if not failed:
+        return references, []
+    prompt, kind, first = failed[0]
+    where = f"{kind} of row {prompt.id}: {first.status}: {first.reason}"
+    if not is_custom or len(failed) == len(results):
+        remedy = "raise its time limit" if first.status == "timeout" else "fix it or the row"
+        raise UserError(f"{what} fails on {where}; {remedy}")
+    names = ", ".join(dict.fromkeys(kind for _, kind, _ in failed))
+    return references, [f"{what} fails on {names}, for example on {where}: such a response scores 0"]
 
 
 def _warnings(scored: Mapping[str, Scored], config: RewardConfig) -> list[str]:

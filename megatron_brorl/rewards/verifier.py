@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict
 
+from megatron_brorl.user_functions import describe
+
 
 def holds_object(text: object) -> bool:
-    """Return whether a reference is an object, or begins like JSON or Python text of one or of a list of them.
-
-    Data sets of instruction following and code keep the arguments of a check there, not an answer to compare with.
-    """
+    """Return whether a reference is an object, or text of one or of a list of them: the arguments of a check."""
     return isinstance(text, dict) or re.match(r"""\s*\[?\s*\{\s*["'][^"']*["']\s*:""", str(text)) is not None
 
 
@@ -85,18 +84,18 @@ class Judge:
         """
         try:
             reward, reason, parts = score_of(self._verifier(answer, row))
-            return ["ok", reward, _printable(reason), dict(parts)]
+            return ["ok", reward, printable(reason), dict(parts)]
         except NoScore as e:
-            return ["invalid", 0.0, _printable(str(e)), {}]
+            return ["invalid", 0.0, printable(str(e)), {}]
         except BaseException as e:  # includes SystemExit: a verifier must not end its worker
-            reason = describe_error(e)
+            reason = printable(describe(e, self._verifier))
 
         # Many verifiers raise on malformed answers. A verifier that also raises on the reference is broken.
         try:
             if row["answer"] is not None:
                 self._verifier(row["answer"], row)
         except BaseException as e:
-            return ["broken", 0.0, describe_error(e), {}]
+            return ["broken", 0.0, printable(describe(e, self._verifier)), {}]
         return ["error", 0.0, reason, {}]
 
 
@@ -144,14 +143,7 @@ def _shown(value: Any) -> str:
     return repr(value)[:60] if plain else f"an object of type {type(value).__name__}"
 
 
-def describe_error(error: BaseException) -> str:
-    """Return the type of an exception and its first line. Never raises."""
-    text = ""
-    with contextlib.suppress(BaseException):  # str() of a user's exception class may raise
-        text = "".join(str(error).strip().splitlines()[:1])
-    return _printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
-
-
-def _printable(reason: str) -> str:
+def printable(reason: str) -> str:
+    """Return at most MAX_REASON characters of a text, with "?" for those that are not printable."""
     reason = reason[:MAX_REASON]
     return reason if reason.isprintable() else "".join(c if c.isprintable() else "?" for c in reason)

@@ -40,8 +40,7 @@ class TurnEngine:
     pool: EnvironmentPool
     config: EnvironmentConfig
     decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
-    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it, see
-    # Tokenizer.continuation.
+    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it
     encode: Callable[[Sequence[dict[str, str]], bool], list[int]]
 
     def __getattr__(self, name: str) -> Any:
@@ -214,7 +213,7 @@ class _Call:
         calls, malformed = running.episode.calls + reply.calls, running.episode.malformed + reply.malformed
         running.update(calls=calls, malformed=malformed, score=reply.score)
         if reply.lost or (begins and reply.done):
-            self._lose(running, reply.lost or f"reset: {reply.score.reason if reply.score else 'no score'}")
+            self._lose(running, reply.lost or (reply.score.reason if reply.score else "no score"))
         elif reply.done:
             self._deliver(running)
         else:

@@ -73,7 +73,7 @@ class MetricsWriter:
         tagged = {tag(name): value for name, value in values.items()}
         tagged |= {tag(name, "time"): value for name, value in seconds.items()}
         finite = {name: value for name, value in tagged.items() if math.isfinite(value)}
-        self._for_each(lambda tracker: tracker.log(step, finite))
+        self._for_each(lambda tracker: tracker.log(step + 1, finite))
 
     def close(self) -> None:
         """Write pending lines and close the file and the trackers."""

@@ -67,6 +67,7 @@ class Place(NamedTuple):
 
 _current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
 _open: list[tuple[str, float]] = []  # names and allowances in seconds of the open spans
+_counts: dict[int, tuple[int, int, float]] = {}  # number of open spans -> parts done, all parts, begin
 _place = Place(0, "", 0.0)
 _dump_after_s = 0.0
 
@@ -87,6 +88,17 @@ def dump_stacks_after(seconds: float) -> None:
 def place() -> Place:
     """Return the current position of this process."""
     return _place
+
+
+def count(done: int, total: int) -> None:
+    """Show that `done` of `total` parts of the innermost open span are done. This does not count as progress."""
+    _counts[len(_open)] = done, max(done, total), _counts.get(len(_open), (0, 0, time.monotonic()))[2]
+
+
+def phase() -> tuple[list[str], int, int, float]:
+    """Return the names of the open spans, and parts done, all parts and seconds of the innermost one with a count."""
+    done, total, begin = _counts.get(max([*_counts], default=0), (0, 0, 0.0))
+    return [name for name, _ in [*_open]], done, total, time.monotonic() - begin
 
 
 def _changed() -> None:
@@ -115,5 +127,6 @@ def span(name: str, allowance_s: float = 0.0) -> Iterator[dict[str, float]]:
         with (_current.get() or Timeline()).span(name) as values:
             yield values
     finally:
+        _counts.pop(len(_open), None)
         _open.pop()
         _changed()

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ class Tracker(Protocol):
     name: str  # as in run.log
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a step, all finite, by their tags."""
+        """Show the metrics of a step, counted from 1, all finite, by their tags."""
 
     def close(self) -> None:
         """Send the remaining metrics and close the tracker."""
@@ -88,8 +89,12 @@ class _TensorBoard:
     def __init__(self, run_dir: Path, ids: dict[str, str], resume_step: int | None, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
+        # TensorBoard's thread prints the traceback of an error that `log` also raises, such as a full disk.
+        show = threading.excepthook
+        threading.excepthook = lambda e: None if type(e.thread).__module__.startswith("tensorboard") else show(e)
+
         # Purge the steps from resume_step on, because the run writes them again.
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step or 0)
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=(resume_step or 0) + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

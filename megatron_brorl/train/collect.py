@@ -162,8 +162,8 @@ class Collector:
             outcomes, given_up = mark_unfinished_as_lost(outcomes, too_old)
             # Fail here rather than train on a step that lacks too many rollouts or rewards.
             lost = counts["lost"] + given_up
-            check_lost(f"step {step}", lost, counts["requested"], config.rollout.max_lost_share)
-            check_scored(f"step {step}", counts, self.runner.reported)
+            check_lost(f"step {step + 1}", lost, counts["requested"], config.rollout.max_lost_share)
+            check_scored(f"step {step + 1}", counts, self.runner.reported)
 
             outcomes = select_groups(outcomes, config.algo.dynamic_sampling)
             position = position.with_kept(start, sum(g >= len(carried.groups) for g in outcomes.kept))

@@ -12,7 +12,7 @@ from megatron_brorl.train.evaluate import Evaluation
 
 
 def after_steps_text(steps: int) -> str:
-    """Return "after 12 steps": a count of steps done, which is the number of the next step in metrics.jsonl."""
+    """Return "after 12 steps": a count of finished steps."""
     return f"after {steps} step{'' if steps == 1 else 's'}"
 
 
@@ -69,7 +69,7 @@ def console_line(metrics: dict[str, float], seconds: dict[str, float]) -> dict[s
         shown["updates skipped (gradient not finite)"] = f"{metrics['updates_skipped']:.0f}"
     # Answers on which a verifier raised count as wrong, although the verifier may be at fault.
     if metrics["verifier_errors"]:
-        shown["verifier raised"] = f"{metrics['verifier_errors']:.0f}x"
+        shown["environment raised" if "turns" in metrics else "verifier raised"] = f"{metrics['verifier_errors']:.0f}x"
     if metrics["nonfinite_rows"]:
         shown["rows left out (not finite)"] = f"{metrics['nonfinite_rows']:.0f}"
     if metrics["lost_share"]:

@@ -86,19 +86,22 @@ def sample_answers(
     n: int,
     sampling: Sampling,
     stream: str = "evaluate",
-    on_end: Callable[[], None] | None = None,
     on_samples: OnSamples | None = None,
 ) -> list[PromptResult]:
     """Sample every prompt n times over all ranks, and return the same results on every rank. Collective.
 
     `stream` replaces the round in the key of the random numbers, so that evaluations of two policies are paired. Lost
-    samples are left out, and so is a prompt that lost all of them. on_end: called for every sample of this rank that
-    ends. Raises UserError if too many samples are lost, or the verifiers fail on most of them.
+    samples are left out, and so is a prompt that lost all of them. Raises UserError if too many samples are lost, or
+    the verifiers fail on most of them.
     """
     groups = make_groups(prompts, stream)
     slots = list(product(range(len(groups)), range(n)))
     runner.pool.reset()
-    rollouts, counts, _ = runner.sample(slots, groups, sampling, on_end=on_end)
+    rollouts, counts, _ = runner.sample(
+        slots,
+        groups,
+        sampling,
+    )
 
     outcomes = gather_outcomes(rollouts, len(groups), n)
     sums = collectives.all_reduce_sum(counts)

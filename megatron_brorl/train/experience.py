@@ -133,8 +133,9 @@ def make_experience(
 ) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
     """Return this replica's rollouts, their experience, and metrics, the same on every rank. Collective.
 
-    Each sequence of an agent's rollout is a row, and a rollout of its own in the result. A rollout with a log-probability or value that is NaN or infinite is left out and counted. advantages: [groups, N]
-    of the whole step, from rollout_advantages.
+    Each sequence of an agent's rollout is a row, and a rollout of its own in the result. A rollout with a
+    log-probability or value that is NaN or infinite is left out and counted. advantages: [groups, N] of the whole step,
+    from rollout_advantages.
     """
     actor = models.actor
     rollouts, prompts = _rows(rollouts, groups)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.data.tokenizers import Tokenizer
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import StepError, UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rewards.extract import answer_hash
@@ -22,7 +23,7 @@ from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
 from megatron_brorl.rollout.sampler import Slot, deal, improbable_rollouts, requests
 from megatron_brorl.rollout.watchdog import GenerationResult, Watchdog
 from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
-from megatron_brorl.tracking.timeline import span
+from megatron_brorl.tracking.timeline import count, span
 from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
 
 MAX_UNSCORED = 0.5  # Rewards mean nothing if the verifier fails on a larger share.
@@ -50,13 +51,11 @@ class RolloutRunner:
         sampling: Sampling,
         partial: Mapping[Slot, Rollout] | None = None,
         partial_per_rank: Sequence[int] | None = None,
-        on_end: Callable[[], None] | None = None,
     ) -> tuple[list[ScoredRollout], dict[str, float], dict[str, float]]:
         """Sample and score this rank's share of the rollouts of `groups`. Collective; all ranks return together.
 
         new: the rollouts to begin, of all ranks, in (group, rollout) order. partial: this rank's partial rollouts,
-        which continue. partial_per_rank: their number on every rank. on_end: called in the generating thread for every
-        rollout of this rank that ends.
+        which continue. partial_per_rank: their number on every rank.
 
         Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
         lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
@@ -85,13 +84,15 @@ class RolloutRunner:
         longest = max((len(group.prompt.token_ids) for group in groups), default=0)
         supply = SlotSupply(shared, take_requests, len(new), longest) if shared else None
         with Scorer(prompts, self.tokenizer.decode, sampling.stop_ids, self.pool, self.reward) as scorer:
+            ended = itertools.count(1)
+
             # Rollouts are scored while others are still being sampled.
             def finished(request: int, rollout: Rollout) -> None:
                 scorer.finished(request, rollout)
-                if on_end:
-                    on_end()
+                count(next(ended), len(own))
 
             with span("generate", allowance_s=self.engine.timeout_s + self.engine.grace_s) as values:
+                count(0, len(own))
                 result = self.engine.generate(first_requests, sampling, finished, supply)
             values |= _generation_counts(result, self.engine.kv_usage())
             # Repeated rollouts would count as independent ones, so this check comes before any score is used.
@@ -201,26 +202,24 @@ def _check_distinct(requested: Sequence[Request], rollouts: Sequence[Sequence[Ro
 
 
 def check_lost(what: str, lost: float, requested: float, most: float) -> None:
-    """Raise UserError if more than the share `most` (rollout.max_lost_share) of the rollouts is lost."""
+    """Raise StepError if more than the share `most` (rollout.max_lost_share) of the rollouts is lost."""
     if lost > most * requested:
-        raise UserError(
+        raise StepError(
             f"{what}: {lost:.0f} of {requested:.0f} rollouts were lost, more than rollout.max_lost_share = {most:g}: "
             "see above which were late, fix the engine or raise rollout.timeout_s"
         )
 
 
 def check_scored(what: str, counts: Mapping[str, float], reported: Mapping[str, str]) -> None:
-    """Raise UserError if more than the share MAX_UNSCORED of the responses has no reward, or if all of them raised.
+    """Raise StepError if more than the share MAX_UNSCORED of the responses has no reward, or if all of them raised.
 
     counts: the sums over ranks of RolloutRunner.sample. reported: RolloutRunner.reported.
     """
     scored, unscored = counts["responses"], counts["unscored"]
-    if unscored > MAX_UNSCORED * scored:
-        raise UserError(
-            f"{what}: the verifiers failed on {unscored:.0f} of {scored:.0f} responses (timeout, crash, no finite "
-            "number, or an exception on the reference answer too): most rewards mean nothing; fix the verifier or "
-            "raise reward.timeout_s"
+    failed = unscored + counts["errors"]
+    if unscored > MAX_UNSCORED * scored or (scored and failed == scored):
+        first = "".join(f"{text}: {reason}; " for text, reason in [*reported.items()][:1])
+        raise StepError(
+            f"{what}: the verifiers failed on {failed:.0f} of {scored:.0f} responses (exception, timeout, crash or no "
+            f"finite number): most rewards mean nothing; {first}fix the verifier or raise reward.timeout_s"
         )
-    if scored and unscored + counts["errors"] == scored:
-        first = next(f"{text}: {reason}" for text, reason in reported.items())
-        raise UserError(f"{what}: the verifiers failed on every one of {scored:.0f} responses: {first}; fix them")

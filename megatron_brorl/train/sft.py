@@ -78,11 +78,11 @@ def sft(
         # The model is exported at the end, so a step that is not finite ends the run.
         if not (update.applied and math.isfinite(loss)):
             raise UserError(
-                f"sft step {step}: loss {loss}, gradient norm {update.grad_norm}: not finite; nothing is exported: "
+                f"sft step {step + 1}: loss {loss}, gradient norm {update.grad_norm}: not finite; nothing is exported: "
                 "lower sft.lr"
             )
         # A finite gradient can still make a weight infinite.
-        worker.require_finite(f"sft step {step}", "nothing is exported: lower sft.lr")
+        worker.require_finite(f"sft step {step + 1}", "nothing is exported: lower sft.lr")
 
         seconds = {"step": time.monotonic() - start}
         if writer:

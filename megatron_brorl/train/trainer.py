@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from megatron_brorl import rollout_log
+from megatron_brorl import rollout_log, signals
 from megatron_brorl.algo.first_update import large_first_update
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
@@ -23,6 +23,7 @@ from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
+from megatron_brorl.errors import StepError
 from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import empty_routes
@@ -124,16 +125,23 @@ class Trainer:
         peak = peak_flops()
         while not state.is_complete(self.config.train):
             step = state.step  # the number in metrics.jsonl; train_step() adds 1 to state.step
+            signals.step_begins()
             trace = StepTrace(self.config.run, step, self.grid)  # records the spans of this rank from here on
             # A repeated run has the same metrics unless rollouts or verifiers are too slow. Timings differ.
-            metrics, timings = self.train_step()
-            timings |= cluster_metrics(trace.timeline, timings, metrics["trained_tokens"], peak)
-            timings |= self._pop_checkpoint_seconds()  # of saving after the previous step
-            # The slowest rank's seconds count, so that all ranks reach train.max_seconds together.
-            state.trained_s += timings["ranks/step_slowest"]
-
-            if self._evaluation_is_due():
-                metrics |= self._evaluate_step(progress, timings)
+            before, steps_taken = replace(state), self.worker.steps_taken
+            try:
+                metrics, timings = self.train_step()
+                before, steps_taken = state, self.worker.steps_taken  # the state to save if the evaluation fails
+                timings |= cluster_metrics(trace.timeline, timings, metrics["trained_tokens"], peak)
+                timings |= self._pop_checkpoint_seconds()  # of saving after the previous step
+                # The slowest rank's seconds count, so that all ranks reach train.max_seconds together.
+                state.trained_s += timings["ranks/step_slowest"]
+                if self._evaluation_is_due():
+                    metrics |= self._evaluate_step(progress, timings)
+            except StepError as e:
+                if writer and before is state:
+                    writer.write(step, metrics, timings)
+                self._save_and_raise(e, before, steps_taken, progress)
             if self.reference:
                 self.reference.reset_if_due(state.step, metrics, progress)
 
@@ -184,11 +192,10 @@ class Trainer:
         # Free the engine's memory for training. sync_weights() wakes the engine up again. Without groups to train on,
         # the built-in engine stays awake and keeps its weights. Other engines leave no memory for the diagnostics. With
         # expert parallelism, even ranks without rows compute.
-        built_in = config.rollout.engine not in ENGINES
-        is_idle = built_in and not collected.outcomes.kept and self.grid.ep_size == 1
+        is_idle = config.rollout.engine not in ENGINES and not collected.outcomes.kept and self.grid.ep_size == 1
         if not is_idle:
             self.runner.engine.sleep()
-        with _timed(seconds, "diagnose"):
+        with _timed(seconds, "diagnose"), span("diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.worker, sampling)
 
         # Rewards -> advantages -> log-probabilities, values.
@@ -244,7 +251,8 @@ class Trainer:
                 progress.note(f"held-out {text}")
 
         sampling = evaluation_sampling_params(self.config, self.stop_ids)
-        evaluation = evaluate(self.runner, self.held_out, self.config.evaluate, sampling, on_samples)
+        with span("evaluate"):
+            evaluation = evaluate(self.runner, self.held_out, self.config.evaluate, sampling, on_samples)
         if evaluation.lost:
             progress.note(evaluation.remark())
         if self.recorder:
@@ -268,7 +276,7 @@ class Trainer:
 
     def _evaluate_step(self, progress: Progress, seconds: dict[str, float]) -> dict[str, float]:
         """Evaluate between two steps and return the metrics."""
-        with _timed(seconds, "evaluate"), span("evaluate"):
+        with _timed(seconds, "evaluate"):
             evaluation = self.evaluate(progress)
         progress.note(f"held-out {after_steps_text(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)
@@ -296,6 +304,24 @@ class Trainer:
         elif ending is Ending.NONFINITE:
             raise_if_too_many_nonfinite(self._nonfinite_steps, self.config.train.max_nonfinite_steps, saved)
         self.callbacks.raise_if_failed(saved)
+
+    def _save_and_raise(self, error: StepError, before: RunState, steps_taken: int, progress: Progress) -> NoReturn:
+        """Save the state before a failed step or evaluation, unless the actor or critic has changed, and raise."""
+        reason = "the failed step has already changed the weights"
+        has_changed = self.worker.steps_taken > steps_taken or self.state.critic_updates > before.critic_updates
+        self.state = before
+        self.check_background_save(progress, wait=True)
+        if before.step and not has_changed:
+            try:
+                self.save()
+            except NotWritten as e:
+                reason = str(e)
+        kept = max(folders.by_step(Path(self.config.run.dir) / "checkpoints"), default=0)
+        lost = f", and steps {kept + 1} to {before.step} are lost, because {reason}" if kept < before.step else ""
+        raise StepError(
+            f"{error}; {f'the state {after_steps_text(kept)}' if kept else 'no state'} is saved{lost}; run the same "
+            "command again to continue, with --accept-changed-functions if you have changed the file of a function"
+        ) from error.__cause__
 
     def _save_after_step(self, ending: Ending | None, metrics: dict[str, float], progress: Progress) -> None:
         """Write a checkpoint if one is due, the run ends, the last one failed, or this one is the best."""

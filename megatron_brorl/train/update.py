@@ -14,11 +14,13 @@ from torch import Tensor
 from megatron_brorl.algo import policy_loss as losses
 from megatron_brorl.algo.policy_loss import PolicyLossSettings, token_weights
 from megatron_brorl.config.schema import AlgoConfig, Config, CriticConfig, OptimConfig
+from megatron_brorl.errors import StepError
 from megatron_brorl.models.gpt import Head
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
+from megatron_brorl.tracking.timeline import count
 from megatron_brorl.train.learning_rate import learning_rate, scaled, with_decay_steps
 from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.nonfinite import log_rows
@@ -77,14 +79,12 @@ def critic_optim(critic: CriticConfig, optim: OptimConfig) -> OptimConfig:
 
 def zero_rate(config: Config, state: RunState) -> str:
     """Return advice if the learning rate of actor or critic decays to 0 before the end of the run, else ""."""
-    left = config.train.steps - state.step
-    gae = config.algo.advantage == "gae"
-    warmup = config.critic.warmup_steps if gae else 0
-    of_actor = config.train.steps - warmup, left - max(warmup - state.critic_steps, 0), state.updates
-    models = [("optim.lr", config.optim, *of_actor)]
-    if gae:
-        critic = critic_optim(config.critic, config.optim)
-        models.append(("critic.lr", critic, config.train.steps, left, state.critic_updates))
+    steps, left = config.train.steps, config.train.steps - state.step
+    has_critic = config.algo.advantage == "gae"
+    warmup = config.critic.warmup_steps * has_critic
+    critic = critic_optim(config.critic, config.optim)
+    models = [("optim.lr", config.optim, steps - warmup, left - max(warmup - state.critic_steps, 0), state.updates)]
+    models += [("critic.lr", critic, steps, left, state.critic_updates)] * has_critic
     for key, optim, steps, to_come, taken in models:
         optim = with_decay_steps(optim, config, steps)
         end = taken + to_come * config.algo.mini_batches * config.algo.epochs
@@ -129,6 +129,9 @@ def update_policy(
         weights = [by_unit[unit] for unit in units]
         loss = ActorLoss(part, algo, weights)
         result, values = worker.train(part.prompts, part.responses, loss, temperature, lr, part.routes)
+        if not result.applied:
+            for text in filter(None, collectives.all_gather(loss.error)):
+                raise StepError(text)
         # Only the last pipeline stage has values.
         of_batches = [(v.sums, v.maxima) for v in values]
         sums = {k: sum((s[k] for s, _ in of_batches), 0.0) for k in losses.SUMS}
@@ -234,7 +237,8 @@ def _take_steps(
     norms = []
     applied = 0
     lr = 0.0
-    for rows in mini_batches:
+    for number, rows in enumerate(mini_batches):
+        count(number, len(mini_batches))
         rate = learning_rate(optim, first_update + applied)
         done = step(rate, rows)
         if done is None:
@@ -258,6 +262,7 @@ class ActorLoss:
         settings = PolicyLossSettings(**{f.name: getattr(algo, f.name) for f in fields(PolicyLossSettings)})
         # A KL in the reward must not count in the loss as well.
         self.settings = settings if algo.kl_in == "loss" else replace(settings, kl_coef=0.0)
+        self.error = ""  # of the user's function on this rank
         self._part = part
         lengths = [len(ids) for ids in part.responses]
         per_row = torch.tensor(weights, dtype=torch.float64)
@@ -286,7 +291,12 @@ class ActorLoss:
 
     def __call__(self, batch: Packed, head: Head) -> tuple[Tensor, Any]:
         """Return the loss, a scalar, and its metrics, from head.hidden [R, H]."""
-        result = head.policy_loss(self.tokens(batch, head.hidden.device, head.hidden.dtype), self.settings)
+        try:
+            result = head.policy_loss(self.tokens(batch, head.hidden.device, head.hidden.dtype), self.settings)
+        except StepError as e:
+            # With a gradient that is not finite, all ranks skip the optimizer step. Then they can raise together.
+            self.error = self.error or str(e)
+            return head.hidden.sum() * torch.nan, None
         # Metrics must not keep the graph of the loss alive.
         return result.loss, replace(result, loss=result.loss.detach())
 

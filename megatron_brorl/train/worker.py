@@ -109,6 +109,7 @@ class Stage:
     shape: ModelShape  # without the head
     outputs: int  # of the head, per token
     adapter_weights = 0  # of all ranks
+    steps_taken = 0  # optimizer steps of this process
 
     def __init__(self, module: Actor, options: StageOptions, optim: OptimConfig | None) -> None:
         """optim: None for a stage that is not trained."""
@@ -323,6 +324,7 @@ class Stage:
                 for optimizer in self.optimizer.chained_optimizers:
                     clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optim.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
+        self.steps_taken += 1
         return OptimizerStep(norm, applied=True)
 
     def reset_optimizer(self) -> None:

@@ -41,12 +41,10 @@ def wait_for_rank_1(rank: int, writes: bool) -> str:
 
 def sums_of_grids(rank: int) -> list[int]:
     """Return the sum of (rank + i) over the ranks from each of three grids, one after another."""
-    found = []
-    for i in range(3):
+    values = torch.arange(rank, rank + 3).split(1)
+    for i, value in enumerate(values):
         grid = grids.build(ParallelConfig(timeout_s=60 + i), phase_s=5.0)
-        value = torch.tensor([rank + i])
         dist.all_reduce(value)
         grid.barrier()
-        found.append(int(value))
         grids.leave()
-    return found
+    return [int(value) for value in values]

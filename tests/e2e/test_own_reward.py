@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -37,24 +38,6 @@ def folder(tmp_path_factory) -> Path:
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     options = ["model.path=init", "run.dir=run", *STEPS, *overrides]
     return brorl("train", "examples/own_reward/own_reward.toml", *options, cwd=folder)
-
-
-def test_checkpoints_belong_to_one_version_of_the_reward_file(folder):
-    # A random model gets some reward for the length of its responses.
-    file = folder / "lengths.py"
-    file.write_text("def score(response, row):\n    return min(1.0, len(response) / 32)\n")
-    done = train(folder, "data.verifier=lengths.py:score")
-    assert done.returncode == 0, done.stderr
-    lines = rows(folder / "run")
-    assert [line["step"] for line in lines] == [0, 1]
-    assert all(0 < line["reward"] < 1 for line in lines)
-
-    # The checkpoints record the hash of the file.
-    file.write_text(file.read_text() + "# a comment\n")
-    again = train(folder, "data.verifier=lengths.py:score", "train.steps=3")
-    assert again.returncode == 2
-    line = again.stderr.splitlines()[-1]
-    assert "was written with another version of lengths.py:score (sha256 " in line
 
 
 def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
@@ -141,4 +124,62 @@ def test_a_verifier_that_raises_ends_the_command_before_a_model_is_loaded(folder
     (line,) = [line for line in done.stderr.splitlines() if "broken.py" in line]
     assert "row sum-3: broken: NameError: name 'nothing'" in line
     assert "Traceback" not in done.stderr
-    assert not list((folder / "broken").glob("*.json*"))
+    assert not (folder / "broken").exists()
+
+
+OWN = """
+from pathlib import Path
+calls = 0
+def late(call):  # The first call is the check before the run.
+    global calls
+    calls += 1
+    return calls > call
+def score(response, row): {score}; return len(response) % 7
+def advantage(rewards, mask, rows): {advantage}; return rewards - rewards.mean(1, keepdim=True)
+def loss(log_probs, old_log_probs, advantages, **_): {loss}; return -(log_probs - old_log_probs).exp() * advantages
+"""
+NAMES = {"data.verifier": "mine.py:score", "algo.advantage": "mine.py:advantage", "algo.policy_loss": "mine.py:loss"}
+LONG = ["train.steps=4", "train.checkpoint_every=0", "algo.mini_batches=2", "rollout.partial_tokens=5"]
+
+
+@pytest.fixture(scope="module")
+def run_mine(folder):
+    """Run the functions, with code by name before what they return; run.dir and options of the command follow."""
+
+    def run(code: dict[str, str], *options: str) -> tuple[subprocess.CompletedProcess[str], str]:
+        text = OWN.format(**{"score": "0", "advantage": "0", "loss": "0"} | code)
+        (folder / "mine.py").write_text(text)
+        done = train(folder, *LONG, *(f"{key}={value}" for key, value in NAMES.items()), *options)
+        return done, hashlib.sha256(text.encode()).hexdigest()
+
+    run({}, "run.dir=undisturbed")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("code", "is_lost"),
+    [
+        ({"advantage": "1 / (not late(3))"}, False),
+        ({"loss": "1 / (not late(5))"}, False),  # in the first update of a step
+        ({"loss": "1 / (not late(6))"}, True),  # in its second update
+        ({"advantage": "late(2) and Path('late').touch()", "score": "1 / (not Path('late').exists())"}, False),
+    ],
+)
+def test_a_function_that_raises_loses_no_step(folder, run_mine, code, is_lost):
+    expected = rows(folder / "undisturbed")
+    assert all(line["carried_rollouts"] > 0 for line in expected)
+    shutil.rmtree(folder / "failed", ignore_errors=True)
+    first, broken = run_mine(code, "run.dir=failed")
+    message, steps = first.stderr.splitlines()[-1], len(rows(folder / "failed"))
+    state = f"steps 1 to {steps} are lost" if is_lost else f"the state after {steps} steps is saved;"
+    assert (first.returncode, "Traceback" in first.stderr, 0 < steps < 4) == (2, False, True)
+    assert all(text in message for text in ("mine.py, line", "ZeroDivisionError", state, "--accept-changed-functions"))
+
+    if "loss" not in code:
+        refused, _ = run_mine({}, "run.dir=failed")
+        assert (refused.returncode, "--accept-changed-functions" in refused.stderr) == (2, True)
+    done, repaired = run_mine({}, "run.dir=failed", "--accept-changed-functions")
+    assert done.returncode == 0, done.stderr
+    assert rows(folder / "failed") == expected
+    changes = json.loads((folder / "failed" / "run.json").read_text())["starts"][-1]["changes"]
+    assert changes == {f"own_functions.{name}": [broken, repaired] for name in NAMES.values() if not is_lost}

@@ -56,14 +56,13 @@ def test_masked_tokens_and_tokens_without_advantage(dead, dtype, settings):
     expected = case.call(reference.linear_ppo_loss, settings=settings)
     live = weights != 0
     hidden = torch.where(live[:, None], case.hidden, torch.nan)
-    got, *grads = dataclasses.replace(case, hidden=hidden).call(fused.linear_ppo_loss, dtype, settings, device=DEVICE)
-    both = ((x.log_probs.cpu(), x.entropy.cpu()) for x in (got, expected[0]))
-    same = [tuple(torch.where(live, x, 0) for x in pair) for pair in both]
-    results = [
-        dataclasses.replace(x, log_probs=pair[0], entropy=pair[1])
-        for x, pair in zip((got, expected[0]), same, strict=True)
-    ]
-    assert_agree((results[0], *grads), (results[1], *expected[1:]), TOLERANCE[dtype])
+    got = dataclasses.replace(case, hidden=hidden).call(fused.linear_ppo_loss, dtype, settings, device=DEVICE)
+
+    def unmasked(result, *grads):
+        columns = {name: torch.where(live, getattr(result, name).cpu(), 0) for name in ("log_probs", "entropy")}
+        return dataclasses.replace(result, **columns), *grads
+
+    assert_agree(unmasked(*got), unmasked(*expected), TOLERANCE[dtype])
 
 
 class _Waits(TorchDispatchMode):

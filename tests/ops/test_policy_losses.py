@@ -17,6 +17,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.ops.backend import backend
 
 FILE = str(Path(own_algorithms.__file__))
+UNBOUNDED = BY_HAND | {"clip": lambda r, a: r * a, "cispo": lambda r, a: r * a * r.log()}
 
 
 def test_every_policy_loss_has_a_formula_here():
@@ -30,8 +31,10 @@ def test_every_policy_loss_has_a_formula_here():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ops", ["fused", "reference"])
 @pytest.mark.parametrize("name", BY_HAND)
-def test_value_and_gradient(name, ops, dtype, ratio, own):
+def test_value_gradient_and_clipped_tokens(name, ops, dtype, ratio, own):
+    """A token counts as clipped if its objective without the bounds is another one."""
     case = make(240, 20, 90)
+    case = case.change(advantages=case.tokens.advantages * (torch.arange(240) % 4 > 0))
     settings = dataclasses.replace(SETTINGS, policy_loss=name, ratio=ratio)
     if own:
         settings = PolicyLossSettings(is_cap=SETTINGS.is_cap, policy_loss=f"{FILE}:{name}_{ratio}")
@@ -48,6 +51,9 @@ def test_value_and_gradient(name, ops, dtype, ratio, own):
     result, *grads = case.call(backend(ops, torch.device("cpu")).linear_ppo_loss, dtype, settings)
     assert result.loss.item() == pytest.approx(loss.item(), rel=10 * TOLERANCE[dtype], abs=TOLERANCE[dtype])
     assert all(close(a, b, TOLERANCE[dtype]) for a, b in zip(grads, (hidden.grad, weight.grad), strict=True))
+    clipped = (objective != UNBOUNDED[name](log_r.exp(), t.advantages)) & (t.weights != 0)
+    for key, side in (("clipped_low", log_r < 0), ("clipped_high", log_r > 0)):
+        assert result.sums[key] == (0 if own else (clipped & side).sum())
 
 
 @pytest.mark.parametrize("ops", ["fused", "reference"])

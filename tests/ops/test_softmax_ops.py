@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.linear_cases import EVERYTHING, close, make
+from ops.linear_cases import close
 
 from megatron_brorl.ops.fused import softmax
 from megatron_brorl.ops.fused.softmax import Shard
@@ -79,27 +79,6 @@ def test_parts_of_the_vocabulary_merge(dtype, cuts):
     assert close(log_probs, expected.gather(1, ids[:, None])[:, 0], 1e-6 if dtype == torch.float32 else 1e-13)
     entropy = -(expected.exp() * expected.clamp(min=-1e300)).sum(-1)
     assert close(sums[:, 0].log() - sums[:, 1] / sums[:, 0], entropy, 1e-6 if dtype == torch.float32 else 1e-13)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_token_loss_derivative_equals_finite_differences(dtype):
-    case = make(300, 4, 30)
-    tokens = case.tokens_in(torch.float64)
-    g = torch.Generator().manual_seed(1)
-    log_probs = tokens.rollout_log_probs + 0.3 * torch.randn(300, generator=g).double()
-    entropy = torch.rand(300, generator=g).double()
-    h = 1e-6
-
-    def losses(lp, ent):
-        return softmax.ppo_tokens(lp, ent, tokens, EVERYTHING)[2][:, 0]
-
-    slope = (losses(log_probs + h, entropy) - losses(log_probs - h, entropy)) / (2 * h)
-    of_entropy = (losses(log_probs, entropy + h) - losses(log_probs, entropy - h)) / (2 * h)
-    narrow = (log_probs.to(dtype), entropy.to(dtype), case.tokens_in(dtype), EVERYTHING)
-    first, second, _ = softmax.ppo_tokens(*narrow)
-    # No token of this case is within h of a kink.
-    assert close(first, slope, 1e-6)
-    assert close(second, of_entropy, 1e-6)
 
 
 def test_wrong_shapes_and_dtypes_are_refused():

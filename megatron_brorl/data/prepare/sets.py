@@ -24,13 +24,10 @@ INSTRUCTIONS: Mapping[str, str] = {  # Text after a problem, by verifier.
 }
 # The imports and the recursion limit that LiveCodeBench puts in front of every program (testing_util.py). verl's scorer
 # of Eurus-2-RL has the same imports.
-_MODULES = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
-)
-PRELUDE = "\n".join(
-    [f"from {name} import *" for name in (*_MODULES.split(), "builtins", "typing")]
-    + [f"import {', '.join(_MODULES.split())}", "sys.setrecursionlimit(50_000)"]
-)
+_MODULES = "string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools, "
+_MODULES += "operator, io, sys, json"
+PRELUDE = "\n".join(f"from {name} import *" for name in (*_MODULES.split(", "), "builtins", "typing"))
+PRELUDE += f"\nimport {_MODULES}\nsys.setrecursionlimit(50_000)"
 
 
 class Unusable(Exception):

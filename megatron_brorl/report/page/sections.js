@@ -139,7 +139,7 @@ function of_run(run, name, label, over) {
 
 function elapsed(run, steps) {
   let seconds = 0;
-  run.curves.step.forEach((s, i) => { if (s < steps) seconds = run.curves.elapsed[i]; });
+  run.curves.step.forEach((s, i) => { if (s <= steps) seconds = run.curves.elapsed[i]; });
   return seconds;
 }
 

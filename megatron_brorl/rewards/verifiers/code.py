@@ -98,11 +98,9 @@ def _check_asserts(metadata: Mapping[str, Any], where: str) -> None:
     if not texts:
         raise UserError(f"{where}: metadata.asserts is empty; add at least one test")
 
-    # Without an assertion, every program would pass.
     _parsed(metadata.get("setup", ""), f"{where}: metadata.setup")
-    for text in texts:
-        tree = _parsed(text, f"{where}: metadata.asserts")
-        if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+    for text in texts:  # Without an assertion, every program would pass.
+        if not any(isinstance(node, ast.Assert) for node in ast.walk(_parsed(text, f"{where}: metadata.asserts"))):
             raise UserError(f"{where}: metadata.asserts: {text[:60]!r} has no assert; add one to each text")
 
 
@@ -133,9 +131,8 @@ def _check_test(test: Any, of_function: bool, where: str) -> None:
 
 def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Sequence[Outcome]:
     """Return one outcome per test; "ok" means that it passed."""
-    function = metadata.get("function")
+    function, prelude = metadata.get("function"), metadata.get("prelude", "")
     tolerance = float(metadata.get("tolerance", 0))
-    prelude = metadata.get("prelude", "")
     if "asserts" in metadata:
         texts = _texts(metadata["asserts"])
         return sandbox.asserts(program, function or "", metadata.get("setup", ""), texts, prelude)

@@ -108,7 +108,6 @@ def _difference(given: str, reference: str) -> str:
         return "" if number.equals(wanted) and not number.clashes(wanted) else differ
     if same_text(given, reference):
         return ""
-
     given, reference = usual_brackets(given), usual_brackets(reference)
 
     # An answer that repeats the integral of the question has the right value, but does not compute it.

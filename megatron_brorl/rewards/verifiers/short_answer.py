@@ -32,7 +32,7 @@ def find(response: str) -> str | None:
 
 def same(a: str, b: str) -> bool:
     """Return whether two texts are the same quantity or have the same words."""
-    x, y = _quantity(a), _quantity(b)
+    x, y = plain_number(_tidy(a)), plain_number(_tidy(b))
     if x and y:
         return x.equals(y) and (x.unit or {}) == (y.unit or {})
     return words(a) == words(b)
@@ -52,10 +52,6 @@ def _tidy(text: str) -> str:
     return _MICRO.sub(" micro", tidy(text).replace("\\ce{", "{"))
 
 
-def _quantity(text: str) -> PlainNumber | None:
-    return plain_number(_tidy(text))
-
-
 def check_row(row: VerifierRow, where: str) -> None:
     """Raise UserError unless there is an accepted answer, and metadata.answers and metadata.tolerance are valid."""
     answers = row["metadata"].get("answers", [])
@@ -65,7 +61,7 @@ def check_row(row: VerifierRow, where: str) -> None:
     if not accepted:
         raise UserError(f'{where}: verifier "short_answer" needs answer, or metadata.answers with accepted ones')
     for answer in accepted:
-        if not _quantity(answer) and not words(answer):
+        if not plain_number(_tidy(answer)) and not words(answer):
             raise UserError(f"{where}: accepted answer {quote(answer)!r} has neither letters nor digits")
 
     tolerance = row["metadata"].get("tolerance", 0)
@@ -91,7 +87,7 @@ def _accepted(row: VerifierRow) -> list[str]:
 
 def _difference(given: str, accepted: str, tolerance: Fraction) -> str:
     """Return why an answer does not equal an accepted one, or ""."""
-    number, wanted = _quantity(given), _quantity(accepted)
+    number, wanted = plain_number(_tidy(given)), plain_number(_tidy(accepted))
     if not number or not wanted:
         right = words(given) and words(given) == words(accepted)
     elif wanted.unit and number.unit != wanted.unit:  # The answer may have a unit that the reference lacks.

@@ -11,12 +11,16 @@ then holds the longest prompt or response. Every row and every prompt has one, a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
+import re
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -27,6 +31,7 @@ from megatron_brorl.ops.interface import PAGE
 from megatron_brorl.rollout.engine import empty_routes
 
 BLOCK = 64  # tokens of a prompt
+PROCESS, CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 
 _Key = tuple[int, tuple[int, ...]]  # number of the previous block (0 for none), and the tokens of this one
 
@@ -226,4 +231,29 @@ def spare_memory(device: torch.device) -> int:
     """Return half of a rank's share of the free memory in bytes, which is the default size of the cache."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    return psutil.virtual_memory().available // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return host_memory(ranks)[1] // 2 // ranks
+
+
+def host_memory(ranks: int) -> tuple[int, int, str]:
+    """Return the memory of this node in bytes for `ranks` processes like this one: total, free, and what limits it.
+
+    That is the memory of the machine, of a cgroup of version 1 or 2 (docker, Slurm, systemd), or of `ulimit -v`.
+    """
+    memory = psutil.virtual_memory()
+    limits = [(memory.total, memory.available, "")]
+    for line in "".join(file.read_text() for file in PROCESS.glob("cgroup")).splitlines():
+        _, kind, path = line.split(":", 2)
+        names = ("limit_in_bytes", "usage_in_bytes") if kind else ("max", "current")
+        folder = CGROUPS / kind / path.lstrip("/")
+        for at in (folder, *folder.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                limit, usage = (int((at / f"memory.{name}").read_text()) for name in names)
+                cached = re.findall(r"inactive_file (\d+)", (at / "memory.stat").read_text())[-1]
+                limits.append((limit, max(0, limit - usage + int(cached)), f"{at}/memory.{names[0]}"))
+    own, size = psutil.Process().memory_info(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    if size != resource.RLIM_INFINITY:
+        free = max(0, size - own.vms) * ranks
+        limits.append((free + own.rss * ranks, free, f"ulimit -v {size // 1024}"))
+    total, _, reason = min(limits)
+    return total, min(free for _, free, _ in limits), reason

@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +26,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import GenerateCallbacks, KvUsage, Request, Sampling, Supply, check_context
+from megatron_brorl.rollout.native.pages import host_memory
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
 from megatron_brorl.rollout.remote.process import Connection, EngineError, Supervisor, address, make_folder
@@ -361,7 +361,7 @@ def connect_engine(
         stop_strings=config.stop_strings,
         agents=bool(config.agent.function),
         threads=torch.get_num_threads() * tensor,
-        kv_bytes=(config.rollout.kv_cache_mib * 2**20 or psutil.virtual_memory().available // 2 // per_node) * tensor,
+        kv_bytes=(config.rollout.kv_cache_mib * 2**20 or host_memory(per_node)[1] // 2 // per_node) * tensor,
         max_kv_tokens=kv_tokens,
         routes=routes,
         section=dataclasses.asdict(settings),

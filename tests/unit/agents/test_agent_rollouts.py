@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from dataclasses import replace
+from itertools import pairwise
 
-import openai
 import pytest
 import tiny
 import torch
@@ -15,13 +14,13 @@ from unit.data.test_call_formats import template
 from unit.data.test_tokenizers import make_hf
 from unit.rollout.native.test_engine import make_engine
 
-from megatron_brorl.agents.runner import Agents
-from megatron_brorl.agents.server import AgentServer, Limits
 from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.pool import EnvironmentPool
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.agents import AgentEngine
+from megatron_brorl.rollout.agents.engine import AgentEngine
+from megatron_brorl.rollout.agents.server import AgentServer, Limits
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.types import Prompt
 
@@ -69,8 +68,7 @@ def agents(model, function, max_rows=1000, sampling=SAMPLING, **config):
 def rows(rollout):
     """Return (prompt, response, sampled, log-probs) of each sequence."""
     found = []
-    starts = (*rollout.episode.starts, len(rollout.token_ids))
-    for begin, end in zip(starts, starts[1:]):
+    for begin, end in pairwise((*rollout.episode.starts, len(rollout.token_ids))):
         sampled = rollout.episode.sampled[begin:end]
         found.append((rollout.token_ids[begin:end], sampled, rollout.log_probs[begin:end]))
     return found
@@ -164,7 +162,7 @@ def test_a_sampled_token_is_trained_once(model):
         calls = [(prompt, ids) for asked, prompt, ids in received if asked == question]
         trained = []
         for ids, sampled, _ in rows(r):
-            ends = (sampled[:-1] & ~sampled[1:]).nonzero()[:, 0].tolist() + [len(ids) - 1]
+            ends = [*(sampled[:-1] & ~sampled[1:]).nonzero()[:, 0].tolist(), len(ids) - 1]
             begins = (~sampled[:-1] & sampled[1:]).nonzero()[:, 0].tolist()
             trained += [(ids[: b + 1].tolist(), ids[b + 1 : e + 1].tolist()) for b, e in zip(begins, ends, strict=True)]
         assert sorted(trained) == sorted(calls)

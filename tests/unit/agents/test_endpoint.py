@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import openai
 import pytest
@@ -13,9 +15,9 @@ from unit.agents.test_agent_rollouts import TEMPLATE
 from unit.data.test_call_formats import CODER, LLAMA
 from unit.data.test_tokenizers import make_hf
 
-from megatron_brorl.agents.sequences import Sequences
-from megatron_brorl.agents.server import AgentServer, Endpoint, Limits
 from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.rollout.agents.sequences import Sequences
+from megatron_brorl.rollout.agents.server import AgentServer, Endpoint, Limits
 
 WEATHER = {
     "type": "function",
@@ -25,7 +27,8 @@ WEATHER = {
     },
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}</tool_call>'
-XML = "<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+PARAMETERS = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in (("city", "7"), ("days", "2")))
+XML = f"<tool_call>\n<function=weather>\n{PARAMETERS}</function>\n</tool_call>"
 USER = [{"role": "user", "content": "hello"}]
 
 
@@ -40,10 +43,10 @@ def endpoint(tmp_path):
 def opened(folder, texts, template=TEMPLATE, answers=True, format="hermes", history="keep", **limits):
     tokenizer = load_tokenizer(make_hf(folder / "hf", chat_template=template))
     texts = list(texts)
-    submitted = []
+    submitted = SimpleQueue()
 
     def submit(call, limit, stop, done):
-        submitted.append((call, limit, stop, done))
+        submitted.put((call, limit, stop, done))
         if answers:
             finish(call, texts.pop(0), done)
 
@@ -174,7 +177,7 @@ def test_a_request_that_would_be_sampled_otherwise_is_refused(endpoint, options,
         ask(client, **options)
     assert e.value.body["param"] == field
     assert e.value.response.headers["x-should-retry"] == "false"
-    assert client.submitted == []
+    assert client.submitted.empty()
     assert ask(client).choices[0].message.content == "x"  # A refused request is not a call.
 
 
@@ -190,7 +193,7 @@ LIMITS = [
 def test_the_smallest_limit_of_tokens_counts(endpoint, limits, options, expected):
     client = endpoint("x", **limits)
     ask(client, **options)
-    assert client.submitted[0][1] == expected
+    assert client.submitted.get()[1] == expected
 
 
 @pytest.mark.parametrize(("limits", "code"), [({"calls": 2}, "max_calls"), ({"rollout_tokens": 4}, "max_tokens")])
@@ -219,20 +222,21 @@ def test_a_retry_waits_for_the_call_that_it_repeats(endpoint):
         with pytest.raises(openai.APITimeoutError):
             await ask(own)
         retry = asyncio.create_task(ask(own.with_options(timeout=60), extra_headers={"x-stainless-retry-count": "1"}))
-        ((call, _, _, done),) = client.submitted
+        call, _, _, done = client.submitted.get()
         client.finish(call, "late", done)
         return call, await retry
 
     call, response = asyncio.run(run())
     assert response.choices[0].message.content == "late"
     assert call.delivered
+    assert client.submitted.empty()
 
 
 def test_a_completion_that_nobody_received_is_not_in_a_sequence(endpoint):
     client = endpoint(answers=False)
     with pytest.raises(openai.APITimeoutError):
         ask(client.with_options(timeout=0.5, max_retries=0))
-    ((call, _, _, done),) = client.submitted
+    call, _, _, done = client.submitted.get()
     client.finish(call, "late", done)
     assert client.endpoint.sequences.rows() == []
 
@@ -240,33 +244,23 @@ def test_a_completion_that_nobody_received_is_not_in_a_sequence(endpoint):
 def test_a_reply_that_ended_without_a_stop_token_gets_one(endpoint):
     """A stop string is not part of the text."""
     client = endpoint(answers=False)
-    replies = []
-    for text, reason, options in (("one two", "length", {}), ("three. fo", "stop string", {"stop": "."})):
-        client.submitted.clear()
-        pending = _in_thread(lambda: ask(client, [*USER, *replies], **options))
-        while not client.submitted:
-            pass
-        call, _, stop, done = client.submitted[0]
-        assert stop == tuple(options.get("stop", ()))
-        client.finish(call, text, done, reason)
-        message = pending.result().choices[0].message
-        replies += [message.model_dump(), {"role": "user", "content": "more"}]
-    assert [replies[0]["content"], replies[2]["content"]] == ["one two", "three"]
-    pending = _in_thread(lambda: ask(client, [*USER, *replies]))
-    while len(client.submitted) < 2:
-        pass
-    prompt = client.submitted[1][0].prompt_ids
-    client.finish(client.submitted[1][0], "x", client.submitted[1][3])
-    pending.result()
-    text = client.tokenizer.decode_all(prompt)
+    messages = list(USER)
+
+    def call(text, reason, **options):
+        """Complete a request with a text, and return the text of its prompt and of the reply."""
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(ask, client, list(messages), **options)
+            submitted, _, stop, done = client.submitted.get()
+            assert stop == tuple(options.get("stop", ()))
+            client.finish(submitted, text, done, reason)
+            message = pending.result().choices[0].message
+        messages.extend([message.model_dump(), {"role": "user", "content": "more"}])
+        return client.tokenizer.decode_all(submitted.prompt_ids), message.content
+
+    assert call("one two", "length")[1] == "one two"
+    assert call("three. fo", "stop string", stop=".")[1] == "three"
     turn = "</s>\n<|user|>more</s>\n<|assistant|>\n"
-    assert text == f"<|user|>hello</s>\n<|assistant|>\none two{turn}three. fo{turn}"
-
-
-def _in_thread(function):
-    from concurrent.futures import ThreadPoolExecutor
-
-    return ThreadPoolExecutor(1).submit(function)
+    assert call("x", "stop")[0] == f"<|user|>hello</s>\n<|assistant|>\none two{turn}three. fo{turn}"
 
 
 THOUGHTS = (

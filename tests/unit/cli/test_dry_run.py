@@ -19,9 +19,10 @@ from unit.data.test_call_formats import OTHERS, READABLE
 from unit.data.test_tokenizers import CHAT, make_hf
 
 from megatron_brorl import train
-from megatron_brorl.cli import main, memory_plan, run_folder
+from megatron_brorl.cli import main, run_folder
 from megatron_brorl.config.load import load
 from megatron_brorl.families.shape import read_shape
+from megatron_brorl.rollout.native import pages
 
 NAMES = ["tokenizer", "data", "ranks", "run.dir", "disk", "inputs", "checkpoint", "engine", "reward"]
 NAMES += ["micro-step", "dry"]
@@ -111,17 +112,13 @@ def test_an_existing_checkpoint_is_checked_and_not_changed(folder, capfd):
 
 
 def test_a_rate_of_0_before_the_end_is_a_warning(folder, capfd):
+    """The first step has no signal, so the checkpoint is before the first update."""
     decay = ("optim.lr_schedule=linear", "optim.lr_decay_steps=2")
     train("run.toml", overrides=decay)
     assert "is 0" not in capfd.readouterr().err
-    assert dry(capfd, *decay, "train.steps=2")[2] == ""
-    for resume in ("auto", "never"):
-        code, names, err = dry(capfd, *decay, "train.steps=5", f"train.resume={resume}")
-        assert (code, names) == (0, NAMES)
-        # The first step had no signal, so the checkpoint is before the first update.
-        assert err.startswith(
-            f"warning: optim.lr is 0 from optimizer step 2 of up to {4 if resume == 'auto' else 5} on"
-        )
+    for resume, updates in (("auto", 4), ("never", 5)):
+        warning = dry(capfd, *decay, "train.steps=5", f"train.resume={resume}")[2]
+        assert warning.startswith(f"warning: optim.lr is 0 from optimizer step 2 of up to {updates} on")
 
 
 def not_finite(folder: Path) -> None:
@@ -145,8 +142,7 @@ CALCULATOR = ["environment.factory=megatron_brorl.environments.calculator:Calcul
 @pytest.mark.parametrize(("name", "call_format"), [("json", "json"), ("xml", "hermes")])
 def test_the_format_of_tool_calls_is_that_of_the_template(folder, capfd, name, call_format):
     calls_of(name)(folder)
-    _, names, _ = dry(capfd, *CALCULATOR, told=f"tools calculate, calls in format {call_format}")
-    assert names[:2] == ["tokenizer", "environment"]
+    assert dry(capfd, *CALCULATOR, told=f"tools calculate, calls in format {call_format}")[1][1] == "environment"
 
 
 def old_engine(folder: Path) -> None:
@@ -197,7 +193,7 @@ def test_too_little_disk_or_memory_is_refused_before_the_run(folder, capfd, monk
     with monkeypatch.context() as patched:
         patched.setattr(run_folder, "shutil", SimpleNamespace(disk_usage=lambda _: usage))
         refused("and 0.5 MiB are free: free some, lower train.keep_checkpoints")
-    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20, available=0))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1 << 20, available=0))
     refused("of host memory while training (ranks: 1), and has 1.0 MiB")
     assert not list((folder / "run").glob("*.json*"))
 
@@ -224,3 +220,59 @@ def test_dry_run_with_two_ranks(folder, capfd):
     assert [x.split()[1] for x in done.stdout.splitlines() if x.startswith("  ok")] == NAMES
     assert "2: 2 copies of the model" in done.stdout
     assert state(folder) == before
+
+
+OWN = """class Words:
+    def reset(self, row): {reset}
+    def step(self, text): {step}; return "", True
+    def reward(self): {reward}; return 0.5
+def score(response, row): {score}; return 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "status", "words"),
+    [
+        ("score", "len(response)", 0, ""),
+        ("score", "response.index('~')", 2, "own.py:score|the reference answer of row rows.jsonl:1|(own.py, line 5)"),
+        ("score", "1 / len(response)", 0, "warning|own.py:score|an empty text|ZeroDivisionError|(own.py, line 5)"),
+        ("step", "assert text", 0, "warning|own.py:Words|an empty text|Words.step: AssertionError (own.py, line 3)"),
+        *((name, "1 / 0", 2, f"Words.{name}: ZeroDivisionError") for name in ("reset", "step", "reward")),
+    ],
+)  # fmt: skip
+def test_an_own_reward_or_environment_is_tried_on_texts(folder, capfd, name, code, status, words):
+    (folder / "own.py").write_text(
+        OWN.format(**dict.fromkeys(("reset", "step", "reward", "score"), "0") | {name: code})
+    )
+    key = "data.verifier=own.py:score" if name == "score" else "environment.factory=own.py:Words"
+    found, _, err = dry(capfd, key, "reward.correct_at=0")
+    assert (found, err.count("\n")) == (status, bool(words))
+    assert all(word in err for word in words.split("|")), err
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "ulimit", "total", "free", "reason"),
+    [
+        ("", ("max", "current"), -1, 200, 120, "{0}/a/memory.max"),
+        ("memory", ("limit_in_bytes", "usage_in_bytes"), -1, 200, 120, "{0}/memory/a/memory.limit_in_bytes"),
+        ("", ("max", "current"), 3122 << 20, 150, 50, f"ulimit -v {3122 * 1024}"),
+    ],
+)
+def test_a_memory_limit_is_part_of_the_plan(folder, capfd, monkeypatch, kind, names, ulimit, total, free, reason):
+    """The parent cgroup is limited to 200 MiB, and uses 90, 10 of them for cached files. This process has 3,072."""
+    own = SimpleNamespace(vms=3072 << 20, rss=100 << 20)
+    for place, value in {
+        "resource.getrlimit": (ulimit,),
+        "psutil.Process": SimpleNamespace(memory_info=lambda: own),
+    }.items():
+        monkeypatch.setattr(place, lambda *_, value=value: value)
+    monkeypatch.setattr(pages, "PROCESS", folder)
+    monkeypatch.setattr(pages, "CGROUPS", folder / "sys")
+    (folder / "cgroup").write_text(f"1:cpu:/\n0:{kind}:/a/b\n")
+    (folder / "sys" / kind / "a").mkdir(parents=True)
+    for name, value in zip((*names, "stat"), (200 << 20, 90 << 20, f"inactive_file {10 << 20}"), strict=True):
+        (folder / "sys" / kind / "a" / f"memory.{name}").write_text(str(value))
+    reason = reason.format(folder / "sys")
+    assert pages.host_memory(1) == (total << 20, free << 20, reason)
+    code, _, err = dry(capfd)
+    assert (code, f"GiB ({reason})" in err) == (2, True), err

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,6 +36,8 @@ def wait(name):
 (folder / f"started_{rank}").touch()
 wait("begin")
 signals.install(saves=True)
+if not (folder / "before_the_first_step").exists():
+    signals.step_begins()
 pid = os.fork()
 if pid == 0:
     time.sleep(600)
@@ -58,12 +61,13 @@ def until(happened: Callable[[], object], seconds: float = 60.0) -> None:
 class Ranks:
     """A launcher with two ranks that run RANK and wait for files in `folder`."""
 
-    def __init__(self, folder: Path, start: list[str], **environment: str) -> None:
+    def __init__(self, folder: Path, start: list[str], stdin: int = subprocess.DEVNULL, **environment: str) -> None:
         self.folder = folder
         (folder / "rank.py").write_text(RANK)
         # The launcher would inherit ignored signals if the tests were started by nohup or in the background.
         self.launcher = subprocess.Popen(
             [*HEEDING, *start, str(folder / "rank.py"), str(folder)],
+            stdin=stdin,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},
@@ -101,35 +105,46 @@ def started(tmp_path: Path) -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_makes_the_ranks_save(started: Ranks, name: str) -> None:
-    """SIGHUP is sent before the ranks have installed handlers, the others afterwards."""
+    """SIGHUP is sent before the ranks have installed handlers and begun a step, so there is nothing to save."""
     started.reach("started")
+    started.say("before_the_first_step" if name == "SIGHUP" else "begin")
     if name != "SIGHUP":
-        started.say("begin")
         started.reach("began")
     started.launcher.send_signal(getattr(signal, name))
     started.say("begin")
-    started.reach("asked")
-    assert started.launcher.poll() is None
-    started.say("saved")
+    if name != "SIGHUP":
+        started.reach("asked")
+        assert started.launcher.poll() is None
+        started.say("saved")
     code, said = started.end()
-    assert (code, said.count("brorl: ")) == (75, 1)  # One rank announces that it saves.
+    assert (code, said.count(f"brorl: {name}: ")) == (75, 1)  # One rank announces that it saves.
     until(started.gone)
 
 
-def test_a_second_signal_kills_the_ranks(started: Ranks) -> None:
-    started.reach("started")
-    started.say("begin")
-    started.reach("began")
-    for _ in range(2):  # some schedulers send a signal twice; this does not count as a second signal
-        started.launcher.send_signal(signal.SIGTERM)
-    started.reach("asked")
-    time.sleep(1.1)
-    assert started.launcher.poll() is None
-    started.launcher.send_signal(signal.SIGINT)
-    code, said = started.end()
-    assert code == 128 + signal.SIGINT
-    assert said.endswith("brorl: a second signal, SIGINT, ended the ranks\n")
-    until(started.gone)
+@pytest.mark.parametrize(
+    ("on_terminal", "sent", "code"),
+    [
+        (True, [("SIGINT", 0.0), ("SIGINT", 0.3)], 128 + signal.SIGINT),
+        (True, [("SIGINT", 0.0), ("SIGTERM", 1.2)], 75),  # torchrun adds a SIGTERM
+        (False, [("SIGINT", 0.0), ("SIGINT", 0.3)], 75),  # one signal to the launcher and to all of its job
+        (False, [("SIGUSR1", 0.0), ("SIGTERM", 1.2)], 75),  # a warning of Slurm, and the end of its job
+        (False, [("SIGTERM", 0.0), ("SIGINT", 1.2)], 128 + signal.SIGINT),
+    ],
+    ids=range(5),
+)
+def test_only_a_person_s_second_signal_kills_the_ranks(tmp_path: Path, on_terminal: bool, sent: Any, code: int) -> None:
+    with contextlib.closing(Ranks(tmp_path, START, os.openpty()[1] if on_terminal else subprocess.DEVNULL)) as ranks:
+        ranks.say("begin")
+        ranks.reach("began")
+        for name, seconds in sent:
+            time.sleep(seconds)
+            ranks.launcher.send_signal(getattr(signal, name))
+        if code == 75:
+            ranks.reach("asked")
+            ranks.say("saved")
+        found, said = ranks.end()
+        assert (found, said.endswith("brorl: a second signal, SIGINT, ended the ranks\n")) == (code, code != 75)
+        until(ranks.gone)
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
@@ -193,3 +208,21 @@ sys.exit(code)
 """
     done = subprocess.run([*START, "-c", end], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (expected, said)
+
+
+@pytest.mark.parametrize(
+    ("imported", "command"), [("pydantic", "metrics"), ("matplotlib", "report ."), ("torch", "generate . 7-2")]
+)
+def test_ctrl_c_ends_a_command_with_one_line(tmp_path: Path, imported: str, command: str) -> None:
+    """The command waits in the import of a module, which reads a named pipe."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / f"{imported}.py").write_text(f"open({str(tmp_path / 'pipe')!r}).read()")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": {}}\n')
+    (tmp_path / "run.json").write_text('{"config": {"run": {"dir": "x"}}}')
+    words = [sys.executable, "-m", "megatron_brorl", *command.split()]
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    process = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
+    with (tmp_path / "pipe").open("w"):  # waits for the import
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1].decode()
+    assert (process.returncode, said.split()) == (-signal.SIGINT, ["brorl:", "interrupted"])

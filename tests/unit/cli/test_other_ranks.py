@@ -45,6 +45,13 @@ def test_a_lost_rank_is_reported_in_one_line(monkeypatch, capsys, text, told):
     assert said.count("\n") == 1
 
 
+def test_an_error_of_two_files_names_the_target(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "_run_ranks", lambda _: os.rename(tmp_path, __file__))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", "run.toml"])
+    assert capsys.readouterr().err.startswith(f"brorl: rank 0: {__file__}: ")
+
+
 def test_other_errors_keep_their_traceback(monkeypatch):
     def fails(_):
         raise RuntimeError("shape [3] is invalid for input of size 2")
@@ -57,7 +64,6 @@ def test_other_errors_keep_their_traceback(monkeypatch):
 @pytest.mark.parametrize(
     ("parallel", "given", "expected"),
     [
-        ((), None, None),
         (("pipeline=2", "expert=2"), None, None),
         (("tensor=2",), None, "1"),
         (("context=2",), None, "1"),
@@ -65,13 +71,10 @@ def test_other_errors_keep_their_traceback(monkeypatch):
     ],
 )
 def test_kernels_start_in_order_where_a_layer_communicates(tmp_path, monkeypatch, parallel, given, expected):
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.setenv(name, given or "")  # restores the variable afterwards
-    if given is None:
-        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", {"CUDA_DEVICE_MAX_CONNECTIONS": given} if given else {})
     found = []
     monkeypatch.setattr(cli.signals, "install", lambda **_: None)
-    monkeypatch.setattr(train, "run", lambda _: found.append(os.environ.get(name)) or 0)
+    monkeypatch.setattr(train, "run", lambda _: found.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")) or 0)
     (tmp_path / "run.toml").write_text(f'run.dir = "{tmp_path / "run"}"\nmodel.path = "{tmp_path}"\n')
     changes = [f"parallel.{change}" for change in parallel] + ["train.share_prompt=false"]
     with pytest.raises(SystemExit) as ended:

@@ -151,11 +151,12 @@ def test_an_algorithm_may_become_a_function_of_the_user():
 def test_a_changed_file_of_a_function_is_refused():
     before, now = (fingerprint(Config(), SHAPE, {"mine.py:score": x * 64}, INPUTS) for x in "ab")
     assert check_fingerprint(before, before, WHERE) == {}
+    assert check_fingerprint(before, now, WHERE, True) == {"own_functions.mine.py:score": ("a" * 64, "b" * 64)}
     with pytest.raises(UserError) as error:
         check_fingerprint(before, now, WHERE)
     assert str(error.value) == (
         f"{WHERE}: was written with another version of mine.py:score (sha256 aaaaaaaaaaaa, now bbbbbbbbbbbb): "
-        "restore it, or start a new run with another run.dir or train.resume=never"
+        "--accept-changed-functions continues with it, or start a new run with another run.dir or train.resume=never"
     )
 
 

@@ -1,13 +1,13 @@
-"""Formats in which chat templates write tool calls, named templates, and turns that end with a stop string."""
+"""Formats in which chat templates write tool calls, and named templates."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from unit.data.test_chat import ROLES, THOUGHTS, TOOLS, TURN, TURNS, conversation, read
+from unit.data.test_chat import ROLES, TOOLS, TURN, TURNS, conversation, read
 from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl.checkpoints.hugging_face import copy_companions
@@ -43,7 +43,6 @@ THINKING = template(
 READABLE = {"hermes": TOOLS, "no calls": ROLES, "json": LLAMA, "xml": CODER, "xml after a thought": THINKING}
 OTHERS = {
     "mistral": template("[TOOL_CALLS] [{{ c | tojson }}]"),
-    "python": template("[{{ c.name }}({% for k, v in c.arguments | items %}{{ k }}={{ v | tojson }}{% endfor %})]"),
     "not escaped": template('<tool_call>{"name": "{{ c.name }}", "arguments": {{ c.arguments }}}</tool_call>'),
     "other tag": template("<function={{ c.name }}>{{ c.arguments | tojson }}</function>"),
     "other key": template('<tool_call>{"name": "{{ c.name }}", "input": {{ c.arguments | tojson }}}</tool_call>'),
@@ -51,85 +50,63 @@ OTHERS = {
 }
 
 
+def load(directory: Path, chat_template: str) -> tuple[Any, Any]:
+    """Return the tokenizer of a model directory and that of transformers."""
+    make_hf(directory, chat_template=chat_template)
+    return load_tokenizer(directory), AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+
+
 @pytest.mark.parametrize("name", READABLE)
 def test_calls_that_a_template_writes_are_read_back(tmp_path: Path, name: str) -> None:
     """The text is that of transformers."""
-    directory = make_hf(tmp_path, chat_template=READABLE[name])
-    tokenizer = load_tokenizer(directory)
+    tokenizer, library = load(tmp_path, READABLE[name])
     call_format = tokenizer.call_format({})
     assert call_format == {"json": "json"}.get(name, "hermes")
-    library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    asked = [{"role": "user", "content": "x"}]
-    for arguments in ({"a": "1 </think> </tool_call>\n"}, {"a": '"', "b": "<think>"}, {"path": "\n\tä\\n"}, {}):
-        if name == "no calls":
-            break
+    before = library.apply_chat_template(TURNS[:1], tokenize=False, add_generation_prompt=True)
+    nested = {"a": {"b": [None, 1.5, "<b>"]}, "path": "\n\tä\\n"} if "xml" not in name else {"path": "\n\tä\\n"}
+    for arguments in ({"a": "1 </think> </tool_call>\n"}, {"a": '"', "b": "<think>"}, nested, {}):
         calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}] * 2
         turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        before = library.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        text = library.apply_chat_template([*asked, turn], tokenize=False).removeprefix(before).partition("</s>")[0]
+        text = library.apply_chat_template([TURNS[0], turn], tokenize=False).removeprefix(before).partition("</s>")[0]
         found = find_calls(text, call_format, in_thought=before.endswith("<think>"))
-        assert [(call.name, call.arguments) for call in found] == [("add", arguments)] * 2
+        expected = [] if name == "no calls" else [("add", arguments)] * 2
+        assert [(call.name, call.arguments) for call in found] == expected
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_template_whose_calls_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
     """Training on its rows with calls, too. Other rows can be used."""
-    tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=OTHERS[name]))
-    with pytest.raises(
-        UserError, match=r"^[^\n]*: the chat template writes a tool call as [^\n]*docs/environments.md$"
-    ):
+    tokenizer, _ = load(tmp_path, OTHERS[name])
+    with pytest.raises(UserError, match=r"^[^\n]*: the chat template writes a tool call as [^\n]*environments.md$"):
         tokenizer.call_format({})
     with pytest.raises(UserError, match="the chat template writes a tool call as"):
         read(tmp_path, {"prompt": conversation("7")}, tokenizer, chat=True)
     assert read(tmp_path, {"prompt": [*TURNS, *TURN]}, tokenizer, chat=True)
 
 
-def named(directory: Path) -> Path:
-    """Write a model directory as transformers saves several templates."""
-    make_hf(directory, chat_template=ROLES)
-    library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+def test_prompts_with_tools_use_the_template_of_transformers(tmp_path: Path) -> None:
+    """Exports and digests include the template with the name tool_use."""
+    directory, export = tmp_path / "model", tmp_path / "export"
+    _, library = load(directory, ROLES)
     library.chat_template = {"default": ROLES, "tool_use": LLAMA + "{{ style }}{{ strftime_now('%Y') }}"}
     library.save_pretrained(str(directory))
-    return directory
-
-
-def test_prompts_with_tools_use_the_template_of_transformers(tmp_path: Path) -> None:
-    directory = named(tmp_path / "model")
-    (tmp_path / "export").mkdir()
-    tokenizer = load_tokenizer(directory)
-    library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    export.mkdir()
+    copy_companions(directory, export)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    for variables in ({}, {"tools": tools}, {"tools": tools, "style": "brief"}):
-        expected = library.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True, **variables)
-        assert tokenizer.apply_chat(TURNS, variables)[0] == expected
-    assert "tools: " in expected
-    assert expected.endswith(f"brief{tokenizer.template_date.year}")
-    assert tokenizer.template_reads("tools", tools)
-    assert not tokenizer.template_reads("tools")
-    assert (tokenizer.call_format({}), tokenizer.call_format({"tools": tools})) == ("hermes", "json")
-    result = [{"role": "tool", "content": "7"}]
-    text = tokenizer.decode_all(tokenizer.continuation(result, True, {"tools": tools}))
-    assert text.startswith("\n<|user|>7</s>\n<|assistant|>\n")
-    assert tokenizer.continuation(result, True) == tokenizer.encode_prompt("", "<|tool|>7</s><|assistant|>")
-    copy_companions(directory, tmp_path / "export")
-    assert load_tokenizer(tmp_path / "export").apply_chat(TURNS, variables)[0] == expected
+    for tokenizer in map(load_tokenizer, (directory, export)):
+        for variables in ({}, {"tools": tools}, {"tools": tools, "style": "brief"}):
+            expected = library.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True, **variables)
+            assert tokenizer.apply_chat(TURNS, variables)[0] == expected
+        assert expected.endswith(f"brief{tokenizer.template_date.year}")
+        assert tokenizer.template_reads("tools", tools)
+        assert not tokenizer.template_reads("tools")
+        assert (tokenizer.call_format({}), tokenizer.call_format({"tools": tools})) == ("hermes", "json")
+        result = [{"role": "tool", "content": "7"}]
+        text = tokenizer.decode_all(tokenizer.continuation(result, True, {"tools": tools}))
+        assert text.startswith("\n<|user|>7</s>\n<|assistant|>\n")
+        assert tokenizer.continuation(result, True) == tokenizer.encode_prompt("", "<|tool|>7</s><|assistant|>")
     digest = tokenizer_digest(directory)
     (directory / "additional_chat_templates" / "tool_use.jinja").write_text(LLAMA)
     assert tokenizer_digest(directory) != digest
     with pytest.raises(UserError, match=r"chat_template_kwargs\.style: the chat template of .* reads no such variable"):
-        tokenizer.apply_chat(TURNS, {"style": "brief"})
-
-
-@pytest.mark.parametrize("template", [ROLES, TOOLS, THOUGHTS, LLAMA])
-def test_a_turn_without_stop_token_gets_that_of_the_template(tmp_path: Path, template: str) -> None:
-    tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=template))
-    library = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
-    for messages in (TURNS[:1], [{"role": "user", "content": "no </s>"}], [{"role": "user", "content": "a\nb"}]):
-        answer = [*TURNS, {"role": "assistant", "content": "20"}, *messages]
-        whole = library.apply_chat_template(answer, tokenize=False, add_generation_prompt=True)
-        rest = whole.partition("20</s>")[2]
-        for after_stop, begin in ((True, ""), (False, "</s>")):
-            ids = tokenizer.continuation(messages, True, {}, after_stop)
-            assert tokenizer.decode_all(ids) == begin + rest
-            assert (ids[0] == tokenizer.eos_id) == (not after_stop)
-            assert ids.count(tokenizer.eos_id) == (begin + rest).count("</s>") - json.dumps(messages).count("</s>")
+        load_tokenizer(directory).apply_chat(TURNS, {"tools": tools, "style": "brief"})

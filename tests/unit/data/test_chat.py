@@ -177,6 +177,8 @@ def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path: Path, temp
     for messages in (conversation(" two\nlines ")[4:6], TURNS[:1]):
         rest = rendered([*TURNS, *TURN, *messages], True).partition("20</s>")[2]
         assert tokenizer.continuation(messages, True, variables) == library(rest).input_ids
+        whole = library("</s>" + rest).input_ids  # if a stop string ended the turn before
+        assert tokenizer.continuation(messages, True, variables, after_stop=False) == whole
     for turn in (TURN,) if variables else (TURN, THOUGHT):
         rest = rendered([*TURNS, *turn], False).removeprefix(rendered(TURNS, True)).removesuffix("\n")
         assert tokenizer.continuation(turn, True, variables) == library(rest).input_ids

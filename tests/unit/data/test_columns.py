@@ -99,6 +99,7 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
         ({"problem": "x", "expected_answer": 3}, {"prompt": "problem", "answer": "expected_answer"}, [], False, True),
         ({"prompt": "x", "answer": 42}, {}, [], False, True),
         ({"prompt": "x"}, {}, [], False, False),
+        ({"prompt": "x", "label": {"func_name": "f"}}, {"prompt": "prompt"}, ["label"], False, False),
         ({"prompt": "x", "target": "y"}, {}, [], False, True),
         ({"prompt": "x", "verifier": "none"}, {}, [], False, True),
         ({"prompt": "x", "answer": ["a", "b"]}, {"prompt": "prompt"}, ["answer"], False, False),
@@ -123,32 +124,24 @@ def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns, others, 
     assert (read.answer is not None or "verifier" in row) == is_scored
 
 
-# Rows of RLVR-IFeval and of IF multi-constraints (allenai), and of code with tests as a reference.
-CONSTRAINTS = [
-    {"messages": VERL["prompt"], "ground_truth": '{"func_name": "validate_lowercase", "N": null}', "dataset": "ifeval"},
-    {"prompt": "x", "ground_truth": "[{'instruction_id': ['keywords:existence'], 'kwargs': [None]}]"},
-    {"prompt": "x", "answer": ' { "inputs": ["1"], "outputs": ["2"]}'},
-    {"prompt": "x", "reward_model": {"ground_truth": {"func_name": "f"}}},
+OBJECTS = [  # arguments of a check, as in RLVR-IFeval, IF multi-constraints (allenai) and code with tests
+    '{"func_name": "validate_lowercase", "N": null}',
+    "[{'instruction_id': ['keywords:existence'], 'kwargs': [None]}]",
+    ' { "inputs": ["1"], "outputs": ["2"]}',
 ]
 
 
-@pytest.mark.parametrize("row", CONSTRAINTS)
-def test_arguments_of_a_check_are_not_an_answer(tmp_path, row):
+@pytest.mark.parametrize("key", ["answer", "ground_truth"])
+@pytest.mark.parametrize("text", [*OBJECTS, "\\{1, 2\\}", "{1, 2}", "[1, 2]", '"a": 1', "{}", "[]", "{a: b}"])
+def test_sets_and_lists_are_answers_and_arguments_of_a_check_are_not(tmp_path, key, text):
     path = tmp_path / "f.jsonl"
-    path.write_text(json.dumps(row) + "\n")
+    path.write_text(json.dumps({"prompt": "x", key: text}))
     guess = guess_columns(path, {})
-    assert not guess.is_scored
+    assert guess.is_scored == (text not in OBJECTS)
+    row_format = RowFormat("math", columns=ColumnsConfig(answer=key))
+    if guess.is_scored:
+        assert read_rows(path, row_format)[0].answer == text
+        return
     assert "answer" not in guess.columns
-    text = row.get("ground_truth") or row.get("answer")
-    if text:
-        path.write_text(json.dumps({"prompt": "x", "answer": text}))
-        with pytest.raises(UserError, match=r"f.jsonl:1: answer is an object with the arguments of a check"):
-            read_rows(path, RowFormat("math"))
-
-
-@pytest.mark.parametrize("answer", ["\\{1, 2\\}", "{1, 2}", "[1, 2]", '"a": 1', "{}", "[]", "{a: b}"])
-def test_sets_and_lists_are_answers(tmp_path, answer):
-    path = tmp_path / "f.jsonl"
-    path.write_text(json.dumps({"prompt": "x", "answer": answer}))
-    assert guess_columns(path, {}).is_scored
-    assert read_rows(path, RowFormat("math"))[0].answer == answer
+    with pytest.raises(UserError, match=r"f.jsonl:1: answer is an object with the arguments of a check"):
+        read_rows(path, row_format)

@@ -22,13 +22,13 @@ CHAT = (
 )
 
 
-def make_hf(directory: Path, bos: bool = False, **config: Any) -> Path:
+def make_hf(directory: Path, bos: bool = False, split: Any = None, **config: Any) -> Path:
     """Write a byte-level BPE as Hugging Face files. Ids 0 to 3 are <s>, </s>, <|user|> and <|assistant|>.
 
-    transformers gives every tokenizer of a Qwen2 model this pre-tokenizer.
+    split: the pre-tokenizer before the bytes; None: that which transformers gives every tokenizer of a Qwen2 model.
     """
     inner = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(PRETOKENIZE_REGEX), "isolated")
+    split = split or pre_tokenizers.Split(tokenizers.Regex(PRETOKENIZE_REGEX), "isolated")
     inner.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -50,32 +50,19 @@ def make_hf(directory: Path, bos: bool = False, **config: Any) -> Path:
     return directory
 
 
-SPLITS = {  # pre-tokenizers before the bytes, and texts that Qwen2's splits differently
-    "three digits": (pre_tokenizers.Split(tokenizers.Regex(r"\p{N}{1,3}"), "isolated"), "1999 + 12345 = 14344"),
-    "digits together": (pre_tokenizers.Split(tokenizers.Regex(r"\p{N}+"), "isolated"), "2 + 28 = 30"),
-    "words together": (pre_tokenizers.Split("\n", "isolated"), "29 + 0 = 29"),
+SPLITS = {  # pre-tokenizers, and texts that Qwen2's splits differently
+    r"\p{N}{1,3}": "1999 + 12345 = 14344",
+    r"\p{N}+": "2 + 28 = 30",
+    "\n": "29 + 0 = 29",
 }
 
 
-def with_split(directory: Path, split: Any) -> Path:
-    """Write a byte-level BPE in a directory of a Qwen2 model."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
-    inner.train_from_iterator([*SUMS, "1999 + 12345 = 14344", "hello world"] * 3, trainer)
-    inner.save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text('{"model_type": "qwen2"}')
-    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    return directory
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_file_that_transformers_reads_differently_is_refused(tmp_path: Path, split: str) -> None:
-    made, text = SPLITS[split]
-    tokenizer = load_tokenizer(with_split(tmp_path, made))
+@pytest.mark.parametrize("regex", SPLITS)
+def test_a_file_that_transformers_reads_differently_is_refused(tmp_path: Path, regex: str) -> None:
+    split = pre_tokenizers.Split(tokenizers.Regex(regex), "isolated")
+    tokenizer = load_tokenizer(make_hf(tmp_path, split=split, tokenizer_class="Qwen2Tokenizer"))
     inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = SPLITS[regex]
     counts = len(AutoTokenizer.from_pretrained(tmp_path)(text).input_ids), len(inner.encode(text).ids)
     assert counts[0] != counts[1]
     with pytest.raises(UserError, match=rf"tokenizer.json: .* makes {counts[0]} tokens of .* file makes {counts[1]}:"):
@@ -84,12 +71,6 @@ def test_a_file_that_transformers_reads_differently_is_refused(tmp_path: Path, s
 
     AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)  # the advice of the message
     assert check_round_trip([("f:2", [text])], load_tokenizer(tmp_path), "data.train") == []
-
-
-@pytest.mark.parametrize("bos", [False, True])
-def test_a_file_that_transformers_reads_as_it_is_passes(tmp_path: Path, bos: bool) -> None:
-    tokenizer = load_tokenizer(make_hf(tmp_path, bos))
-    assert check_round_trip([(str(i), [text]) for i, text in enumerate(TEXTS)], tokenizer, "data.train") == []
 
 
 TEXTS = [
@@ -186,6 +167,7 @@ def test_hugging_face_round_trip(tmp_path: Path, bos: bool) -> None:
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.encode_prompt(text) == [0] * bos + tokenizer.encode(text)
+    assert check_round_trip([("f:1", [text]) for text in TEXTS], tokenizer, "data.train") == []
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.vocab_size == library.get_vocab_size()
     assert tokenizer.encode_prompt("12 + 7 = 19") == library.encode("12 + 7 = 19").ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import zip_longest
 from typing import Any, Literal
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.utils import get_json_schema
 from megatron_brorl.environments.calculator import Calculator
 from megatron_brorl.environments.calls import Call, MalformedCall, find_calls, keyword_arguments
 from megatron_brorl.environments.episodes import Episodes
-from megatron_brorl.environments.interface import choices, describe
+from megatron_brorl.environments.interface import describe
 from megatron_brorl.errors import UserError
 
 
@@ -43,39 +44,39 @@ def test_the_tools_are_the_public_methods() -> None:
     assert describe(make("def step(self, text): ...")).tools == ()
 
 
+ACT = "def act(self): 'Act.'"
+BAD = [
+    ("reward = None", "environment Game: has no method reward"),
+    ("def _act(self): ...", "neither tools .* nor a method step"),
+    ("def act(self, a): 'Act.'", "tool act: .*missing a type hint"),
+    ("def act(self, a: slice): 'Act.'", "tool act: .*slice"),
+    ("def act(self, a: int): 'Act.'", "tool act: .*no description for the argument 'a'"),
+    ("def act(): 'Act.'", "tool act: arguments .* define it with self"),
+    ("def act(self, a: str): 'Act.\\n\\nArgs:\\n    a: A (choices: [1,\\n      2])'", "must be on one line"),
+    ("def __init__(self, size): ...", "cannot be created without arguments: .*size"),
+    (f"{ACT}; yield 1", "act is async or a generator"),
+    (f"async {ACT}; yield 1", "act is async or a generator"),
+    ("step = staticmethod(asyncio.sleep)", "step is async or a generator"),
+    ("def step(self): ...", "step is called with 1 arguments after self"),
+    (f"{ACT}\n    def final(self, text, row): ...", "final is called with 1 arguments .*'row'"),
+    (f"{ACT}\n    def reward(self, row): ...", "reward is called with 0 arguments .*'row'"),
+]
+BAD += [
+    (f"{ACT}\n    async def {name}(self, *_): 'Act.'", f"{name} is async or a generator")
+    for name in ("reset", "reward", "step", "final", "act")
+]
+BAD += [
+    (f"def act(self, {argument}): 'Act.\\n\\nArgs:\\n    a: A.'", "tool act: arguments are passed by name")
+    for argument in ("a: int, /", "*a: int", "**a: int")
+]
+
+
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
         ("missing.py:Game", "environment missing.py:Game: no such file"),
         (f"{Calculator.__module__}:_value", "is not a class"),
-        (make("reward = None"), "environment Game: has no method reward"),
-        (make("def _act(self): ..."), "neither tools .* nor a method step"),
-        (make("def act(self, a): 'Act.'"), "tool act: .*missing a type hint"),
-        (make("def act(self, a: slice): 'Act.'"), "tool act: .*slice"),
-        (make("def act(self, a: int): 'Act.'"), "tool act: .*no description for the argument 'a'"),
-        (make("def __init__(self, size): ..."), "cannot be created without arguments: .*size"),
-        (make("async def reset(self, row): ...\n    def step(self, text): ..."), "reset is async or a generator"),
-        (make("async def reward(self): ...\n    def step(self, text): ..."), "reward is async or a generator"),
-        (make("async def step(self, text): ..."), "step is async or a generator"),
-        (make("async def final(self, text): ...\n    def act(self): 'Act.'"), "final is async or a generator"),
-        (make("async def act(self): 'Act.'"), "act is async or a generator"),
-        (make("def act(self): 'Act.'; yield 1"), "act is async or a generator"),
-        (make("async def act(self): 'Act.'; yield 1"), "act is async or a generator"),
-        (make("step = staticmethod(asyncio.sleep)"), "step is async or a generator"),
-        (make("def step(self): ..."), "step is called with 1 arguments after self"),
-        (
-            make("def final(self, text, row): ...\n    def act(self): 'Act.'"),
-            "final is called with 1 arguments .*'row'",
-        ),
-        (
-            make("def reward(self, row): ...\n    def step(self, text): ..."),
-            "reward is called with 0 arguments .*'row'",
-        ),
-        (make("def act(self, a: int, /): 'Act.\\n\\nArgs:\\n    a: A.'"), "tool act: arguments are passed by name"),
-        (make("def act(self, *a: int): 'Act.\\n\\nArgs:\\n    a: A.'"), "tool act: arguments are passed by name"),
-        (make("def act(self, **a: int): 'Act.\\n\\nArgs:\\n    a: A.'"), "tool act: arguments are passed by name"),
-        (make("def act(): 'Act.'"), "tool act: arguments .* define it with self"),
-        (make("def act(self, a: str): 'Act.\\n\\nArgs:\\n    a: A (choices: [1,\\n      2])'"), "must be on one line"),
+        *((make(body), message) for body, message in BAD),
     ],
 )
 def test_a_class_that_cannot_be_used_is_a_user_error(factory: Any, message: str) -> None:
@@ -86,8 +87,7 @@ def test_a_class_that_cannot_be_used_is_a_user_error(factory: Any, message: str)
 class Choices:
     def reset(self, row: Any) -> None: ...
 
-    def reward(self) -> float:
-        return 1.0
+    def reward(self) -> None: ...
 
     def convert(
         self, unit: str, digits: int = 7, tags: list[str] | None = None, way: Literal["up", "down"] = "up"
@@ -110,7 +110,6 @@ class Choices:
 @pytest.mark.parametrize(
     ("arguments", "result"),
     [
-        ({"unit": "m"}, "m 7 None up"),
         ({"unit": "ft", "digits": "2", "tags": ["y", "x"]}, "ft 2 ['y', 'x'] up"),
         ({"unit": "m", "tags": None, "way": "down"}, "m 7 None down"),
         ({"unit": "M"}, 'error: convert: argument unit must be one of ["m", "ft"]'),
@@ -120,53 +119,15 @@ class Choices:
     ],
 )
 def test_choices_of_the_docstring_and_literals_are_enforced(arguments: dict[str, Any], result: str) -> None:
-    properties = get_json_schema(Choices.convert)["function"]["parameters"]["properties"]
-    assert choices(Choices.convert) == {k: v["enum"] for k, v in properties.items() if "enum" in v and k != "way"}
     assert describe(Choices).tools == (get_json_schema(Choices.convert),)
     episodes = Episodes(Choices)
     episodes.reset(0, {})
-    outcome = episodes.step(0, hermes(("convert", arguments)), False, "hermes")
+    outcome = episodes.step(0, f"<call>convert: {json.dumps(arguments)}</call>", False, "tags")
     assert outcome.messages[0]["content"] == result
     assert outcome.malformed == result.startswith("error")
 
 
-def xml(**calls: dict[str, str]) -> str:
-    """Return calls as the template of Qwen3.5 writes them."""
-    texts = []
-    for name, arguments in calls.items():
-        values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
-        texts.append(f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>")
-    return "\n".join(texts)
-
-
-def hermes(*calls: tuple[str, Any]) -> str:
-    bodies = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
-    return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "First.\n" + hermes(("look", {}), ("search", {"words": ["ä", "<b>"], "most": 2})),
-        "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(("look", {"a": {"b": [None, 1.5, "\n"]}})),
-        "<think>\n" + hermes(("look", {})),
-        "An open </think> first.\n" + hermes(("look", {"a": "</think> <think> {"})),
-        "a\n\n" + xml(look={}, search={"words": '["ä"]\n\n"<b>"', "most": "2"}),
-        "<think>\n" + xml(look={}) + "\n</think>\n\n" + xml(look={"a": "</think> <tool_call> </tool_call>"}),
-        xml(look={"a": "{ }"}) + " and " + xml(look={"a": "def f():\n    return 1"}),
-    ],
-)
-def test_calls_are_those_that_transformers_finds(text: str) -> None:
-    parsing = pytest.importorskip("transformers.utils.chat_parsing")
-    serving = pytest.importorskip("transformers.cli.serving.utils")
-    model = "qwen3_5" if "<function" in text else "qwen3"
-    (template,) = (template for names, template in serving._RESPONSE_TEMPLATE_FALLBACKS.items() if model in names)
-    expected = parsing.parse_response(f"{text}<|im_end|>", template, prefix="").get("tool_calls") or []
-    calls = find_calls(text, "hermes")
-    assert [{"name": call.name, "arguments": call.arguments} for call in calls] == [c["function"] for c in expected]
-    assert not any(call.error for call in calls)
-
-
+NO_END = "the end tag is missing"
 TAGS = ["</think>", "</tool_call>", "</call>", "<think>", "<tool_call>{", "</parameter> </function>", 'a"\n{}', ""]
 
 
@@ -175,7 +136,7 @@ def written(format: str, value: str) -> str:
     arguments = json.dumps({"a": value})
     return {
         "hermes": f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>',
-        "xml": xml(look={"a": value}),
+        "xml": f"<tool_call>\n<function=look>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>",
         "json": f'{{"name": "look", "parameters": {arguments}}}',
         "tags": f"<call>look: {arguments}</call>",
     }[format]
@@ -199,58 +160,48 @@ def test_tags_in_an_argument_are_part_of_it(format: str, value: str) -> None:
             assert not read_back(format, text.partition("</think>")[0] + calls[1], in_thought=in_thought)
 
 
-def test_free_text_of_a_tag_call_ends_with_the_first_end_tag() -> None:
-    text = "<call>calculate: 2 </think> <tool_call>{</call> 7 <call>calculate: {2</call><call>calculate: {2} + 1</call>"
-    arguments = [call.arguments for call in find_calls(text, "tags")]
-    assert arguments == ["2 </think> <tool_call>{", "{2", "{2} + 1"]
+HERMES, XML = written("hermes", "a"), written("xml", "b")
 
 
 @pytest.mark.parametrize(
-    ("format", "text", "errors"),
+    ("format", "text", "expected"),
     [
-        ("hermes", "A <tool_call> tag opens a call, and </tool_call> ends it.", []),
-        ("hermes", "Calls are written <tool_call>", []),
+        ("hermes", "A <tool_call> tag opens a call, and </tool_call> ends it. It is written <tool_call>", []),
         ("hermes", "Between <tool_call>\nand\n</tool_call> I wrote <function=f> once. </think>", []),
-        ("hermes", 'So <tool_call>{"name": "look", "arguments": {"a": "</tool_call', ["the end tag is missing"]),
-        ("hermes", "<tool_call>\n<function=look>\n<parameter=a>\n1", ["the end tag is missing"]),
-        ("hermes", f"<tool_call>[{written('hermes', 'a')[12:]}", ["the call cannot be parsed as JSON"]),
-        ("hermes", f"{written('hermes', 'a')[:-12]}{written('xml', 'b')}", ["the end tag is missing", "b"]),
-        ("xml", written("xml", "a").replace("</parameter>", ""), ["</parameter> must end each parameter"]),
+        ("hermes", 'So <tool_call>{"name": "look", "arguments": {"a": "</tool_call', [NO_END]),
+        ("hermes", "<tool_call>\n<function=look>\n<parameter=a>\n1", [NO_END]),
+        ("hermes", f"<tool_call>[{HERMES[12:]}", ["the call cannot be parsed as JSON"]),
+        ("hermes", f"First.\n{HERMES[:-12]}{XML}", [NO_END, "b"]),
+        ("hermes", XML.replace("</parameter>", ""), ["</parameter> must end each parameter"]),
         ("json", '{"name": "Ada", "born": 1815}', []),
         ("json", '[{"name": "look", "parameters": {"a": "b"}}]', []),
         ("json", 'The call is {"name": "look", "parameters": {"a": "b"}}', []),
+        ("json", '{"x": 1', []),
         ("json", '{"name": "look", "parameters": {"a": "b', ["the call cannot be parsed as JSON"]),
         ("json", '{"name": "look", "parameters": "b"}', ['the call needs a "name"']),
-        ("json", '{"x": 1', []),
-        (
-            "json",
-            '<|python_tag|>{"parameters": {"a": 1}, "name": "look"}; {"name": "look", "parameters": {"a": 2}}',
-            [1, 2],
-        ),
-        ("tags", "The <call> tag opens a call.", []),
-        ("tags", "It ends with <call>.", []),
-        ("tags", "A call is <call>name: text", ["the end tag is missing"]),
+        ("json", f'<|python_tag|>{{"parameters": {{"a": 1}}, "name": "look"}}; {written("json", "2")}', [1, "2"]),
+        ("tags", f"The <call> tag opens a call, {HERMES} does not, and it ends with <call>.", []),
+        ("tags", "A call is <call>name: text", [NO_END]),
     ],
 )
-def test_a_tag_in_prose_is_text_and_an_unfinished_call_is_malformed(format: str, text: str, errors: list[Any]) -> None:
-    found = read_back(format, text)
-    assert len(found) == len(errors)
-    for one, expected in zip(found, errors, strict=True):
-        assert one == expected or (isinstance(expected, str) and one.startswith(expected))
+def test_a_tag_in_prose_is_text_and_an_unfinished_call_is_malformed(
+    format: str, text: str, expected: list[Any]
+) -> None:
+    found = [x[: len(y)] if isinstance(x, str) else x for x, y in zip_longest(read_back(format, text), expected)]
+    assert found == expected
 
 
 def test_texts_become_the_types_of_the_parameters() -> None:
     class Typed:
         def act(self, a: str, b: int, c: list[int], d: bool, e: str | int, f: Literal[1, 2], g: Any = None) -> None: ...
 
+        def double(self, a: int) -> None: ...
+
     texts = {"a": "7", "b": "7", "c": "[1, 2]", "d": "True", "e": "7", "f": "2", "g": "x", "h": "8"}
     arguments = keyword_arguments(Call("act", texts, texts=True), validate_call(Typed.act))
     assert arguments == {"a": "7", "b": 7, "c": [1, 2], "d": "True", "e": "7", "f": 2, "g": "x", "h": "8"}
-    # As in a model whose call has one parameter in tags.
-    for text, expected in (("2", 2), ("07", "07"), ("[1]", [1]), ("x", "x")):
-        scope: dict[str, Any] = {}
-        exec(f"def act(self, a: {'list[int]' if text == '[1]' else 'int'}): ...", scope)
-        assert keyword_arguments(Call("act", text), scope["act"]) == {"a": expected}
+    for text, value in (("2", 2), ("07", "07"), ("x", "x")):
+        assert keyword_arguments(Call("double", text), Typed.double) == {"a": value}
 
 
 def test_tag_calls() -> None:
@@ -259,8 +210,10 @@ def test_tag_calls() -> None:
     assert calls == [Call("reward", ""), Call("search", '{"words": [":"]}'), Call("calculate", "2 : 3")]
     arguments = [keyword_arguments(call, getattr(Tools, call.name)) for call in calls]
     assert arguments == [{}, {"words": [":"]}, {"expression": "2 : 3"}]
-    assert unfinished == Call("", {}, "the end tag is missing")
+    assert unfinished == Call("", {}, NO_END)
+    # Free text ends with the first end tag.
+    text = "<call>calculate: 2 </think> <tool_call>{</call> 7 <call>calculate: {2</call><call>calculate: {2} + 1</call>"
+    assert [call.arguments for call in find_calls(text, "tags")] == ["2 </think> <tool_call>{", "{2", "{2} + 1"]
     for text in ("2 + 3", "[1]", "[" * 100_000):
         with pytest.raises(MalformedCall, match="the arguments"):
             keyword_arguments(Call("search", text), Tools.search)
-    assert not find_calls(hermes(("look", {})), "tags")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 from contextlib import ExitStack
 from functools import cache
@@ -10,13 +11,17 @@ import psutil
 import pytest
 from unit.environments.hostile_environments import Hostile
 from unit.environments.hostile_environments import __file__ as FILE
-from unit.environments.test_interface import hermes
 
 from megatron_brorl.environments.pool import EnvironmentPool, Reply
 from megatron_brorl.errors import UserError
 from megatron_brorl.types import ScoreResult
 
-ACT = hermes(("act", {}))
+
+def hermes(name, arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+ACT = hermes("act", {})
 
 
 def wait(call, *arguments):
@@ -55,7 +60,7 @@ def outcome(reply):
 
 
 LOST = "environment lost: "
-RAISED = "error 0.0: "
+RAISED = "error 0.0: CLASS.METHOD: "
 HANG = "threading.Event().wait()"
 WAIT = "with contextlib.suppress(threading.BrokenBarrierError): BARRIER.wait()"
 WRITE = "for fd in range(3, 64):\n with contextlib.suppress(OSError): os.write(fd, {})"
@@ -65,7 +70,7 @@ NOT_REPLIES = ["b'[' * 100_000 + b'\\n'", "b'[-1, [[], false, null, 0, 0]]\\n'",
 CASES = [
     ("reset", "result = (i for i in ())", f"{RAISED}TypeError: Object of type generator is not JSON serializable"),
     ("act", "raise ValueError('with \\x1b[31m and \\ud800\\nlines')", f"{RAISED}ValueError: with ?[31m and ?"),
-    ("act", "raise ValueError('x' * 10_000_000)", f"{RAISED}ValueError: {'x' * 288}"),
+    ("act", "raise ValueError('x' * 10_000_000)", f"{RAISED}ValueError: {'x' * 275}"),
     ("reset", "class Odd(Exception): __str__ = None\nraise Odd", f"{RAISED}Odd"),
     ("act", "sys.exit(3)", f"{RAISED}SystemExit: 3"),
     ("act", "def f(): f()\nf()", f"{RAISED}RecursionError: maximum recursion depth exceeded"),
@@ -104,6 +109,7 @@ def test_a_hostile_environment_ends_only_its_own_episodes(pools, capfd, method, 
         reply = step(pool, 1, ACT if method == "act" else "the answer")
         assert reply.lost or reply.calls == (method == "act")
     found = outcome(reply)
+    expected = expected.replace("CLASS.METHOD", f"{'Steps' if method == 'step' else 'Hostile'}.{method}")
     assert (found.startswith(expected) and found.isprintable()) if reply.done else found == expected
     assert [outcome(step(pool, i, last=True)) for i in (0, 3)] == ["ok 1.0: ", reply.lost or "ok 1.0: "]
     pool.end(1)
@@ -114,13 +120,13 @@ MALFORMED = [
     ("<tool_call>{'name': 'act'}</tool_call>", "cannot be parsed as JSON"),
     ("<tool_call>" + "[" * 100_000 + "</tool_call>", "cannot be parsed as JSON"),
     ('<tool_call>{"name": "act", "arguments": {}}', "the end tag is missing"),
-    (hermes(("act", "{}")), '"arguments", which are an object'),
-    (hermes(("reward", {})), "no tool 'reward'; the tools are act, add"),
-    (hermes(("\ud800" * 1000, {})), "no tool"),
-    (hermes(("add", {"a": 1})), "argument b: Missing required argument"),
-    (hermes(("add", {"a": 1, "b": [2]})), "argument b: Input should be a valid integer"),
-    (hermes(("act", {"number": 1, "<|x|>": 2})), "argument <|x|>: Unexpected keyword argument"),
-    (hermes(("act", {"self": 1})), "argument self: Got multiple values"),
+    (hermes("act", "{}"), '"arguments", which are an object'),
+    (hermes("reward", {}), "no tool 'reward'; the tools are act, add"),
+    (hermes("\ud800" * 1000, {}), "no tool"),
+    (hermes("add", {"a": 1}), "argument b: Missing required argument"),
+    (hermes("add", {"a": 1, "b": [2]}), "argument b: Input should be a valid integer"),
+    (hermes("act", {"number": 1, "<|x|>": 2}), "argument <|x|>: Unexpected keyword argument"),
+    (hermes("act", {"self": 1}), "argument self: Got multiple values"),
     (ACT * 20, "at most 16 calls"),
 ]
 
@@ -128,7 +134,7 @@ MALFORMED = [
 @pytest.mark.parametrize(("text", "message"), MALFORMED)
 def test_a_malformed_call_gives_an_error_to_the_model(tools, text, message):
     reset(tools, 0)
-    reply = step(tools, 0, f"{hermes(('add', {'a': '2', 'b': 3}))} and {text}")
+    reply = step(tools, 0, f"{hermes('add', {'a': '2', 'b': 3})} and {text}")
     good, *turns, bad = reply.messages
     assert good == {"role": "tool", "name": "add", "content": "5"}
     assert [m["content"] for m in turns] == [f"turn {i + 1}" for i in range(15 * (text == ACT * 20))]

@@ -269,16 +269,10 @@ def test_an_adapter_is_refused_with_the_way_to_merge_it(tmp_path):
     tiny.make_model(base, "qwen2", False)
     model = AutoModelForCausalLM.from_pretrained(base)
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
-    for with_config in (False, True):
-        if with_config:
-            shutil.copy(base / "config.json", adapter)
-        with pytest.raises(
-            UserError, match=r"adapter: is a PEFT adapter of .*base.*merge_and_unload.*teacher.path"
-        ) as e:
-            read_shape(adapter, "teacher.path")
-        assert "\n" not in str(e.value)
-    (adapter / "config.json").unlink()
     peft.AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)
-    assert read_shape(merged) == read_shape(base)
     shutil.copy(adapter / "adapter_config.json", merged)  # A model next to an adapter is read.
     assert read_shape(merged) == read_shape(base)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^[^\n]*adapter: is a PEFT adapter of .*base.*merge_and_unload.*teacher"):
+            read_shape(adapter, "teacher.path")
+        shutil.copy(base / "config.json", adapter)

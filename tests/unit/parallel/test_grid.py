@@ -25,10 +25,9 @@ def made(monkeypatch):
 
     def new_group(ranks=None, timeout=None, backend=None, **_):
         ranks = list(range(dist.get_world_size())) if ranks is None else ranks
-        if 0 not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
-        found.append((ranks, backend, timeout))
-        return own(ranks, timeout=timeout)
+        if 0 in ranks:
+            found.append((ranks, backend, timeout))
+        return own(ranks, timeout=timeout) if 0 in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     def build(size, **parallel):
         monkeypatch.setenv("WORLD_SIZE", str(size))

@@ -121,11 +121,7 @@ def test_token_gain_counts_a_prompt_once_per_micro_batch(max_tokens, is_shared):
     assert token_gain(prompts, responses, max_tokens) == pytest.approx(20 * 159 / computed)
 
 
-def experts_of(seed: int, tokens: int) -> torch.Tensor:
-    return torch.randint(0, 300, (tokens, 3, 2), generator=torch.Generator().manual_seed(seed), dtype=torch.int16)
-
-
-# The routes of the prompt of each row, by number, and the expected further copies of prompts. Rows 4 to 7 have a prompt
+# The number of the prompt's routes in each row, and the expected further copies of prompts. Rows 4 to 7 have a prompt
 # with the same tokens as rows 0 to 3, as of another group.
 ROUTED = [([0] * 8, 0), ([0, 1, 0, 1, 1, 1, 0, 0], 1), ([0, 0, 0, 0, 2, 2, 2, 2], 1), (list(range(8)), 7)]
 
@@ -134,12 +130,13 @@ ROUTED = [([0] * 8, 0), ([0, 1, 0, 1, 1, 1, 0, 0], 1), ([0, 0, 0, 0, 2, 2, 2, 2]
 @pytest.mark.parametrize(("of_prompt", "copies"), ROUTED)
 def test_every_token_keeps_the_routes_of_its_row(of_prompt, copies, max_tokens):
     text = [7, 8, 9, 7, 8, 9, 3]
-    shared = [torch.tensor(text), torch.tensor(text)]
-    prompts = [shared[i // 4] for i in range(8)] + [torch.tensor([5, *text])] * 3
+    prompts = [x for x in (torch.tensor(text), torch.tensor(text)) for _ in range(4)] + [torch.tensor([5, *text])] * 3
     responses = [torch.arange(1 + i % 4) for i in range(11)]
+    g = torch.Generator().manual_seed(0)
+    of_prompts, of_responses = torch.randint(0, 300, (2, 11, 8, 3, 2), generator=g, dtype=torch.int16)
     routes = [
-        torch.cat((experts_of(of_prompt[i] if i < 8 else 90, len(p)), experts_of(100 + i, len(r) - 1)))
-        for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
+        torch.cat((of_prompts[number, : len(prompts[i])], of_responses[i, : len(responses[i]) - 1]))
+        for i, number in enumerate([*of_prompt, 9, 9, 9])
     ]
     assert copies_by_routes(prompts, responses, routes) == copies
     batches = pack(prompts, responses, max_tokens, share=True, routes=routes)
@@ -148,6 +145,6 @@ def test_every_token_keeps_the_routes_of_its_row(of_prompt, copies, max_tokens):
             first = predict[0] - len(prompts[row]) + 1  # A prompt ends where its first response token is predicted.
             stream = [*range(first, predict[0]), *predict.tolist()]
             assert torch.equal(batch.routes[stream], routes[row])
-    computed = sum(len(b.input_ids) for b in batches)
     gain = token_gain(prompts, responses, max_tokens, routes)
+    computed = sum(len(b.input_ids) for b in batches)
     assert gain == pytest.approx(sum(map(len, routes)) / computed) if gain >= 1.1 else copies == 7

@@ -51,7 +51,7 @@ def test_curves_are_the_lines_of_metrics(folder, run):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = run["curves"]
     assert found["every"] == 1
-    assert found["step"] == [row["step"] for row in rows]
+    assert found["step"] == [row["step"] + 1 for row in rows]
     names = {name for row in rows for name in row} - {"step", "nonfinite", "time"}
     assert set(found["values"]) == names | {f"time/{name}" for name in rows[0]["time"]}
     for name in names:
@@ -73,7 +73,7 @@ def test_long_curves_are_means():
     rows = [{"step": i, "reward": float(i), "x": None, "time": {"step": 2.0}} for i in range(1001)]
     found = curves(rows, 400)
     assert found["every"] == 3
-    assert found["step"] == [*range(2, 1000, 3), 1000]
+    assert found["step"] == [*range(3, 1001, 3), 1001]
     assert found["values"]["reward"] == [*(3.0 * i + 1 for i in range(333)), 999.5]
     assert found["elapsed"][-1] == 2002
     assert set(found["values"]) == {"reward", "time/step"}  # x has no values.
@@ -132,7 +132,7 @@ def test_tasks_and_spread(folder, run):
     for place, name in enumerate(TASKS):
         own = [[g["right"] / 32 for g in rows if g["task"] == name] for rows in steps]
         assert run["by_task"]["tasks"][TASKS[place]] == pytest.approx([sum(v) / len(v) for v in own])
-    assert run["by_task"]["step"] == [0, 1, 2, 3]
+    assert run["by_task"]["step"] == [1, 2, 3, 4]
     assert run["by_task"]["distinct"] == pytest.approx([sum(g["distinct"] for g in rows) / 6 for rows in steps])
 
     # Four samples of held-out prompts are counted one by one, 32 of training prompts in tenths.
@@ -143,7 +143,7 @@ def test_tasks_and_spread(folder, run):
         rights = [g["right"] for g in groups(folder, f"evaluation_00000{number}")]
         assert counts == [rights.count(i) for i in range(5)]
     trained = run["spread"]["step"]
-    assert trained["numbers"] == [0, 3]
+    assert trained["numbers"] == [1, 4]
     for rows, counts in zip((steps[0], steps[3]), trained["counts"], strict=True):
         named = dict(zip(trained["bins"], counts, strict=True))
         assert sum(counts) == len(rows)
@@ -238,7 +238,7 @@ def test_the_page_contains_the_recorded_rollouts(folder):
     assert (found["moments"][0]["kind"], found["moments"][0]["number"]) == ("evaluation", 4)
     assert found["held"] == found["recorded"]
     for place, m in enumerate(found["moments"]):
-        name = f"{m['kind']}_{m['number']:06d}"
+        name = f"{m['kind']}_{m['number'] - (m['kind'] == 'step'):06d}"
         recorded = pq.read_table(folder / "rollouts" / f"{name}.rollouts.00000.parquet").to_pylist()
         assert [g["right"] for g in chunks[m["list"]]] == [g["right"] for g in groups(folder, name)]
         for g in groups(folder, name):

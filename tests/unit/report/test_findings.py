@@ -120,3 +120,12 @@ def test_a_task_without_a_right_response_is_named():
     assert sentence.startswith("no held-out response to spell was right, before or after")
     # If no response was right, no task is named.
     assert found([{}], before=evaluation(gcd=0.0), after=evaluation(gcd=0.0)) == {}
+
+
+def test_most_responses_raised():
+    row = {"kept_share": 0.0, "reward_std": 0.0, "all_right_share": 0.0, "rollouts": 26}
+    for errors, name in ((25, "raised"), (13, "none right")):
+        found = findings(
+            Config(), [row | {"verifier_errors": errors}], None, None, False, raised="Maze.step: (w.py, 3)"
+        )
+        assert ({"raised", "none right"} & found.keys(), "(w.py, 3)" in found[name]) == ({name}, name == "raised")

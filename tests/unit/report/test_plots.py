@@ -75,7 +75,7 @@ def _bands(axes: Axes) -> dict[str, StepPatch]:
 def test_curves_show_the_metrics(panel: int, key: str, count: int) -> None:
     rows = _rows(count)
     axes = _figure(rows).axes[panel]
-    assert _drawn(axes) == ([row["step"] for row in rows], [row[key] for row in rows])
+    assert _drawn(axes) == ([row["step"] + 1 for row in rows], [row[key] for row in rows])
     assert (axes.get_yscale() == "log") == (key == "logprob_gap_max")
 
 
@@ -128,7 +128,7 @@ def test_step_time_is_stacked_and_adds_up() -> None:
     below = np.zeros(count)
     for phase in ("generate", "score", "train", "refit"):
         values, edges, baseline = bands[phase].get_data()
-        np.testing.assert_allclose(edges, np.arange(count + 1) - 0.5)
+        np.testing.assert_allclose(edges, np.arange(count + 1) + 0.5)
         np.testing.assert_allclose(baseline, below)
         np.testing.assert_allclose(values - below, [row["time"][phase] for row in rows])
         below = values

@@ -73,17 +73,17 @@ def test_prompts_of_the_last_evaluation(ask):
         "1/3    2        3       b   what is b?",
         "3/3    1        3       a   what is a?",
         "evaluation 4: 3 of 3 prompts, 44.4% of their 9 rollouts right; 9 recorded rollouts",
-        "recorded: step 2 and evaluations 0, 4",
+        "recorded: step 3 and evaluations 0, 4",
     ]
     assert ask("--limit", 1)[1:3] == ["0/3    2        3       c   what is c?", "2 more: --limit 0 shows all"]
 
 
 def test_groups_of_a_step(ask):
-    assert ask("--step", 2)[:4] == [
+    assert ask("--step", 3)[:4] == [
         "right  answers  tokens  trained  id   prompt",
         "0/3    1        3       no       t/3  (not recorded)",
         "1/3    3        3       yes      t/0  what is t/0?",
-        "step 2: 2 of 2 prompts, 16.7% of their 6 rollouts right; 3 recorded rollouts",
+        "step 3: 2 of 2 prompts, 16.7% of their 6 rollouts right; 3 recorded rollouts",
     ]
 
 
@@ -104,7 +104,7 @@ def test_one_prompt(ask):
         "--- wrong (reward 0), sibling 0, 3 tokens, ended by itself, 1 is not it, form 0.5",
         "so [b]it[/b] is 1\ufffd[31m",
     ]
-    assert ask("--prompt", "t/0")[0].startswith("step 2, prompt t/0 (exact): right 1 of 3")  # the moment that has it
+    assert ask("--prompt", "t/0")[0].startswith("step 3, prompt t/0 (exact): right 1 of 3")  # the moment that has it
     assert "1 right" in "".join(ask("--prompt", "t/0"))  # Answer 1 was scored right once and wrong once.
 
 
@@ -141,7 +141,7 @@ def test_filters_and_exports(ask, tmp_path, options, left):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--step", 7], "no step 7 is recorded; try step 2 and evaluations 0, 4"),
+        (["--step", 7], "no step 7 is recorded; try step 3 and evaluations 0, 4"),
         (["--prompt", "bb"], "no rollout of prompt 'bb' is recorded; the most similar id is b"),
         (["--evaluation", 0, "--prompt", "t/0"], "evaluation 0 has no prompt 't/0' that passes the filters"),
         (["--limit", -1], "--limit -1: must not be negative"),

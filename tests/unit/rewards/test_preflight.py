@@ -87,8 +87,8 @@ def test_rows_are_checked_at_even_distances(own: None) -> None:
     prompts = [dataclasses.replace(p, metadata={"known": True}) for p in rows("own.py:some", ["4"] * 17)]
     assert looked_at(prompts)[0] == "verifier 'own.py:some' gives 1 to the reference answers of 6 rows"
     prompts[12] = dataclasses.replace(prompts[12], metadata={})
-    with pytest.raises(UserError, match=r"row rows\.jsonl:13: broken: ZeroDivisionError"):
-        looked_at(prompts)
+    (warning,) = looked_at(prompts)[1]
+    assert "the reference answer of row rows.jsonl:13: broken: ZeroDivisionError" in warning
 
 
 def test_without_references_a_function_is_tried_on_other_texts(own: None) -> None:

@@ -33,6 +33,9 @@ def tokens_of(messages, after_stop=True) -> list[int]:
     return [int(i) for message in messages for i in message["content"].split()]
 
 
+TEXTS = text_of, tokens_of
+
+
 def says(text: str) -> Reply:
     return Reply(({"role": "user", "content": text},), False, None)
 
@@ -100,22 +103,11 @@ def requests(n=6, lengths=(3, 60, 9, 62)):
     return [Request(replace(p, verifier=ENVIRONMENT), stream_key(0, 4, p.id), n) for p in prompts(lengths)]
 
 
-def sample(
-    model,
-    pool,
-    asked=None,
-    sampling=SAMPLING,
-    supply=None,
-    max_rows=1000,
-    pages=0,
-    decode=text_of,
-    encode=tokens_of,
-    **config,
-):
+def sample(model, pool, asked=None, sampling=SAMPLING, supply=None, max_rows=1000, pages=0, texts=TEXTS, **config):
     """Return the rollouts of all requests in one list."""
     memory = pages * page_bytes(read_shape(model[0]), torch.float32)
-    inner = make_engine(*model, max_rows, memory=memory, decode=decode)
-    engine = TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), decode, encode)
+    inner = make_engine(*model, max_rows, memory=memory, decode=texts[0])
+    engine = TurnEngine(inner, pool, EnvironmentConfig(factory="e:E", **config), *texts)
     return [r for group in engine.generate(asked or requests(), sampling, pool, supply) for r in group]
 
 
@@ -216,7 +208,7 @@ def test_a_stop_string_of_an_earlier_turn_does_not_end_a_turn(model):
     end = Reply((), True, ScoreResult(1.0, "ok"))
     pool = Pool(answer=lambda text, last: end if last else says("3 98"))
     strings = replace(SAMPLING, stop_ids=(), stop_strings=("ab",))
-    sample(model, pool, requests(20), strings, decode=letters, max_turns=5)
+    sample(model, pool, requests(20), strings, texts=(letters, tokens_of), max_turns=5)
     texts = [text for steps in pool.steps.values() for text, last in steps if not last]
     assert len(texts) > 50
     assert all(text.index("ab") == len(text) - 2 for text in texts)
@@ -252,36 +244,24 @@ def test_prompts_of_another_verifier_are_sampled_in_one_turn(model):
 
 
 def test_a_turn_after_a_think_tag_begins_in_a_thought(model):
-    """The tag is the end of the prompt of p0 and of every observation of two tokens."""
-
-    def decode(ids):
-        return "<think>\n" if len(ids) and int(ids[-1]) in ends else text_of(ids)
-
+    """The tag is the last token of the prompt of p0, which has no observation, and 14, that of p1's observation."""
     asked = requests(1)
-    ends = {asked[0].prompt.token_ids[-1]} - {r.prompt.token_ids[-1] for r in asked[1:]}
+    tags = {asked[0].prompt.token_ids[-1], 14}
     pool = Pool(answer=lambda text, last: Reply((), True, ScoreResult(0.0, "ok")))
-    sample(model, pool, asked, decode=decode)
-    observed = [FIRST.get(r.prompt.id, "31").split() for r in asked]
-    expected = [
-        int(([*map(int, first)] or r.prompt.token_ids[-1:])[-1]) in ends
-        for r, first in zip(asked, observed, strict=True)
-    ]
-    assert sorted(pool.in_thought) == sorted(expected)
-    assert any(expected)
+    decode = lambda ids: "<think>\n" if len(ids) and int(ids[-1]) in tags else text_of(ids)  # noqa: E731
+    sample(model, pool, asked, texts=(decode, tokens_of))
+    assert sorted(pool.in_thought) == [False, False, True, True]
 
 
 def test_an_observation_after_a_stop_string_begins_with_the_stop_token(model):
-    def encode(messages, after_stop):
-        return [*([] if after_stop else [STOPS[0]]), 99, *tokens_of(messages)]
-
     sampling = replace(SAMPLING, stop_strings=("5",))
-    begins = []
-    for rollout in sample(model, Pool(), sampling=sampling, encode=encode):
-        sampled = rollout.episode.sampled.tolist()
-        tokens = rollout.token_ids.tolist()
+    encode = lambda messages, after_stop: [*([] if after_stop else STOPS[:1]), 99, *tokens_of(messages)]  # noqa: E731
+    begins = set()
+    for rollout in sample(model, Pool(), sampling=sampling, texts=(text_of, encode)):
+        tokens, sampled = rollout.token_ids.tolist(), rollout.episode.sampled.tolist()
         for i in range(1, len(tokens)):
             if sampled[i - 1] and not sampled[i]:
-                begins.append(tokens[i - 1] in STOPS)
-                assert tokens[i : i + 2 - begins[-1]] == [*([] if begins[-1] else [STOPS[0]]), 99]
-                assert begins[-1] or "5" in str(tokens[i - 1])
-    assert set(begins) == {True, False}
+                stopped = tokens[i - 1] in STOPS
+                assert tokens[i : i + 2 - stopped] == [*([] if stopped else STOPS[:1]), 99]
+                begins.add(stopped)
+    assert begins == {True, False}

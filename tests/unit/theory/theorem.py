@@ -10,23 +10,20 @@ any leading dimensions [...] in front of V.
     A_2, B_2, U_pos,2, U_neg,2   sums of p^2 over A, B, the correct and the incorrect tokens of U
 
 To first order a step dz of the logits changes Q_pos by sum_j p_j (f_j - Q_pos) dz_j with f_j = 1 on correct tokens and
-0 elsewhere (`first_order`). `surrogate_step` is the step dz of the paper's objective, `score_step` that of the policy
-gradient. docs/theory.md has the derivation.
+0 elsewhere (`first_order`). docs/theory.md has the derivation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Masses:
+class Masses(NamedTuple):
     """Probability masses and second moments for one set of draws; every field has the leading shape [...]."""
 
-    n: Tensor  # number of draws, with repetitions
     p_pos: Tensor  # mass of A
     p_neg: Tensor  # mass of B
     u_pos: Tensor  # mass of the correct tokens of U
@@ -36,22 +33,10 @@ class Masses:
     u_pos2: Tensor
     u_neg2: Tensor
 
-    @property
-    def q_pos(self) -> Tensor:
-        """Mass of all correct tokens."""
-        return self.p_pos + self.u_pos
 
-    @property
-    def q_neg(self) -> Tensor:
-        """Mass of all incorrect tokens."""
-        return self.p_neg + self.u_neg
-
-
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """The first-order change of Q_pos, split by token set; every field has the leading shape [...]."""
 
-    s_r: Tensor  # sum of weight times probability over the drawn tokens
     sampled_right: Tensor
     sampled_wrong: Tensor
     unsampled: Tensor
@@ -64,8 +49,7 @@ class Terms:
 
 def masses(p: Tensor, counts: Tensor, correct: Tensor) -> Masses:
     """Return the masses for probabilities, draw counts and the mask of correct tokens, each [..., V]."""
-    drawn = counts > 0
-    return _masses(p.double(), drawn, ~drawn, counts.sum(-1), correct)
+    return _masses(p, counts > 0, counts == 0, correct)
 
 
 def expected_masses(p: Tensor, correct: Tensor, n: int) -> Masses:
@@ -73,29 +57,20 @@ def expected_masses(p: Tensor, correct: Tensor, n: int) -> Masses:
 
     E[U_2] = sum p^2 (1 - p)^n. The drawn tokens have the rest, sum p^2 (1 - (1 - p)^n).
     """
-    p = p.double()
-    logs = torch.special.xlog1py(n, -p)  # exact for tiny p and for p = 1
-    return _masses(p, -logs.expm1(), logs.exp(), torch.full(p.shape[:-1], n), correct)
+    logs = torch.special.xlog1py(n, -p.double())  # exact for tiny p and for p = 1
+    return _masses(p, -logs.expm1(), logs.exp(), correct)
 
 
-def _masses(p: Tensor, drawn: Tensor, gone: Tensor, n: Tensor, correct: Tensor) -> Masses:
+def _masses(p: Tensor, drawn: Tensor, gone: Tensor, correct: Tensor) -> Masses:
     """drawn, gone [..., V]: whether, or with which probability, a token was drawn and was not."""
-    square = p * p
+    p = p.double()
     return Masses(
-        n=n.double(),
-        p_pos=(p * drawn * correct).sum(-1),
-        p_neg=(p * drawn * ~correct).sum(-1),
-        u_pos=(p * gone * correct).sum(-1),
-        u_neg=(p * gone * ~correct).sum(-1),
-        a2=(square * drawn * correct).sum(-1),
-        b2=(square * drawn * ~correct).sum(-1),
-        u_pos2=(square * gone * correct).sum(-1),
-        u_neg2=(square * gone * ~correct).sum(-1),
+        *((x * part * side).sum(-1) for x in (p, p * p) for part in (drawn, gone) for side in (correct, ~correct))
     )
 
 
-def theorem_1(m: Masses, right: float, wrong: float, step: float) -> Terms:
-    """The three terms of BroRL's Theorem 1 for rewards `right` on A, `wrong` on B, 0 on U, and step size `step`.
+def theorem_1(m: Masses, n: Tensor, right: float, wrong: float, step: float) -> Terms:
+    """The three terms of BroRL's Theorem 1 for n draws, rewards `right` on A, `wrong` on B, 0 on U, and a step size.
 
         dQ_pos = (step / N) [ (R_c - S_R) Q_neg A_2 + (S_R - R_w) Q_pos B_2 + S_R (Q_pos U_neg,2 - Q_neg U_pos,2) ]
 
@@ -103,12 +78,11 @@ def theorem_1(m: Masses, right: float, wrong: float, step: float) -> Terms:
     right >= 0 >= wrong the first two terms cannot be negative, because the masses of A and B add up to at most 1.
     """
     s_r = right * m.p_pos + wrong * m.p_neg
-    scale = step / m.n
+    scale, q_pos, q_neg = step / n.double(), m.p_pos + m.u_pos, m.p_neg + m.u_neg
     return Terms(
-        s_r=s_r,
-        sampled_right=scale * (right - s_r) * m.q_neg * m.a2,
-        sampled_wrong=scale * (s_r - wrong) * m.q_pos * m.b2,
-        unsampled=scale * s_r * (m.q_pos * m.u_neg2 - m.q_neg * m.u_pos2),
+        scale * (right - s_r) * q_neg * m.a2,
+        scale * (s_r - wrong) * q_pos * m.b2,
+        scale * s_r * (q_pos * m.u_neg2 - q_neg * m.u_pos2),
     )
 
 
@@ -122,22 +96,10 @@ def surrogate_step(p: Tensor, weights: Tensor, n: Tensor, step: float) -> Tensor
     return step / n.double()[..., None] * p * (weights - (weights * p).sum(-1)[..., None])
 
 
-def score_step(p: Tensor, weights: Tensor, n: Tensor, step: float) -> Tensor:
-    """Return the step on (1/n) sum_j w_j log p_j, REINFORCE's objective: dz_j = (step / n) (w_j - p_j sum_k w_k).
-
-    If the weights are rewards minus the group's mean, they add up to 0 and no undrawn logit changes.
-    """
-    return step / n.double()[..., None] * (weights - p.double() * weights.sum(-1)[..., None])
-
-
-def first_order(p: Tensor, change: Tensor, value: Tensor) -> Tensor:
-    """Return each token's part [..., V] of the first-order change of Q = sum_j value_j p_j: p_j (value_j - Q) dz_j.
-
-    change: dz, the change of the logits [..., V]. value [..., V]: the mask of correct tokens, or a success rate each.
-    """
+def first_order(p: Tensor, change: Tensor, correct: Tensor) -> Tensor:
+    """Return each token's part [..., V] of the first-order change of Q_pos by a change of the logits [..., V]."""
     p = p.double()
-    value = value.double()
-    return p * (value - (p * value).sum(-1)[..., None]) * change
+    return p * (correct.double() - (p * correct).sum(-1)[..., None]) * change
 
 
 def general_terms(p: Tensor, counts: Tensor, weights: Tensor, correct: Tensor, step: float) -> Terms:
@@ -149,9 +111,5 @@ def general_terms(p: Tensor, counts: Tensor, weights: Tensor, correct: Tensor, s
     """
     parts = first_order(p, surrogate_step(p, weights, counts.sum(-1), step), correct)
     drawn = counts > 0
-    return Terms(
-        s_r=(weights * p.double()).sum(-1),
-        sampled_right=(parts * (drawn & correct)).sum(-1),
-        sampled_wrong=(parts * (drawn & ~correct)).sum(-1),
-        unsampled=(parts * ~drawn).sum(-1),
-    )
+    sets = (drawn & correct, drawn & ~correct, ~drawn)
+    return Terms(*((parts * tokens).sum(-1) for tokens in sets))

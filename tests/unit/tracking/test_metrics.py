@@ -155,8 +155,8 @@ def test_tensorboard_purges_repeated_steps(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, 2, {}), resume_step=2) as metrics:
         metrics.write(2, {"reward": 20.0}, {"generate": 2.5})
     board = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in board.Scalars("reward/reward")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
-    assert [(e.step, e.value) for e in board.Scalars("time/generate")] == [(0, 1.5), (1, 1.5), (2, 2.5)]
+    assert [(e.step, e.value) for e in board.Scalars("reward/reward")] == [(1, 0.0), (2, 1.0), (3, 20.0)]
+    assert [(e.step, e.value) for e in board.Scalars("time/generate")] == [(1, 1.5), (2, 1.5), (3, 2.5)]
 
 
 def test_a_broken_tracker_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +183,7 @@ def test_a_broken_tracker_does_not_end_the_run(tmp_path: Path, capsys: pytest.Ca
         metrics.write(0, {"reward": 0.0}, {"step": 2.0})
         metrics.write(1, {"reward": 0.5}, {})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
-    assert whole.seen == [(0, {"reward/reward": 0.0, "time/step": 2.0}), (1, {"reward/reward": 0.5}), "closed"]
+    assert whole.seen == [(1, {"reward/reward": 0.0, "time/step": 2.0}), (2, {"reward/reward": 0.5}), "closed"]
     assert capsys.readouterr().err.splitlines() == [
         "warning: run.log: wandb: [Errno 28] No space left on device; it gets no more metrics"
     ]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 
+from megatron_brorl.tracking import progress as tracking_progress
+from megatron_brorl.tracking import timeline
 from megatron_brorl.tracking.progress import progress
 
 
@@ -53,11 +56,30 @@ def test_time_left_follows_the_last_twenty_steps() -> None:
 
 def test_time_left_of_a_resumed_run_ignores_earlier_steps() -> None:
     clock, out = _Clock(), io.StringIO()
-    with progress(100, "train", True, start=90, stream=out, clock=clock) as p:
+    with progress(100, "train", True, stream=out, clock=clock) as p:
+        p.begin(100, start=90)
         p.update(90, {})
         clock.now += 5
         p.update(91, {})
     assert out.getvalue() == "train 90/100  elapsed 0:00  left ?\ntrain 91/100  elapsed 0:05  left 0:45\n"
+
+
+@pytest.mark.parametrize(
+    ("phases", "done", "total", "expected"),
+    [
+        (["evaluate", "generate"], 40, 160, "evaluating 40 of 160 samples (9:00 left)  elapsed 0:01  left ?"),
+        (["round", "generate"], 500, 2000, "500 of 2,000 rollouts (9:00 left)  elapsed 0:01  left over 1:45:00"),
+    ],
+)
+def test_a_long_phase_shows_its_count(monkeypatch, phases, done, total, expected) -> None:
+    monkeypatch.setattr(timeline, "phase", lambda: (phases, done, total, 180.0))
+    monkeypatch.setattr(tracking_progress, "_SILENCE_S", 0.1)
+    clock, out = _Clock(), io.StringIO()
+    with progress(9, "train", True, stream=out, clock=clock):
+        clock.now += 1
+        while not out.getvalue():
+            time.sleep(0.01)
+    assert expected in out.getvalue()
 
 
 def test_a_terminal_gets_a_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +93,7 @@ def test_a_terminal_gets_a_live_display(monkeypatch: pytest.MonkeyPatch) -> None
     text = out.getvalue()
     for part in ("train", "1/4", "elapsed 0:10", "left 0:30", "reward 0.25", "saved [bold] step 1", "\x1b[2K"):
         assert part in text
-    assert text.endswith("\x1b[?25h")  # the cursor is shown again
+    assert "\x1b[?25l" not in text  # the cursor is not hidden, because a signal may end the process
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_brorl.tracking import timeline as module
-from megatron_brorl.tracking.timeline import Place, Span, Timeline, place, record, span
+from megatron_brorl.tracking.timeline import Place, Span, Timeline, count, phase, place, record, span
 
 
 def test_spans_nest_and_add_up():
@@ -46,3 +46,9 @@ def test_the_place_is_the_innermost_span_and_the_longest_allowance(monkeypatch):
     found.append(place())
     dues = [("round", 130.0), ("score", 131.0), ("round", 132.0), ("no phase", 103.0)]
     assert found == [Place(before + i, *due) for i, due in enumerate(dues, 1)]
+
+
+def test_a_count_belongs_to_its_span():
+    with span("evaluate"), span("generate"):
+        count(15, 40)
+        assert phase()[:3] == (["evaluate", "generate"], 15, 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -60,6 +61,18 @@ def test_a_tracker_that_cannot_be_opened_is_a_user_error(tmp_path):
     (tmp_path / "tensorboard").write_text("")  # a file instead of its folder
     with pytest.raises(UserError, match=r'run\.log: "tensorboard" cannot be opened: .*; fix that, or leave it out'):
         open_trackers(["tensorboard"], tmp_path, None, {})
+
+
+def test_a_full_disk_ends_tensorboard_without_a_traceback(tmp_path, monkeypatch):
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    (tracker,) = open_trackers(["tensorboard"], tmp_path, None, {})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.unlink()
+    events.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        tracker.log(1, {"reward/reward": 0.25})
+    assert printed == []
 
 
 def test_tags_begin_with_the_group():

@@ -234,7 +234,7 @@ class Sums:
 
 @pytest.mark.parametrize(
     ("lr", "said"),
-    [(1e30, "step 1: loss nan, gradient norm nan"), (0.0, "step 0: weights that are not finite: decoder.layers.2.mlp")],
+    [(1e30, "step 2: loss nan, gradient norm nan"), (0.0, "step 1: weights that are not finite: decoder.layers.2.mlp")],
 )
 def test_sft_stops_if_not_finite(processes, model, lr, said):
     trainer = trainer_of(model, processes, {})

@@ -119,7 +119,7 @@ def test_step_equals_one_by_hand(processes, pool, model, batch, dynamic):
 
 def test_step_with_only_nan_rewards_ends_the_run(processes, pool, model):
     trainer = trainer_of(model, processes, pool, ["nan"] * 3, {})
-    with pytest.raises(UserError, match="step 0: the verifiers failed on 96 of 96 responses"):
+    with pytest.raises(UserError, match="step 1: the verifiers failed on 96 of 96 responses"):
         trainer.train_step()
     assert trainer.worker.optimizer.optimizer.state == {}  # and nothing was trained on them
 
@@ -145,14 +145,14 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
     trainer.train_step()
     said = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
     what = "verifier picky raised on an answer, which scores 0 (metric verifier_errors)"
-    assert said == [f"{what}: ZeroDivisionError: division by zero"]
+    assert said == [f"{what}: ZeroDivisionError: division by zero (step_verifiers.py, line 21)"]
 
 
 def test_step_whose_responses_all_raised_ends_the_run(processes, pool, model):
     """Rows without a reference answer, so that no check finds the verifier broken."""
     trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
     with_reference(trainer, None)
-    with pytest.raises(UserError, match=r"^step 0: .* every one of 96 responses: .*KeyError: 'nonsense'"):
+    with pytest.raises(UserError, match=r"^step 1: .* 96 of 96 responses .*KeyError: 'nonsense'"):
         trainer.train_step()
     assert trainer.worker.optimizer.optimizer.state == {}
 
@@ -160,7 +160,9 @@ def test_step_whose_responses_all_raised_ends_the_run(processes, pool, model):
 def test_verifier_that_raises_on_the_reference_ends_the_run(processes, pool, model, capfd):
     trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
     with_reference(trainer, "4")
-    with pytest.raises(UserError, match=r"^step 0: the verifiers failed on 96 of 96 responses .*exception on the ref"):
+    with pytest.raises(
+        UserError, match=r"^step 1: the verifiers failed on 96 of 96 responses .*on a reference answer too: KeyError"
+    ):
         trainer.train_step()
     assert "verifier nonsense is broken: it raises on a reference answer too: KeyError: 'nonsense'" in (
         capfd.readouterr().err

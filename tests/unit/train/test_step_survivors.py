@@ -65,7 +65,7 @@ def test_too_many_lost_rollouts_end_the_run(processes, model):
     trainer = make_trainer(model[0], processes, config, fakes.Engine(lose=lose))
     trainer.sync_weights()
     with pytest.raises(
-        UserError, match=r"step 0: 5 of 64 rollouts were lost, more than rollout\.max_lost_share = 0\.0625"
+        UserError, match=r"step 1: 5 of 64 rollouts were lost, more than rollout\.max_lost_share = 0\.0625"
     ):
         trainer.train_step()
 

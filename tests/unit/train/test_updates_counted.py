@@ -9,12 +9,6 @@ import pytest
 import torch
 from dist.steps import _Silent, configured, make_trainer
 
-from megatron_brorl.families.shape import read_shape
-from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.reference.sampling import sample_tokens
-from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.watchdog import Watchdog
-
 NAN = float("nan")
 GAE = {"algo": {"advantage": "gae", "mini_batches": 2}}
 
@@ -65,12 +59,16 @@ def versions(trainer):
 
 
 @pytest.mark.parametrize("changes", [{}, {"algo": {"epochs": 3}}, GAE], ids=["actor", "epochs", "gae"])
-def test_a_step_without_a_signal_counts_nothing(processes, model, changes):
+def test_a_step_without_a_signal_counts_nothing_and_sends_no_weights(processes, model, changes):
     trainer = trainer_of(model, processes, changes)
+    verbs = trainer.runner.engine.engine.verbs
     taken = 0
     for all_right in (True, False, True, True, False):
         trainer.runner.pool.all_right = all_right
+        verbs.clear()
         values, _ = trainer.train_step()
+        assert {"sleep", "update_weights"} & {*verbs} == (set() if all_right else {"sleep", "update_weights"})
+        assert values["refit_again"] == 0
         assert (values["updates"] == 0) == all_right
         taken += int(values["updates"])
         assert versions(trainer) == (taken, taken, taken)
@@ -78,55 +76,6 @@ def test_a_step_without_a_signal_counts_nothing(processes, model, changes):
         if trainer.critic:
             assert trainer.state.critic_updates == taken
             assert values["critic_lr"] == values["lr"]
-
-
-class Recording(TorchEngine):
-    """The built-in engine, which records its calls and its rollouts."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.calls, self.rollouts = [], []
-
-    def update_weights(self, tensors, version):
-        self.calls.append(("update", version))
-        super().update_weights(tensors, version)
-
-    def sleep(self):
-        self.calls.append("sleep")
-        super().sleep()
-
-    def generate(self, requests, *rest):
-        self.calls.append("generate")
-        groups = super().generate(requests, *rest)
-        self.rollouts.append([rollout for rollouts in groups for rollout in rollouts])
-        return groups
-
-
-@pytest.mark.parametrize("changes", [{}, {"algo": {"epochs": 3}}, GAE], ids=["actor", "epochs", "gae"])
-def test_a_step_without_a_signal_sends_no_weights(processes, model, changes):
-    """Rollouts and the versions in their spans are those of a run that sends the weights again in every step."""
-    shape = read_shape(model[0])
-    sampled = []
-    for resends in (False, True):
-        trainer = trainer_of(model, processes, changes | {"train": {"verify_reshard": "never"}})
-        engine = Recording(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 64, sample_tokens)
-        trainer.runner = replace(trainer.runner, engine=Watchdog(engine, 300.0))
-        trainer.sync_weights()
-        taken = [0]
-        for all_right in (True, True, False, True, False):
-            trainer.runner.pool.all_right = all_right
-            engine.calls.clear()
-            values, _ = trainer.train_step()
-            taken.append(trainer.state.updates)
-            assert values["refit_again"] == 0
-            assert engine.calls == ["generate", *([] if all_right else ["sleep", ("update", taken[-1])])]
-            assert engine.version == taken[-1]
-            if resends and all_right:
-                engine.sleep()
-                trainer.sync_weights()
-        assert [{r.spans[0][0] for r in rollouts} for rollouts in engine.rollouts] == [{v} for v in taken[:-1]]
-        sampled.append([(r.token_ids.tolist(), r.log_probs.tolist()) for rows in engine.rollouts for r in rows])
-    assert sampled[0] == sampled[1]
 
 
 def test_a_mini_batch_without_a_row_counts_nothing(processes, model):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from attention_kernels import kernels_on_cpu, scores  # noqa: F401
 from megatron.core.extensions import transformer_engine
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
@@ -54,100 +54,15 @@ def by_definition(groups) -> torch.Tensor:
     return mask
 
 
-def pieces(cum_q, cum_k, max_q, max_k):
-    """Return the queries and keys of each piece, and check the kernels' preconditions."""
-    assert cum_q.dtype == cum_k.dtype == torch.int32
-    assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
-    assert int(cum_k.diff().min()) > 0
-    return zip(*([slice(*ends) for ends in pairwise(x.tolist())] for x in (cum_q, cum_k)), strict=True)
-
-
-def scores(q, k, causal, scale):
-    """q [l, heads, d], k [n, kv_heads, d] -> [heads, l, n]."""
-    found = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
-    return found.masked_fill(torch.ones_like(found, dtype=torch.bool).triu(1), -torch.inf) if causal else found
-
-
-def forward(q, k, v, limits, causal, scale):
-    """Return the output [T, heads, d] and the log-sum-exp [heads, T]."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
-    for mine, theirs in pieces(*limits):
-        s = scores(q[mine], k[theirs], causal, scale)
-        lse[:, mine] = s.logsumexp(-1)
-        out[mine] = torch.einsum(
-            "hij,jhd->ihd", s.softmax(-1), v[theirs].repeat_interleave(q.shape[1] // v.shape[1], 1)
-        )
-    return out, lse
-
-
-def backward(grad, q, k, v, out, lse, limits, causal, scale):
-    """FlashAttention-2 (Dao 2023), algorithm 2, with the probabilities of the given log-sum-exp [heads, T]."""
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert not torch.utils.deterministic.fill_uninitialized_memory
-    ratio = q.shape[1] // k.shape[1]
-    grads = [torch.zeros_like(x) for x in (q, k, v)]
-    for mine, theirs in pieces(*limits):
-        p = (scores(q[mine], k[theirs], causal, scale) - lse[:, mine, None]).exp()
-        dp = torch.einsum("ihd,jhd->hij", grad[mine], v[theirs].repeat_interleave(ratio, 1))
-        ds = p * (dp - (grad[mine] * out[mine]).sum(-1).t()[..., None]) * scale
-        grads[0][mine] = torch.einsum("hij,jhd->ihd", ds, k[theirs].repeat_interleave(ratio, 1))
-        for total, weights, rows in ((grads[1], ds, q), (grads[2], p, grad)):
-            total[theirs] = torch.einsum("hij,ihd->jhd", weights, rows[mine]).unflatten(1, (-1, ratio)).sum(2)
-    return tuple(grads)
-
-
-class Kernels:
-    """The CUDA kernels in float64, from the contracts in attention.cu and attention_backward.cu of torch."""
-
-    def flash_forward(self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale):
-        out, lse = forward(q, k, v, (cum_q, cum_k, max_q, max_k), causal, scale)
-        return out, lse, q.new_empty(2), q.new_empty(0), q.new_empty(0)
-
-    def flash_backward(
-        self, grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng, unused, *, scale
-    ):
-        assert lse.is_contiguous()
-        return backward(grad, q, k, v, out, lse, (cum_q, cum_k, max_q, max_k), causal, scale)
-
-    def efficient_forward(self, q, k, v, bias, cum_q, cum_k, max_q, max_k, dropout, mask, with_lse=False, *, scale):
-        """log-sum-exp [pieces, heads, longest piece rounded up to 32]."""
-        assert q.shape[2] == k.shape[2]
-        assert with_lse
-        out, lse = forward(q[0], k[0], v[0], (cum_q, cum_k, max_q, max_k), mask == 1, scale)
-        padded = q.new_full((len(cum_q) - 1, q.shape[2], -(-max_q // 32) * 32), torch.nan)
-        for i, (begin, end) in enumerate(pairwise(cum_q.tolist())):
-            padded[i, :, : end - begin] = lse[:, begin:end]
-        return out[None], padded, q.new_empty(0), q.new_empty(0), max_q, max_k
-
-    def efficient_backward(
-        self, grad, q, k, v, bias, out, cum_q, cum_k, max_q, max_k, lse, dropout, seed, offset, mask, biased, *, scale
-    ):
-        flat = []
-        for piece, length in zip(lse, cum_q.diff().tolist(), strict=True):
-            flat.append(piece[:, :length])
-            assert bool((piece[:, length:] == torch.inf).all())
-        tensors = (x[0] for x in (grad, q, k, v, out))
-        grads = backward(*tensors, torch.cat(flat, 1), (cum_q, cum_k, max_q, max_k), mask == 1, scale)
-        return *(x[None] for x in grads), q.new_empty(0)
-
-
 @pytest.fixture(params=["flash", "efficient", "cpu"])
 def kernels(request, monkeypatch):
     """Compute attention by the calls of a GPU, or by those of a CPU."""
     if request.param == "cpu":
-        yield
         return
+    request.getfixturevalue("kernels_on_cpu")
     monkeypatch.setattr(gpu_attention, "supports", lambda query: True)
     monkeypatch.setattr(gpu_attention, "PIECE", 64)
     monkeypatch.setattr(gpu_attention, "_FLASH", (torch.float64, torch.float32) if request.param == "flash" else ())
-    library = torch.library.Library("aten", "IMPL")
-    for direction in ("forward", "backward"):
-        for kind in ("flash", "efficient"):
-            run = getattr(Kernels(), f"{kind}_{direction}")
-            library.impl(f"_{kind}_attention_{direction}", run, "CPU")
-    yield
-    library._destroy()
 
 
 @pytest.mark.parametrize("groups", STREAMS.values(), ids=STREAMS)

@@ -124,53 +124,53 @@ def test_check_function_and_setup_as_in_humaneval_and_mbpp() -> None:
     assert score("def root(x): return 2", metadata).reward == 0.0
 
 
-CLASSES = {
-    "self": ("class Solution:\n    def add(self, a, b): return a + b", 1.0),
-    "static": ("class Solution:\n    @staticmethod\n    def add(a, b): return a + b", 1.0),
-    "inherited": ("class A:\n    def add(self, a, b): return a + b\nclass Solution(A): pass", 1.0),
-    "import": ("from operator import add\nclass Solution:\n    def add(self, a, b): return add(b, a)", 1.0),
-    "function": ("class Solution:\n    def add(self, a, b): return a\ndef add(a, b): return a + b", 1.0),
-    "wrong": ("class Solution:\n    def add(self, a, b): return a", 0.0),
-    "other name": ("class Solver:\n    def add(self, a, b): return a + b", 0.0),
-    "arguments": ("class Solution:\n    def __init__(self, n): pass\n    def add(self, a, b): return a + b", 0.0),
-}
+CLASSES = [
+    ("class Solution:\n    def add(self, a, b): return a + b", 1.0),
+    ("class A:\n    @staticmethod\n    def add(a, b): return a + b\nclass Solution(A): pass", 1.0),
+    ("from operator import add\nclass Solution:\n    def add(self, a, b): return add(b, a)", 1.0),
+    ("class Solution:\n    def add(self, a, b): return a\ndef add(a, b): return a + b", 1.0),
+    ("class Solver:\n    def add(self, a, b): return a + b", 0.0),
+    ("class Solution:\n    def __init__(self, n): pass\n    def add(self, a, b): return a + b", 0.0),
+]
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("program", "reward"), CLASSES)
 @pytest.mark.parametrize("metadata", [ADD, ADD_ASSERTS])
-def test_method_of_class_solution_is_the_function(name: str, metadata: dict[str, Any]) -> None:
-    program, reward = CLASSES[name]
+def test_method_of_class_solution_is_the_function(program: str, reward: float, metadata: dict[str, Any]) -> None:
     assert score(program, metadata, BARE).reward == reward
 
 
-def test_prelude_runs_in_the_namespace_of_the_program() -> None:
-    typed = "from __future__ import annotations\ndef f(x: List[int]) -> int: return gcd(*x)"
-    tests = {"function": "f", "tests": [{"args": [[4, 6]], "expected": 2}]}
-    assert score(typed, {**tests, "prelude": "from typing import List\nfrom math import gcd"}, BARE).reward == 1.0
-    assert score("def f(x: List[int]): return 2", tests, BARE).reward == 0.0
-    asserts = {"function": "f", "asserts": "assert f([9, 6]) == 3", "prelude": PRELUDE}
-    assert score(typed, asserts, BARE).reward == 1.0
-    script = {"tests": [{"input": "3 1 2", "output": "1 2 3"}] * 2, "prelude": PRELUDE}
-    assert score("h = list(map(int, input().split()))\nheapify(h)\nprint(*nsmallest(3, h))", script, BARE).reward == 1.0
-    assert score("print(*sorted(sys.stdin.read().split()))", script, BARE).reward == 1.0
-    deep = "def f(n): return n and 1 + f(n - 1)\nprint(*([1, 2, 3] if f(20000) == 20000 else []))"
-    assert score(deep, script, BARE).reward == 1.0
+TYPED = "from __future__ import annotations\ndef gcd(x: List[int]) -> int: return reduce(math.gcd, x)"
+SUPPLIED = {"function": "gcd", "tests": [{"args": [[4, 6]], "expected": 2}]}
+HEAP = "h = list(map(int, input().split()))\nheapify(h)\nprint(*nsmallest(3, h))"
+SORTS = {"tests": [{"input": "3 1 2", "output": "1 2 3"}] * 2}
+DEEP = "def f(n): return n and 1 + f(n - 1)\nprint(*([1, 2, 3] if f(20000) == 20000 else []))"
+FILE = "import os\nprint(os.path.isabs(__file__), os.path.basename(__file__))"
 
 
-def test_function_of_the_prelude_is_not_the_answer() -> None:
-    metadata = {"function": "gcd", "tests": [{"args": [4, 6], "expected": 2}], "prelude": PRELUDE}
-    assert score("x = 1", metadata, BARE).reward == 0.0
-    assert score("gcd = math.gcd", metadata, BARE).reward == 1.0
-    assert score("class Solution:\n    def gcd(self, a, b): return gcd(a, b)", metadata, BARE).reward == 1.0
-    assert score("def gcd(a, b): return gcd(b, a % b) if b else a", metadata, BARE).reward == 1.0
-
-
-def test_programs_have_the_name_of_their_file() -> None:
-    """CPython sets __file__ to an absolute path in a script and in a module."""
-    path = "import os\nprint(os.path.isabs(__file__), os.path.basename(__file__))"
-    assert score(path, {"tests": [{"input": "", "output": "True solution.py"}]}, BARE).reward == 1.0
-    tests = {"function": "f", "tests": [{"args": [], "expected": "solution"}]}
-    assert score("from pathlib import Path\ndef f(): return Path(__file__).stem", tests, BARE).reward == 1.0
+@pytest.mark.parametrize(
+    ("program", "metadata", "reward"),
+    [
+        (TYPED, {**SUPPLIED, "prelude": PRELUDE}, 1.0),
+        (TYPED, SUPPLIED, 0.0),
+        (TYPED, {"function": "gcd", "asserts": "assert gcd([9, 6]) == 3", "prelude": PRELUDE}, 1.0),
+        (
+            "h = list(map(int, input().split()))\nheapify(h)\nprint(*nsmallest(3, h))",
+            {**SORTS, "prelude": PRELUDE},
+            1.0,
+        ),
+        (DEEP, {**SORTS, "prelude": PRELUDE}, 1.0),
+        # A function of the prelude is not the answer, unless the program names or uses it.
+        ("x = 1", {**SUPPLIED, "prelude": "gcd = lambda x: 2"}, 0.0),
+        ("gcd = max", {**SUPPLIED, "prelude": "def max(x): return 2"}, 1.0),
+        ("class Solution:\n    def gcd(self, x): return gcd(*x)", {**SUPPLIED, "prelude": PRELUDE}, 1.0),
+        # CPython sets __file__ to an absolute path in a script and in a module.
+        (FILE, {"tests": [{"input": "", "output": "True solution.py"}]}, 1.0),
+        ("gcd = lambda x: 2 * __file__.endswith('/solution.py')", SUPPLIED, 1.0),
+    ],
+)
+def test_programs_run_after_the_prelude_in_its_namespace(program: str, metadata: dict[str, Any], reward: float) -> None:
+    assert score(program, metadata, BARE).reward == reward
 
 
 @NEEDS

@@ -58,7 +58,7 @@ def test_last_program_that_prints_counts_without_input() -> None:
     assert chosen(response, has_input=True) == MAIN + "\n"
 
 
-@pytest.mark.parametrize("prelude", ["from math import *", "import sys\nfrom math import gcd, pi", "pi, gcd = 3, max"])
+@pytest.mark.parametrize("prelude", ["from math import *", "from math import gcd, pi", "pi, gcd = 3, max"])
 def test_names_of_the_prelude_count_as_defined(prelude: str) -> None:
     found = fence("print(1)") + fence("print(gcd(4, 6), pi)") + fence("print(solve(1))")
     assert code_blocks.program(found, None, True, prelude) == "print(gcd(4, 6), pi)\n"

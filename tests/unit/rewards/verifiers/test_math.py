@@ -9,8 +9,9 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifiers import math as math_verifier
 from megatron_brorl.rewards.verifiers.math import check_row, find, verify
 
-# Kind, whether it is right, reference, answer.
-CASES = [line.split("\t") for line in Path(__file__).with_name("math_cases.tsv").read_text("utf-8").splitlines()]
+# A line has a kind, a reference, and right (=) and wrong (!) answers.
+LINES = [line.split("\t") for line in Path(__file__).with_name("math_cases.tsv").read_text("utf-8").splitlines()]
+CASES = [(kind, reference, answer) for kind, reference, *answers in LINES for answer in answers]
 
 SOLUTION = "Each of 3 boxes holds 12 pens.\nSo there are 3 * 12 = <<3*12=36>>36 pens.\n#### 36"
 
@@ -19,12 +20,12 @@ def row(reference: str | None) -> dict:
     return {"id": "0", "prompt": "", "answer": reference, "metadata": {}}
 
 
-@pytest.mark.parametrize(("kind", "right", "reference", "answer"), CASES)
-def test_hand_written_cases(kind, right, reference, answer):
+@pytest.mark.parametrize(("kind", "reference", "answer"), CASES)
+def test_hand_written_cases(kind, reference, answer):
     check_row(row(reference), "a:1")
-    score = verify(answer, row(reference))
-    assert score.reward == float(right), score.reason
-    assert bool(score.reason) == (right == "0")
+    score = verify(answer[1:], row(reference))
+    assert score.reward == (answer[0] == "="), score.reason
+    assert bool(score.reason) == (answer[0] == "!")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,15 +100,9 @@ def test_engines_of_a_node_share_one_file(ranks, kind, tmp_path):
 
 def test_files_are_mapped_and_registered_once(tmp_path, monkeypatch):
     registered = []
-
-    class Runtime:
-        @staticmethod
-        def cudaHostRegister(pointer, size, flags):
-            registered.append((pointer, size, flags))
-            return 0
-
+    runtime = SimpleNamespace(cudaHostRegister=lambda *given: registered.append(given) or 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
     path = tmp_path / "weights"
     path.write_bytes(b"\1" * 8192)

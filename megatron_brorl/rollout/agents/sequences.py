@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_brorl.data.chat import Message
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Spans, extend_spans
 from megatron_brorl.types import FinishReason
 
+Message = dict[str, Any]  # as in data.chat
 # (messages, tools) -> the ids of the prompt of a new sequence, see Tokenizer.apply_chat.
 Render = Callable[[Sequence[Message], Sequence[Any]], list[int]]
 # (messages, tools, whether the reply ended with its stop token) -> the ids that follow it, see Tokenizer.continuation.

@@ -1,7 +1,7 @@
 """The endpoint of a rank: POST /v1/chat/completions and GET /v1/models on the loopback interface.
 
-Each rollout has an API key of its own, which names it and expires with it. The server runs in a thread. Only this thread
-uses the objects of a rollout until its key has expired.
+Each rollout has an API key of its own, which names it and expires with it. The server runs in a thread. Only this
+thread uses the objects of a rollout until its key has expired.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_brorl.agents.chat_api import BadRequest, ChatRequest, read_reply, read_request, response, stream
-from megatron_brorl.agents.sequences import Call, Sequences
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError
+from megatron_brorl.rollout.agents.chat_api import BadRequest, ChatRequest, read_reply, read_request, response, stream
+from megatron_brorl.rollout.agents.sequences import Call, Sequences
 
 MODEL = "policy"
 _TAG_TOKENS = 16  # most tokens of <think> and the white space after it
@@ -101,8 +101,8 @@ class Endpoint:
         """Return how many tokens a call may sample. Raises BadRequest if it may sample none."""
         limits = self.limits
         if len(call.prompt_ids) > limits.prompt_tokens:
-            text = f"the messages have {len(call.prompt_ids)} tokens; at most {limits.prompt_tokens} leave room for a reply"
-            raise BadRequest(text, "messages", code="context_length_exceeded")
+            text = f"the messages have {len(call.prompt_ids)} tokens, more than {limits.prompt_tokens}"
+            raise BadRequest(f"{text}, which leave room for a reply", "messages", code="context_length_exceeded")
         numbers = [limits.call_tokens, request.max_tokens or limits.call_tokens]
         if limits.rollout_tokens:
             numbers.append(limits.rollout_tokens - sum(len(c.ids) for c in self.sequences.calls))

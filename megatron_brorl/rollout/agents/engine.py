@@ -1,7 +1,7 @@
 """Rollouts of agents: functions that call the policy through an OpenAI-compatible endpoint.
 
 A worker process runs the function. Each of its calls becomes a request to the engine, which decodes the calls of many
-rollouts together. When the function returns, the rollout is complete: its sequences (agents.sequences) one after the
+rollouts together. When the function returns, the rollout is complete: its sequences (sequences.py) one after the
 other, with the function's score or the text that a verifier scores. Random numbers are keyed by the tokens of a call,
 so that they do not depend on the order in which calls arrive.
 """
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_brorl.agents.sequences import Call, Continue, Render, Sequences, tokens
-from megatron_brorl.agents.server import MODEL, AgentServer, Endpoint, Limits
 from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.rollout.agents.sequences import Call, Continue, Render, Sequences, tokens
+from megatron_brorl.rollout.agents.server import MODEL, AgentServer, Endpoint, Limits
 from megatron_brorl.rollout.engine import GenerateCallbacks, Request, RolloutEngine, Sampling, Supply
 from megatron_brorl.types import Episode, FinishReason, Prompt, Rollout, ScoreResult
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_brorl.agents.sequences import Call, canonical
-from megatron_brorl.data.chat import Message
 from megatron_brorl.environments.calls import Call as ToolCall
 from megatron_brorl.environments.calls import find_calls
 from megatron_brorl.environments.interface import Format
+from megatron_brorl.rollout.agents.sequences import Call, Message, canonical
 
 # Fields that do not change the distribution of the tokens.
 _IGNORED = {"model", "user", "seed", "store", "metadata", "parallel_tool_calls", "service_tier", "stream_options"}
