@@ -180,7 +180,7 @@ def _init(args: argparse.Namespace) -> int:
     given |= {"data.columns": columns, "data.verifier": args.reward}
     values |= {key: value for key, value in given.items() if value not in ("", [""])}
     values["data.chat"], assumption = _assume_chat(args.model)
-    missing = {"model.path": "a model"} if not args.model else {}  # what the user has to write, by key
+    missing = {"model.path": "a model"} if not args.model else {}  # text for the user about each open key
     if not args.held_out:
         notes["data.held_out"] = "There is no file yet, so the run is not evaluated and reports no pass@1."
     if args.reward:
@@ -217,7 +217,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _mistakes(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is wrong with the first row of a data file, by key, as the run would read it."""
+    """Return a message by key if the run would refuse the first row of a data file, else {}."""
     from megatron_brorl.data.prompts import RowFormat, first_mistake  # imports torch, which is slow
 
     row_format = RowFormat(values["data.verifier"], columns=ColumnsConfig(**values["data.columns"]))

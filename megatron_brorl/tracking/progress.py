@@ -21,6 +21,7 @@ from megatron_brorl.tracking import timeline
 
 _WINDOW = 20  # steps over which the time per step is averaged
 _SILENCE_S = 20.0  # longest time without a line
+_MOST_PER_PART = 20  # A phase shows the time left from 1 of 20 parts on.
 
 # Texts of spans. The innermost one is shown, but "evaluate" before any other, with the innermost count.
 _PHASES = {
@@ -134,10 +135,12 @@ class Progress:
         text = _PHASES["evaluate" if "evaluate" in known else known[-1]] if known else "".join(names[-1:])
         of_rank = " on rank 0" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         text = " ".join(text.format(f"{done:,} of {total:,}" if total else "", of_rank).split())
-        phase_s = seconds / done * (total - done) if done else 0.0
-        if done:
+        # Most rollouts of a batch end together, so the time of the first ones says little about the others.
+        is_known = 0 < total <= _MOST_PER_PART * done
+        phase_s = seconds / done * (total - done) if is_known else 0.0
+        if is_known:
             text += f" ({_duration(phase_s)} left)"
-        if done and "round" in names:
+        if is_known and "round" in names:
             self._step_s = seconds + phase_s
 
         left = self._seconds_left()

@@ -97,11 +97,7 @@ def sample_answers(
     groups = make_groups(prompts, stream)
     slots = list(product(range(len(groups)), range(n)))
     runner.pool.reset()
-    rollouts, counts, _ = runner.sample(
-        slots,
-        groups,
-        sampling,
-    )
+    rollouts, counts, _ = runner.sample(slots, groups, sampling)
 
     outcomes = gather_outcomes(rollouts, len(groups), n)
     sums = collectives.all_reduce_sum(counts)

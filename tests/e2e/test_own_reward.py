@@ -144,7 +144,7 @@ LONG = ["train.steps=4", "train.checkpoint_every=0", "algo.mini_batches=2", "rol
 
 @pytest.fixture(scope="module")
 def run_mine(folder):
-    """Run the functions, with code by name before what they return; run.dir and options of the command follow."""
+    """Return a function that trains with OWN. Its first argument has the code that each function of OWN runs first."""
 
     def run(code: dict[str, str], *options: str) -> tuple[subprocess.CompletedProcess[str], str]:
         text = OWN.format(**{"score": "0", "advantage": "0", "loss": "0"} | code)
