@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,8 @@ from megatron_brorl.rollout.agents.sequences import Call, Message, canonical
 _IGNORED = {"model", "user", "seed", "store", "metadata", "parallel_tool_calls", "service_tier", "stream_options"}
 _IGNORED |= {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"}
 # Fields that are accepted with these values only.
-_ONLY: dict[str, Any] = {
-    "n": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "top_logprobs": 0,
-    "response_format": {"type": "text"},
-}
+_ONLY: dict[str, Any] = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0}
+_ONLY |= {"response_format": {"type": "text"}}
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream", "logprobs"}
 _SAMPLING = {"temperature", "top_p"}  # The values of the run are used.
 
@@ -77,13 +72,13 @@ def read_request(body: Any) -> ChatRequest:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise BadRequest("stop must be a text or a list of texts", "stop")
-    limit = given.get("max_completion_tokens", given.get("max_tokens", 0))
-    if type(limit) is not int or limit < ("max_tokens" in given or "max_completion_tokens" in given):
+    limit = given.get("max_completion_tokens", given.get("max_tokens"))
+    if limit is not None and (type(limit) is not int or limit < 1):
         raise BadRequest("max_tokens must be a positive integer", "max_tokens")
     return ChatRequest(
         messages=messages,
         tools=tools if choice == "auto" else [],
-        max_tokens=limit,
+        max_tokens=limit or 0,
         stop=tuple(stop),
         stream=bool(given.get("stream")),
         usage=bool((given.get("stream_options") or {}).get("include_usage")),
@@ -97,37 +92,25 @@ def read_reply(text: str, call: Call, format: Format, in_thought: bool) -> Messa
 
     The text before the first tool call is its content. A text with a malformed call is content as a whole.
     """
-    found = find_calls(text, format, in_thought) if call.tools else []
-    if not found or any(tool_call.error for tool_call in found):
+    tool_calls = find_calls(text, format, in_thought) if call.tools else []
+    if not tool_calls or any(each.error for each in tool_calls):
         return {"role": "assistant", "content": text}
-    calls = [
-        {
-            "id": f"call_{call.key:016x}_{i}",
-            "type": "function",
-            "function": {"name": tool_call.name, "arguments": _arguments(tool_call, call.tools)},
-        }
-        for i, tool_call in enumerate(found)
-    ]
-    return {"role": "assistant", "content": text[: found[0].begin].strip(), "tool_calls": calls}
+    functions = [{"name": each.name, "arguments": _arguments(each, call.tools)} for each in tool_calls]
+    calls = [{"id": f"call_{call.key:016x}_{i}", "type": "function", "function": f} for i, f in enumerate(functions)]
+    return {"role": "assistant", "content": text[: tool_calls[0].begin].strip(), "tool_calls": calls}
 
 
 def _arguments(call: ToolCall, tools: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of a call. Texts are read as JSON where the tool's schema does not ask for a string."""
     assert isinstance(call.arguments, dict)
-    if not call.texts:
-        return call.arguments
-    functions = [tool["function"] for tool in tools if tool["function"].get("name") == call.name]
-    properties = functions[0].get("parameters", {}).get("properties", {}) if functions else {}
-    return {name: _value(text, properties.get(name, {}).get("type")) for name, text in call.arguments.items()}
-
-
-def _value(text: str, kind: Any) -> Any:
-    if kind in (None, "string"):
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    arguments = dict(call.arguments)
+    schemas = {tool["function"].get("name"): tool["function"].get("parameters", {}) for tool in tools}
+    properties = schemas.get(call.name, {}).get("properties", {})
+    for name, value in arguments.items():
+        if call.texts and properties.get(name, {}).get("type", "string") != "string":
+            with suppress(ValueError, RecursionError):
+                arguments[name] = json.loads(value)
+    return arguments
 
 
 def response(call: Call, request: ChatRequest, model: str, tokens: Sequence[str], used: Mapping[str, Any]) -> Any:
@@ -136,19 +119,16 @@ def response(call: Call, request: ChatRequest, model: str, tokens: Sequence[str]
     finish = "stop" if call.finish == "stop" else "length"
     if calls := message.get("tool_calls"):
         finish = "tool_calls"
-        message["tool_calls"] = [
-            {**c, "function": {**c["function"], "arguments": json.dumps(c["function"]["arguments"])}} for c in calls
-        ]
+        functions = [{**c["function"], "arguments": json.dumps(c["function"]["arguments"])} for c in calls]
+        message["tool_calls"] = [{**c, "function": f} for c, f in zip(calls, functions, strict=True)]
         message["content"] = message["content"] or None
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
     if request.log_probs:
-        pairs = zip(tokens, call.log_probs.tolist(), strict=True)
-        choice["logprobs"] = {
-            "content": [
-                {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
-                for text, value in pairs
-            ]
-        }
+        content = [
+            {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
+            for text, value in zip(tokens, call.log_probs.tolist(), strict=True)
+        ]
+        choice["logprobs"] = {"content": content}
     prompt, completion = len(call.prompt_ids), len(call.ids)
     return {
         "id": f"chatcmpl-{call.key:016x}",
@@ -156,11 +136,7 @@ def response(call: Call, request: ChatRequest, model: str, tokens: Sequence[str]
         "created": 0,  # Equal runs have equal responses.
         "model": model,
         "choices": [choice],
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        },
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
         # Not a field of OpenAI's.
         "brorl": {"prompt_token_ids": call.prompt_ids, "token_ids": call.ids.tolist(), "sampling": dict(used)},
     }

@@ -12,7 +12,7 @@ import secrets
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -112,19 +112,8 @@ class _Running:
     key: str  # API key
     endpoint: Endpoint
     withdrawn: threading.Event = field(default_factory=threading.Event)
-    jobs: list[_Job] = field(default_factory=list)  # its calls
+    calls: list[Call] = field(default_factory=list)  # that have arrived
     rollout: Rollout | None = None  # when the agent has ended
-
-
-@dataclass(eq=False)
-class _Job:
-    """A call for the engine."""
-
-    running: _Running
-    call: Call
-    limit: int
-    stop: tuple[str, ...]
-    done: Callable[[], Any]
 
 
 class _Generation:
@@ -141,10 +130,7 @@ class _Generation:
         callbacks: GenerateCallbacks | None,
         supply: Supply | None,
     ) -> None:
-        self.owner = owner
-        self.sampling = sampling
-        self.callbacks = callbacks
-        self.supply = supply
+        self.owner, self.sampling, self.callbacks, self.supply = owner, sampling, callbacks, supply
         self.requests = list(requests)
         self.rows = sum(r.n for r in requests) + (supply.rows if supply else 0)
         self.prompt_tokens = owner.limits.prompt_tokens
@@ -152,18 +138,18 @@ class _Generation:
         self._not_begun = deque((i, rollout.index) for i, r in enumerate(requests) for rollout in r.rollouts())
         self._rollouts: list[_Running] = []
         self._running: set[_Running] = set()
-        self._ready: deque[_Job] = deque()  # for the engine
-        self._sent: list[_Job] = []  # by index of the engine's request
-        self._queue: SimpleQueue[_Job | tuple[_Running, Reply]] = SimpleQueue()
+        self._ready: deque[tuple[_Running, Call]] = deque()  # for the engine
+        self._sent: list[Call] = []  # by index of the engine's request
+        self._queue: SimpleQueue[tuple[_Running, Call | Reply]] = SimpleQueue()
         self._lost: list[str] = []  # reasons
 
     def next_requests(self, room: int) -> list[Request]:
         self._receive()
-        jobs = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
+        ready = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
         # Agents that have not called yet will need room.
-        self._begin(room - len(jobs) - sum(not running.jobs for running in self._running))
-        self._sent += jobs
-        return [self._request(job) for job in jobs]
+        self._begin(room - len(ready) - sum(not running.calls for running in self._running))
+        self._sent += [call for _, call in ready]
+        return [self._request(*pair) for pair in ready]
 
     def has_more(self) -> bool:
         if self._running and not self._ready:
@@ -176,11 +162,11 @@ class _Generation:
 
     def finished(self, request: int, rollout: Rollout) -> None:
         """Pass a completion to the endpoint."""
-        job = self._sent[request]
-        job.call.ids, job.call.log_probs, job.call.finish = rollout.token_ids, rollout.log_probs, rollout.finish
-        job.call.stopped = int(rollout.token_ids[-1]) in self.sampling.stop_ids
-        job.call.version = rollout.spans[-1][0]
-        job.done()
+        call = self._sent[request]
+        call.ids, call.log_probs, call.finish = rollout.token_ids, rollout.log_probs, rollout.finish
+        call.stopped = int(rollout.token_ids[-1]) in self.sampling.stop_ids
+        call.version = rollout.spans[-1][0]
+        call.done()
 
     def close(self) -> None:
         """End the agents whose rollouts are unfinished, and print a line about lost ones."""
@@ -195,16 +181,16 @@ class _Generation:
 
     def results(self) -> list[list[Rollout]]:
         """Return the rollouts of each request of the caller, by index, without those that have no tokens."""
-        found: list[list[Rollout]] = [[] for _ in self.requests]
+        results: list[list[Rollout]] = [[] for _ in self.requests]
         for running in self._rollouts:
             if running.rollout is not None:
-                found[running.request].append(running.rollout)
-        return [sorted(rollouts, key=lambda r: r.index) for rollouts in found]
+                results[running.request].append(running.rollout)
+        return [sorted(rollouts, key=lambda r: r.index) for rollouts in results]
 
-    def _request(self, job: _Job) -> Request:
-        prompt = Prompt(self.requests[job.running.request].prompt.id, "", tuple(job.call.prompt_ids), None, "none")
-        withdrawn = job.running.withdrawn
-        return Request(prompt, job.call.key, 1, max_tokens=job.limit, stop_strings=job.stop, withdrawn=withdrawn)
+    def _request(self, running: _Running, call: Call) -> Request:
+        prompt = Prompt(self.requests[running.request].prompt.id, "", tuple(call.prompt_ids), None, "none")
+        own = {"max_tokens": call.limit, "stop_strings": call.stop, "withdrawn": running.withdrawn}
+        return Request(prompt, call.key, 1, **own)
 
     def _begin(self, most: int) -> None:
         """Start the agents of at most `most` further rollouts."""
@@ -220,28 +206,29 @@ class _Generation:
         request = self.requests[number]
         sequences = Sequences(owner.render, owner.proceed, owner.config.history, stream_key(request.key, index))
         values = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
-        endpoint = Endpoint(
-            sequences, owner.limits, values, lambda *job: self._queue.put(_Job(running, *job)), owner.warn
-        )
+
+        def put(item: Call | Reply) -> None:
+            self._queue.put((running, item))
+
+        endpoint = Endpoint(sequences, owner.limits, values, put, owner.warn)
         running = _Running(number, next(_NUMBERS), index, secrets.token_hex(16), endpoint)
         self._rollouts.append(running)
         self._running.add(running)
         owner.server.endpoints[running.key] = endpoint
         arguments = owner.server.url, running.key, MODEL, owner.config.max_seconds
-        reply = lambda reply: self._queue.put((running, reply))  # noqa: E731
-        owner.pool.run(running.number, request.prompt.row(), *arguments, reply=reply)
+        owner.pool.run(running.number, request.prompt.row(), *arguments, reply=put)
 
     def _receive(self, seconds: float = 0.0) -> None:
         """Handle the calls and results that have arrived. Wait at most `seconds` for the first one."""
         with suppress(Empty):
-            item = self._queue.get(bool(seconds), seconds)
+            running, item = self._queue.get(bool(seconds), seconds)
             while True:
-                if isinstance(item, _Job):
-                    item.running.jobs.append(item)
-                    self._ready.append(item)
+                if isinstance(item, Call):
+                    running.calls.append(item)
+                    self._ready.append((running, item))
                 else:
-                    self._complete(*item)
-                item = self._queue.get_nowait()
+                    self._complete(running, item)
+                running, item = self._queue.get_nowait()
 
     def _complete(self, running: _Running, reply: Reply) -> None:
         """Make the rollout of an agent that has ended, and deliver it."""
@@ -252,10 +239,9 @@ class _Generation:
             why = reply.score.reason if reply.score and reply.score.reason else "it returned"
             reason = reply.lost or f"the agent made no call: {why}"
             self._lost.append(reason)
-            episode = Episode(torch.empty(0, dtype=torch.bool), turns=0, score=ScoreResult(0.0, "crash", reason))
-            running.rollout = Rollout(
-                running.index, torch.empty(0, dtype=torch.int64), torch.empty(0), "cut", (), episode
-            )
+            ids, log_probs, sampled, *_ = tokens([])
+            episode = Episode(sampled, turns=0, score=ScoreResult(0.0, "crash", reason))
+            running.rollout = Rollout(running.index, ids, log_probs, "cut", (), episode)
             return
         ids, log_probs, sampled, starts, spans = tokens(rows)
         calls = [call for row in rows for call in row]
@@ -263,14 +249,8 @@ class _Generation:
         if reply.score is None:
             first = next((row for row in rows if sequences.calls[0] in row), rows[0])
             text = reply.messages[0]["content"] if reply.messages else str(first[-1].reply["content"])
-        episode = Episode(
-            sampled,
-            turns=len(calls),
-            calls=sum(len(call.reply.get("tool_calls", ())) for call in calls),
-            score=reply.score,
-            starts=starts,
-            text=text,
-        )
+        tool_calls = sum(len(call.reply.get("tool_calls", ())) for call in calls)
+        episode = Episode(sampled, len(calls), tool_calls, score=reply.score, starts=starts, text=text)
         running.rollout = Rollout(running.index, ids, log_probs, "stop", spans, episode)
         if self.callbacks is not None:
             self.callbacks.finished(running.request, running.rollout)
@@ -280,7 +260,7 @@ class _Generation:
         self._running.discard(running)
         self.owner.server.endpoints.pop(running.key, None)
         running.withdrawn.set()
-        self._ready = deque(job for job in self._ready if job.running is not running)
-        for job in running.jobs:
-            if job.call.finish == "cut":
-                job.done()
+        self._ready = deque(pair for pair in self._ready if pair[0] is not running)
+        for call in running.calls:
+            if call.finish == "cut":
+                call.done()

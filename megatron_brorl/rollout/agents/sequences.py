@@ -36,6 +36,10 @@ class Call:
     prompt_ids: list[int]  # the whole context, with the tokens of earlier calls
     earlier: Call | None  # the call that it continues
     key: int  # of its random numbers
+    # Set before the call is submitted.
+    limit: int = 0  # most tokens of the completion
+    stop: tuple[str, ...] = ()  # strings
+    done: Callable[[], Any] = lambda: None  # called when the fields below are set, or never will be
     # Set when the completion is known.
     reply: Message = field(default_factory=dict)
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [G], sampled
@@ -56,30 +60,20 @@ class Sequences:
     key: int  # of the rollout
     calls: list[Call] = field(default_factory=list)
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Any]) -> Call:
+    def begin(self, messages: list[Message], tools: Sequence[Any]) -> Call:
         """Add a call and return it with its prompt. Raises UserError if the chat template refuses the messages."""
-        earlier = self._continued(messages, tools)
-        ids: list[int] = []
-        if earlier:
-            before = [*earlier.prompt_ids, *earlier.ids.tolist()]
-            if self.history == "keep":
-                new = list(messages[len(earlier.messages) + 1 :])
-                ids = before + self.proceed(new, tools, earlier.stopped)
-            else:
-                ids = self.render(messages, tools)
-                earlier = earlier if ids[: len(before)] == before else None
+        candidates = [call for call in self.calls if call.reply and _continues(call, messages, tools)]
+        earlier = max(candidates, key=lambda call: len(call.messages), default=None)
+        before = [*earlier.prompt_ids, *earlier.ids.tolist()] if earlier else []
+        if earlier and self.history == "keep":
+            ids = before + self.proceed(messages[len(earlier.messages) + 1 :], tools, earlier.stopped)
         else:
             ids = self.render(messages, tools)
+            earlier = earlier if ids[: len(before)] == before else None
         again = sum(call.prompt_ids == ids for call in self.calls)
-        key = stream_key(self.key, again, *ids)
-        call = Call(list(messages), tools, ids, earlier, key)
+        call = Call(messages, tools, ids, earlier, stream_key(self.key, again, *ids))
         self.calls.append(call)
         return call
-
-    def _continued(self, messages: Sequence[Message], tools: Sequence[Any]) -> Call | None:
-        """Return the answered call with most messages whose messages and reply begin the given ones."""
-        candidates = [call for call in self.calls if call.reply and _begins(call, messages, tools)]
-        return max(candidates, key=lambda call: len(call.messages), default=None)
 
     def rows(self) -> list[list[Call]]:
         """Return the calls of each sequence in order, without completions that the agent has not received.
@@ -91,9 +85,8 @@ class Sequences:
         ends: dict[int, list[Call]] = {}  # sequence by its last call
         delivered = [call for call in self.calls if call.delivered]
         for call in sorted(delivered, key=lambda call: (len(call.prompt_ids), call.prompt_ids, call.key)):
-            row = ends.pop(id(call.earlier), None) if call.earlier else None
-            if row is None:
-                row = []
+            row = ends.pop(id(call.earlier), [])
+            if not row:
                 rows.append(row)
             row.append(call)
             ends[id(call)] = row
@@ -129,42 +122,32 @@ def canonical(message: Mapping[str, Any]) -> Message:
     role = message.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise ValueError(f"role {role!r} is not one of system, developer, user, assistant and tool")
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise ValueError("content must be text, or parts of type text")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
+    content = message.get("content") or []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
         raise ValueError("content must be text, or parts of type text")
-    found: Message = {"role": "system" if role == "developer" else role, "content": content}
+    text = "".join(str(part.get("text", "")) for part in parts)
+    result: Message = {"role": "system" if role == "developer" else role, "content": text}
     if role == "assistant" and message.get("tool_calls"):
-        found["tool_calls"] = [_canonical_call(call) for call in message["tool_calls"]]
+        result["tool_calls"] = [_canonical_call(call) for call in message["tool_calls"]]
     if role == "tool":
-        found |= {key: str(message[key]) for key in ("tool_call_id", "name") if message.get(key)}
-    return found
+        result |= {key: str(message[key]) for key in ("tool_call_id", "name") if message.get(key)}
+    return result
 
 
 def _canonical_call(call: Any) -> dict[str, Any]:
     try:
         function = call["function"]
         arguments = function["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return {
-            "id": str(call.get("id", "")),
-            "type": "function",
-            "function": {"name": str(function["name"]), "arguments": {**arguments}},
-        }
+        arguments = {**(json.loads(arguments) if isinstance(arguments, str) else arguments)}
+        function = {"name": str(function["name"]), "arguments": arguments}
+        return {"id": str(call.get("id", "")), "type": "function", "function": function}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise ValueError("tool_calls must be functions with a name and arguments, which are an object") from None
 
 
-def _begins(call: Call, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
+def _continues(call: Call, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
     """Return whether the messages begin with those of a call and its reply, and add none of the assistant."""
-    count = len(call.messages)
-    added = messages[count + 1 :]
-    return (
-        call.tools == tools
-        and messages[count : count + 1] == [call.reply]
-        and messages[:count] == call.messages
-        and all(message["role"] != "assistant" for message in added)
-    )
+    count = len(call.messages) + 1
+    begins = call.tools == tools and messages[:count] == [*call.messages, call.reply]
+    return begins and all(message["role"] != "assistant" for message in messages[count:])

@@ -23,8 +23,6 @@ from megatron_brorl.rollout.agents.sequences import Call, Sequences
 MODEL = "policy"
 _TAG_TOKENS = 16  # most tokens of <think> and the white space after it
 _NO_RETRY = {"x-should-retry": "false"}
-# The call, its limit of tokens, its stop strings, and what to do when its fields are set.
-Submit = Callable[[Call, int, tuple[str, ...], Callable[[], Any]], None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Endpoint:
     sequences: Sequences
     limits: Limits
     sampling: dict[str, float]  # temperature and top_p of the run or the evaluation
-    submit: Submit
+    submit: Callable[[Call], None]  # to the engine
     warn: Callable[[str], None]
     # Tasks of requests whose response has not been delivered, by the hash of the body.
     _pending: dict[bytes, asyncio.Task[tuple[Call, ChatRequest]]] = field(default_factory=dict)
@@ -56,15 +54,9 @@ class Endpoint:
     async def chat(self, body: bytes, is_retry: bool) -> tuple[Call, ChatRequest]:
         """Return the completed call of a request. A retry waits for the call of the same body. Raises BadRequest."""
         digest = hashlib.sha256(body).digest()
-        task = self._pending.get(digest) if is_retry else None
-        if task is None:
-            task = self._pending[digest] = asyncio.ensure_future(self._complete(body))
-        call, request = await asyncio.shield(task)
-        return call, request
-
-    def tokens_of(self, call: Call) -> list[str]:
-        """Return the text of every sampled token of a call."""
-        return [self.limits.decode([i]) for i in call.ids.tolist()]
+        if not is_retry or digest not in self._pending:
+            self._pending[digest] = asyncio.ensure_future(self._complete(body))
+        return await asyncio.shield(self._pending[digest])
 
     async def _complete(self, body: bytes) -> tuple[Call, ChatRequest]:
         try:
@@ -83,18 +75,19 @@ class Endpoint:
         except UserError as e:
             raise BadRequest(str(e), "messages") from None
         try:
-            limit = self._limit(call, request)
+            call.limit = self._limit(call, request)
         except BadRequest:
             calls.remove(call)  # It has sampled nothing.
             raise
 
-        done = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        self.submit(call, limit, request.stop, lambda: loop.call_soon_threadsafe(done.set))
+        done, loop = asyncio.Event(), asyncio.get_running_loop()
+        call.stop, call.done = request.stop, lambda: loop.call_soon_threadsafe(done.set)
+        self.submit(call)
         await done.wait()
         if call.finish == "cut":
             raise BadRequest("the call of the engine has ended", code="cancelled")
-        call.reply = read_reply(self._text(call, request), call, limits.format or "hermes", self._in_thought(call))
+        in_thought = limits.decode(call.prompt_ids[-_TAG_TOKENS:]).rstrip().endswith("<think>")
+        call.reply = read_reply(self._text(call), call, limits.format or "hermes", in_thought)
         return call, request
 
     def _limit(self, call: Call, request: ChatRequest) -> int:
@@ -110,16 +103,13 @@ class Endpoint:
                 raise BadRequest(f"agent.max_tokens = {limits.rollout_tokens} is reached", code="max_tokens")
         return min(numbers)
 
-    def _text(self, call: Call, request: ChatRequest) -> str:
+    def _text(self, call: Call) -> str:
         """Return the text of a completion without its stop token or stop string."""
         text = self.limits.decode(call.ids[: len(call.ids) - call.stopped].tolist())
         if call.finish == "stop" and not call.stopped:
-            places = [text.find(stop) for stop in (*request.stop, *self.limits.stop_strings) if stop in text]
+            places = [text.find(stop) for stop in (*call.stop, *self.limits.stop_strings) if stop in text]
             text = text[: min(places, default=len(text))]
         return text
-
-    def _in_thought(self, call: Call) -> bool:
-        return self.limits.decode(call.prompt_ids[-_TAG_TOKENS:]).rstrip().endswith("<think>")
 
 
 class AgentServer:
@@ -135,15 +125,10 @@ class AgentServer:
         self.endpoints: dict[str, Endpoint] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        options: dict[str, Any] = {
-            "log_config": None,
-            "access_log": False,
-            "lifespan": "off",
-            "timeout_keep_alive": 600,
-        }
-        self._server = uvicorn.Server(uvicorn.Config(_app(self.endpoints), **options))
-        run = self._server.serve
-        self._thread = threading.Thread(target=lambda: asyncio.run(run([self._socket])), name="endpoint", daemon=True)
+        app = _app(self.endpoints)
+        options = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=600)
+        self._server = uvicorn.Server(options)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -174,7 +159,7 @@ def _app(endpoints: dict[str, Endpoint]) -> Any:
             return JSONResponse(e.body, 400, _NO_RETRY)
         # A client that has gone may ask again. Without a retry, the call is not trained on.
         call.delivered = call.delivered or not await request.is_disconnected()
-        texts = endpoint.tokens_of(call) if asked.log_probs else []
+        texts = [endpoint.limits.decode([i]) for i in call.ids.tolist()] if asked.log_probs else []
         whole = response(call, asked, MODEL, texts, endpoint.sampling)
         if asked.stream:
             return StreamingResponse(stream(whole, asked.usage), media_type="text/event-stream")

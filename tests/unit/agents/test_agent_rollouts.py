@@ -36,11 +36,8 @@ def model(tmp_path_factory):
     return directory, module
 
 
-@contextlib.contextmanager
-def agents(model, function, max_rows=1000, sampling=SAMPLING, **config):
-    """Yield a function that runs an agent n times on each of some rows, and returns the rollouts in one list."""
-    directory, module = model
-    tokenizer = load_tokenizer(directory)
+def chat_functions(tokenizer):
+    """Return the functions render and proceed of Sequences."""
 
     def render(messages, tools):
         return tokenizer.apply_chat(messages, {"tools": tools} if tools else {})[1]
@@ -48,14 +45,20 @@ def agents(model, function, max_rows=1000, sampling=SAMPLING, **config):
     def proceed(messages, tools, after_stop):
         return tokenizer.continuation(messages, True, {"tools": tools} if tools else {}, after_stop)
 
+    return render, proceed
+
+
+@contextlib.contextmanager
+def agents(model, function, max_rows=1000, sampling=SAMPLING, **config):
+    """Yield a function that runs an agent n times on each of some rows, and returns the rollouts in one list."""
+    directory, module = model
+    tokenizer = load_tokenizer(directory)
     settings = AgentConfig(function="f.py:f", **config)
-    limits = Limits(
-        240, sampling.max_tokens, settings.max_tokens, settings.max_calls, "hermes", tokenizer.decode, (1,), ()
-    )
+    limits = Limits(240, sampling.max_tokens, settings.max_tokens, 64, "hermes", tokenizer.decode, (1,), ())
     server = AgentServer()
     with contextlib.closing(server), EnvironmentPool(function, 1, 60.0, kind=Agents) as pool:
         inner = make_engine(directory, module, max_rows, decode=tokenizer.decode_all)
-        engine = AgentEngine(inner, pool, server, settings, limits, render, proceed)
+        engine = AgentEngine(inner, pool, server, settings, limits, *chat_functions(tokenizer))
 
         def run(n=4, questions=("1 + 2", "hello")):
             prompts = [Prompt(q, q, (5,), None, "exact") for q in questions]
@@ -67,11 +70,8 @@ def agents(model, function, max_rows=1000, sampling=SAMPLING, **config):
 
 def rows(rollout):
     """Return (prompt, response, sampled, log-probs) of each sequence."""
-    found = []
-    for begin, end in pairwise((*rollout.episode.starts, len(rollout.token_ids))):
-        sampled = rollout.episode.sampled[begin:end]
-        found.append((rollout.token_ids[begin:end], sampled, rollout.log_probs[begin:end]))
-    return found
+    parts = [slice(*ends) for ends in pairwise((*rollout.episode.starts, len(rollout.token_ids)))]
+    return [(rollout.token_ids[part], rollout.episode.sampled[part], rollout.log_probs[part]) for part in parts]
 
 
 def check_log_probs(model, rollouts):
@@ -97,6 +97,7 @@ async def chat(row, client):
 
 
 def test_log_probs_of_all_tokens_are_those_of_transformers(model):
+    """No token is tokenized again, although the text of most completions has other tokens."""
     with agents(model, chat) as run:
         rollouts = run()
     assert len(rollouts) == 8
@@ -104,6 +105,21 @@ def test_log_probs_of_all_tokens_are_those_of_transformers(model):
         assert r.episode.score.reward == 7
         assert len(r.episode.starts) == 1
         assert r.episode.turns == 3
+    check_log_probs(model, rollouts)
+    tokenizer = load_tokenizer(model[0])
+    first = [r.token_ids[r.episode.sampled][:8].tolist() for r in rollouts]
+    assert sum(tokenizer.encode(tokenizer.decode(ids)) != ids for ids in first) > 4
+
+
+async def many(row, client):
+    await asyncio.gather(*(ask(client, [{"role": "user", "content": str(i)}], max_tokens=3) for i in range(50)))
+    return 1
+
+
+def test_200_concurrent_calls(model):
+    with agents(model, many, max_rows=64) as run:
+        rollouts = run(2)
+    assert [r.episode.turns for r in rollouts] == [50] * 4
     check_log_probs(model, rollouts)
 
 

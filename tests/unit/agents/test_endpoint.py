@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import openai
 import pytest
 import torch
-from unit.agents.test_agent_rollouts import TEMPLATE
+from unit.agents.test_agent_rollouts import TEMPLATE, chat_functions
 from unit.data.test_call_formats import CODER, LLAMA
 from unit.data.test_tokenizers import make_hf
 
@@ -34,7 +34,7 @@ USER = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def endpoint(tmp_path):
-    """Yield a function that returns a client, its endpoint, and the list of limits and stop strings of its calls."""
+    """Yield a function that returns a client with its endpoint, and the calls that it has submitted."""
     with contextlib.ExitStack() as stack:
         yield lambda *texts, **options: stack.enter_context(opened(tmp_path, texts, **options))
 
@@ -45,38 +45,28 @@ def opened(folder, texts, template=TEMPLATE, answers=True, format="hermes", hist
     texts = list(texts)
     submitted = SimpleQueue()
 
-    def submit(call, limit, stop, done):
-        submitted.put((call, limit, stop, done))
+    def submit(call):
+        submitted.put(call)
         if answers:
-            finish(call, texts.pop(0), done)
+            finish(call, texts.pop(0))
 
-    def finish(call, text, done, reason="stop"):
+    def finish(call, text, reason="stop"):
         ids = [*tokenizer.encode(text), *([1] if reason == "stop" else [])]
         call.ids, call.log_probs = torch.tensor(ids), torch.arange(len(ids)) / -8
         call.finish, call.stopped = reason.removesuffix(" string"), reason == "stop"
-        done()
-
-    def render(messages, tools):
-        return tokenizer.apply_chat(messages, {"tools": tools} if tools else {})[1]
-
-    def proceed(messages, tools, after_stop):
-        return tokenizer.continuation(messages, True, {"tools": tools} if tools else {}, after_stop)
+        call.done()
 
     numbers = {"prompt_tokens": 400, "call_tokens": 50, "rollout_tokens": 0, "calls": 9, **limits}
-    warned = []
+    limits = Limits(format=format, decode=tokenizer.decode, stop_ids=(1,), stop_strings=(), **numbers)
+    sequences = Sequences(*chat_functions(tokenizer), history, 0)
+    warnings = []
     server = AgentServer()
     with contextlib.closing(server):
-        made = Endpoint(
-            Sequences(render, proceed, history, 0),
-            Limits(format=format, decode=tokenizer.decode, stop_ids=(1,), stop_strings=(), **numbers),
-            {"temperature": 1.0, "top_p": 1.0},
-            submit,
-            warned.append,
-        )
-        server.endpoints["key"] = made
+        sampling = {"temperature": 1.0, "top_p": 1.0}
+        server.endpoints["key"] = Endpoint(sequences, limits, sampling, submit, warnings.append)
         client = openai.OpenAI(base_url=server.url, api_key="key")
-        client.submitted, client.warned, client.finish, client.server = submitted, warned, finish, server
-        client.tokenizer, client.endpoint = tokenizer, made
+        client.submitted, client.warnings, client.finish, client.server = submitted, warnings, finish, server
+        client.tokenizer, client.sequences = tokenizer, sequences
         with client:
             yield client
 
@@ -139,7 +129,7 @@ def test_fields_of_a_response(endpoint):
     assert "".join(token.token for token in tokens) == "hello world"
     assert [token.logprob for token in tokens] == [-i / 8 for i in range(len(ids) + 1)]
     assert response.brorl["sampling"] == {"temperature": 1.0, "top_p": 1.0}
-    assert "temperature" in client.warned[0]
+    assert "temperature" in client.warnings[0]
     assert [model.id for model in client.models.list()] == ["policy"]
 
 
@@ -193,7 +183,7 @@ LIMITS = [
 def test_the_smallest_limit_of_tokens_counts(endpoint, limits, options, expected):
     client = endpoint("x", **limits)
     ask(client, **options)
-    assert client.submitted.get()[1] == expected
+    assert client.submitted.get().limit == expected
 
 
 @pytest.mark.parametrize(("limits", "code"), [({"calls": 2}, "max_calls"), ({"rollout_tokens": 4}, "max_tokens")])
@@ -222,8 +212,8 @@ def test_a_retry_waits_for_the_call_that_it_repeats(endpoint):
         with pytest.raises(openai.APITimeoutError):
             await ask(own)
         retry = asyncio.create_task(ask(own.with_options(timeout=60), extra_headers={"x-stainless-retry-count": "1"}))
-        call, _, _, done = client.submitted.get()
-        client.finish(call, "late", done)
+        call = client.submitted.get()
+        client.finish(call, "late")
         return call, await retry
 
     call, response = asyncio.run(run())
@@ -236,9 +226,8 @@ def test_a_completion_that_nobody_received_is_not_in_a_sequence(endpoint):
     client = endpoint(answers=False)
     with pytest.raises(openai.APITimeoutError):
         ask(client.with_options(timeout=0.5, max_retries=0))
-    call, _, _, done = client.submitted.get()
-    client.finish(call, "late", done)
-    assert client.endpoint.sequences.rows() == []
+    client.finish(client.submitted.get(), "late")
+    assert client.sequences.rows() == []
 
 
 def test_a_reply_that_ended_without_a_stop_token_gets_one(endpoint):
@@ -250,9 +239,9 @@ def test_a_reply_that_ended_without_a_stop_token_gets_one(endpoint):
         """Complete a request with a text, and return the text of its prompt and of the reply."""
         with ThreadPoolExecutor(1) as pool:
             pending = pool.submit(ask, client, list(messages), **options)
-            submitted, _, stop, done = client.submitted.get()
-            assert stop == tuple(options.get("stop", ()))
-            client.finish(submitted, text, done, reason)
+            submitted = client.submitted.get()
+            assert submitted.stop == tuple(options.get("stop", ()))
+            client.finish(submitted, text, reason)
             message = pending.result().choices[0].message
         messages.extend([message.model_dump(), {"role": "user", "content": "more"}])
         return client.tokenizer.decode_all(submitted.prompt_ids), message.content
@@ -282,4 +271,4 @@ def test_history(endpoint, history, thought, sequences):
     kept = thought if history == "keep" else ""
     expected = f"<|user|>hello</s>\n<|assistant|>\n{kept}one</s>\n<|user|>more</s>\n<|assistant|>\n"
     assert client.tokenizer.decode_all(response.brorl["prompt_token_ids"]) == expected
-    assert len(client.endpoint.sequences.rows()) == sequences
+    assert len(client.sequences.rows()) == sequences
