@@ -189,8 +189,8 @@ class _Generation:
 
     def _request(self, running: _Running, call: Call) -> Request:
         prompt = Prompt(self.requests[running.request].prompt.id, "", tuple(call.prompt_ids), None, "none")
-        own = {"max_tokens": call.limit, "stop_strings": call.stop, "withdrawn": running.withdrawn}
-        return Request(prompt, call.key, 1, **own)
+        withdrawn = running.withdrawn
+        return Request(prompt, call.key, 1, max_tokens=call.limit, stop_strings=call.stop, withdrawn=withdrawn)
 
     def _begin(self, most: int) -> None:
         """Start the agents of at most `most` further rollouts."""
