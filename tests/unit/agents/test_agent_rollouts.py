@@ -49,21 +49,24 @@ def chat_functions(tokenizer):
 
 
 @contextlib.contextmanager
-def agents(model, function, max_rows=1000, sampling=SAMPLING, **config):
-    """Yield a function that runs an agent n times on each of some rows, and returns the rollouts in one list."""
+def agents(model, function, max_rows=1000, inner=None):
+    """Yield a function that runs an agent n times on each of some rows, and returns the rollouts in one list.
+
+    inner: an engine in place of the built-in one.
+    """
     directory, module = model
     tokenizer = load_tokenizer(directory)
-    settings = AgentConfig(function="f.py:f", **config)
-    limits = Limits(240, sampling.max_tokens, settings.max_tokens, 64, "hermes", tokenizer.decode, (1,), ())
+    limits = Limits(240, SAMPLING.max_tokens, 0, 64, "hermes", tokenizer.decode, (1,), ())
     server = AgentServer()
     with contextlib.closing(server), EnvironmentPool(function, 1, 60.0, kind=Agents) as pool:
-        inner = make_engine(directory, module, max_rows, decode=tokenizer.decode_all)
+        inner = inner or make_engine(directory, module, max_rows, decode=tokenizer.decode_all)
+        settings = AgentConfig(function="f.py:f")
         engine = AgentEngine(inner, pool, server, settings, limits, *chat_functions(tokenizer))
 
         def run(n=4, questions=("1 + 2", "hello")):
             prompts = [Prompt(q, q, (5,), None, "exact") for q in questions]
             requests = [Request(p, stream_key(0, 4, p.id), n) for p in prompts]
-            return [r for group in engine.generate(requests, sampling) for r in group]
+            return [r for group in engine.generate(requests, SAMPLING) for r in group]
 
         yield run
 
