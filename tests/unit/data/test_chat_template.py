@@ -112,10 +112,7 @@ def test_templates_write_the_date_of_the_run(
 
 
 @pytest.mark.parametrize("begin", ["", "\n", "  {% if true %}x{% endif %}\n", "{# c #}\n"])
-@pytest.mark.parametrize(
-    "form",
-    ["%d %b %Y", "%A, %B %-d, %y", "%%d %H:%M:%S %j %U", "", "Y%Yé%", "%F %T %e %p %Z"],
-)
+@pytest.mark.parametrize("form", ["%d %b %Y", "%A, %B %-d, %y", "%%d %H:%M:%S %j %U", "", "Y%Yé%", "%F %T %e %p %Z"])
 def test_dates_and_text_are_those_of_transformers_on_that_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str, form: str
 ) -> None:

@@ -45,12 +45,7 @@ def _by_torch(n: int, seed: int, s: Settings) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"eps": 1e-12, "lr": 0.02},
-        {"optimizer": "sgd", "weight_decay": 0.0, "lr": 5.0},
-    ],
+    "changes", [{}, {"eps": 1e-12, "lr": 0.02}, {"optimizer": "sgd", "weight_decay": 0.0, "lr": 5.0}]
 )
 @pytest.mark.parametrize("n", [3, 200])
 def test_curves_are_those_of_torch(changes, n):
