@@ -43,21 +43,15 @@ DAY = datetime.date(2026, 1, 31)
         {},
         {"enable_thinking": False},
         {"effort": "high", "style": {"tone": ["short", 1]}},
-        {"enable_thinking": False, "effort": 3, "style": {}},
     ],
 )
-@pytest.mark.parametrize("content", ["12 + 7?", "a</s>b"])
-def test_prompts_are_those_of_transformers_with_the_same_variables(
-    tmp_path: Path, variables: dict[str, Any], content: str
-) -> None:
+def test_prompts_are_those_of_transformers_with_the_same_variables(tmp_path: Path, variables: dict[str, Any]) -> None:
     directory = make_hf(tmp_path / "hf", chat_template=THINKING)
-    config = DataConfig(chat=True, chat_template_kwargs=variables)
     tokenizer = load_tokenizer(directory)
-    text, ids = render(content, tokenizer, config, 200, "here")
+    text, ids = render("a</s>b", tokenizer, DataConfig(chat=True, chat_template_kwargs=variables), 200, "here")
     library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    messages = [{"role": "user", "content": content}]
-    asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **variables}
-    assert text == library.apply_chat_template(messages, **asked)
+    messages = [{"role": "user", "content": "a</s>b"}]
+    assert text == library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
     assert tokenizer.decode_all(ids) == text
     assert ("<think>\n\n</think>" in text) == (variables.get("enable_thinking") is False)
 
@@ -83,7 +77,7 @@ def test_every_reader_of_rows_passes_the_variables_on(tmp_path: Path) -> None:
     assert digests[0]["held_out"] != digests[1]["held_out"]
 
 
-@pytest.mark.parametrize("name", ["enable_thinkng", "tokenize", "chat_template", "tone_"])
+@pytest.mark.parametrize("name", ["enable_thinkng", "tokenize"])
 def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path, name: str) -> None:
     directory = make_hf(tmp_path, chat_template=THINKING + DATED)
     config = DataConfig(chat=True, chat_template_kwargs={name: 1})
@@ -101,9 +95,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path, n
         (MACRO, {}, "12 + 7?2026-01-31 00:00"),
     ],
 )
-def test_templates_write_the_date_of_the_run(
-    tmp_path: Path, template: str, variables: dict[str, Any], text: str
-) -> None:
+def test_templates_write_the_date_of_the_run(tmp_path: Path, template: str, variables: Any, text: str) -> None:
     directory = make_hf(tmp_path, chat_template=template)
     tokenizer = load_tokenizer(directory, DAY)
     assert tokenizer.apply_chat(MESSAGES, variables)[0] == text
@@ -111,7 +103,7 @@ def test_templates_write_the_date_of_the_run(
     assert load_tokenizer(directory).template_date == datetime.date.today()
 
 
-@pytest.mark.parametrize("begin", ["", "\n", "  {% if true %}x{% endif %}\n", "{# c #}\n"])
+@pytest.mark.parametrize("begin", ["\n", "  {% if true %}x{% endif %}\n", "{# c #}\n"])
 @pytest.mark.parametrize("form", ["%d %b %Y", "%A, %B %-d, %y", "%%d %H:%M:%S %j %U", "", "Y%Yé%", "%F %T %e %p %Z"])
 def test_dates_and_text_are_those_of_transformers_on_that_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str, form: str
@@ -123,10 +115,8 @@ def test_dates_and_text_are_those_of_transformers_on_that_day(
         def now(cls, tz: datetime.tzinfo | None = None) -> Day:
             return cls(2026, 1, 31)
 
-    template = (
-        begin + f"[{{{{ strftime_now('{form}') }}}}]\n{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}} \n"
-    )
-    directory = make_hf(tmp_path, chat_template=template)
+    template = f"[{{{{ strftime_now('{form}') }}}}]\n{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}} \n"
+    directory = make_hf(tmp_path, chat_template=begin + template)
     text = load_tokenizer(directory, DAY).apply_chat(MESSAGES)[0]
     monkeypatch.setattr(chat_template_utils, "datetime", Day)
     library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)

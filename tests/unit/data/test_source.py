@@ -49,11 +49,9 @@ def ids(batch: list[Prompt]) -> list[str]:
 def test_every_epoch_has_another_permutation() -> None:
     source = FileSource(prompts(20), seed=3)
     epochs = [ids(source.prompts(20 * e, 20)) for e in range(50)]
-    everything = sorted(map(str, range(20)))
-    assert all(sorted(e) == everything for e in epochs)
+    assert all(sorted(e) == sorted(map(str, range(20))) for e in epochs)
     assert len({tuple(e) for e in epochs}) == 50
-    first = Counter(e[0] for e in epochs)
-    assert len(first) > 10  # the first prompt varies
+    assert len({e[0] for e in epochs}) > 10
 
 
 def test_the_order_is_pinned() -> None:
@@ -81,25 +79,13 @@ def test_sources_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert sources.train.prompts(12, 4) != load_sources(config, tokenizer, 100, seed=2).train.prompts(12, 4)
 
 
-def test_wrong_data_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"nothing to train on; set data\.train .* or data\.tasks"):
-        load_sources(DataConfig(), tokenizer, 100, 0)
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("\n")
-    with pytest.raises(UserError, match=r"empty\.jsonl: the file has no rows \(data\.train\)"):
-        load_sources(DataConfig(train=(str(empty),)), tokenizer, 100, 0)
-    twice = (write(tmp_path / "a.jsonl", 5), write(tmp_path / "b.jsonl", 5, start=4))
-    with pytest.raises(UserError, match=r"b\.jsonl:1: id 'q4' is taken by .*a\.jsonl:5; give every row of data\.train"):
-        load_sources(DataConfig(train=twice), tokenizer, 100, 0)
-
-
 def test_sources_of_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
     files = [write(tmp_path / f"{name}.jsonl", 5, start=10 * i) for i, name in enumerate("abc")]
     parts = (MixtureConfig(files=(files[0],), weight=0.5), MixtureConfig(files=tuple(files[1:]), weight=1, name="rest"))
     config = DataConfig(mixture=parts, held_out=(files[2],), template="{prompt}=")
     sources = load_sources(config, tokenizer, 100, seed=1)
-    taken = sources.train.prompts(0, 30)
-    assert Counter(p.id for p in taken) == {f"q{i}": 2 for i in (*range(5), *range(10, 15), *range(20, 25))}
+    drawn = sources.train.prompts(0, 30)
+    assert Counter(p.id for p in drawn) == {f"q{i}": 2 for i in (*range(5), *range(10, 15), *range(20, 25))}
     assert sources.report.splitlines() == [
         f"data.mixture[0]: 5 prompts from {files[0]}",
         "data.mixture[0]: a has 33.3% of the prompts",
@@ -111,20 +97,25 @@ def test_sources_of_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_mistakes_in_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_unusable_data_is_named_by_key_or_row(tmp_path: Path, tokenizer: Tokenizer) -> None:
     a, b = write(tmp_path / "a.jsonl", 3), write(tmp_path / "b.jsonl", 3, start=2)
+    (tmp_path / "empty.jsonl").write_text("\n")
     one = MixtureConfig(files=(a,), weight=1)
-    for second, message in (
-        (MixtureConfig(files=(), weight=1), "files is empty; name data files"),
-        (MixtureConfig(files=(b,), weight=1, name="a"), "there is another source called 'a'"),
-        (MixtureConfig(files=(b,), weight=1), "id 'q2' is also in 'a'; give every row its own id"),
-        (MixtureConfig(files=(b,), weight=1, verifier="exakt"), "verifier: no verifier is called 'exakt'"),
+    mixtures = {
+        r"data\.mixture\[1\]\.files": MixtureConfig(files=(), weight=1),
+        r"data\.mixture\[1\]: .*'a'; give each its own name": MixtureConfig(files=(b,), weight=1, name="a"),
+        r"data\.mixture\[1\]: id 'q2' is also in 'a'; give": MixtureConfig(files=(b,), weight=1),
+        r"data\.mixture\[1\]\.verifier: .*'exakt'": MixtureConfig(files=(b,), weight=1, verifier="exakt"),
+    }
+    for config, named in (
+        (DataConfig(), r"data: .*set data\.train .* or data\.tasks"),
+        (DataConfig(train=(f"{tmp_path}/empty.jsonl",)), rf"{tmp_path}/empty\.jsonl: .*\(data\.train\)"),
+        (DataConfig(train=(a, b)), rf"{b}:1: id 'q2' is taken by {a}:3; give every row of data\.train its own"),
+        (DataConfig(train=(a,), verifier="none", held_out=(a,)), rf'{a}:1: verifier "none" cannot evaluate'),
+        *((DataConfig(mixture=(one, part)), named) for named, part in mixtures.items()),
     ):
-        with pytest.raises(UserError) as e:
-            load_sources(DataConfig(mixture=(one, second)), tokenizer, 100, 0)
-        assert str(e.value).startswith("data.mixture[1]")
-        assert message in str(e.value)
-        assert "\n" not in str(e.value)
+        with pytest.raises(UserError, match=rf"^{named}[^\n]*$"):
+            load_sources(config, tokenizer, 100, 0)
 
 
 def test_generated_sources(tokenizer: Tokenizer) -> None:
@@ -156,8 +147,6 @@ def test_training_prompts_without_a_verifier(tokenizer: Tokenizer, tmp_path: Pat
     mixture = (MixtureConfig(files=rows, weight=1, verifier="none"),)
     sources = load_sources(DataConfig(mixture=mixture, held_out=rows), tokenizer, 100, 0)
     assert [p.verifier for p in (sources.train.prompts(0, 1)[0], sources.held_out[0])] == ["none", "exact"]
-    with pytest.raises(UserError, match=r'rows\.jsonl:1: verifier "none" cannot evaluate: name one'):
-        load_sources(DataConfig(train=rows, verifier="none", held_out=rows), tokenizer, 100, 0)
 
 
 def test_sft_examples(tokenizer: Tokenizer) -> None:
@@ -240,18 +229,12 @@ def test_digests_of_tokenizers(tmp_path: Path) -> None:
     digests = [before, tokenizer_digest(tmp_path)]
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     digests.append(tokenizer_digest(tmp_path))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-    digests.append(tokenizer_digest(tmp_path))
-    assert len(set(digests)) == 4
+    assert len(set(digests)) == 3
 
 
 @pytest.mark.parametrize(
     ("metadata", "task"),
-    [
-        ({}, "exact"),
-        ({"source_dataset": "gcd"}, "gcd"),
-        ({"source_dataset": "gcd", "task": "with carry"}, "with carry"),
-    ],
+    [({}, "exact"), ({"source_dataset": "gcd"}, "gcd"), ({"source_dataset": "gcd", "task": "carry"}, "carry")],
 )
 def test_task_of_a_row(tokenizer: Tokenizer, tmp_path: Path, metadata: dict[str, str], task: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2", "metadata": metadata}) + "\n")

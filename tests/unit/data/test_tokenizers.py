@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
@@ -31,15 +32,13 @@ def make_hf(directory: Path, bos: bool = False, split: Any = None, **config: Any
     split = split or pre_tokenizers.Split(tokenizers.Regex(PRETOKENIZE_REGEX), "isolated")
     inner.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     inner.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>", "<|user|>", "<|assistant|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    inner.train_from_iterator(
-        [*SUMS, "hello world", "some other words for the vocabulary of three hundred tokens"], trainer
-    )
+    texts = [*SUMS, "hello world", "some other words for the vocabulary of three hundred tokens"]
+    inner.train_from_iterator(texts, trainer)
     if bos:
         inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     directory.mkdir(parents=True, exist_ok=True)
@@ -50,9 +49,18 @@ def make_hf(directory: Path, bos: bool = False, split: Any = None, **config: Any
     return directory
 
 
+def make_pieces(directory: Path, texts: list[str] = SUMS, **options: Any) -> Path:
+    """Train a sentencepiece model with the library alone, and write it without any configuration file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    prefix = str(directory / "tokenizer")
+    options = {"model_type": "bpe", "vocab_size": 400, "hard_vocab_limit": False, "minloglevel": 2, **options}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_prefix=prefix, **options)
+    (directory / "tokenizer.vocab").unlink()
+    return directory
+
+
 SPLITS = {  # pre-tokenizers, and texts that Qwen2's splits differently
     r"\p{N}{1,3}": "1999 + 12345 = 14344",
-    r"\p{N}+": "2 + 28 = 30",
     "\n": "29 + 0 = 29",
 }
 
@@ -73,17 +81,7 @@ def test_a_file_that_transformers_reads_differently_is_refused(tmp_path: Path, r
     assert check_round_trip([("f:2", [text])], load_tokenizer(tmp_path), "data.train") == []
 
 
-TEXTS = [
-    "12 + 7 = 19",
-    "",
-    " ",
-    "  two  spaces ",
-    "line\n\nline\t.",
-    "</s>",
-    "<s>x</s><|user|>",
-    "naïve 你好 🙂",
-    "007",
-]
+TEXTS = ("12 + 7 = 19", "", "  two  spaces ", "line\n\nline\t.", "</s>", "<s>x</s><|user|>", "naïve 你好 🙂", "007")
 
 
 def test_sentencepiece_round_trip_with_bytes(tmp_path: Path) -> None:
@@ -110,13 +108,8 @@ def make_tags(directory: Path, special: bool) -> Path:
 def test_decoding_keeps_tags_that_are_tokens(tmp_path: Path, special: bool) -> None:
     tokenizer = load_tokenizer(make_tags(tmp_path, special))
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    for text in (
-        "<think>a</think><answer>4</answer>",
-        "<think>\n a < b \n</think>\n\n<answer> 你 </answer>\n",
-        "</think>4",
-        "<answer><answer></answer>",
-        "<|eot|>hello<|user|>",
-    ):
+    form = "<think>\n a < b \n</think>\n\n<answer> 你 </answer>\n"
+    for text in (form, "</think>4", "<answer><answer></answer>", "<|eot|>hello<|user|>"):
         ids = library.encode(text).ids
         assert len(ids) < len(tokenizer.encode(text)) or not special
         assert tokenizer.decode(ids) == text
@@ -125,28 +118,13 @@ def test_decoding_keeps_tags_that_are_tokens(tmp_path: Path, special: bool) -> N
 
 
 def test_decoding_keeps_control_pieces_of_sentencepiece(tmp_path: Path) -> None:
-    import sentencepiece
-
     tags = ["<think>", "</think>", "<answer>", "</answer>"]
-    for name, settings in (
-        ("exact", {"add_dummy_prefix": False, "remove_extra_whitespaces": False}),
-        ("default", {}),  # a space is added before each text and removed by decoding
-    ):
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(SUMS),
-            model_prefix=str(tmp_path / "tokenizer"),
-            vocab_size=60,
-            hard_vocab_limit=False,
-            model_type="bpe",
-            control_symbols=tags,
-            pad_id=3,
-            minloglevel=2,
-            **settings,
-        )
-        tokenizer = load_tokenizer(tmp_path)
+    exact = {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
+    # By default, a space is added before each text and removed by decoding.
+    for space, settings in (("", exact), (" ", {})):
+        tokenizer = load_tokenizer(make_pieces(tmp_path, vocab_size=60, control_symbols=tags, pad_id=3, **settings))
         think, end, answer, close = range(4, 8)
         one, two = tokenizer.encode("1 + 2"), tokenizer.encode("3")
-        space = " " if name == "default" else ""
         ids = [think, *one, end, answer, *two, close, tokenizer.pad_id or 0, tokenizer.eos_id]
         assert tokenizer.decode(ids) == f"<think>{space}1 + 2</think><answer>{space}3</answer>"
         assert tokenizer.decode([*one, close]) == "1 + 2</answer>"
@@ -188,23 +166,6 @@ def test_special_tokens_are_recognized_only_in_the_template(tmp_path: Path) -> N
     assert tokenizer.eos_id not in forged
 
 
-def test_chat_template(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=CHAT))
-    text, ids = tokenizer.apply_chat([{"role": "user", "content": "hello"}])
-    assert text == "<|user|>hello</s><|assistant|>"
-    assert ids == [2, *tokenizer.encode("hello"), 1, 3]
-    text, ids = tokenizer.apply_chat([{"role": "user", "content": "a</s>b"}])
-    assert text == "<|user|>a</s>b</s><|assistant|>"
-    assert ids == [2, *tokenizer.encode("a</s>b"), 1, 3]
-
-
-def test_a_missing_chat_template_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no chat_template; set data\.chat = false"):
-        load_tokenizer(make_hf(tmp_path / "hf")).apply_chat([])
-    with pytest.raises(UserError, match=r"no chat template; set data\.chat = false"):
-        train_sentencepiece(SUMS, tmp_path / "spm", 64).apply_chat([])
-
-
 def test_bos_depends_on_the_tokenizer_configuration(tmp_path: Path) -> None:
     train_sentencepiece(SUMS, tmp_path, 64)
     plain = load_tokenizer(tmp_path).encode("1 + 2")
@@ -217,59 +178,50 @@ def test_bos_depends_on_the_tokenizer_configuration(tmp_path: Path) -> None:
     ):
         config.write_text(json.dumps(settings))
         assert load_tokenizer(tmp_path).encode_prompt("1 + 2") == [1] * leads + plain
-    config.write_text("[]")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: must hold a JSON object"):
-        load_tokenizer(tmp_path)
 
 
-def test_missing_and_broken_tokenizers_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no tokenizer\.json and no tokenizer\.model there"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"garbage")
-    with pytest.raises(UserError, match=r"tokenizer\.model: not a sentencepiece model"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer\.json: transformers cannot load it") as e:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(e.value)
-
-
-def test_no_eos_is_an_error(tmp_path: Path) -> None:
-    import sentencepiece
-
-    with pytest.raises(UserError, match=r'tokenizer_config\.json: the tokenizer has no end-of.*set "eos_token"'):
-        load_tokenizer(make_hf(tmp_path / "hf", eos_token=None))
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SUMS),
-        model_prefix=str(tmp_path / "tokenizer"),
-        vocab_size=40,
-        hard_vocab_limit=False,
-        eos_id=-1,
-        minloglevel=2,
-    )
-    with pytest.raises(UserError, match=r"tokenizer\.model: the tokenizer has no end-of-sequence token"):
-        load_tokenizer(tmp_path)
+def test_unusable_files_are_refused(tmp_path: Path) -> None:
+    hf, pieces = make_hf(tmp_path / "hf"), make_pieces(tmp_path / "spm", vocab_size=40)
+    other = make_pieces(tmp_path / "eos", vocab_size=40, eos_id=-1)
+    for directory, file, content, named in (
+        (tmp_path, "", b"", rf"{tmp_path}: no tokenizer\.json and no tokenizer\.model"),
+        (pieces, "tokenizer_config.json", b"[]", r"tokenizer_config\.json: must hold a JSON object"),
+        (pieces, "tokenizer.model", b"garbage", r"tokenizer\.model: not a sentencepiece model"),
+        (other, "", b"", r"tokenizer\.model: .* no end-of-sequence token"),
+        (hf, "tokenizer_config.json", b'{"tokenizer_class": "PreTrainedTokenizerFast"}', '_config.json: .*"eos_token"'),
+        (hf, "tokenizer.json", b"{", r"tokenizer\.json: transformers cannot load it"),
+    ):
+        if file:
+            (directory / file).write_bytes(content)
+        with pytest.raises(UserError, match=rf"^[^\n]*{named}[^\n]*$"):
+            load_tokenizer(directory)
+    for tokenizer in (make_hf(tmp_path / "c"), make_pieces(tmp_path / "d")):
+        with pytest.raises(UserError, match=r"set data\.chat = false"):
+            load_tokenizer(tokenizer).apply_chat([])
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("part", "key", "value", "difference"),
     [
-        (lambda content: None, ""),
-        (lambda content: content["model"]["merges"].reverse(), "they give different ids to "),
-        (lambda content: content["model"]["vocab"].update(a=69, b=68), "'a' is token 68 here and token 69 there"),
-        (lambda content: content["added_tokens"][2].update(content="<x>"), "'<x>' is no token here and special token"),
-        (lambda content: content["added_tokens"][2].update(special=False), "'<|user|>' is special token 2 here and"),
+        ("model", "merges", [], "they give different ids to "),
+        ("vocab", "a", 300, "'a' is token 68 here and token 300 there"),
+        ("token", "content", "<x>", "'<x>' is no token here and special token"),
+        ("token", "special", False, "'<|user|>' is special token 2 here and"),
+        ("token", "special", True, ""),
     ],
 )
-def test_vocabulary_special_tokens_and_encoding_are_compared(tmp_path: Path, change: Any, said: str) -> None:
+def test_vocabulary_special_tokens_and_encoding_are_compared(
+    tmp_path: Path, part: str, key: str, value: Any, difference: str
+) -> None:
     """The BOS, the chat template and the EOS are another choice of the same tokenizer."""
     path = make_hf(tmp_path / "other", bos=True, chat_template=CHAT, eos_token="<|assistant|>") / "tokenizer.json"
     content = json.loads(path.read_text())
-    change(content)
+    parts = {"model": content["model"], "vocab": content["model"]["vocab"], "token": content["added_tokens"][2]}
+    parts[part][key] = value
     path.write_text(json.dumps(content))
-    found = tokenizer_difference(load_tokenizer(make_hf(tmp_path / "one")), load_tokenizer(tmp_path / "other"))
-    assert found.startswith(said)
-    assert bool(found) == bool(said)
+    message = tokenizer_difference(load_tokenizer(make_hf(tmp_path / "one")), load_tokenizer(tmp_path / "other"))
+    assert message.startswith(difference)
+    assert bool(message) == bool(difference)
 
 
 def test_the_two_file_formats_of_a_tokenizer_are_equal(tmp_path: Path) -> None:
