@@ -1,7 +1,5 @@
 """The policy gradient of the whole actor against central finite differences, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

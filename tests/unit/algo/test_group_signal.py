@@ -1,7 +1,5 @@
 """The cause that is reported if no group has a signal."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

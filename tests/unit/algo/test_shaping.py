@@ -1,7 +1,5 @@
 """Length and repetition terms and the scale of the learning rate against their equations."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -55,7 +55,7 @@ def load(directory: Path, chat_template: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", READABLE)
-def test_calls_that_a_template_writes_are_read_back(tmp_path: Path, name: str) -> None:
+def test_calls_that_a_template_writes_are_read_back(tmp_path, name):
     """The text is that of transformers."""
     tokenizer, library = load(tmp_path, READABLE[name])
     call_format = tokenizer.call_format({})
@@ -72,7 +72,7 @@ def test_calls_that_a_template_writes_are_read_back(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_template_whose_calls_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_template_whose_calls_cannot_be_read_is_refused(tmp_path, name):
     """Training on its rows with calls, too. Other rows can be used."""
     tokenizer, _ = load(tmp_path, OTHERS[name])
     message = rf"{tmp_path}[^\n]*: the chat template writes a tool call as [^\n]*environments\.md$"
@@ -83,7 +83,7 @@ def test_a_template_whose_calls_cannot_be_read_is_refused(tmp_path: Path, name: 
     assert read(tmp_path, {"prompt": [*TURNS, *TURN]}, tokenizer, chat=True)
 
 
-def test_prompts_with_tools_use_the_template_of_transformers(tmp_path: Path) -> None:
+def test_prompts_with_tools_use_the_template_of_transformers(tmp_path):
     """Exports and digests include the template with the name tool_use."""
     directory, export = tmp_path / "model", tmp_path / "export"
     _, library = load(directory, ROLES)

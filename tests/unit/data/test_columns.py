@@ -1,7 +1,5 @@
 """Test files with other column names than this project's, with and without conversations."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

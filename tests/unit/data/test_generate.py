@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ MIX = DataConfig(tasks=(SUMS, BITS), template="{prompt}=")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
     return train_sentencepiece(["".join(map(chr, range(32, 127))) + "\n"] * 9, path, 128)
 
@@ -37,7 +36,7 @@ def stream(config: DataConfig, tokenizer: Tokenizer, seed: int = 5, limit: int =
     return GeneratedPrompts(config, seed, tokenizer, limit, **kw)
 
 
-def test_prompts_and_rows_have_correct_answers(tokenizer: Tokenizer) -> None:
+def test_prompts_and_rows_have_correct_answers(tokenizer):
     prompts = stream(MIX, tokenizer).prompts(0, 60)
     for i, prompt in enumerate(prompts):
         assert prompt.id == f"{prompt.metadata['source_dataset']}:5:{i}"
@@ -59,7 +58,7 @@ def test_prompts_and_rows_have_correct_answers(tokenizer: Tokenizer) -> None:
         assert gym.verify("banana", row).reward < 0.99
 
 
-def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
+def test_a_prompt_is_a_pure_function_of_its_index(tokenizer):
     random.seed(0)
     state, precision = random.getstate(), decimal.getcontext().prec
     forward = stream(MIX, tokenizer).prompts(0, 30)
@@ -70,7 +69,7 @@ def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
     assert other.prompts(10**9, 1) == stream(MIX, tokenizer).prompts(10**9, 1)
 
 
-def test_one_task_does_not_change_the_items_of_another(tokenizer: Tokenizer) -> None:
+def test_one_task_does_not_change_the_items_of_another(tokenizer):
     power = TaskConfig("decimal_chain_sum", config={"min_digits": 14, "max_digits": 14})  # more than 12 digits
     rounding = TaskConfig("decimal_arithmetic")  # sets the precision of the process to 12
     mixed = stream(DataConfig(tasks=(power, rounding)), tokenizer)
@@ -85,7 +84,7 @@ def test_one_task_does_not_change_the_items_of_another(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.slow
-def test_prompts_do_not_depend_on_the_hash_seed(tokenizer: Tokenizer) -> None:
+def test_prompts_do_not_depend_on_the_hash_seed(tokenizer):
     code = f"""
 import sys
 from pathlib import Path
@@ -100,12 +99,12 @@ print([prompt.text for prompt in stream.prompts(0, 20)])
     assert run.stdout.strip() == str([prompt.text for prompt in stream(MIX, tokenizer).prompts(0, 20)])
 
 
-def test_tasks_are_drawn_by_weight(tokenizer: Tokenizer) -> None:
+def test_tasks_are_drawn_by_weight(tokenizer):
     names = Counter(prompt.id.split(":")[0] for prompt in stream(MIX, tokenizer).prompts(0, 2000))
     assert abs(names["chain_sum"] - 1500) < 4 * (2000 * 0.75 * 0.25) ** 0.5  # four standard deviations
 
 
-def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> None:
+def test_held_out_prompts_are_different_and_excluded(tokenizer):
     small = TaskConfig("chain_sum", 1.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 1})
     config = DataConfig(tasks=(small,))
     held_out = stream(config, tokenizer, 2).held_out(100)  # there are 9 * 9 * 2 or 10 * 10 * 2
@@ -132,12 +131,12 @@ def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> No
         (TaskConfig("gcd", config={"numbers": 2}), r"data\.tasks\[1\]: .*'numbers'"),
     ],
 )
-def test_bad_tasks_are_named(tokenizer: Tokenizer, task: TaskConfig, named: str) -> None:
+def test_bad_tasks_are_named(tokenizer, task, named):
     with pytest.raises(UserError, match=named):
         stream(DataConfig(tasks=(SUMS, task)), tokenizer)
 
 
-def test_brorl_data_generate_writes_a_data_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_brorl_data_generate_writes_a_data_file(tmp_path, capsys):
     config, out = tmp_path / "tasks.toml", tmp_path / "gym.jsonl"
     config.write_text('[[data.tasks]]\nname = "gcd"\n')
     for count, file, status, line in [

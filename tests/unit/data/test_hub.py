@@ -1,7 +1,5 @@
 """Test names on the Hugging Face hub with a prepared cache and without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub.constants

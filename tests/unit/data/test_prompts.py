@@ -14,7 +14,7 @@ from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.prompts import Row, check_round_trip, read_rows, tokenize
 from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.source import load_benchmarks, load_sources
-from megatron_brorl.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 
 GOOD = b'{"prompt": "1+1", "answer": "2"}'
@@ -22,7 +22,7 @@ ENTRY = {"question": "1+1", "answer": "2", "metadata": {"source_dataset": "chain
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(tmp_path_factory):
     texts = [f"{a}+{b}={a + b}" for a in range(20) for b in range(20)]
     return train_sentencepiece([*texts, "Q: A:\n"], tmp_path_factory.mktemp("tokenizer"), 64)
 
@@ -32,7 +32,7 @@ def write(path: Path, *lines: bytes, end: bytes = b"\n") -> Path:
     return path
 
 
-def test_a_row_with_all_keys(tmp_path: Path) -> None:
+def test_a_row_with_all_keys(tmp_path):
     metadata = {"source_dataset": "chain_sum", "entry": ENTRY}
     row = {"prompt": "1+1", "answer": None, "verifier": "reasoning_gym", "id": "a", "metadata": metadata}
     path = write(tmp_path / "f.jsonl", json.dumps(row).encode(), GOOD)
@@ -42,13 +42,27 @@ def test_a_row_with_all_keys(tmp_path: Path) -> None:
     ]
 
 
-def test_numbers_are_answers_and_ids(tmp_path: Path) -> None:
+def test_numbers_are_answers_and_ids(tmp_path):
     for value, text in (("-7", "-7"), ("3.0", "3"), ("0.25", "0.25"), ("1e3", "1000"), ("0", "0")):
         path = write(tmp_path / "f.jsonl", f'{{"prompt": "x", "answer": {value}, "id": {value}}}'.encode())
         assert [(row.answer, row.id) for row in read_rows(path)] == [(text, text)]
 
 
+USER, TURN = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+SYSTEM, HALF = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "\ud800"}
+MESSAGES: list[tuple[list[dict[str, Any]], str]] = [
+    ([], "prompt must be a string or a list with a message of the user"),
+    ([{"role": "user", "content": 3}], "prompt[0] must be"),
+    ([{"role": "human", "content": "x"}], "prompt[0]: unknown role 'human'"),
+    ([USER, SYSTEM, USER], "prompt[1]: a system message may only come first"),
+    ([USER, TURN, TURN], "prompt[1] and later: after the last"),
+    ([USER, TURN, {"role": "tool", "content": "5"}], "the last one must be the assistant's"),
+    ([USER, {"role": "assistant", "tool_calls": 1}], "prompt[1].tool_calls must be a list of"),
+    ([HALF], "prompt has half of a surrogate pair"),
+    ([USER, TURN, {**HALF, "role": "tool"}, TURN], "messages has half of a"),
+]
 BAD: list[tuple[bytes, str]] = [
+    *((json.dumps({"prompt": prompt, "answer": "20"}).encode(), named) for prompt, named in MESSAGES),
     (b'{"prompt": "x"', "not valid JSON"),
     (b"[" * 100_000, "not valid JSON"),
     ('{"prompt": "caf\xe9", "answer": "1"}'.encode("latin-1"), "byte 0xe9"),
@@ -72,7 +86,7 @@ PARQUET: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("row", "named"), [*BAD, *PARQUET])
-def test_a_malformed_row_is_named(tmp_path: Path, row: Any, named: str) -> None:
+def test_a_malformed_row_is_named(tmp_path, row, named):
     if isinstance(row, bytes):
         first = b'{"prompt": "x", "answer": "1", "id": "first"}'
         path = write(tmp_path / "f.jsonl", first, b"", row, GOOD)
@@ -91,7 +105,7 @@ def row(prompt: str) -> Row:
     return Row("f.jsonl:7", prompt, "2", "exact", "id", {"a": 1})
 
 
-def test_tokenize_applies_the_template(tokenizer: Tokenizer) -> None:
+def test_tokenize_applies_the_template(tokenizer):
     config = DataConfig(template="Q: {prompt}\nA:")
     (prompt,) = tokenize([row("1+1")], tokenizer, config, 100)
     assert prompt.text == "Q: 1+1\nA:"
@@ -99,7 +113,7 @@ def test_tokenize_applies_the_template(tokenizer: Tokenizer) -> None:
     assert (prompt.id, prompt.answer, prompt.verifier, prompt.metadata) == ("id", "2", "exact", {"a": 1})
 
 
-def test_prompts_that_cannot_be_used_are_errors(tokenizer: Tokenizer) -> None:
+def test_prompts_that_cannot_be_used_are_errors(tokenizer):
     length = len(tokenizer.encode("12+34"))
     assert len(tokenize([row("12+34")], tokenizer, DataConfig(), length)) == 1
     for text, config, most, named in (
@@ -112,7 +126,7 @@ def test_prompts_that_cannot_be_used_are_errors(tokenizer: Tokenizer) -> None:
 
 
 @pytest.fixture
-def lossy(tmp_path: Path) -> Tokenizer:
+def lossy(tmp_path):
     """A tokenizer with neither an unknown token nor bytes, which drops other characters."""
     known = "abcdefghijklmnopqrstuvwxyz0123456789+= "
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(known)}, merges=[]))
@@ -124,26 +138,22 @@ def lossy(tmp_path: Path) -> Tokenizer:
     return load_tokenizer(tmp_path)
 
 
-def test_text_that_a_tokenizer_loses_is_reported(tmp_path: Path, lossy: Tokenizer) -> None:
+def test_text_that_a_tokenizer_loses_is_reported(tmp_path, lossy):
     """Test training, held-out and benchmark files, and generated prompts."""
     good = write(tmp_path / "good.jsonl", *[GOOD] * 30, '{"prompt": "naïve café", "answer": "x"}'.encode())
     bad = write(tmp_path / "bad.jsonl", GOOD, ('{"prompt": "1", "answer": "' + "x" * 50 + 'é1"}').encode())
     config = DataConfig(train=(str(good),), held_out=(str(bad),))
     report = load_sources(config, lossy, 100, 0).report.splitlines()
-    assert report[1] == (
-        "warning: data.train: 1 of 31 checked rows (3.2%) do not survive the tokenizer: "
-        f"{good}:31: 'naïve café' comes back as 'nave caf'"
-    )
-    loss = (
-        "1 of 2 checked rows (50.0%) do not survive the tokenizer: "
-        f"{bad}:2: {'x' * 20 + 'é1'!r} comes back as {'x' * 20 + '1'!r}"
-    )
+    share = "1 of 31 checked rows (3.2%) do not survive the tokenizer"
+    assert report[1] == f"warning: data.train: {share}: {good}:31: 'naïve café' comes back as 'nave caf'"
+    text = "x" * 20
+    loss = f"1 of 2 checked rows (50.0%) do not survive the tokenizer: {bad}:2: '{text}é1' comes back as '{text}1'"
     assert report[3] == f"warning: data.held_out: {loss}"
     benchmark = load_benchmarks([f"odd={bad}"], config, lossy, 100)[1]
     assert benchmark.endswith(f"warning: evaluate.benchmarks (odd): {loss}")
 
     worse = write(tmp_path / "worse.jsonl", '{"prompt": "é1", "answer": "1"}'.encode())
-    with pytest.raises(UserError, match=r"data\.train: 1 of 1 checked rows .* use a tokenizer that covers"):
+    with pytest.raises(UserError, match=r"data\.train: 1 of 1 checked rows .* use a tokenizer"):
         load_sources(DataConfig(train=(str(worse),)), lossy, 100, 0)
 
     words = TaskConfig("spell_backward", 2.0, r"-> nus\): (.+)", {"min_word_len": 3, "max_word_len": 4})
@@ -152,7 +162,7 @@ def test_text_that_a_tokenizer_loses_is_reported(tmp_path: Path, lossy: Tokenize
     assert "warning: data.tasks: " in generated
 
 
-def test_compatible_characters_and_white_space_are_no_loss(tmp_path: Path) -> None:
+def test_compatible_characters_and_white_space_are_no_loss(tmp_path):
     tokenizer = load_tokenizer(make_pieces(tmp_path, ["naïve café 1 2 3"] * 9, byte_fallback=True))
     texts = ("nai\u0308ve  cafe\u0301", "①", " 1", "x\u00a0y", "</s> 🙂", "\ufb01n")
     assert check_round_trip([("f:1", texts)], tokenizer, "data.train") == []

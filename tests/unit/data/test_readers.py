@@ -88,7 +88,7 @@ def content(found: list[Row]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_json_parquet_and_written_nulls_give_equal_rows(tmp_path: Path, name: str) -> None:
+def test_json_parquet_and_written_nulls_give_equal_rows(tmp_path, name):
     given = FILES[name]
     expected = content(read_rows(jsonl(tmp_path / "f.jsonl", given)))
     file = parquet(tmp_path / "f.parquet", given)
@@ -102,7 +102,7 @@ def test_json_parquet_and_written_nulls_give_equal_rows(tmp_path: Path, name: st
     assert content(read_rows(parquet(tmp_path / "s.parquet", strings))) == expected
 
 
-def test_types_of_arrow(tmp_path: Path) -> None:
+def test_types_of_arrow(tmp_path):
     """Maps, times and decimals become JSON values, and null in a column counts as a missing key."""
     lists = pyarrow.large_list(pyarrow.struct([("a", pyarrow.int8()), ("b", pyarrow.int8())]))
     types = {
@@ -138,7 +138,7 @@ def test_types_of_arrow(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_null_in_place_of_a_needed_value_is_refused(tmp_path: Path, row: Any, key: str, kind: str) -> None:
+def test_null_in_place_of_a_needed_value_is_refused(tmp_path, row, key, kind):
     # A complete second row determines the types of the columns.
     prompt = [USER] if isinstance(row["prompt"], list) else "x"
     given = [row, {"prompt": prompt, "answer": "1", "verifier": "exact"}]
@@ -147,7 +147,7 @@ def test_null_in_place_of_a_needed_value_is_refused(tmp_path: Path, row: Any, ke
         read_rows(file)
 
 
-def test_named_columns_may_hold_null(tmp_path: Path) -> None:
+def test_named_columns_may_hold_null(tmp_path):
     """Null counts as a missing value, but a column that does not exist is an error."""
     right = {"ground_truth": "1"}
     given = [
@@ -173,14 +173,14 @@ def test_named_columns_may_hold_null(tmp_path: Path) -> None:
                 read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", **{key: name})))
 
 
-def test_nulls_in_messages_are_removed(tmp_path: Path) -> None:
+def test_nulls_in_messages_are_removed(tmp_path):
     given = [{"prompt": [{**USER, "name": None, "tool_calls": None}], "answer": "1"}]
     for file in (jsonl(tmp_path / "f.jsonl", given), parquet(tmp_path / "f.parquet", given)):
         (row,) = read_rows(file)
         assert conversation(row.prompt, DataConfig(chat=True), "") == [USER]
 
 
-def test_arguments_of_functions_keep_their_nulls() -> None:
+def test_arguments_of_functions_keep_their_nulls():
     """Removing null from the arguments of a function would change the test, for example a tree without children."""
     tree = {"value": 1, "left": None, "right": {"value": 2, "left": None}}
     row = {"function": "f", "tests": [{"args": [tree], "kwargs": {"root": None}, "expected": {"a": None}, "fn": None}]}
@@ -197,7 +197,7 @@ def test_arguments_of_functions_keep_their_nulls() -> None:
 ROWS: list[dict[str, Any]] = [{"a": f"x{i}é\u2028", "b": {"c": [i, 1]}} for i in range(700)]
 
 
-def test_rows_of_json_parquet_and_csv(tmp_path: Path) -> None:
+def test_rows_of_json_parquet_and_csv(tmp_path):
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
     (tmp_path / "f.jsonl").write_text("\ufeff" + lines)
     (tmp_path / "lines.json").write_text(lines)
@@ -213,7 +213,7 @@ def test_rows_of_json_parquet_and_csv(tmp_path: Path) -> None:
     ]
 
 
-def test_unreadable_files_are_errors_of_one_line(tmp_path: Path) -> None:
+def test_unreadable_files_are_errors_of_one_line(tmp_path):
     for name, content, message in (
         ("f.jsonl", b'{"a": 1}\n{"a": \n', "f.jsonl:2: not valid JSON"),
         ("f.json", b'[{"a": 1}, {"a": ', "f.json: not a valid .json file"),

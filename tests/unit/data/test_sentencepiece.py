@@ -83,7 +83,7 @@ def assert_same(model: Path, leads: bool = False) -> None:
 
 
 @pytest.fixture(scope="module")
-def init(tmp_path_factory) -> Path:
+def init(tmp_path_factory):
     """Create a smaller model of `make quickstart` with its tool."""
     directory = tmp_path_factory.mktemp("init") / "model"
     with pytest.MonkeyPatch.context() as patch:

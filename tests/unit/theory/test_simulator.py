@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,7 +119,7 @@ def _run(*arguments: str) -> int:
     return int(end.value.code or 0)
 
 
-def test_the_command_prints_a_summary_and_draws_a_figure(tmp_path: Path, capsys):
+def test_the_command_prints_a_summary_and_draws_a_figure(tmp_path, capsys):
     out = tmp_path / "sim"
     small = ["--vocabulary", "300", "--correct", "40", "--steps", "60"]
     assert _run(*small, "--n", "8", "4", "--seeds", "3", "--out", str(out)) == 0

@@ -68,10 +68,6 @@ def test_good_turing_by_hand():
     assert (g.distinct, g.singletons, g.doubletons) == (5, 3, 1)
     assert (g.unseen_mass, g.unseen_right, g.unseen_wrong) == (3 / 8, 1 / 8, 2 / 8)
     assert (g.low, g.high) == unseen_mass(8, 3, 1)
-    # If all are equal, nothing is unseen, but eight siblings cannot exclude a mass of 1 - 0.025^(1/8).
-    same = good_turing(np.zeros(8, dtype=np.int64), np.ones(8, dtype=bool))
-    assert (same.unseen_mass, same.low) == (0, 0)
-    assert (1 - same.high) ** 8 <= 0.025 + 1e-12
 
 
 def test_intervals_without_repetitions():
@@ -82,8 +78,7 @@ def test_intervals_without_repetitions():
     assert 0.85 < g.low < 1 - 64 / 4096
     # Without repetitions the upper end of the second moment is 3.69 times the largest weight of a pair.
     curve = hold_out([(np.arange(64), right)], [2, 32])
-    for name in ("u_pos2", "u_neg2"):
-        assert (curve[name][:2] == 0).all()
+    assert not np.any([curve[name][:2] for name in ("u_pos2", "u_neg2")])
     for m, high in zip((62, 32), curve["u_pos2"][2], strict=True):
         pair = max(c * (c - 1) / 64 / 63 * math.comb(64 - c, m) / math.comb(62, m) for c in range(2, 65))
         assert high == pytest.approx(3.688879 * pair)
@@ -93,10 +88,10 @@ def test_intervals_without_repetitions():
     assert same["unsampled_mass"][2][0] == pytest.approx(3.688879 / 64)
     # If all outcomes differ, the mass is 1, and rounding does not put it outside of its interval.
     for n in range(4, 65):
-        alone = hold_out([(np.arange(n), np.arange(n) % 2 == 0)] * 3, [2, n // 2])
-        assert alone["unsampled_mass"][0] == pytest.approx(1)
-        assert (alone["unsampled_mass"][0] <= alone["unsampled_mass"][2]).all()
-        assert (alone["unsampled_mass"][2] == 1).all()
+        mean, _, high = hold_out([(np.arange(n), np.arange(n) % 2 == 0)] * 3, [2, n // 2])["unsampled_mass"]
+        assert mean == pytest.approx(1)
+        assert (mean <= high).all()
+        assert (high == 1).all()
 
 
 def test_hold_out_is_the_average_over_all_splits():
@@ -135,16 +130,6 @@ def test_equal_weights_give_the_interval_of_garwood():
         assert high == pytest.approx([weight * b for _, b in table], rel=1e-5)
 
 
-def test_intervals_of_unequal_weights_cover_their_mean():
-    """Sums of three Poisson counts of very unequal weights: at least 95%, as Fay and Feuer found."""
-    rng = np.random.default_rng(0)
-    weights = np.array([1.0, 0.1, 0.01])
-    means = np.array([0.5, 4.0, 60.0])
-    counts = rng.poisson(means, size=(4000, 3))
-    low, high = weighted_counts(counts @ weights, counts @ weights**2, np.ones(4000))
-    assert np.mean((low < weights @ means) & (weights @ means < high)) > 0.945
-
-
 def test_unseen_mass_by_hand():
     """At either end the distance of the count is 1.96 of its standard deviations there."""
     for n, once, twice in ((100, 30, 10), (16, 7, 2), (512, 40, 3)):
@@ -152,9 +137,9 @@ def test_unseen_mass_by_hand():
             assert 0 < end < 1
             assert abs(once - n * end) == pytest.approx(1.959964 * (n * end * (1 - end) + 2 * twice + 2) ** 0.5)
     # Without singletons, eight draws cannot exclude a mass of 1 - 0.025^(1/8). Without pairs, the mass may be 1.
-    none = unseen_mass(8, 0, 0)
-    every = unseen_mass(64, 64, 0)
-    assert none[0] == 0
-    assert none[1] >= 1 - 0.025 ** (1 / 8)
-    assert unseen_mass(8, 8, 0)[1] == every[1] == 1
-    assert 0.88 < every[0] < 0.95
+    low, high = unseen_mass(8, 0, 0)
+    assert low == 0
+    assert high >= 1 - 0.025 ** (1 / 8)
+    low, high = unseen_mass(64, 64, 0)
+    assert 0.88 < low < 0.95
+    assert high == unseen_mass(8, 8, 0)[1] == 1

@@ -40,7 +40,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     source = write(tmp_path / "train.jsonl", ROWS)
     test = write(tmp_path / "test.jsonl", [{"question": FRUIT.upper(), "answer": "#### 2"}, ROWS[6]])
     tokenizer = train_sentencepiece([str(row["question"]) for row in ROWS], tmp_path / "tokenizer", 64)
@@ -49,7 +49,7 @@ def job(tmp_path: Path) -> Job:
     return Job("gsm8k", SETS["gsm8k"], [source], out, evaluations=[("gsm8k", test)], **options)
 
 
-def test_every_row_is_written_or_listed(job: Job) -> None:
+def test_every_row_is_written_or_listed(job):
     counts = prepare(job)
     source, test = job.inputs[0], job.evaluations[0][1]
     assert [(row["prompt"], row["answer"], row["verifier"]) for row in lines(job.out)] == [
@@ -81,7 +81,7 @@ def test_every_row_is_written_or_listed(job: Job) -> None:
     assert job.card.read_text() == card
 
 
-def test_rows_of_this_project_keep_their_ids_and_instructions(tmp_path: Path) -> None:
+def test_rows_of_this_project_keep_their_ids_and_instructions(tmp_path):
     """A prepared file may be prepared again."""
     rows = [
         {"id": "a", "prompt": "Find x.\n\nLet's think step by step and output the final answer within \\boxed{}."},
@@ -100,7 +100,7 @@ def test_rows_of_this_project_keep_their_ids_and_instructions(tmp_path: Path) ->
     assert lines(again.out) == [rows[0]]
 
 
-def test_mistakes_are_errors_of_one_line_and_write_no_file(job: Job, tmp_path: Path, capsys: Any) -> None:
+def test_mistakes_are_errors_of_one_line_and_write_no_file(job, tmp_path, capsys):
     source = str(job.inputs[0])
     out = ["--out", str(tmp_path / "o.jsonl")]
     for arguments, named in (
@@ -115,7 +115,7 @@ def test_mistakes_are_errors_of_one_line_and_write_no_file(job: Job, tmp_path: P
     assert sorted(p.name for p in tmp_path.iterdir()) == ["test.jsonl", "tokenizer", "train.jsonl"]
 
 
-def test_an_error_keeps_the_old_file(job: Job) -> None:
+def test_an_error_keeps_the_old_file(job):
     prepare(job)
     before = job.out.read_bytes()
     with job.inputs[0].open("a") as file:
@@ -126,14 +126,14 @@ def test_an_error_keeps_the_old_file(job: Job) -> None:
     assert sorted(p.suffix for p in job.out.parent.iterdir()) == [".jsonl", ".jsonl", ".md"]
 
 
-def test_normalization_keeps_signs() -> None:
+def test_normalization_keeps_signs():
     assert normalized(" What  is\n2 + 3?") == "what is 2 + 3?"
     assert normalized("\uff12 \u212b STRASSE") == normalized("2 \u00e5 stra\u00dfe")
     assert normalized("2+3") != normalized("2-3")
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_shared_words_by_brute_force(n: int) -> None:
+def test_shared_words_by_brute_force(n):
     draw = random.Random(n)
     texts = ["".join(draw.choices("abcde", k=draw.randrange(0, 9))) for _ in range(160)]
     evaluation, training = texts[:12], texts[12:]
@@ -150,7 +150,7 @@ def test_shared_words_by_brute_force(n: int) -> None:
 
 
 @pytest.mark.parametrize("verifier", ["math", "exact"])
-def test_references_of_letters_that_are_text_are_counted(tmp_path: Path, capsys: Any, verifier: str) -> None:
+def test_references_of_letters_that_are_text_are_counted(tmp_path, capsys, verifier):
     answers = ["XI", "7", "x, CAB", "4CA", "so \\boxed{NE}", "ab", "V = IR", "the answer is tea", "2\\pi"]
     source = write(tmp_path / "f.jsonl", [{"q": f"{i}?", "a": answer} for i, answer in enumerate(answers)])
     options = f"--prompt q --answer a --out {tmp_path / 'o.jsonl'} --verifier {verifier}"

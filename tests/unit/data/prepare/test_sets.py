@@ -83,25 +83,25 @@ METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "raw", "problem", "answer"), MATH)
-def test_problems_and_answers(name: str, raw: dict[str, Any], problem: str, answer: str) -> None:
+def test_problems_and_answers(name, raw, problem, answer):
     row = SETS[name].row(raw, "f:1")
     assert (row["prompt"], row["answer"], row["verifier"]) == (problem, answer, SETS[name].verifier)
 
 
 @pytest.mark.parametrize(("name", "raw", "metadata"), METADATA)
-def test_metadata_of_verifiers(name: str, raw: dict[str, Any], metadata: dict[str, Any]) -> None:
+def test_metadata_of_verifiers(name, raw, metadata):
     row = SETS[name].row(raw, "f:1")
     assert (row.get("answer"), row["metadata"]) == (None, metadata)
     assert "```" not in row["prompt"]
 
 
-def test_mbpp_shows_its_tests_in_both_versions() -> None:
+def test_mbpp_shows_its_tests_in_both_versions():
     shown = f"{MBPP['text']}\n\nYour code should pass these tests:\n{MBPP['test_list'][0]}"
     assert SETS["mbpp"].row(MBPP, "f:1")["prompt"] == shown
     assert SETS["mbpp"].row({**MBPP, "text": None, "prompt": MBPP["text"]}, "f:1")["prompt"] == shown
 
 
-def test_choices_have_a_fixed_order_and_the_letter_of_the_correct_one() -> None:
+def test_choices_have_a_fixed_order_and_the_letter_of_the_correct_one():
     letters = []
     for number in range(400):
         row = SETS["gpqa"].row(gpqa(number), "f:1")
@@ -126,7 +126,7 @@ def test_choices_have_a_fixed_order_and_the_letter_of_the_correct_one() -> None:
         ("gpqa", gpqa(1, **{"Incorrect Answer 2": "right"}), "two choices are the same"),
     ],
 )
-def test_unusable_rows_have_a_reason(name: str, raw: dict[str, Any], reason: str) -> None:
+def test_unusable_rows_have_a_reason(name, raw, reason):
     with pytest.raises(Unusable, match=reason):
         SETS[name].row(raw, "f:1")
 
@@ -139,12 +139,12 @@ def test_unusable_rows_have_a_reason(name: str, raw: dict[str, Any], reason: str
         ("humaneval", {"prompt": "x", "task_id": "1"}, "openai/openai_humaneval: KeyError: 'entry_point'"),
     ],
 )
-def test_rows_of_another_set_are_named(name: str, raw: Any, named: str) -> None:
+def test_rows_of_another_set_are_named(name, raw, named):
     with pytest.raises(UserError, match=rf"^f\.jsonl:3: .*{named}"):
         SETS[name].row(raw, "f.jsonl:3")
 
 
-def test_instructions_are_removed_again() -> None:
+def test_instructions_are_removed_again():
     for instruction in INSTRUCTIONS.values():
         assert without_instruction(f"Find x.\n\n{instruction}") == "Find x."
     assert without_instruction("Find x.\n\nNow.") == "Find x.\n\nNow."
