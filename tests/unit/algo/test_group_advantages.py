@@ -86,9 +86,9 @@ def test_pass_at_k_is_accurate_for_large_groups():
     """One right rollout of 512, k = 64: C(511, 64) / C(511, 64) = 1 exactly, and the wrong ones' share of it."""
     rewards = torch.zeros(512)
     rewards[7] = 1.0
-    found = pass_at_k_advantages(rewards, 64)
-    assert float(found[7]) == 64.0
-    assert float(found[0]) == pytest.approx(-64 / 511)
+    advantages = pass_at_k_advantages(rewards, 64)
+    assert float(advantages[7]) == 64.0
+    assert float(advantages[0]) == pytest.approx(-64 / 511)
     half = torch.tensor([1.0, 0.0] * 256)
     ratio = comb(256, 64) / comb(511, 64)
     assert float(pass_at_k_advantages(half, 64)[0]) == pytest.approx(64 * ratio, rel=1e-6)

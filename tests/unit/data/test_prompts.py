@@ -105,14 +105,6 @@ def row(prompt: str) -> Row:
     return Row("f.jsonl:7", prompt, "2", "exact", "id", {"a": 1})
 
 
-def test_tokenize_applies_the_template(tokenizer):
-    config = DataConfig(template="Q: {prompt}\nA:")
-    (prompt,) = tokenize([row("1+1")], tokenizer, config, 100)
-    assert prompt.text == "Q: 1+1\nA:"
-    assert prompt.token_ids == tuple(tokenizer.encode("Q: 1+1\nA:"))
-    assert (prompt.id, prompt.answer, prompt.verifier, prompt.metadata) == ("id", "2", "exact", {"a": 1})
-
-
 def test_prompts_that_cannot_be_used_are_errors(tokenizer):
     length = len(tokenizer.encode("12+34"))
     assert len(tokenize([row("12+34")], tokenizer, DataConfig(), length)) == 1

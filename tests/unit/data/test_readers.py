@@ -82,9 +82,9 @@ def parquet(path: Path, given: list[dict[str, Any]]) -> Path:
     return path
 
 
-def content(found: list[Row]) -> list[tuple[Any, ...]]:
+def content(parsed: list[Row]) -> list[tuple[Any, ...]]:
     """Return the content of rows without the name of their file."""
-    return [(r.prompt, r.answer, r.target, r.verifier, r.id.split(":")[-1], r.metadata) for r in found]
+    return [(r.prompt, r.answer, r.target, r.verifier, r.id.split(":")[-1], r.metadata) for r in parsed]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -63,7 +63,7 @@ def test_bare_references_are_accepted(own, verifier, answers):
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "reason"),
     [
         ("raises", "broken: KeyError: 'missing'"),
         ("nothing", "invalid: returned None for a reward"),
@@ -72,8 +72,8 @@ def test_bare_references_are_accepted(own, verifier, answers):
         ("slow", "timeout: no score in 1 s"),
     ],
 )
-def test_a_verifier_that_fails_on_a_reference_is_refused(own, function, why):
-    with pytest.raises(UserError, match=rf"'own\.py:{function}' .* row rows\.jsonl:1: {why}"):
+def test_a_verifier_that_fails_on_a_reference_is_refused(own, function, reason):
+    with pytest.raises(UserError, match=rf"'own\.py:{function}' .* row rows\.jsonl:1: {reason}"):
         references(rows(f"own.py:{function}", ["4"]), timeout_s=1.0)
 
 
