@@ -61,7 +61,7 @@ ADVANTAGE = "def f(rewards, mask, rows):\n    "
 @pytest.mark.parametrize(
     ("key", "source", "message"),
     [
-        ("advantage", "", "'f'"),
+        ("advantage", "", "'f'; add it, or name another"),
         ("advantage", "1 / 0", "ZeroDivisionError: division by zero (mine.py, line 1)"),
         ("advantage", "def f(rewards): return rewards", "(rewards, mask, rows)"),
         ("advantage", ADVANTAGE + "return rows[0]['level']", "KeyError: 'level' (mine.py, line 2)"),

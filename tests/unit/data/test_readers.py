@@ -220,7 +220,7 @@ def test_unreadable_files_are_errors_of_one_line(tmp_path):
         ("f.parquet", b"x", "f.parquet: not a valid .parquet file"),
         ("f.csv", b"a,b\n1,2\n1,2,3\n", "f.csv: not a valid .csv file: row 2 has more values than columns"),
         ("f.csv", b"\xff", "f.csv: not a valid .csv file"),
-        ("f.txt", b"x", "f.txt: unknown kind of data file; use .jsonl"),
+        ("f.txt", b"x", "f.txt: unknown kind of data file; use .jsonl, .json, .parquet, .csv"),
         ("none.jsonl", None, "none.jsonl: no such data file"),
     ):
         if content is not None:

@@ -101,7 +101,7 @@ def test_unusable_data_is_named_by_key_or_row(tmp_path, tokenizer):
     (tmp_path / "empty.jsonl").write_text("\n")
     one = MixtureConfig(files=(a,), weight=1)
     mixtures = {
-        r"data\.mixture\[1\]\.files": MixtureConfig(files=(), weight=1),
+        r"data\.mixture\[1\]\.files is empty; name data files": MixtureConfig(files=(), weight=1),
         r"data\.mixture\[1\]: .*'a'; give each its own name": MixtureConfig(files=(b,), weight=1, name="a"),
         r"data\.mixture\[1\]: id 'q2' is also in 'a'; give": MixtureConfig(files=(b,), weight=1),
         r"data\.mixture\[1\]\.verifier: .*'exakt'": MixtureConfig(files=(b,), weight=1, verifier="exakt"),

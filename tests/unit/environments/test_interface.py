@@ -55,6 +55,7 @@ BAD = {
     "def act(self, a: str): 'Act.\\n\\nArgs:\\n    a: A (choices: [1,\\n      2])'": "tool act: .*choices",
     "def __init__(self, size): ...": "environment Game: .*size.*; read data in reset",
     f"{ACT}; yield 1": "act is async or a generator",
+    f"async {ACT}; yield 1": "act is async or a generator",
     "step = staticmethod(asyncio.sleep)": "step is async or a generator",
     "def step(self): ...": "step is called with 1 arguments after self",
     f"{ACT}\n    def final(self, text, row): ...": "final is called with 1 arguments .*'row'",

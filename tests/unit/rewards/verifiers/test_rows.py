@@ -13,9 +13,9 @@ NO_COMMA, WORDS, NTH = "punctuation:no_comma", "length_constraints:number_words"
 RULES = {"instruction_id_list": [NO_COMMA], "kwargs": [{}]}
 INSTRUCTIONS = [
     (f"{NO_COMMA}s", {}, f"'{NO_COMMA}s'; did you mean {NO_COMMA}"),
-    (NO_COMMA, None, rf"kwargs\[0\] \({NO_COMMA}\) is None"),
-    (NO_COMMA, {"n": 1}, "has 'n'"),
-    ("keywords:existence", {}, "lacks 'keywords', a list of strings"),
+    (NO_COMMA, None, rf"kwargs\[0\] \({NO_COMMA}\) is None; use an object"),
+    (NO_COMMA, {"n": 1}, "has 'n', .*; remove it"),
+    ("keywords:existence", {}, "lacks 'keywords', a list of strings; add it"),
     ("keywords:existence", {"keywords": ["a", " "]}, "must be a list of strings"),
     (WORDS, {"num_words": 3, "relation": "more"}, '"at least" or "less than"'),
     (WORDS, {"num_words": True, "relation": "at least"}, "num_words = True"),
