@@ -1,7 +1,5 @@
 """Fixtures that start engines on the fake tensorrt_llm."""
 
-from __future__ import annotations
-
 import forks
 import pytest
 from contract.engines import DOUBLE, Model, make_engine

@@ -52,19 +52,9 @@ def make_engine(
 ) -> RemoteEngine:
     """Start an engine, or connect another rank to the leader's engine."""
     c = EngineConfig(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
-    o = EngineOptions(
-        **{
-            "engine": "trtllm",
-            "model": str(model.directory),
-            "vocab": model.shape.vocab,
-            "context": 200,
-            "dtype": "float32",
-            "max_rows": 600,
-            "stop_ids": (2,),
-            "section": dataclasses.asdict(c),
-            **(options or {}),
-        }
-    )
+    sizes = {"vocab": model.shape.vocab, "context": 200, "max_rows": 600, **(options or {})}
+    section = dataclasses.asdict(c)
+    o = EngineOptions("trtllm", str(model.directory), dtype="float32", stop_ids=(2,), section=section, **sizes)
     folder = leader.folder if leader else make_folder(c.shared_memory)
     devices = None if leader else [0]
     return RemoteEngine(c, o, hf_shapes(model.shape), folder, devices, log)
@@ -77,11 +67,7 @@ def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwa
 
 
 def same(a: list[Rollout], b: list[Rollout]) -> bool:
-    pairs = list(zip(a, b, strict=True))
-    return all(
-        x.index == y.index
-        and torch.equal(x.token_ids, y.token_ids)
-        and torch.equal(x.log_probs, y.log_probs)
-        and x.finish == y.finish
-        for x, y in pairs
-    )
+    def content(rollouts: list[Rollout]) -> list[tuple[Any, ...]]:
+        return [(r.index, r.token_ids.tolist(), r.log_probs.tolist(), r.finish) for r in rollouts]
+
+    return content(a) == content(b)

@@ -22,31 +22,31 @@ class Listing:
     """
 
     def __init__(self, name: str) -> None:
-        held = json.loads((LISTINGS / f"{name}.json").read_text(encoding="utf-8"))
-        self.release: str = held["release"]
-        self.modules: Mapping[str, list[str]] = held["modules"]
-        self.members: Mapping[str, Mapping[str, str] | list[str]] = held["members"]
-        self.signatures: Mapping[str, list[str]] = held["signatures"]
-        self.defaults: Mapping[str, float] = held.get("defaults", {})
+        recorded = json.loads((LISTINGS / f"{name}.json").read_text(encoding="utf-8"))
+        self.release: str = recorded["release"]
+        self.modules: Mapping[str, list[str]] = recorded["modules"]
+        self.members: Mapping[str, Mapping[str, str] | list[str]] = recorded["members"]
+        self.signatures: Mapping[str, list[str]] = recorded["signatures"]
+        self.defaults: Mapping[str, float] = recorded.get("defaults", {})
 
     def parameters(self, name: str) -> list[str]:
         """Return the parameters of a function or constructor, including those of a function in "**Other"."""
-        found: list[str] = []
+        parameters: list[str] = []
         for parameter in self.signatures[name]:
             further = self.parameters(parameter[2:]) if parameter[:2] == "**" else [parameter]
-            found += [p for p in further if p != "*" or "*" not in found]
-        return found
+            parameters += [p for p in further if p != "*" or "*" not in parameters]
+        return parameters
 
     def refusal(self, name: str, positional: int, keywords: Sequence[str]) -> str:
         """Return why a call would fail, or ""."""
         if name not in self.signatures:
             return f"{name} is not in {self.release}"
-        given = self.parameters(name)
-        in_order = given[: given.index("*")] if "*" in given else given
+        parameters = self.parameters(name)
+        in_order = parameters[: parameters.index("*")] if "*" in parameters else parameters
         if positional > len(in_order):
             return f"{name} takes {len(in_order)} arguments in order, not {positional}"
-        taken = set(given) - set(in_order[:positional]) - {"*"}
-        unknown = [k for k in keywords if k not in taken]
+        others = set(parameters) - set(in_order[:positional]) - {"*"}
+        unknown = [k for k in keywords if k not in others]
         return f"{name} has no argument {', '.join(unknown)}" if unknown else ""
 
 
@@ -99,9 +99,9 @@ def _called(function: ast.expr, imported: set[str], holders: Mapping[str, str]) 
 def keys_of(source: str, function: str) -> set[str]:
     """Return the string keys of all dictionary displays and subscripts in a function, without nested displays."""
     tree = ast.parse(source)
-    (found,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
-    dicts = [n for n in ast.walk(found) if isinstance(n, ast.Dict)]
+    (body,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
+    dicts = [n for n in ast.walk(body) if isinstance(n, ast.Dict)]
     nested = [value for d in dicts for value in d.values]
     keys = [key for d in dicts if d not in nested for key in d.keys]
-    keys += [n.slice for n in ast.walk(found) if isinstance(n, ast.Subscript)]
+    keys += [n.slice for n in ast.walk(body) if isinstance(n, ast.Subscript)]
     return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}

@@ -1,21 +1,24 @@
 """Tests of RemoteEngine with real processes and the fake tensorrt_llm."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from contract.engines import PROMPT, SAMPLING, draw, same
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.ops.checksum import ChecksummedTensor
+from megatron_brorl.ops.fp8_blocks import dequantize, quantize
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.engine import Request
-from megatron_brorl.rollout.sampler import improbable_rollouts
+from megatron_brorl.rollout.remote.weights_send import NodeRanks
+from megatron_brorl.rollout.weight_receiver import UpdateRefused
 
 pytestmark = pytest.mark.slow  # every test starts processes that import torch
 
@@ -74,8 +77,7 @@ def test_cut_rollouts_continue(model, start):
         begun = tuple(r for r in siblings.values() if r.finish == "cut")
         if version and not begun:
             break
-        request = Request(PROMPT, 11, 20, 0, begun) if not version else None
-        requests = [request] if request else [Request(PROMPT, 11, 1, r.index, (r,)) for r in begun]
+        requests = [Request(PROMPT, 11, 1, r.index, (r,)) for r in begun] or [Request(PROMPT, 11, 20, 0)]
         for group in engine.generate(requests, replace(SAMPLING, tokens_per_call=4)):
             for rollout in group:
                 before = siblings.get(rollout.index)
@@ -178,45 +180,31 @@ def test_two_ranks_share_an_engine(model, start):
     for version in range(2):
         leader.update_weights(model.stream(1 + version), version)
         other.update_weights(model.stream(1 + version), version)
-        results = {}
-        threads = [
-            threading.Thread(target=lambda e=e, f=f, into=results: into.update({f: draw(e, 10, f)}))
-            for e, f in ((leader, 0), (other, 10))
-        ]
-        for t in threads:
-            t.start()
-        if version:
-            os.kill(leader.supervisor.pid, signal.SIGKILL)
-        for t in threads:
-            t.join(120)
-        assert same(draw(leader, 20), [*results[0], *results[10]])
-
-
-def test_siblings_on_two_engines_are_independent(model, start):
-    engines = [start() for _ in range(2)]
-    requests, rollouts = [], []
-    for i, engine in enumerate(engines):
-        engine.update_weights(model.stream(), 0)
-        requests.append(Request(PROMPT, 11, 256, 256 * i))
-        rollouts.append(draw(engine, 256, 256 * i, sampling=replace(SAMPLING, stop_ids=(2,))))
-    hashes, _ = improbable_rollouts(requests, rollouts)
-    assert len(hashes) > 100
-    assert len(set(hashes.tolist())) == len(hashes)
-    assert len({tuple(r.token_ids.tolist()) for part in rollouts for r in part if len(r.token_ids) == 12}) > 300
+        with ThreadPoolExecutor(2) as threads:
+            halves = [threads.submit(draw, engine, 10, first) for engine, first in ((leader, 0), (other, 10))]
+            if version:
+                os.kill(leader.supervisor.pid, signal.SIGKILL)
+            siblings = [rollout for half in halves for rollout in half.result(120)]
+        assert same(draw(leader, 20), siblings)
+        assert len({tuple(r.token_ids.tolist()) for r in siblings if len(r.token_ids) == 12}) > 3
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "environment", "message"),
     [
-        ({"python": "/nowhere/python"}, r"engine\.python = /nowhere/python: No such file or directory"),
-        ({"shared_memory": "/nowhere"}, r"engine\.shared_memory = /nowhere: cannot be written"),
-        ({"start_timeout_s": 0.3}, r"did not answer within engine\.start_timeout_s = 0\.3 s; see"),
+        ({"python": "/nowhere/python"}, {}, r"engine\.python = /nowhere/python: No such file or directory"),
+        ({"shared_memory": "/nowhere"}, {}, r"engine\.shared_memory = /nowhere: cannot be written"),
+        ({"start_timeout_s": 0.3}, {}, r"did not answer within engine\.start_timeout_s = 0\.3 s; see"),
+        ({}, {"BRORL_DOUBLE_VERSION": "1.3.0rc21"}, r"TensorRT-LLM 1\.3\.0rc21 .*: install 1\.3\.0rc29 or newer$"),
+        ({}, {"PYTHONPATH": ""}, "No module named 'tensorrt_llm'"),
     ],
 )
-def test_failed_start_is_a_one_line_error(config, message, start, fresh):
-    with pytest.raises(UserError, match=message) as caught:
+def test_failed_start_is_a_one_line_error(config, environment, message, start, monkeypatch, fresh):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message) as error:
         start(config=config)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("tokens", "planned", "rows"), [("6400", 0, 32), ("6400", 1000, 4), ("6400000", 0, 600)])
@@ -226,20 +214,6 @@ def test_batch_size_is_limited_by_the_cache(tokens, planned, rows, model, start,
     c = start(config={"cuda_graphs": True}, options={"max_kv_tokens": planned}).capabilities
     assert c.kv_tokens == (planned or int(tokens)) // 32 * 32
     assert c.rows == rows
-
-
-def test_old_version_is_a_one_line_error(start, monkeypatch):
-    monkeypatch.setenv("BRORL_DOUBLE_VERSION", "1.3.0rc21")
-    told = r"TensorRT-LLM 1\.3\.0rc21 is too old: install 1\.3\.0rc29 or newer$"
-    with pytest.raises(UserError, match=told) as caught:
-        start()
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_package_is_reported(start, monkeypatch, fresh):
-    monkeypatch.delenv("PYTHONPATH")
-    with pytest.raises(UserError, match="No module named 'tensorrt_llm'"):
-        start()
 
 
 @pytest.mark.parametrize("crashed", [False, True])
@@ -255,3 +229,83 @@ def test_close_leaves_no_processes_and_files(crashed, model, start, fresh):
     assert not engine.folder.exists()
     assert not os.path.exists(f"/proc/{pid}")
     wait_for(lambda: not has_members(pid))
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged"])
+def test_faulty_update_leaves_the_engine_unchanged(fault, model, start):
+    pairs = list(model.stream())
+    if fault == "missing":
+        del pairs[-1]
+    else:
+        name, tensor = pairs[3]
+        pairs[3] = ChecksummedTensor(name, tensor.clone().fill_(1.0), pairs[3].checksum)
+    engine = start()
+    engine.update_weights(model.stream(), 0)
+    before, pid = draw(engine), engine.supervisor.pid
+    with pytest.raises(UpdateRefused):
+        engine.update_weights(pairs, 1)
+    assert engine.version == 0
+    assert same(draw(engine), before)
+    assert engine.supervisor.pid == pid
+
+
+def test_worker_detects_damage_in_shared_memory(model, start, capfd):
+    """The file changes after the trainer's check. The engine never generates with the damaged weights."""
+    engine = start(config={"max_restarts": 1})
+    engine.update_weights(model.stream(), 0)
+    stage = engine._write_update
+
+    def spoiled(tensors, version):
+        weights = stage(tensors, version)
+        with open(weights.path, "r+b") as file:
+            file.seek(weights.records[7].offset + 5)
+            file.write(b"\x55")
+        return weights
+
+    engine._write_update = spoiled
+    with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
+        engine.update_weights(model.stream(0.5), 1)
+    with pytest.raises(UserError, match="gave up"):
+        draw(engine)
+
+
+def test_fp8_weights_equal_the_quantized_model(model, start):
+    engine = start(config={"quantization": "fp8", "cuda_graphs": True})
+    engine.update_weights(model.stream(), 0)
+    rollouts = draw(engine)
+    exact = {n: p.detach().clone() for n, p in model.module.named_parameters()}
+    try:
+        for name, p in model.module.named_parameters():
+            if name.endswith("_proj.weight"):
+                p.data = dequantize(*quantize(p.data))
+        for rollout in rollouts:
+            torch.testing.assert_close(rollout.log_probs, model.log_probs(rollout), atol=2e-5, rtol=0)
+    finally:
+        model.module.load_state_dict(exact, strict=False)
+    assert any(not torch.allclose(r.log_probs, model.log_probs(r), atol=1e-3) for r in rollouts)
+
+
+def test_engines_of_a_node_share_one_file(model, start):
+    """Two ranks with one engine each write one file together, from which a killed engine is restarted."""
+    barrier, given = threading.Barrier(2), [None, None]
+
+    def exchange(i, own):
+        given[i] = own
+        barrier.wait(60)
+        everyone = list(given)
+        barrier.wait(60)
+        return everyone
+
+    engines = [start(), start()]
+    for i, engine in enumerate(engines):
+        engine.node = NodeRanks(i, 2, partial(exchange, i))
+    for version in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda e, v=version: e.update_weights(model.stream(1 + v), v), engines))
+        assert {engine.supervisor.weights.path for engine in engines} == {engines[0].folder / f"weights_{version}"}
+        assert not list(engines[1].folder.glob("weights_*"))
+    expected = draw(engines[0])
+    assert same(draw(engines[1]), expected)
+    engines[0].supervisor.sleep()
+    os.kill(engines[1].supervisor.pid, signal.SIGKILL)
+    assert same(draw(engines[1]), expected)

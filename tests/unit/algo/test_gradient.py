@@ -1,7 +1,5 @@
 """The policy gradient of the whole actor against central finite differences, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch
@@ -17,8 +15,7 @@ from megatron_brorl.parallel.packing import pack
 
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("family", "tied", "ops"),
-    [(f, f != "qwen3", "reference" if f == "qwen3" else "fused") for f in tiny.FAMILIES],
+    ("family", "tied", "ops"), [(f, f != "qwen3", "reference" if f == "qwen3" else "fused") for f in tiny.FAMILIES]
 )
 def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, tied, ops, share):
     tiny.make_model(tmp_path, family, tied)

@@ -29,8 +29,8 @@ def start(folder: Path, source: str, **names: str) -> dict[str, str]:
 def test_maxrl_as_a_function_of_a_user_equals_the_built_in_one():
     rewards = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * MASK
     own = AlgoConfig(advantage=f"{own_algorithms.__file__}:maxrl")
-    found, wanted = (group_advantages(rewards, MASK, ROWS, algo) for algo in (own, AlgoConfig(advantage="maxrl")))
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    result, expected = (group_advantages(rewards, MASK, ROWS, algo) for algo in (own, AlgoConfig(advantage="maxrl")))
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_an_advantage_receives_the_rows_and_lost_rollouts_have_none(tmp_path):
@@ -42,8 +42,7 @@ def by_level(rewards, mask, rows):
 """
     start(tmp_path, source, advantage="by_level")
     algo = AlgoConfig(advantage=f"{tmp_path / 'mine.py'}:by_level")
-    found = group_advantages(torch.ones(3, 4), MASK, ROWS, algo)
-    assert found.tolist() == [[0, 0, 0, 0], [1, 0, 1, 1], [2, 2, 2, 0]]
+    assert group_advantages(torch.ones(3, 4), MASK, ROWS, algo).tolist() == [[0, 0, 0, 0], [1, 0, 1, 1], [2, 2, 2, 0]]
 
 
 def test_a_run_takes_the_current_content_of_a_file(tmp_path):
@@ -62,19 +61,18 @@ ADVANTAGE = "def f(rewards, mask, rows):\n    "
 @pytest.mark.parametrize(
     ("key", "source", "message"),
     [
-        ("advantage", "", "does not define 'f'; add it, or name another"),
-        ("advantage", "1 / 0", "cannot be imported: ZeroDivisionError: division by zero (mine.py, line 1)"),
-        ("advantage", "def f(rewards): return rewards", "must take (rewards, mask, rows): got an unexpected"),
+        ("advantage", "", "'f'; add it, or name another"),
+        ("advantage", "1 / 0", "ZeroDivisionError: division by zero (mine.py, line 1)"),
+        ("advantage", "def f(rewards): return rewards", "(rewards, mask, rows)"),
         ("advantage", ADVANTAGE + "return rows[0]['level']", "KeyError: 'level' (mine.py, line 2)"),
-        ("advantage", ADVANTAGE + "return rewards.view(7)", "RuntimeError: shape '[7]' is invalid for input of"),
-        ("advantage", ADVANTAGE + "return rewards.tolist()", "returned a list, not a tensor [3, 4] with an"),
-        ("advantage", ADVANTAGE + "return rewards.mean(1)", "returned torch.float64 [3], not floats [3, 4] with"),
-        ("advantage", ADVANTAGE + "return mask", "returned torch.bool [3, 4], not floats [3, 4]"),
-        ("advantage", ADVANTAGE + "return 1 / rewards", "returned inf for rollout 0 of row 'row0'"),
-        ("policy_loss", "def f(log_probs): return log_probs", "must take (log_probs, old_log_probs, advantages, "),
-        ("policy_loss", LOSS + "return -log_probs.mean()", "returned torch.float32 [], not floats [6] with"),
-        ("policy_loss", LOSS + "return -advantages * log_probs.detach()", "returned a loss without gradient"),
-        ("policy_loss", LOSS + "return (log_probs + 1.5).log()", "returned nan for a token with log_probs -2, "),
+        ("advantage", ADVANTAGE + "return rewards.tolist()", "a list, not a tensor [3, 4]"),
+        ("advantage", ADVANTAGE + "return rewards.mean(1)", "torch.float64 [3], not floats [3, 4]"),
+        ("advantage", ADVANTAGE + "return mask", "torch.bool [3, 4], not floats [3, 4]"),
+        ("advantage", ADVANTAGE + "return 1 / rewards", "inf for rollout 0 of row 'row0'"),
+        ("policy_loss", "def f(log_probs): return log_probs", "(log_probs, old_log_probs, advantages, "),
+        ("policy_loss", LOSS + "return -log_probs.mean()", "torch.float32 [], not floats [6]"),
+        ("policy_loss", LOSS + "return -advantages * log_probs.detach()", "without gradient"),
+        ("policy_loss", LOSS + "return (log_probs + 1.5).log()", "nan for a token with log_probs -2, "),
         ("policy_loss", LOSS + "raise ValueError('two\\nlines')", "ValueError: two lines (mine.py, line 2)"),
     ],
 )

@@ -1,7 +1,5 @@
 """The estimate of pass@k against enumeration."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction
@@ -12,14 +10,14 @@ from megatron_brorl.algo.pass_at_k import pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))
-def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_sample(n: int) -> None:
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_sample(n):
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
         right = [i < c for i in range(n)]
         subsets = [any(chosen) for chosen in itertools.combinations(right, k)]
         assert pass_at_k(n, c, k) == float(Fraction(sum(subsets), len(subsets)))
 
 
-def test_pass_at_k_at_the_sizes_of_a_real_run() -> None:
+def test_pass_at_k_at_the_sizes_of_a_real_run():
     assert pass_at_k(512, 1, 1) == 1 / 512
     assert pass_at_k(512, 1, 256) == 0.5
     # As a product (the form in the paper's code), where floats are good enough to compare.
@@ -30,6 +28,6 @@ def test_pass_at_k_at_the_sizes_of_a_real_run() -> None:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5), (0, 0, 1)])
-def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_counts(n, c, k):
     with pytest.raises(ValueError, match=r"must be in \["):
         pass_at_k(n, c, k)

@@ -11,6 +11,7 @@ from megatron_brorl.algo.kl import kl_estimate
 from megatron_brorl.algo.policy_loss import (
     PolicyLossSettings,
     PolicyTokens,
+    mismatch_mask,
     policy_loss,
     token_cross_entropy,
     token_weights,
@@ -118,3 +119,14 @@ def test_supervised_loss_is_mean_negative_log_likelihood():
     picked = logits.log_softmax(-1)[torch.arange(7), targets]
     expected = torch.nn.functional.cross_entropy(logits, targets)
     torch.testing.assert_close(token_cross_entropy(picked, 7.0), expected)
+
+
+def test_mismatch_masks():
+    old = torch.tensor([-1.0, -1.0, -1.0, -50.0])
+    rollout = old - torch.tensor([0.0, math.log(5.1), math.log(0.49), math.log(4.9)])
+    assert mismatch_mask(old, rollout, "token", 0.5, 5.0).tolist() == [True, False, False, True]
+    # The geometric mean of the ratios is (5.1 x 0.49 x 4.9)^(1/4) = 1.87.
+    mean = (5.1 * 0.49 * 4.9) ** 0.25
+    assert mismatch_mask(old, rollout, "sequence", 0.5, mean + 1e-3).tolist() == [True] * 4
+    assert mismatch_mask(old, rollout, "sequence", 0.5, mean - 1e-3).tolist() == [False] * 4
+    assert mismatch_mask(old[:0], rollout[:0], "sequence", 0.5, 5.0).tolist() == []

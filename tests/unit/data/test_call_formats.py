@@ -34,12 +34,10 @@ PARAMETERS = (
     "{% for k, v in c.arguments | items %}<parameter={{ k }}>\n{{ v | tojson if v is mapping or (v is sequence and v is"
     " not string) else v | string }}\n</parameter>\n{% endfor %}"
 )
-CODER = template("\n<tool_call>\n<function={{ c.name }}>\n" + PARAMETERS + "</function>\n</tool_call>")
+XML = "<tool_call>\n<function={{ c.name }}>\n" + PARAMETERS + "</function>\n</tool_call>"
+CODER = template("\n" + XML)
 # As in Qwen3.5, whose prompts end with <think> and whose turns have an empty thought.
-THINKING = template(
-    "<tool_call>\n<function={{ c.name }}>\n" + PARAMETERS + "</function>\n</tool_call>",
-    thought="<think>\n\n</think>\n\n",
-)
+THINKING = template(XML, thought="<think>\n\n</think>\n\n")
 READABLE = {"hermes": TOOLS, "no calls": ROLES, "json": LLAMA, "xml": CODER, "xml after a thought": THINKING}
 OTHERS = {
     "mistral": template("[TOOL_CALLS] [{{ c | tojson }}]"),
@@ -57,7 +55,7 @@ def load(directory: Path, chat_template: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", READABLE)
-def test_calls_that_a_template_writes_are_read_back(tmp_path: Path, name: str) -> None:
+def test_calls_that_a_template_writes_are_read_back(tmp_path, name):
     """The text is that of transformers."""
     tokenizer, library = load(tmp_path, READABLE[name])
     call_format = tokenizer.call_format({})
@@ -68,23 +66,24 @@ def test_calls_that_a_template_writes_are_read_back(tmp_path: Path, name: str) -
         calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}] * 2
         turn = {"role": "assistant", "content": "", "tool_calls": calls}
         text = library.apply_chat_template([TURNS[0], turn], tokenize=False).removeprefix(before).partition("</s>")[0]
-        found = find_calls(text, call_format, in_thought=before.endswith("<think>"))
+        calls_read = find_calls(text, call_format, in_thought=before.endswith("<think>"))
         expected = [] if name == "no calls" else [("add", arguments)] * 2
-        assert [(call.name, call.arguments) for call in found] == expected
+        assert [(call.name, call.arguments) for call in calls_read] == expected
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_template_whose_calls_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_template_whose_calls_cannot_be_read_is_refused(tmp_path, name):
     """Training on its rows with calls, too. Other rows can be used."""
     tokenizer, _ = load(tmp_path, OTHERS[name])
-    with pytest.raises(UserError, match=r"^[^\n]*: the chat template writes a tool call as [^\n]*environments.md$"):
+    message = rf"{tmp_path}[^\n]*: the chat template writes a tool call as [^\n]*environments\.md$"
+    with pytest.raises(UserError, match=message):
         tokenizer.call_format({})
-    with pytest.raises(UserError, match="the chat template writes a tool call as"):
+    with pytest.raises(UserError, match=message):
         read(tmp_path, {"prompt": conversation("7")}, tokenizer, chat=True)
     assert read(tmp_path, {"prompt": [*TURNS, *TURN]}, tokenizer, chat=True)
 
 
-def test_prompts_with_tools_use_the_template_of_transformers(tmp_path: Path) -> None:
+def test_prompts_with_tools_use_the_template_of_transformers(tmp_path):
     """Exports and digests include the template with the name tool_use."""
     directory, export = tmp_path / "model", tmp_path / "export"
     _, library = load(directory, ROLES)

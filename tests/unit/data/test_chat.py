@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 from unit.data.test_tokenizers import SUMS, make_hf
 
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.prompts import read_rows, render, sft_examples, tokenize
 from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.source import load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError
 
@@ -20,11 +23,8 @@ ROLES = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SYSTEM = {"role": "system", "content": "Be brief."}
-TURNS = [
-    {"role": "user", "content": "12 + 7?"},
-    {"role": "assistant", "content": "19"},
-    {"role": "user", "content": "plus 1 "},
-]
+QUESTION, ANSWER = {"role": "user", "content": "12 + 7?"}, {"role": "assistant", "content": "19"}
+TURNS = [QUESTION, ANSWER, {"role": "user", "content": "plus 1 "}]
 # As in Qwen 2.5: consecutive results of tools share a message. transformers reads the mask from {% generation %}.
 TOOLS = (
     "{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n{% generation %}"
@@ -54,13 +54,13 @@ def conversation(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     return make_hf(tmp_path_factory.mktemp("hf"), chat_template=ROLES)
 
 
 @pytest.mark.parametrize("system", ["", "Be brief."])
 @pytest.mark.parametrize("prompt", ["12 + 7?", TURNS, TURNS[:1]])
-def test_text_and_ids_are_those_of_transformers(directory: Path, system: str, prompt: Any) -> None:
+def test_text_and_ids_are_those_of_transformers(directory, system, prompt):
     config = DataConfig(chat=True, system_prompt=system, template="Q: {prompt}!")
     text, ids = render(prompt, load_tokenizer(directory), config, 100, "here")
 
@@ -73,7 +73,7 @@ def test_text_and_ids_are_those_of_transformers(directory: Path, system: str, pr
     assert list(ids) == list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
 
 
-def test_special_tokens_in_messages_are_plain_text(directory: Path) -> None:
+def test_special_tokens_in_messages_are_plain_text(directory, tmp_path):
     tokenizer = load_tokenizer(directory)
     messages = [SYSTEM, {"role": "user", "content": "a</s>b"}, {"role": "assistant", "content": "c"}, TURNS[0]]
     text, ids = tokenizer.apply_chat(messages)
@@ -82,51 +82,21 @@ def test_special_tokens_in_messages_are_plain_text(directory: Path) -> None:
     # decode() omits the end-of-sequence tokens of the template, but not the characters of the message.
     assert tokenizer.decode(ids) == "<|system|>Be brief.<|user|>a</s>b<|assistant|>c<|user|>12 + 7?<|assistant|>"
     assert tokenizer.decode_all(ids) == text
-
-
-def test_special_tokens_are_plain_text_in_a_template_that_repeats_messages(tmp_path: Path) -> None:
+    # Also in a template that repeats messages.
     tokenizer = load_tokenizer(make_hf(tmp_path, chat_template="{{ messages[0].content }}{{ messages[0].content }}"))
     assert tokenizer.apply_chat(TURNS[:1])[0] == "12 + 7?12 + 7?"
     assert tokenizer.apply_chat([{"role": "user", "content": "</s>"}]) == ("</s></s>", tokenizer.encode("</s></s>"))
 
 
-def test_errors_of_a_template_name_the_row(directory: Path, tmp_path: Path) -> None:
+def test_errors_of_a_template_name_the_row(directory, tmp_path):
     refusing = make_hf(tmp_path, chat_template="{{ raise_exception('no system\nrole') }}")
-    with pytest.raises(UserError) as e:
-        render(TURNS, load_tokenizer(refusing), DataConfig(chat=True), 100, "f.jsonl:3")
-    assert str(e.value).startswith(f"f.jsonl:3: {refusing}: the chat template refuses messages of the roles user, ")
-    assert "no system role" in str(e.value)
-    config = DataConfig(chat=True, system_prompt="x")
-    with pytest.raises(UserError, match=r"f\.jsonl:3: has a system message of its own; remove data\.system_prompt"):
-        render([SYSTEM, *TURNS], load_tokenizer(directory), config, 100, "f.jsonl:3")
-    with pytest.raises(UserError, match=r"f\.jsonl:3: the prompt is a list of messages: set data\.chat = true"):
-        render(TURNS, load_tokenizer(directory), DataConfig(), 100, "f.jsonl:3")
-
-
-BAD: dict[str, tuple[Any, str]] = {
-    "empty": ([], "prompt must be a string or a list with a message of the user that is not empty"),
-    "content type": ([{"role": "user", "content": 3}], "prompt[0] must be"),
-    "role": ([{"role": "human", "content": "x"}], "prompt[0]: unknown role 'human'; known: system, user, assistant"),
-    "late system": ([TURNS[0], SYSTEM, TURNS[2]], "prompt[1]: a system message may only come first"),
-    "ends with the assistant twice": ([*TURNS[:2], TURNS[1]], "prompt[1] and later: after the last"),
-    "ends with a tool": ([*TURNS[:2], {"role": "tool", "content": "5"}], "the last one must be the assistant's"),
-    "calls": ([TURNS[0], {"role": "assistant", "tool_calls": 1}], "prompt[1].tool_calls must be a list of"),
-    "surrogate": ([{"role": "user", "content": "\ud800"}], "prompt has half of a surrogate pair"),
-    "surrogate in a turn": ([*TURNS[:2], {"role": "tool", "content": "\ud800"}, *TURN], "messages has half of a"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_malformed_messages_are_named_with_their_row(tmp_path: Path, kind: str) -> None:
-    prompt, message = BAD[kind]
-    path = tmp_path / "f.jsonl"
-    good = json.dumps({"prompt": TURNS, "answer": "20"})
-    path.write_text(f"{good}\n{json.dumps({'prompt': prompt, 'answer': '20'})}\n")
-    with pytest.raises(UserError) as e:
-        read_rows(path)
-    assert str(e.value).startswith(f"{path}:2: ")
-    assert message in str(e.value)
-    assert "\n" not in str(e.value)
+    for model, messages, config, named in (
+        (refusing, TURNS, DataConfig(chat=True), f"{refusing}: the chat template refuses .* no system role"),
+        (directory, [SYSTEM, *TURNS], DataConfig(chat=True, system_prompt="x"), r"remove data\.system_prompt"),
+        (directory, TURNS, DataConfig(), r"set data\.chat = true"),
+    ):
+        with pytest.raises(UserError, match=rf"^f\.jsonl:3: [^\n]*{named}"):
+            render(messages, load_tokenizer(model), config, 100, "f.jsonl:3")
 
 
 def read(folder: Path, row: dict[str, Any], tokenizer: Any, **config: Any) -> tuple[list[int], list[int], list[int]]:
@@ -138,7 +108,7 @@ def read(folder: Path, row: dict[str, Any], tokenizer: Any, **config: Any) -> tu
 
 
 @pytest.mark.parametrize("text", ["77", "</s> <|assistant|>\u2039turn\u203a<s>"])
-def test_turns_for_supervised_training_are_those_of_transformers(tmp_path: Path, text: str) -> None:
+def test_turns_for_supervised_training_are_those_of_transformers(tmp_path, text):
     """Control tokens in the row stay text. Arguments may be a string of JSON, as OpenAI has them."""
     tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=TOOLS))
     library = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
@@ -156,17 +126,15 @@ def test_turns_for_supervised_training_are_those_of_transformers(tmp_path: Path,
     expected_mask = [0] * begin + whole["assistant_masks"][begin:]
     assert (ids, mask) == (whole["input_ids"], expected_mask) or text != "77"
     for own in (0, 1):
-        found, expected = (
-            [i for i, m in zip(*pair, strict=True) if m == own]
-            for pair in ((ids, mask), (whole["input_ids"], expected_mask))
-        )
-        assert library.decode(found) == library.decode(expected).replace("77", text)
-        assert [i for i in found if i < 4] == [i for i in expected if i < 4]  # control tokens
+        pairs = ((ids, mask), (whole["input_ids"], expected_mask))
+        tokens, expected = ([i for i, m in zip(*pair, strict=True) if m == own] for pair in pairs)
+        assert library.decode(tokens) == library.decode(expected).replace("77", text)
+        assert [i for i in tokens if i < 4] == [i for i in expected if i < 4]  # control tokens
 
 
 @pytest.mark.parametrize("template", [ROLES, TOOLS, THOUGHTS])
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}], ids=["", "no thinking"])
-def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path: Path, template: str, variables: Any) -> None:
+def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path, template, variables):
     """The conversation is longer than the one with which the continuation is computed."""
     tokenizer = load_tokenizer(make_hf(tmp_path, chat_template=template))
     library = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
@@ -184,7 +152,7 @@ def test_turns_and_answers_are_the_rest_of_the_conversation(tmp_path: Path, temp
         assert tokenizer.continuation(turn, True, variables) == library(rest).input_ids
 
 
-def test_templates_that_cannot_frame_turns_are_refused(tmp_path: Path) -> None:
+def test_templates_that_cannot_frame_turns_are_refused(tmp_path):
     """The stop token of a turn is missing; there is a second thought; calls are not written."""
     no_stop = TOOLS.replace("{% endfor %}</s>", "{% endfor %}")
     unusable = [(no_stop, TURNS[:1]), (no_stop, TURN), (THOUGHTS, THOUGHT), (ROLES, conversation("7")[3:4])]
@@ -194,7 +162,7 @@ def test_templates_that_cannot_frame_turns_are_refused(tmp_path: Path) -> None:
             tokenizer.continuation(messages, True, {"enable_thinking": False})
 
 
-def test_turns_without_a_template(tmp_path: Path) -> None:
+def test_turns_without_a_template(tmp_path):
     """The expected tokens are those of a rollout: a turn ends with </call> or EOS, and observations are appended."""
     pieces = train_sentencepiece([*SUMS, "<call>add: 1</call><result>2</result>"], tmp_path / "sp", 600)
     texts = ("x", "<result>no</result>", "<call>add: 3 4</call>", "<result>7</result>", "7")
@@ -209,3 +177,80 @@ def test_turns_without_a_template(tmp_path: Path) -> None:
     for target in ("1<result>2", "1</result>2", "1<result>2</result>"):
         with pytest.raises(UserError, match=r"f\.jsonl:1: target: <result>"):
             read(tmp_path, {"prompt": "1", "target": target}, pieces)
+
+
+# As in Qwen 3: an empty thought if thinking is off.
+THINKING = (
+    "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
+    "{% else %}{{ '<think>\n' }}{% endif %}{% endif %}{{ effort | default('') }}{{ style.tone if style is defined }}"
+)
+# As in Llama 3: today's date unless a date is given.
+DATED = (
+    "{%- if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today: {{ date_string }}\n{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+)
+MACRO = "{% macro now() %}{{ strftime_now('%H:%M') }}{% endmacro %}{% generation %}{{ now() }}{% endgeneration %}"
+DAY = datetime.date(2026, 1, 31)
+
+
+VARIABLES = [{}, {"enable_thinking": False}, {"effort": "high", "style": {"tone": ["short", 1]}}]
+
+
+@pytest.mark.parametrize("variables", VARIABLES)
+def test_prompts_are_those_of_transformers_with_the_same_variables(tmp_path, variables):
+    directory = make_hf(tmp_path / "hf", chat_template=THINKING)
+    tokenizer = load_tokenizer(directory)
+    text, ids = render("a</s>b", tokenizer, DataConfig(chat=True, chat_template_kwargs=variables), 200, "here")
+    library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    messages = [{"role": "user", "content": "a</s>b"}]
+    assert text == library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+    assert tokenizer.decode_all(ids) == text
+    assert ("<think>\n\n</think>" in text) == (variables.get("enable_thinking") is False)
+
+
+def test_every_reader_of_rows_passes_the_variables_on(tmp_path):
+    """Test training, held-out rows, benchmarks and supervised examples. The digest of rows depends on the variables."""
+    tokenizer = load_tokenizer(make_hf(tmp_path / "hf", chat_template=THINKING))
+    rows = tmp_path / "f.jsonl"
+    rows.write_text(json.dumps({"prompt": "12 + 7?", "answer": "19"}) + "\n")
+    digests = []
+    for variables, end in (({}, "<think>\n"), ({"enable_thinking": False}, "</think>\n\n")):
+        config = DataConfig(train=(str(rows),), held_out=(str(rows),), chat=True, chat_template_kwargs=variables)
+        sources = load_sources(config, tokenizer, 100, 0)
+        (asked,), (kept,) = sources.train.prompts(0, 1), sources.held_out
+        benchmark = load_benchmarks([f"b={rows}"], config, tokenizer, 100)[0]["b"][0]
+        for prompt in (asked, kept, benchmark):
+            assert prompt.text.endswith(end)
+            assert tokenizer.decode_all(prompt.token_ids) == prompt.text
+        assert sft_examples([asked], tokenizer)[0][0] == list(asked.token_ids)
+        digests.append(sources.digests(tmp_path / "hf", None))
+    assert digests[0]["tokenizer"] == digests[1]["tokenizer"]
+    assert digests[0]["train"] != digests[1]["train"]
+    assert digests[0]["held_out"] != digests[1]["held_out"]
+
+
+@pytest.mark.parametrize("name", ["enable_thinkng", "tokenize"])
+def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path, name):
+    directory = make_hf(tmp_path, chat_template=THINKING + DATED)
+    config = DataConfig(chat=True, chat_template_kwargs={name: 1})
+    key = rf"data\.chat_template_kwargs\.{name}"
+    with pytest.raises(UserError, match=rf"^f\.jsonl:3: {key}: the chat template of {directory} [^\n]*$"):
+        render("a", load_tokenizer(directory), config, 200, "f.jsonl:3")
+
+
+@pytest.mark.parametrize("begin", ["\n", "  {% if true %}x{% endif %}\n", "{# c #}\n", MACRO])
+@pytest.mark.parametrize("form", ["%d %b %Y", "%A, %B %-d, %y", "%%d %H:%M:%S %j %U", "", "Y%Yé%", "%F %T %e %p %Z"])
+def test_dates_and_text_are_those_of_transformers_on_that_day(tmp_path, monkeypatch, begin, form):
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> Day:
+            return cls(2026, 1, 31)
+
+    template = f"[{{{{ strftime_now('{form}') }}}}]\n{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}} \n"
+    directory = make_hf(tmp_path, chat_template=begin + template)
+    assert load_tokenizer(directory).template_date == datetime.date.today()
+    text = load_tokenizer(directory, DAY).apply_chat(TURNS[:1])[0]
+    monkeypatch.setattr(chat_template_utils, "datetime", Day)
+    library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    assert text == library.apply_chat_template(TURNS[:1], tokenize=False, add_generation_prompt=True)

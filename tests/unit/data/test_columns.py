@@ -1,7 +1,5 @@
 """Test files with other column names than this project's, with and without conversations."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -12,11 +10,9 @@ from megatron_brorl.data.prompts import RowFormat, read_rows
 from megatron_brorl.errors import UserError
 
 GSM8K = {"question": "Ann has 3 nuts and gets 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
-VERL = {
-    "prompt": [{"role": "user", "content": "2+2?"}],
-    "data_source": "own",
-    "reward_model": {"style": "rule", "ground_truth": "4"},
-}
+TURN = {"role": "user", "content": "2+2?"}
+REPLY = {"role": "assistant", "content": "It is 4."}
+VERL = {"prompt": [TURN], "data_source": "own", "reward_model": {"style": "rule", "ground_truth": "4"}}
 VERL_ANSWER = "reward_model.ground_truth"
 
 
@@ -26,11 +22,6 @@ def read(tmp_path, *rows, **columns):
     return read_rows(path, RowFormat(columns=ColumnsConfig(**columns)))
 
 
-def test_answer_regex_keeps_the_worked_answer_as_the_target(tmp_path):
-    (row,) = read(tmp_path, GSM8K, prompt="question", answer_regex="#### (.+)")
-    assert (row.prompt, row.answer, row.target) == (GSM8K["question"], "7", GSM8K["answer"])
-
-
 @pytest.mark.parametrize(
     ("raw", "columns", "answer", "target"),
     [
@@ -38,12 +29,9 @@ def test_answer_regex_keeps_the_worked_answer_as_the_target(tmp_path):
         ({"q": "x", "a": "1", "cot": "so 1"}, {"prompt": "q", "answer": "a", "target": "cot"}, "1", "so 1"),
         ({"prompt": "x", "a": {"b": {"c": "9"}}}, {"answer": "a.b.c"}, "9", None),
         ({"prompt": "x", "a.b": "3", "a": {"b": "4"}}, {"answer": "a.b"}, "3", None),  # the exact name comes first
-        (
-            {"q": "x", "a": "1 then 2 then 3!"},
-            {"prompt": "q", "answer": "a", "answer_regex": r"\d"},
-            "3",
-            "1 then 2 then 3!",
-        ),
+        # The whole answer is the target. The last match counts.
+        ({"prompt": "x", "answer": "1 then 3!"}, {"answer_regex": r"\d"}, "3", "1 then 3!"),
+        ({"prompt": "x", "answer": "so\n#### 7"}, {"answer_regex": "#### (.+)"}, "7", "so\n#### 7"),
     ],
 )
 def test_named_columns_are_read(tmp_path, raw, columns, answer, target):
@@ -52,34 +40,25 @@ def test_named_columns_are_read(tmp_path, raw, columns, answer, target):
 
 
 def test_the_last_message_of_the_assistant_is_the_target(tmp_path):
-    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
-    (row,) = read(tmp_path, {"messages": turns, "id": 7}, prompt="messages")
-    assert (row.prompt, row.target, row.answer, row.id) == (turns[:1], "It is 4.", "It is 4.", "7")
-    (row,) = read(tmp_path, {"prompt": turns, "answer": "4"})
+    (row,) = read(tmp_path, {"messages": [TURN, REPLY], "id": 7}, prompt="messages")
+    assert (row.prompt, row.target, row.answer, row.id) == ([TURN], "It is 4.", "It is 4.", "7")
+    (row,) = read(tmp_path, {"prompt": [TURN, REPLY], "answer": "4"})
     assert (row.target, row.answer) == ("It is 4.", "4")
 
 
 @pytest.mark.parametrize(
-    ("raw", "columns", "message"),
+    ("raw", "columns", "named"),
     [
-        (GSM8K, {"prompt": "problem"}, "data.columns.prompt = 'problem': there is no such column, only question"),
+        (GSM8K, {"prompt": "problem"}, "data.columns.prompt = 'problem'"),
         (GSM8K, {"prompt": "question", "answer_regex": "@(.+)"}, "f.jsonl:1: the answer has no match of data.columns"),
-        (
-            GSM8K,
-            {"prompt": "question", "answer_regex": "("},
-            "data.columns.answer_regex = '(': not a regular expression",
-        ),
-        (
-            {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "target": "z"},
-            {},
-            "has a target, and a message of the assistant at the end",
-        ),
+        (GSM8K, {"prompt": "question", "answer_regex": "("}, "data.columns.answer_regex = '('"),
+        ({"prompt": [TURN, REPLY], "target": "z"}, {}, "f.jsonl:1: "),
     ],
 )
-def test_mistakes_name_the_row(tmp_path, raw, columns, message):
-    with pytest.raises(UserError) as caught:
+def test_mistakes_name_the_row_or_the_key(tmp_path, raw, columns, named):
+    with pytest.raises(UserError) as error:
         read(tmp_path, raw, **columns)
-    assert message in str(caught.value)
+    assert named in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -88,31 +67,17 @@ def test_mistakes_name_the_row(tmp_path, raw, columns, message):
         (GSM8K, {"prompt": "question", "answer": "answer", "answer_regex": "#### (.+)"}, [], False, True),
         (VERL, {"prompt": "prompt", "answer": VERL_ANSWER}, ["data_source", "reward_model"], True, True),
         ({"problem": "x", "solution": "1"}, {"prompt": "problem", "answer": "solution"}, [], False, True),
-        (
-            {"messages": VERL["prompt"], "final_answer": 3, "level": "easy", "split": None},
-            {"prompt": "messages", "answer": "final_answer"},
-            ["level"],
-            True,
-            True,
-        ),
-        ({"prompt": "x", "answer": "1", "metadata": {}}, {}, [], False, True),
         ({"problem": "x", "expected_answer": 3}, {"prompt": "problem", "answer": "expected_answer"}, [], False, True),
+        ({"prompt": "x", "answer": "1", "metadata": {}}, {}, [], False, True),
         ({"prompt": "x", "answer": 42}, {}, [], False, True),
         ({"prompt": "x"}, {}, [], False, False),
-        ({"prompt": "x", "label": {"func_name": "f"}}, {"prompt": "prompt"}, ["label"], False, False),
+        ({"prompt": "x", "label": {"func_name": "f"}, "split": None}, {"prompt": "prompt"}, ["label"], False, False),
         ({"prompt": "x", "target": "y"}, {}, [], False, True),
         ({"prompt": "x", "verifier": "none"}, {}, [], False, True),
         ({"prompt": "x", "answer": ["a", "b"]}, {"prompt": "prompt"}, ["answer"], False, False),
         ({"prompt": {}, "query": "y", "answer": True}, {"prompt": "query"}, ["prompt", "answer"], False, False),
-        ({"query": "x", "k": 1, "metadata": {"a": 1}}, {"prompt": "query"}, ["k"], False, False),
-        ({"messages": VERL["prompt"]}, {"prompt": "messages"}, [], True, False),
-        (
-            {"messages": [*VERL["prompt"], {"role": "assistant", "content": "4"}]},
-            {"prompt": "messages"},
-            [],
-            True,
-            True,
-        ),
+        ({"messages": [TURN]}, {"prompt": "messages"}, [], True, False),
+        ({"messages": [TURN, REPLY]}, {"prompt": "messages"}, [], True, True),
     ],
 )
 def test_columns_are_guessed_from_the_first_row(tmp_path, row, columns, others, is_chat, is_scored):
@@ -141,7 +106,7 @@ def test_sets_and_lists_are_answers_and_arguments_of_a_check_are_not(tmp_path, k
     row_format = RowFormat("math", columns=ColumnsConfig(answer=key))
     if guess.is_scored:
         assert read_rows(path, row_format)[0].answer == text
-        return
-    assert "answer" not in guess.columns
-    with pytest.raises(UserError, match=r"f.jsonl:1: answer is an object with the arguments of a check"):
-        read_rows(path, row_format)
+    else:
+        assert "answer" not in guess.columns
+        with pytest.raises(UserError, match=r"f\.jsonl:1: answer is an object with the arguments of a check"):
+            read_rows(path, row_format)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from megatron_brorl.cli.main import main
 from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.generate import GeneratedPrompts, generated_rows
+from megatron_brorl.data.prompts import read_rows
 from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
@@ -27,7 +27,7 @@ MIX = DataConfig(tasks=(SUMS, BITS), template="{prompt}=")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
     return train_sentencepiece(["".join(map(chr, range(32, 127))) + "\n"] * 9, path, 128)
 
@@ -36,28 +36,29 @@ def stream(config: DataConfig, tokenizer: Tokenizer, seed: int = 5, limit: int =
     return GeneratedPrompts(config, seed, tokenizer, limit, **kw)
 
 
-def test_prompts_have_correct_answers(tokenizer: Tokenizer) -> None:
+def test_prompts_and_rows_have_correct_answers(tokenizer):
     prompts = stream(MIX, tokenizer).prompts(0, 60)
     for i, prompt in enumerate(prompts):
-        question, answer = prompt.text.removesuffix("="), prompt.answer
-        if prompt.id.startswith("chain_sum"):
-            left, sign, right = re.fullmatch(r"(\d+) ([+-]) (\d+)", question).groups()  # type: ignore[union-attr]
-            assert answer == str(int(left) + int(right) if sign == "+" else int(left) - int(right))
-        else:
-            assert answer == str(int(question).bit_count())
-        name = prompt.id.split(":")[0]
-        assert prompt.id == f"{name}:5:{i}"
+        assert prompt.id == f"{prompt.metadata['source_dataset']}:5:{i}"
         assert prompt.token_ids == tuple(tokenizer.encode(prompt.text))
         assert prompt.verifier == "reasoning_gym"
-        assert json.loads(json.dumps(prompt.metadata)) == prompt.metadata
-        assert prompt.metadata["source_dataset"] == name
         assert prompt.metadata["entry"]["metadata"]["source_index"] == i
-        assert answer is not None
-        row = VerifierRow(id=prompt.id, prompt=prompt.text, answer=answer, metadata=prompt.metadata)
+    rows = list(generated_rows(MIX.tasks, 5, 80))
+    assert len({row["prompt"] for row in rows}) == 80
+    # Error messages count lines from 1, and ids have the same numbers.
+    assert [row["id"].rpartition(":")[2] for row in rows] == [str(line) for line in range(1, 81)]
+
+    given = [(p.text.removesuffix("="), p.answer, p.metadata) for p in prompts]
+    for text, answer, metadata in [*given, *((row["prompt"], row["answer"], row["metadata"]) for row in rows)]:
+        assert json.loads(json.dumps(metadata)) == metadata
+        is_sum = metadata["source_dataset"] == "chain_sum"
+        assert answer == str(eval(text) if is_sum else int(text).bit_count())
+        row = VerifierRow(id="", prompt=text, answer=answer, metadata=metadata)
         assert gym.verify(answer, row) == Score(1.0)
+        assert gym.verify("banana", row).reward < 0.99
 
 
-def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
+def test_a_prompt_is_a_pure_function_of_its_index(tokenizer):
     random.seed(0)
     state, precision = random.getstate(), decimal.getcontext().prec
     forward = stream(MIX, tokenizer).prompts(0, 30)
@@ -68,7 +69,7 @@ def test_a_prompt_is_a_pure_function_of_its_index(tokenizer: Tokenizer) -> None:
     assert other.prompts(10**9, 1) == stream(MIX, tokenizer).prompts(10**9, 1)
 
 
-def test_one_task_does_not_change_the_items_of_another(tokenizer: Tokenizer) -> None:
+def test_one_task_does_not_change_the_items_of_another(tokenizer):
     power = TaskConfig("decimal_chain_sum", config={"min_digits": 14, "max_digits": 14})  # more than 12 digits
     rounding = TaskConfig("decimal_arithmetic")  # sets the precision of the process to 12
     mixed = stream(DataConfig(tasks=(power, rounding)), tokenizer)
@@ -83,7 +84,7 @@ def test_one_task_does_not_change_the_items_of_another(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.slow
-def test_prompts_do_not_depend_on_the_hash_seed(tokenizer: Tokenizer) -> None:
+def test_prompts_do_not_depend_on_the_hash_seed(tokenizer):
     code = f"""
 import sys
 from pathlib import Path
@@ -93,18 +94,17 @@ from megatron_brorl.data.tokenizers import load_tokenizer
 stream = GeneratedPrompts({MIX!r}, 5, load_tokenizer(Path({str(tokenizer.directory)!r})), 1000)
 print([prompt.text for prompt in stream.prompts(0, 20)])
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "77"}, capture_output=True, text=True, check=True
-    )
+    command, environment = [sys.executable, "-c", code], {"PYTHONHASHSEED": "77"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str([prompt.text for prompt in stream(MIX, tokenizer).prompts(0, 20)])
 
 
-def test_tasks_are_drawn_by_weight(tokenizer: Tokenizer) -> None:
+def test_tasks_are_drawn_by_weight(tokenizer):
     names = Counter(prompt.id.split(":")[0] for prompt in stream(MIX, tokenizer).prompts(0, 2000))
     assert abs(names["chain_sum"] - 1500) < 4 * (2000 * 0.75 * 0.25) ** 0.5  # four standard deviations
 
 
-def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> None:
+def test_held_out_prompts_are_different_and_excluded(tokenizer):
     small = TaskConfig("chain_sum", 1.0, r"problem: (.*) =", {"min_terms": 2, "max_terms": 2, "max_digits": 1})
     config = DataConfig(tasks=(small,))
     held_out = stream(config, tokenizer, 2).held_out(100)  # there are 9 * 9 * 2 or 10 * 10 * 2
@@ -123,51 +123,30 @@ def test_held_out_prompts_are_different_and_excluded(tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("task", "named"),
     [
-        (TaskConfig("puzzle24"), r"data\.tasks\[1\]: reasoning-gym task 'puzzle24' is refused"),
-        (TaskConfig("chain_summ"), r"data\.tasks\[1\]: .*did you mean chain_sum"),
-        (TaskConfig("gcd", prompt_regex="("), r"data\.tasks\[1\]\.prompt_regex = '\(': not a regular expression"),
+        (TaskConfig("puzzle24"), r"data\.tasks\[1\]: .*'puzzle24'"),
+        (TaskConfig("gcd", prompt_regex="("), r"data\.tasks\[1\]\.prompt_regex = '\('"),
         (TaskConfig("gcd", prompt_regex="x"), r"data\.tasks\[1\]\.prompt_regex = 'x': needs a group"),
-        (TaskConfig("gcd", config={"numbers": 2}), r"data\.tasks\[1\]: task 'gcd' does not accept its config"),
+        (TaskConfig("gcd", config={"numbers": 2}), r"data\.tasks\[1\]: .*'numbers'"),
     ],
 )
-def test_bad_tasks_are_errors(tokenizer: Tokenizer, task: TaskConfig, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_bad_tasks_are_named(tokenizer, task, named):
+    with pytest.raises(UserError, match=named):
         stream(DataConfig(tasks=(SUMS, task)), tokenizer)
 
 
-def test_generated_rows_are_scored_by_reasoning_gym() -> None:
-    rows = list(generated_rows(MIX.tasks, 5, 80))
-    assert len({row["prompt"] for row in rows}) == 80
-    assert Counter(row["id"].split(":")[0] for row in rows)["chain_sum"] == pytest.approx(60, abs=12)  # weights 3 and 1
-    # Error messages count lines from 1, and ids have the same numbers.
-    assert [row["id"].rpartition(":")[2] for row in rows] == [str(line) for line in range(1, 81)]
-    for row in rows:
-        metadata = row["metadata"]
-        if metadata["source_dataset"] == "chain_sum":
-            assert eval(row["prompt"]) == int(row["answer"])
-        else:
-            assert bin(int(row["prompt"])).count("1") == int(row["answer"])
-        asked = VerifierRow(id=row["id"], prompt=row["prompt"], answer=row["answer"], metadata=metadata)
-        assert gym.verify(row["answer"], asked).reward == 1.0
-        assert gym.verify("banana", asked).reward < 0.99
-
-
-def test_brorl_data_generate_writes_a_data_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_brorl.data.prompts import read_rows
-
+def test_brorl_data_generate_writes_a_data_file(tmp_path, capsys):
     config, out = tmp_path / "tasks.toml", tmp_path / "gym.jsonl"
     config.write_text('[[data.tasks]]\nname = "gcd"\n')
-    for arguments, status, said in [
-        (["--count", "7", "--out", str(out)], 0, f"{out}: 7 rows of gcd"),
-        (["--count", "0", "--out", str(out)], 2, "--count 0: must be at least 1"),
-        (["--count", "1", "--out", str(out.with_suffix(".csv"))], 2, "must end in .jsonl"),
-        (["--count", "1", "--out", str(config)], 2, "must end in .jsonl"),
+    for count, file, status, line in [
+        ("7", out, 0, f"{out}: 7 rows of gcd"),
+        ("0", out, 2, "--count 0: "),
+        ("1", config, 2, "must end in .jsonl"),
     ]:
-        with pytest.raises(SystemExit) as e:
-            main(["data", "generate", str(config), *arguments])
-        assert e.value.code == status
+        with pytest.raises(SystemExit) as end:
+            main(["data", "generate", str(config), "--count", count, "--out", str(file)])
+        assert end.value.code == status
         captured = capsys.readouterr()
-        assert said in captured.out + captured.err
+        assert line in captured.out + captured.err
     assert [row.id for row in read_rows(out)] == [f"gcd:0:{line}" for line in range(1, 8)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,16 @@ from megatron_brorl.data.prompts import Row, RowFormat, read_rows
 from megatron_brorl.data.readers import parse_row, raw_rows, without_nulls
 from megatron_brorl.errors import UserError
 
+USER = {"role": "user", "content": "1+1"}
 STDIN = {"tests": [{"input": "1 2", "output": "3"}]}
 CALL = {"function": "add", "tests": [{"args": [1, 2], "expected": 3}, {"args": [2, 2], "expected": 4}]}
-KWARGS = {
-    "function": "power",
-    "tests": [{"args": [2], "kwargs": {"base": 3}, "expected": 8}, {"args": [2], "kwargs": {"top": 4}, "expected": 16}],
-}
+POWERS = [{"args": [2], "kwargs": {"base": 3}, "expected": 8}, {"args": [2], "kwargs": {"top": 4}, "expected": 16}]
+KWARGS = {"function": "power", "tests": POWERS}
 NONE = {"function": "first", "tests": [{"args": [[]], "expected": None}, {"args": [[7]], "expected": 7}]}
 ASSERTS = {"function": "add", "asserts": ["assert add(1, 2) == 3"]}
-ONE_ASSERT = {"function": "add", "asserts": ["assert add(1, 2) == 3"], "setup": "import math"}
-GYM = {
-    "source_dataset": "chain_sum",
-    "entry": {
-        "question": "1+1",
-        "answer": "2",
-        "metadata": {"source_dataset": "chain_sum", "difficulty": {"terms": 2}},
-    },
-}
-IFEVAL = {
-    "instruction_id_list": ["punctuation:no_comma"],
-    "kwargs": [{}],
-    "mode": "loose",
-}  # Parquet cannot store only empty objects
+SUM = {"source_dataset": "chain_sum", "difficulty": {"terms": 2}}
+GYM = {"source_dataset": "chain_sum", "entry": {"question": "1+1", "answer": "2", "metadata": SUM}}
+IFEVAL = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "mode": "loose"}
 WORDS = {
     "instruction_id_list": ["length_constraints:number_words", "detectable_format:number_bullet_lists"],
     "kwargs": [{"relation": "at least", "num_words": 3}, {"num_bullets": 2}],
@@ -70,17 +59,12 @@ FILES: dict[str, list[dict[str, Any]]] = {
         {"prompt": "a", "answer": "1"},
         {"prompt": "b", "answer": "2", "target": "so 2", "id": "x"},
         {"prompt": "c", "answer": "3", "metadata": {"k": 1}},
-        {"prompt": "d", "verifier": "code", "metadata": STDIN},
         {"prompt": "e", "target": "5"},
     ],
     "messages": [
-        {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"},
-        {
-            "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "2"}],
-            "metadata": {"k": 1},
-            "target": "t",
-        },
-        {"prompt": [{"role": "user", "content": "3"}, {"role": "assistant", "content": "three"}]},
+        {"prompt": [USER], "answer": "2"},
+        {"prompt": [{"role": "system", "content": "s"}, USER], "metadata": {"k": 1}, "target": "t"},
+        {"prompt": [USER, {"role": "assistant", "content": "three"}]},
     ],
 }
 
@@ -98,13 +82,13 @@ def parquet(path: Path, given: list[dict[str, Any]]) -> Path:
     return path
 
 
-def content(found: list[Row]) -> list[tuple[Any, ...]]:
+def content(parsed: list[Row]) -> list[tuple[Any, ...]]:
     """Return the content of rows without the name of their file."""
-    return [(r.prompt, r.answer, r.target, r.verifier, r.id.split(":")[-1], r.metadata) for r in found]
+    return [(r.prompt, r.answer, r.target, r.verifier, r.id.split(":")[-1], r.metadata) for r in parsed]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_json_parquet_and_written_nulls_give_equal_rows(tmp_path: Path, name: str) -> None:
+def test_json_parquet_and_written_nulls_give_equal_rows(tmp_path, name):
     given = FILES[name]
     expected = content(read_rows(jsonl(tmp_path / "f.jsonl", given)))
     file = parquet(tmp_path / "f.parquet", given)
@@ -118,7 +102,7 @@ def test_json_parquet_and_written_nulls_give_equal_rows(tmp_path: Path, name: st
     assert content(read_rows(parquet(tmp_path / "s.parquet", strings))) == expected
 
 
-def test_types_of_arrow(tmp_path: Path) -> None:
+def test_types_of_arrow(tmp_path):
     """Maps, times and decimals become JSON values, and null in a column counts as a missing key."""
     lists = pyarrow.large_list(pyarrow.struct([("a", pyarrow.int8()), ("b", pyarrow.int8())]))
     types = {
@@ -143,33 +127,27 @@ def test_types_of_arrow(tmp_path: Path) -> None:
     assert [row.metadata for row in read_rows(tmp_path / "f.parquet")] == [first, {}, {}]
 
 
-def lacking(verifier: str, metadata: Any) -> dict[str, Any]:
-    return {"prompt": "a", "verifier": verifier, "metadata": metadata}
-
-
 @pytest.mark.parametrize(
     ("row", "key"),
     [
         ({"prompt": None, "answer": "1"}, "prompt"),
-        (lacking("code", {"tests": None}), "metadata.tests"),
-        (lacking("code", {"tests": [{"input": "1", "output": None}]}), "metadata.tests[0]"),
-        (lacking("reasoning_gym", {**GYM, "entry": None}), "metadata.entry"),
+        (*rows("code", {"tests": None}), "metadata.tests"),
+        (*rows("code", {"tests": [{"input": "1", "output": None}]}), "metadata.tests[0]"),
+        (*rows("reasoning_gym", {**GYM, "entry": None}), "metadata.entry"),
         ({"prompt": [{"role": None, "content": "x"}], "answer": "1"}, "prompt[0]"),
     ],
 )
 @pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_null_in_place_of_a_needed_value_is_refused(tmp_path: Path, row: Any, key: str, kind: str) -> None:
+def test_null_in_place_of_a_needed_value_is_refused(tmp_path, row, key, kind):
     # A complete second row determines the types of the columns.
-    prompt = [{"role": "user", "content": "x"}] if isinstance(row["prompt"], list) else "x"
+    prompt = [USER] if isinstance(row["prompt"], list) else "x"
     given = [row, {"prompt": prompt, "answer": "1", "verifier": "exact"}]
     file = jsonl(tmp_path / "f.jsonl", given) if kind == "json" else parquet(tmp_path / "f.parquet", given)
-    with pytest.raises(UserError) as e:
+    with pytest.raises(UserError, match=rf"^{file}:1: .*{re.escape(key)}"):
         read_rows(file)
-    assert str(e.value).startswith(f"{file}:1: ")
-    assert key in str(e.value)
 
 
-def test_named_columns_may_hold_null(tmp_path: Path) -> None:
+def test_named_columns_may_hold_null(tmp_path):
     """Null counts as a missing value, but a column that does not exist is an error."""
     right = {"ground_truth": "1"}
     given = [
@@ -177,9 +155,8 @@ def test_named_columns_may_hold_null(tmp_path: Path) -> None:
         {"q": "b", "reward_model": right, "why": "so 1", "extra": None, "kind": None, "n": None},
         {"q": "c", "reward_model": None, "why": None, "extra": ASSERTS, "kind": "code", "n": 3},
     ]
-    names = ColumnsConfig(
-        prompt="q", answer="reward_model.ground_truth", target="why", metadata="extra", verifier="kind", id="n"
-    )
+    columns = {"prompt": "q", "answer": "reward_model.ground_truth", "target": "why", "metadata": "extra"}
+    names = ColumnsConfig(**columns, verifier="kind", id="n")
     expected = [
         ("a", "1", None, "exact", "1", STDIN),
         ("b", "1", "so 1", "exact", "2", {}),
@@ -187,26 +164,23 @@ def test_named_columns_may_hold_null(tmp_path: Path) -> None:
     ]
     for file in (jsonl(tmp_path / "f.jsonl", given), parquet(tmp_path / "f.parquet", given)):
         assert content(read_rows(file, RowFormat(columns=names))) == expected
-        with pytest.raises(UserError, match=r"data\.columns\.target = 'cot': there is no such column"):
-            read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", target="cot")))
-        with pytest.raises(UserError, match=r"data\.columns\.answer = 'reward_model\.truth'"):
-            read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", answer="reward_model.truth")))
-        with pytest.raises(UserError, match=rf'{file}:3: verifier "exact" needs a reference'):
-            read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", answer="reward_model.ground_truth")))
+        for key, name, message in (
+            ("target", "cot", r"data\.columns\.target = 'cot'"),
+            ("answer", "reward_model.truth", r"data\.columns\.answer = 'reward_model\.truth'"),
+            ("answer", "reward_model.ground_truth", rf'{file}:3: verifier "exact" needs a reference'),
+        ):
+            with pytest.raises(UserError, match=message):
+                read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", **{key: name})))
 
 
-def test_nulls_in_messages_are_removed(tmp_path: Path) -> None:
-    given = [
-        {"prompt": [{"role": "user", "content": "a", "name": None, "tool_calls": None}], "answer": "1"},
-        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}], "answer": "1"},
-    ]
+def test_nulls_in_messages_are_removed(tmp_path):
+    given = [{"prompt": [{**USER, "name": None, "tool_calls": None}], "answer": "1"}]
     for file in (jsonl(tmp_path / "f.jsonl", given), parquet(tmp_path / "f.parquet", given)):
-        first, second = (row.prompt for row in read_rows(file))
-        assert conversation(first, DataConfig(chat=True), "") == [{"role": "user", "content": "a"}]
-        assert conversation(second, DataConfig(chat=True), "") == given[1]["prompt"]
+        (row,) = read_rows(file)
+        assert conversation(row.prompt, DataConfig(chat=True), "") == [USER]
 
 
-def test_arguments_of_functions_keep_their_nulls() -> None:
+def test_arguments_of_functions_keep_their_nulls():
     """Removing null from the arguments of a function would change the test, for example a tree without children."""
     tree = {"value": 1, "left": None, "right": {"value": 2, "left": None}}
     row = {"function": "f", "tests": [{"args": [tree], "kwargs": {"root": None}, "expected": {"a": None}, "fn": None}]}
@@ -223,7 +197,7 @@ def test_arguments_of_functions_keep_their_nulls() -> None:
 ROWS: list[dict[str, Any]] = [{"a": f"x{i}é\u2028", "b": {"c": [i, 1]}} for i in range(700)]
 
 
-def test_rows_of_json_parquet_and_csv(tmp_path: Path) -> None:
+def test_rows_of_json_parquet_and_csv(tmp_path):
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
     (tmp_path / "f.jsonl").write_text("\ufeff" + lines)
     (tmp_path / "lines.json").write_text(lines)
@@ -239,20 +213,19 @@ def test_rows_of_json_parquet_and_csv(tmp_path: Path) -> None:
     ]
 
 
-def test_unreadable_files_are_errors_of_one_line(tmp_path: Path) -> None:
+def test_unreadable_files_are_errors_of_one_line(tmp_path):
     for name, content, message in (
-        ("f.jsonl", b'{"a": 1}\n{"a": \n', "f.jsonl:2: not valid JSON: "),
-        ("f.jsonl", b'"\xff\xfe"', "f.jsonl:1: byte 0xff is not UTF-8; save the file as UTF-8"),
-        ("f.json", b'[{"a": 1}, {"a": ', "f.json: not a valid .json file: "),
+        ("f.jsonl", b'{"a": 1}\n{"a": \n', "f.jsonl:2: not valid JSON"),
+        ("f.json", b'[{"a": 1}, {"a": ', "f.json: not a valid .json file"),
         ("f.parquet", b"x", "f.parquet: not a valid .parquet file"),
         ("f.csv", b"a,b\n1,2\n1,2,3\n", "f.csv: not a valid .csv file: row 2 has more values than columns"),
         ("f.csv", b"\xff", "f.csv: not a valid .csv file"),
         ("f.txt", b"x", "f.txt: unknown kind of data file; use .jsonl, .json, .parquet, .csv"),
+        ("none.jsonl", None, "none.jsonl: no such data file"),
     ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError) as e:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as error:
             [parse_row(raw, f"{tmp_path / name}:{number}") for number, raw in raw_rows(tmp_path / name)]
-        assert str(e.value).startswith(f"{tmp_path}/{message}")
-        assert "\n" not in str(e.value)
-    with pytest.raises(UserError, match="no such data file"):
-        list(raw_rows(tmp_path / "none.jsonl"))
+        assert str(error.value).startswith(f"{tmp_path}/{message}")
+        assert "\n" not in str(error.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import shutil
@@ -11,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import conversions
+import make_tiny_model
 import pytest
 import sentencepiece
 import tiny
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
+from unit.data.test_tokenizers import make_pieces
 
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import DataConfig
@@ -24,10 +25,6 @@ from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
-
-import make_tiny_model
-
 REPOSITORY = Path(__file__).parents[3]
 CORPUS = [f"{a} + {b} = {a + b}" for a in range(40) for b in range(40)]
 CORPUS += ["aaaa aaa aa a aaaaaa baaab  aa  aaa    x", "ababab abab ababa babab bab", "naïve café hello == ==="] * 40
@@ -35,16 +32,9 @@ LLAMA = {"add_dummy_prefix": True, "byte_fallback": True, "split_digits": True}
 
 
 def train(directory: Path, **options: Any) -> Path:
-    """Train a sentencepiece model and write it without any configuration file."""
-    directory.mkdir(parents=True)
-    out = io.BytesIO()
-    settings = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    settings |= {"vocab_size": 400, "hard_vocab_limit": False, "allow_whitespace_only_pieces": True, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=out, **(settings | {"add_dummy_prefix": False} | options)
-    )
-    (directory / "tokenizer.model").write_bytes(out.getvalue())
-    return directory
+    """Train a sentencepiece model that changes no text unless the options say so."""
+    settings = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
+    return make_pieces(directory, CORPUS, **{**settings, "allow_whitespace_only_pieces": True, **options})
 
 
 def model_around(tokenizer: Path, family: str, target: Path) -> Path:
@@ -57,24 +47,19 @@ def model_around(tokenizer: Path, family: str, target: Path) -> Path:
 
 
 def export(source: Path, target: Path) -> Path:
-    found = load_file(source / "model.safetensors")
-    hugging_face.save(((name, found[name]) for name in hf_shapes(read_shape(source))), source, target, "float32")
+    tensors = load_file(source / "model.safetensors")
+    hugging_face.save(((name, tensors[name]) for name in hf_shapes(read_shape(source))), source, target, "float32")
     return target
 
 
 def texts(pieces: list[str]) -> list[str]:
     """Return texts with digits, white space, emoji, control characters and random pieces."""
     draw = random.Random(20)
-    found = ["", " ", "  ", "12, 18=", " 12", "12 ", "  1  +  2  ", "007", "\n", "a\n\n b\t", "e\u0301é", "aaaaaaa"]
-    found += ["🙂 🙂🏽‍🚀", "</s>", "<s>1</s><pad><unk>", "<0x41>", "\u2581\u2581", "\x00\x7f\x85", "\u2028\ufffd"]
-    kinds: list[list[str]] = [
-        list("0123456789,= +"),
-        list("ab  \n\t"),
-        [chr(c) for c in range(128)],
-        [chr(c) for c in (*range(0x80, 0xD800), *range(0xE000, 0x110000))],
-        pieces,
-    ]
-    return found + ["".join(draw.choices(kind, k=draw.randint(1, 24))) for kind in kinds for _ in range(150)]
+    chosen = ["", " ", "  two", "12 ", "007", "a\n\n b\t", "e\u0301é", "🙂 🙂🏽‍🚀", "</s>", "<s>1</s><pad><unk>"]
+    chosen += ["<0x41>", "\u2581\u2581", "\x00\x7f\x85", "\u2028\ufffd"]
+    unicode = [chr(c) for c in (*range(0x80, 0xD800), *range(0xE000, 0x110000))]
+    kinds = [list("0123456789,= +"), list("ab  \n\t"), [chr(c) for c in range(128)], unicode, pieces]
+    return chosen + ["".join(draw.choices(kind, k=draw.randint(1, 24))) for kind in kinds for _ in range(150)]
 
 
 def assert_same(model: Path, leads: bool = False) -> None:
@@ -83,9 +68,9 @@ def assert_same(model: Path, leads: bool = False) -> None:
     theirs = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
     count = library.vocab_size()
     assert len(theirs) == count
-    ids = [library.eos_id(), library.bos_id(), library.pad_id(), library.unk_id()]
-    found = [theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id, theirs.unk_token_id]
-    assert found == [i if i >= 0 else None for i in ids]
+    for kind in ("eos", "bos", "pad", "unk"):
+        special = getattr(library, f"{kind}_id")()
+        assert getattr(theirs, f"{kind}_token_id") == (special if special >= 0 else None)
     lead = [library.bos_id()] * leads
     pieces = [library.id_to_piece(i).replace("\u2581", " ") for i in range(count) if not library.is_control(i)]
     for text in texts(pieces):
@@ -98,7 +83,7 @@ def assert_same(model: Path, leads: bool = False) -> None:
 
 
 @pytest.fixture(scope="module")
-def init(tmp_path_factory) -> Path:
+def init(tmp_path_factory):
     """Create a smaller model of `make quickstart` with its tool."""
     directory = tmp_path_factory.mktemp("init") / "model"
     with pytest.MonkeyPatch.context() as patch:
@@ -167,13 +152,12 @@ def test_an_inexact_conversion_is_not_written(tmp_path, capfd, options, files, r
         (model / name).write_text(json.dumps(content))
     capfd.readouterr()
     exported = export(model, tmp_path / "out")
-    told = capfd.readouterr().err
-    assert told.startswith(f"warning: {model / 'tokenizer.model'}: no tokenizer.json written: ")
-    assert reason in told
-    assert told.count("\n") == 1
+    warning = capfd.readouterr().err
+    assert warning.startswith(f"warning: {model / 'tokenizer.model'}: no tokenizer.json written: ")
+    assert reason in warning
+    assert warning.count("\n") == 1
     assert not (exported / "tokenizer.json").exists()
-    assert (exported / "tokenizer.model").read_bytes() == (model / "tokenizer.model").read_bytes()
-    for name in files:
+    for name in ("tokenizer.model", *files):
         assert (exported / name).read_bytes() == (model / name).read_bytes()
 
 

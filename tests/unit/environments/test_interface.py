@@ -39,48 +39,48 @@ def make(body: str) -> type:
     return scope["Game"]
 
 
-def test_the_tools_are_the_public_methods() -> None:
+def test_the_tools_are_the_public_methods():
     assert describe(Tools).tools == (get_json_schema(Tools.calculate), get_json_schema(Tools.search))
     assert describe(make("def step(self, text): ...")).tools == ()
 
 
 ACT = "def act(self): 'Act.'"
-BAD = [
-    ("reward = None", "environment Game: has no method reward"),
-    ("def _act(self): ...", "neither tools .* nor a method step"),
-    ("def act(self, a): 'Act.'", "tool act: .*missing a type hint"),
-    ("def act(self, a: slice): 'Act.'", "tool act: .*slice"),
-    ("def act(self, a: int): 'Act.'", "tool act: .*no description for the argument 'a'"),
-    ("def act(): 'Act.'", "tool act: arguments .* define it with self"),
-    ("def act(self, a: str): 'Act.\\n\\nArgs:\\n    a: A (choices: [1,\\n      2])'", "must be on one line"),
-    ("def __init__(self, size): ...", "cannot be created without arguments: .*size"),
-    (f"{ACT}; yield 1", "act is async or a generator"),
-    (f"async {ACT}; yield 1", "act is async or a generator"),
-    ("step = staticmethod(asyncio.sleep)", "step is async or a generator"),
-    ("def step(self): ...", "step is called with 1 arguments after self"),
-    (f"{ACT}\n    def final(self, text, row): ...", "final is called with 1 arguments .*'row'"),
-    (f"{ACT}\n    def reward(self, row): ...", "reward is called with 0 arguments .*'row'"),
-]
-BAD += [
-    (f"{ACT}\n    async def {name}(self, *_): 'Act.'", f"{name} is async or a generator")
-    for name in ("reset", "reward", "step", "final", "act")
-]
-BAD += [
-    (f"def act(self, {argument}): 'Act.\\n\\nArgs:\\n    a: A.'", "tool act: arguments are passed by name")
-    for argument in ("a: int, /", "*a: int", "**a: int")
-]
+BAD = {
+    "reward = None": "environment Game: has no method reward; define it",
+    "def _act(self): ...": "neither tools .* nor a method step; define one",
+    "def act(self, a): 'Act.'": "tool act: .*type hint.*'?a",
+    "def act(self, a: slice): 'Act.'": "tool act: .*slice",
+    "def act(self, a: int): 'Act.'": "tool act: .*argument 'a'",
+    "def act(): 'Act.'": "tool act: .*define it with self",
+    "def act(self, a: str): 'Act.\\n\\nArgs:\\n    a: A (choices: [1,\\n      2])'": "tool act: .*choices",
+    "def __init__(self, size): ...": "environment Game: .*size.*; read data in reset",
+    f"{ACT}; yield 1": "act is async or a generator",
+    f"async {ACT}; yield 1": "act is async or a generator",
+    "step = staticmethod(asyncio.sleep)": "step is async or a generator",
+    "def step(self): ...": "step is called with 1 arguments after self",
+    f"{ACT}\n    def final(self, text, row): ...": "final is called with 1 arguments .*'row'",
+    f"{ACT}\n    def reward(self, row): ...": "reward is called with 0 arguments .*'row'",
+    **{
+        f"{ACT}\n    async def {name}(self, *_): 'Act.'": f"{name} is async or a generator"
+        for name in ("reset", "reward", "step", "final", "act")
+    },
+    **{
+        f"def act(self, {argument}): 'Act.\\n\\nArgs:\\n    a: A.'": "tool act: .*define it with self, and without /"
+        for argument in ("a: int, /", "*a: int", "**a: int")
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("factory", "message"),
+    ("factory", "named"),
     [
         ("missing.py:Game", "environment missing.py:Game: no such file"),
-        (f"{Calculator.__module__}:_value", "is not a class"),
-        *((make(body), message) for body, message in BAD),
+        (f"{Calculator.__module__}:_value", f"{Calculator.__module__}:_value: is not a class"),
+        *((make(body), named) for body, named in BAD.items()),
     ],
 )
-def test_a_class_that_cannot_be_used_is_a_user_error(factory: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_a_class_that_cannot_be_used_is_a_user_error(factory, named):
+    with pytest.raises(UserError, match=named):
         describe(factory)
 
 
@@ -89,9 +89,7 @@ class Choices:
 
     def reward(self) -> None: ...
 
-    def convert(
-        self, unit: str, digits: int = 7, tags: list[str] | None = None, way: Literal["up", "down"] = "up"
-    ) -> str:
+    def convert(self, unit: str, digits: int = 7, tags: list[str] | None = None, way: Literal["up"] = "up") -> str:
         """Convert.
 
         Args:
@@ -111,14 +109,14 @@ class Choices:
     ("arguments", "result"),
     [
         ({"unit": "ft", "digits": "2", "tags": ["y", "x"]}, "ft 2 ['y', 'x'] up"),
-        ({"unit": "m", "tags": None, "way": "down"}, "m 7 None down"),
+        ({"unit": "m", "tags": None, "way": "up"}, "m 7 None up"),
         ({"unit": "M"}, 'error: convert: argument unit must be one of ["m", "ft"]'),
         ({"unit": "m", "digits": 3}, "error: convert: argument digits must be one of [1, 2]"),
         ({"unit": "m", "tags": ["x", "z"]}, 'error: convert: argument tags must be one of ["x", "y"]'),
-        ({"unit": "m", "way": "left"}, "error: convert: argument way: Input should be 'up' or 'down'"),
+        ({"unit": "m", "way": "left"}, "error: convert: argument way: Input should be 'up'"),
     ],
 )
-def test_choices_of_the_docstring_and_literals_are_enforced(arguments: dict[str, Any], result: str) -> None:
+def test_choices_of_the_docstring_and_literals_are_enforced(arguments, result):
     assert describe(Choices).tools == (get_json_schema(Choices.convert),)
     episodes = Episodes(Choices)
     episodes.reset(0, {})
@@ -144,13 +142,13 @@ def written(format: str, value: str) -> str:
 
 def read_back(format: str, text: str, **options: bool) -> list[Any]:
     """Return the argument of each call, or the error of a malformed one."""
-    calls = find_calls(text, "hermes" if format == "xml" else format, **options)  # type: ignore[arg-type]
+    calls = find_calls(text, "hermes" if format == "xml" else format, **options)
     return [c.error or (json.loads(c.arguments) if isinstance(c.arguments, str) else c.arguments)["a"] for c in calls]
 
 
 @pytest.mark.parametrize("value", TAGS)
 @pytest.mark.parametrize("format", ["hermes", "xml", "json", "tags"])
-def test_tags_in_an_argument_are_part_of_it(format: str, value: str) -> None:
+def test_tags_in_an_argument_are_part_of_it(format, value):
     calls = [written(format, text) for text in (value, "b", value)]
     assert read_back(format, "\n".join(calls)) == [value, "b", value]
     thought = f"look? {calls[0]}\n</think>\n\n"
@@ -169,12 +167,10 @@ HERMES, XML = written("hermes", "a"), written("xml", "b")
         ("hermes", "A <tool_call> tag opens a call, and </tool_call> ends it. It is written <tool_call>", []),
         ("hermes", "Between <tool_call>\nand\n</tool_call> I wrote <function=f> once. </think>", []),
         ("hermes", 'So <tool_call>{"name": "look", "arguments": {"a": "</tool_call', [NO_END]),
-        ("hermes", "<tool_call>\n<function=look>\n<parameter=a>\n1", [NO_END]),
         ("hermes", f"<tool_call>[{HERMES[12:]}", ["the call cannot be parsed as JSON"]),
         ("hermes", f"First.\n{HERMES[:-12]}{XML}", [NO_END, "b"]),
         ("hermes", XML.replace("</parameter>", ""), ["</parameter> must end each parameter"]),
         ("json", '{"name": "Ada", "born": 1815}', []),
-        ("json", '[{"name": "look", "parameters": {"a": "b"}}]', []),
         ("json", 'The call is {"name": "look", "parameters": {"a": "b"}}', []),
         ("json", '{"x": 1', []),
         ("json", '{"name": "look", "parameters": {"a": "b', ["the call cannot be parsed as JSON"]),
@@ -184,14 +180,12 @@ HERMES, XML = written("hermes", "a"), written("xml", "b")
         ("tags", "A call is <call>name: text", [NO_END]),
     ],
 )
-def test_a_tag_in_prose_is_text_and_an_unfinished_call_is_malformed(
-    format: str, text: str, expected: list[Any]
-) -> None:
-    found = [x[: len(y)] if isinstance(x, str) else x for x, y in zip_longest(read_back(format, text), expected)]
-    assert found == expected
+def test_tags_in_prose_are_text_and_unfinished_calls_are_malformed(format, text, expected):
+    calls = [x[: len(y)] if isinstance(x, str) else x for x, y in zip_longest(read_back(format, text), expected)]
+    assert calls == expected
 
 
-def test_texts_become_the_types_of_the_parameters() -> None:
+def test_texts_become_the_types_of_the_parameters():
     class Typed:
         def act(self, a: str, b: int, c: list[int], d: bool, e: str | int, f: Literal[1, 2], g: Any = None) -> None: ...
 
@@ -204,7 +198,7 @@ def test_texts_become_the_types_of_the_parameters() -> None:
         assert keyword_arguments(Call("double", text), Typed.double) == {"a": value}
 
 
-def test_tag_calls() -> None:
+def test_tag_calls():
     text = '2<call> reward </call>a <call>search: {"words": [":"]}</call><call>calculate: 2 : 3\n</call><call>a'
     *calls, unfinished = find_calls(text, "tags")
     assert calls == [Call("reward", ""), Call("search", '{"words": [":"]}'), Call("calculate", "2 : 3")]
@@ -212,8 +206,8 @@ def test_tag_calls() -> None:
     assert arguments == [{}, {"words": [":"]}, {"expression": "2 : 3"}]
     assert unfinished == Call("", {}, NO_END)
     # Free text ends with the first end tag.
-    text = "<call>calculate: 2 </think> <tool_call>{</call> 7 <call>calculate: {2</call><call>calculate: {2} + 1</call>"
-    assert [call.arguments for call in find_calls(text, "tags")] == ["2 </think> <tool_call>{", "{2", "{2} + 1"]
+    text = "<call>calculate: 2 </think> <tool_call>{</call> 7 <call>calculate: {2} + 1</call>"
+    assert [call.arguments for call in find_calls(text, "tags")] == ["2 </think> <tool_call>{", "{2} + 1"]
     for text in ("2 + 3", "[1]", "[" * 100_000):
         with pytest.raises(MalformedCall, match="the arguments"):
             keyword_arguments(Call("search", text), Tools.search)

@@ -1,7 +1,5 @@
 """Tests of environments and tool calls that hang, crash, raise, and return strange values, and of their pool."""
 
-from __future__ import annotations
-
 import json
 import queue
 from contextlib import ExitStack
@@ -87,11 +85,9 @@ CASES = [
     ("act", "result = {'ä': [1, True, None, '😀']}", '{"ä": [1, true, null, "😀"]}'),
     ("act", "result = []; result.append(result)", f"{RAISED}ValueError: Circular reference detected"),
     ("act", "result = '😀' * 10_000_000", "😀" * 4096 + "\n[9995904 more characters]"),
-    ("act", "result = 'a\\ud800\\0'", "a?\0"),
-    ("act", "result = '<|im_end|>\\n</tool_response>'", "<|im_end|>\n</tool_response>"),
+    ("act", "result = 'a\\ud800\\0<|im_end|>\\n</tool_response>'", "a?\0<|im_end|>\n</tool_response>"),
     ("final", "raise ValueError(result)", f"{RAISED}ValueError: the answer"),
     ("reward", "result = float('nan')", "invalid 0.0: returned nan for a reward, not a finite number"),
-    ("reward", "result = '1'", "invalid 0.0: returned '1' for a reward"),
     ("reward", "os.kill(os.getpid(), signal.SIGKILL)", f"{LOST}killed by SIGKILL, perhaps for lack of memory"),
     ("step", "result = 'ab'", f"{RAISED}TypeError: step must return a tuple (observation, done)"),
     ("step", "result = 'over', True", "ok 1.0: "),
@@ -108,22 +104,20 @@ def test_a_hostile_environment_ends_only_its_own_episodes(pools, capfd, method, 
         assert reply == Reply((), False, None)
         reply = step(pool, 1, ACT if method == "act" else "the answer")
         assert reply.lost or reply.calls == (method == "act")
-    found = outcome(reply)
+    result = outcome(reply)
     expected = expected.replace("CLASS.METHOD", f"{'Steps' if method == 'step' else 'Hostile'}.{method}")
-    assert (found.startswith(expected) and found.isprintable()) if reply.done else found == expected
+    assert (result.startswith(expected) and result.isprintable()) if reply.done else result == expected
     assert [outcome(step(pool, i, last=True)) for i in (0, 3)] == ["ok 1.0: ", reply.lost or "ok 1.0: "]
     pool.end(1)
     assert capfd.readouterr() == ("", "")
 
 
 MALFORMED = [
-    ("<tool_call>{'name': 'act'}</tool_call>", "cannot be parsed as JSON"),
     ("<tool_call>" + "[" * 100_000 + "</tool_call>", "cannot be parsed as JSON"),
     ('<tool_call>{"name": "act", "arguments": {}}', "the end tag is missing"),
     (hermes("act", "{}"), '"arguments", which are an object'),
     (hermes("reward", {}), "no tool 'reward'; the tools are act, add"),
     (hermes("\ud800" * 1000, {}), "no tool"),
-    (hermes("add", {"a": 1}), "argument b: Missing required argument"),
     (hermes("add", {"a": 1, "b": [2]}), "argument b: Input should be a valid integer"),
     (hermes("act", {"number": 1, "<|x|>": 2}), "argument <|x|>: Unexpected keyword argument"),
     (hermes("act", {"self": 1}), "argument self: Got multiple values"),

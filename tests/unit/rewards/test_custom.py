@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.preflight import CheckedVerifiers, check_verifiers
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt, ScoreResult
@@ -38,7 +35,7 @@ def alone(response): return 1.0
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     """Return the working directory, which file names are relative to."""
     (tmp_path / "my_rewards.py").write_text(GOOD)
     (tmp_path / "neighbour.py").write_text("ONE = 1\n")
@@ -55,34 +52,34 @@ def ask(name: str, *answers: str) -> list[ScoreRequest]:
     return [ScoreRequest(prompt, answer) for answer in answers]
 
 
-def test_a_function_in_a_file(place: Path) -> None:
+def test_a_function_in_a_file(place):
     with RewardPool(1, 20.0) as pool:
         assert pool.score(ask("my_rewards.py:score", "4", "5")) == [ScoreResult(1.0, "ok"), ScoreResult(0.0, "ok")]
-        (verdict,) = pool.score(ask("my_rewards.py:full", "4"))
-    assert (verdict.reward, verdict.reason, verdict.parts) == (0.5, "row7 text 2", {"a": 1.0})
+        (score,) = pool.score(ask("my_rewards.py:full", "4"))
+    assert (score.reward, score.reason, score.parts) == (0.5, "row7 text 2", {"a": 1.0})
 
 
-def test_equal_answers_are_scored_once_if_the_function_is_pure(place: Path) -> None:
-    found = checked("my_rewards.py:count", "my_rewards.py:full", "exact")
+def test_equal_answers_are_scored_once_if_the_function_is_pure(place):
+    verifiers = checked("my_rewards.py:count", "my_rewards.py:full", "exact")
     sha256 = hashlib.sha256(GOOD.encode()).hexdigest()
     hashes = {"my_rewards.py:count": sha256, "my_rewards.py:full": sha256}
-    assert found == CheckedVerifiers(hashes, frozenset(["my_rewards.py:count"]))
-    with RewardPool(1, 20.0, impure=found.impure) as pool:
-        verdicts = pool.score(ask("my_rewards.py:count", *"aaaa"))
-    assert [v.reward for v in verdicts] == [0.25, 0.5, 0.75, 1.0]
+    assert verifiers == CheckedVerifiers(hashes, frozenset(["my_rewards.py:count"]))
+    with RewardPool(1, 20.0, impure=verifiers.impure) as pool:
+        scores = pool.score(ask("my_rewards.py:count", *"aaaa"))
+    assert [score.reward for score in scores] == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_a_module_is_imported_in_workers_only(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_imported_in_workers_only(place, monkeypatch):
     source = "def score(response, row): return len(response) / 10\n"
     (place / "letters.py").write_text(source)
     monkeypatch.syspath_prepend(str(place))
     assert checked("letters:score").sha256 == {"letters:score": hashlib.sha256(source.encode()).hexdigest()}
     assert "letters" not in sys.modules
     with RewardPool(1, 20.0) as pool:
-        assert [v.reward for v in pool.score(ask("letters:score", "abcd"))] == [0.4]
+        assert pool.score(ask("letters:score", "abcd")) == [ScoreResult(0.4, "ok")]
 
 
-def test_a_function_can_combine_verifiers(place: Path) -> None:
+def test_a_function_can_combine_verifiers(place):
     (place / "both.py").write_text(
         "from megatron_brorl.rewards.registry import verify\n"
         "def score(response, row):\n"
@@ -93,22 +90,20 @@ def test_a_function_can_combine_verifiers(place: Path) -> None:
     prompt = Prompt("row7", "text", (1,), "4", "both.py:score", {"source_dataset": "chain_sum", "entry": entry})
     responses = ["<think>a</think><answer>4</answer>", "<answer>4</answer>", "<think>a</think><answer>5</answer>", "4"]
     with RewardPool(1, 20.0) as pool:
-        verdicts = pool.score([ScoreRequest(prompt, response) for response in responses])
-    assert [(v.reward, v.parts["form"]) for v in verdicts] == [(1.0, 1.0), (0.75, 0.0), (0.25, 1.0), (0.0, 0.0)]
+        scores = pool.score([ScoreRequest(prompt, response) for response in responses])
+    assert [(score.reward, score.parts["form"]) for score in scores] == [
+        (1.0, 1.0),
+        (0.75, 0.0),
+        (0.25, 1.0),
+        (0.0, 0.0),
+    ]
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [
-        # From TRL's documentation and published training scripts.
-        "completions, answer, **kwargs",
-        "prompts, completions, completion_ids, trainer_state, **kwargs",
-        "*, prompts, completions, **kwargs",
-        "prompts, completions",
-        "completions",
-    ],
+    "parameters",  # from TRL's documentation and published training scripts
+    ["completions, answer, **kwargs", "*, prompts, completions, **kwargs", "prompts, completions", "completions"],
 )
-def test_reward_functions_of_trl_are_refused_in_one_line(place: Path, parameters: str) -> None:
+def test_reward_functions_of_trl_are_refused_in_one_line(place, parameters):
     """Several of them accept a response and a row, and would score the characters of the response."""
     (place / "trl.py").write_text(f"def accuracy({parameters}): return [1.0 for c in completions]\n")
     with pytest.raises(UserError, match=r"^verifier trl\.py:accuracy: takes \(.* as a reward function of TRL does"):
@@ -116,35 +111,26 @@ def test_reward_functions_of_trl_are_refused_in_one_line(place: Path, parameters
 
 
 @pytest.mark.parametrize("parameters", ["completion, row", "solution_str, ground_truth, extra_info=None", "a, b, *c"])
-def test_parameters_may_have_any_name(place: Path, parameters: str) -> None:
+def test_parameters_may_have_any_name(place, parameters):
     (place / "other.py").write_text(f"def score({parameters}): return 1\n")
     assert list(checked("other.py:score").sha256) == ["other.py:score"]
 
 
 @pytest.mark.parametrize(
-    ("source", "function", "message"),
+    ("source", "function", "named"),
     [
-        ("def score(:\n", "score", r"cannot be imported: SyntaxError: .*\(mine\.py, line 1\)$"),
-        ("\n1 / 0\n", "score", r"cannot be imported: ZeroDivisionError: division by zero \(mine\.py, line 2\)$"),
-        ("import sys\nsys.exit(3)\n", "score", r"cannot be imported: SystemExit: 3 \(mine\.py, line 2\)$"),
-        ("import os\nos._exit(3)\n", "score", r"exit code 3; fix its file$"),
-        (GOOD, "scores", r"my_rewards\.py does not define 'scores'"),
-        (GOOD, "number", r"my_rewards\.py does not define 'number'"),
-        (GOOD, "alone", r"must take \(response, row\): too many positional arguments$"),
-        (None, "score", r"no such file in .*; paths start at the working directory$"),
+        ("def score(:\n", "score", r"SyntaxError: .*\(mine\.py, line 1\)"),
+        ("\n1 / 0\n", "score", r"ZeroDivisionError: division by zero \(mine\.py, line 2\)"),
+        ("import sys\nsys.exit(3)\n", "score", r"SystemExit: 3 \(mine\.py, line 2\)"),
+        ("import os\nos._exit(3)\n", "score", r"exit code 3; fix its file"),
+        (GOOD, "scores", r"'scores'.*"),
+        (GOOD, "number", r"'number'.*"),
+        (GOOD, "alone", r"\(response, row\): too many positional arguments"),
+        (None, "score", r"no such file in .*; paths start at the working directory"),
     ],
 )
-def test_user_errors_are_one_line(place: Path, source: str | None, function: str, message: str) -> None:
-    name = "my_rewards.py" if source == GOOD else "mine.py"
+def test_mistakes_name_file_and_function(place, source, function, named):
     if source is not None:
-        (place / name).write_text(source)
-    with pytest.raises(UserError) as error:
-        checked(f"{name}:{function}")
-    assert re.search(rf"^verifier {re.escape(name)}:{function}: (.*){message}", str(error.value)), error.value
-    assert "\n" not in str(error.value)
-
-
-def test_standard_library_functions_are_no_verifiers() -> None:
-    for name in ("builtins:exec", "os:system", "subprocess:run"):
-        with pytest.raises(UserError, match=rf"^f:1: no verifier is called '{name}'; known: "):
-            registry.entry(name, "f:1")
+        (place / "mine.py").write_text(source)
+    with pytest.raises(UserError, match=rf"^verifier mine\.py:{function}: [^\n]*{named}$"):
+        checked(f"mine.py:{function}")

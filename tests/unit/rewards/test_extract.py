@@ -9,30 +9,25 @@ from megatron_brorl.rewards.extract import FINDERS, extract, final_answer, given
     ("how", "text", "answer"),
     [
         ("full", "  42 \n", "42"),
-        ("full", "", ""),
         ("answer_tag", "so <answer> 42 </answer> it is", "42"),
         ("answer_tag", "<answer>1</answer> no, <answer>2</answer>", "2"),
         ("answer_tag", "<answer>1</answer> no, <answer>2", "1"),
-        ("answer_tag", "<answer>a<answer>b</answer>", "b"),
         ("answer_tag", "<answer>line\nline</answer>", "line\nline"),
         ("answer_tag", "<answer></answer>", ""),
         ("answer_tag", "42", None),
         ("answer_tag", "</answer>42<answer>", None),
-        ("answer_tag", "<answer>42", None),
         ("boxed", r"thus \boxed{42}.", "42"),
         ("boxed", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        ("boxed", r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         ("boxed", r"\boxed{ {a}{b} }", "{a}{b}"),
         ("boxed", r"\boxed{1} or \boxed{2}", None),
         ("boxed", r"\boxed{\boxed{1}}", None),
         ("boxed", r"\boxed{42", None),
-        ("boxed", r"\boxed{42\}", None),
         ("boxed", "\\boxed{42\\", None),
         ("boxed", "42", None),
     ],
 )
-def test_extract(how: str, text: str, answer: str | None) -> None:
-    assert extract(text, FINDERS[how], 100).answer == answer  # type: ignore[index]
+def test_extract(how, text, answer):
+    assert extract(text, FINDERS[how], 100).answer == answer
 
 
 @pytest.mark.parametrize(
@@ -45,12 +40,14 @@ def test_extract(how: str, text: str, answer: str | None) -> None:
         ("<answer>77</answer>", "answer_tag", 1, None),
     ],
 )
-def test_long_answers_are_refused(text: str, how: str, most: int, answer: str | None) -> None:
-    found = extract(text, FINDERS[how], most)  # type: ignore[index]
-    assert found == (answer, "" if answer else f"the answer has more than {most} characters")
+def test_long_answers_are_refused(text, how, most, answer):
+    assert extract(text, FINDERS[how], most) == (
+        answer,
+        "" if answer else f"the answer has more than {most} characters",
+    )
 
 
-def test_long_responses_are_not_searched() -> None:
+def test_long_responses_are_not_searched():
     text = r"\boxed{" + "{" * 100_000_000
 
     def never(text: str) -> str | None:
@@ -61,38 +58,27 @@ def test_long_responses_are_not_searched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "said"),
+    ("response", "answers"),
     [
         (r"\boxed{\boxed{5}}", [r"\boxed{5}"]),
         (r"\boxed{\frac{1}{2}} \fbox{2}", [r"\frac{1}{2}", "2"]),
         (r"\boxed{1 and \boxed{2}", ["2"]),  # the first is never closed
-        (r"\boxed{5", []),
-        (r"\boxed{\{1, 2\}}", [r"\{1, 2\}"]),
         ("<answer> 5 </answer>", ["5"]),
         (r"<answer>It is \boxed{5}.</answer>", ["5"]),
-        ("x\n#### 1,234", ["1,234"]),
-        ("x #### -3", ["-3"]),
-        ("x\n#### **42** apples", ["42 apples"]),
-        ("#### 42 (apples)", ["42"]),
-        ("#### 42, because 6 * 7 = 42", ["42"]),
-        ("#### 42 or 43", ["42 or 43"]),
-        ("#### 42, not", ["42, not"]),
         ("#### (C)", ["(C)"]),
-        ("#### **2. Next**", []),
         ("#### 1. Set up\n#### Step two", []),
         ("The answer is 42. I am sure.", ["42"]),
         ("**Answer:** 42", ["42"]),
         ("**Final Answer**: The final answer is $42$. I hope it is correct.", ["$42$"]),
-        ("The answer to the question is 3.5 m.", ["3.5 m"]),
         ("The answer is\n\\[\n42\n\\]", ["42"]),
         ("The answer is 41, no, the answer is 42.", ["41, no, the", "42"]),
         ("The unanswered question is 42", []),
         ("<think>The answer is 41.</think>The answer is 42.", ["42"]),
-        ("", []),
     ],
 )
-def test_places(response: str, said: list[str]) -> None:
-    assert places(response) == said
+def test_places(response, answers):
+    """test_math.py has more texts after "####"."""
+    assert places(response) == answers
 
 
 @pytest.mark.parametrize(
@@ -105,11 +91,11 @@ def test_places(response: str, said: list[str]) -> None:
         ("twelve", None),
     ],
 )
-def test_final_answer_is_unique_or_bare(response: str, answer: str | None) -> None:
+def test_final_answer_is_unique_or_bare(response, answer):
     assert final_answer(response, same_text, str.isdigit) == answer
 
 
-def test_forms_without_a_possible_answer_are_skipped() -> None:
+def test_forms_without_a_possible_answer_are_skipped():
     response = r"<answer>x</answer> \boxed{y} #### 42 The answer is z. The answer is 7."
     assert places(response, str.isdigit) == ["7"]
     assert places(response, lambda text: text == "y") == ["y"]
@@ -117,7 +103,7 @@ def test_forms_without_a_possible_answer_are_skipped() -> None:
     assert places(r"<answer>\boxed{x} Answer: 7</answer>", str.isdigit) == ["7"]
 
 
-def test_many_spellings_are_not_compared() -> None:
+def test_many_spellings_are_not_compared():
     spellings = [rf"\boxed{{5{' ' * i}.}}" for i in range(50)]
     assert given_answer(" ".join(spellings[:5]), same_text)[1] == ""
     assert given_answer(" ".join(spellings), same_text)[1]

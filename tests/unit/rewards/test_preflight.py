@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +31,7 @@ def leaves(response, row): raise SystemExit
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
 
@@ -40,34 +40,30 @@ def rows(verifier: str, answers: Sequence[str | None]) -> list[Prompt]:
     return [Prompt(f"rows.jsonl:{i}", "?", (1,), answer, verifier) for i, answer in enumerate(answers, start=1)]
 
 
-def looked_at(
-    prompts: list[Prompt],
-    config: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
-    timeout_s: float = 30.0,
-) -> tuple[str, list[str]]:
+def references(prompts: list[Prompt], timeout_s: float = 30.0, **reward: Any) -> tuple[str, list[str]]:
     with RewardPool(2, timeout_s) as pool:
-        return check_references(pool, prompts, config)
+        return check_references(pool, prompts, RewardConfig(**reward))
 
 
 @pytest.mark.parametrize(
     ("verifier", "answers"),
     [
         ("exact", ["<answer>4</answer>", " a whole sentence.\n", "{}"]),
-        ("math", ["4", r"\\frac{1}{2}", r"\\boxed{7}", "so 3 + 4 = 7\n#### 7", "(0, 1]"]),
+        ("math", ["4", r"\frac{1}{2}", r"\boxed{7}", "so 3 + 4 = 7\n#### 7", "(0, 1]"]),
         ("choice", ["A", "(B)", "c"]),
         ("short_answer", ["Paris", "9.8 m/s^2"]),
         ("own.py:right", ["4", "the whole response"]),
     ],
 )
-def test_bare_references_are_accepted(own: None, verifier: str, answers: list[str]) -> None:
+def test_bare_references_are_accepted(own, verifier, answers):
     """A verifier that reads whole responses gets the reference as the row has it, without added text."""
-    said, warnings = looked_at(rows(verifier, [a.replace("\\\\", "\\") for a in answers]))
-    assert said == f"verifier {verifier!r} gives 1 to the reference answers of {len(answers)} rows"
+    report, warnings = references(rows(verifier, answers))
+    assert report == f"verifier {verifier!r} gives 1 to the reference answers of {len(answers)} rows"
     assert warnings == []
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "reason"),
     [
         ("raises", "broken: KeyError: 'missing'"),
         ("nothing", "invalid: returned None for a reward"),
@@ -76,39 +72,38 @@ def test_bare_references_are_accepted(own: None, verifier: str, answers: list[st
         ("slow", "timeout: no score in 1 s"),
     ],
 )
-def test_a_verifier_that_fails_on_a_reference_is_refused(own: None, function: str, why: str) -> None:
-    with pytest.raises(UserError) as caught:
-        looked_at(rows(f"own.py:{function}", ["4"]), timeout_s=1.0)
-    assert f"verifier 'own.py:{function}' fails on the reference answer of row rows.jsonl:1: {why}" in str(caught.value)
+def test_a_verifier_that_fails_on_a_reference_is_refused(own, function, reason):
+    with pytest.raises(UserError, match=rf"'own\.py:{function}' .* row rows\.jsonl:1: {reason}"):
+        references(rows(f"own.py:{function}", ["4"]), timeout_s=1.0)
 
 
-def test_rows_are_checked_at_even_distances(own: None) -> None:
+def test_rows_are_checked_at_even_distances(own):
     """With 17 rows and a limit of 8, the checked rows are 1, 4, 7, 10, 13 and 16."""
     prompts = [dataclasses.replace(p, metadata={"known": True}) for p in rows("own.py:some", ["4"] * 17)]
-    assert looked_at(prompts)[0] == "verifier 'own.py:some' gives 1 to the reference answers of 6 rows"
+    assert references(prompts)[0] == "verifier 'own.py:some' gives 1 to the reference answers of 6 rows"
     prompts[12] = dataclasses.replace(prompts[12], metadata={})
-    (warning,) = looked_at(prompts)[1]
+    (warning,) = references(prompts)[1]
     assert "the reference answer of row rows.jsonl:13: broken: ZeroDivisionError" in warning
 
 
-def test_without_references_a_function_is_tried_on_other_texts(own: None) -> None:
+def test_without_references_a_function_is_tried_on_other_texts(own):
     """A function is refused only if it raises on every text of every row."""
     with pytest.raises(UserError, match=r"row rows\.jsonl:1: error: KeyError: 'missing'"):
-        looked_at(rows("own.py:raises", [None, None]))
+        references(rows("own.py:raises", [None, None]))
     for function, known in (("number", False), ("some", True)):
         prompts = rows(f"own.py:{function}", [None, None])
         prompts[1] = dataclasses.replace(prompts[1], metadata={"known": known})
-        looked_at(prompts)
-    assert looked_at(rows("exact", [None])) == ("no row has a reference answer to try a verifier on", [])
+        references(prompts)
+    assert references(rows("exact", [None])) == ("no row has a reference answer to try a verifier on", [])
 
 
-def test_a_function_that_rejects_references_gives_a_warning(own: None) -> None:
+def test_a_function_that_rejects_references_gives_a_warning(own):
     """An error would also end valid runs whose references are not complete responses."""
     for function, reward in (("never", "0"), ("below", "-0.5")):
-        _, (warning,) = looked_at(rows(f"own.py:{function}", ["4", "5"]))
+        _, (warning,) = references(rows(f"own.py:{function}", ["4", "5"]))
         assert f"'own.py:{function}' gives {reward} to the reference answer of row rows.jsonl:1" in warning
         assert "below reward.correct_at = 1 (2 of 2 rows checked)" in warning
-    assert looked_at(rows("own.py:below", ["4"]), RewardConfig(correct_at=-0.5))[1] == []
+    assert references(rows("own.py:below", ["4"]), correct_at=-0.5)[1] == []
 
 
 def gym(answer: str) -> Prompt:
@@ -117,13 +112,13 @@ def gym(answer: str) -> Prompt:
     return Prompt(f"sum {answer}", "?", (1,), answer, "reasoning_gym", {"source_dataset": "chain_sum", "entry": entry})
 
 
-def test_references_that_no_response_could_match_are_an_error(own: None) -> None:
+def test_references_that_no_response_could_match_are_an_error(own):
     """A verifier of this package compares with the reference, so it must accept the reference."""
     with pytest.raises(UserError, match=r"'reasoning_gym \(chain_sum\)' gives 0 to the reference answer of row sum 5"):
-        looked_at([gym("5"), gym("6")])
+        references([gym("5"), gym("6")])
     # correct_at may be higher than any reward of the verifier.
     with pytest.raises(UserError, match=r"'exact' gives 1 to the reference answer of row .*reward\.correct_at = 2"):
-        looked_at(rows("exact", ["4"]), RewardConfig(correct_at=2.0))
+        references(rows("exact", ["4"]), correct_at=2.0)
     # One wrong row among right ones gives a warning.
-    _, (warning,) = looked_at([gym("4"), gym("5"), gym("4")])
+    _, (warning,) = references([gym("4"), gym("5"), gym("4")])
     assert "gives 0 to the reference answer of row sum 5, below reward.correct_at = 1 (1 of 3 rows" in warning

@@ -10,26 +10,34 @@ from megatron_brorl.rewards.verifier import VerifierRow
 BOTH = r"<answer>1</answer> \boxed{2}"
 
 
-def test_an_unknown_name_gets_suggestions() -> None:
-    with pytest.raises(UserError, match=r"^f:3: no verifier is called 'exakt'; did you mean exact\?"):
-        registry.entry("exakt", "f:3")
-    with pytest.raises(UserError, match=r"^f:3: no verifier is called ''; known: .*exact, .*reasoning_gym"):
-        registry.entry("", "f:3")
+def row(answer: str | None) -> VerifierRow:
+    return VerifierRow(id="r", prompt="?", answer=answer, metadata={})
 
 
-def test_each_verifier_has_its_own_extraction() -> None:
-    assert registry.entry("exact", "x").find(BOTH) == BOTH
-    assert registry.entry("reasoning_gym", "x").find(BOTH) == "1"
-    assert registry.entry("my.py:score", "x").find(BOTH) == BOTH
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("exakt", r"did you mean exact\?"),
+        ("", "known: .*exact, .*reasoning_gym"),
+        ("builtins:exec", "known: "),
+        ("os:system", "known: "),
+    ],
+)
+def test_an_unknown_name_gets_suggestions(name, remedy):
+    with pytest.raises(UserError, match=rf"^f:3: no verifier is called '{name}'; {remedy}"):
+        registry.entry(name, "f:3")
 
 
-@pytest.mark.parametrize(("how", "answer"), [("full", BOTH), ("answer_tag", "1"), ("boxed", "2")])
-def test_reward_extract_overrides_the_verifier(how: str, answer: str) -> None:
-    for name in ("exact", "reasoning_gym", "my.py:score"):
-        assert registry.entry(name, "x", RewardConfig(extract=how)).find(BOTH) == answer  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("how", "answers"), [("", [BOTH, "1", BOTH]), ("full", [BOTH] * 3), ("answer_tag", ["1"] * 3), ("boxed", ["2"] * 3)]
+)
+def test_reward_extract_overrides_the_extraction_of_a_verifier(how, answers):
+    config = RewardConfig(extract=how) if how else RewardConfig()
+    names = ("exact", "reasoning_gym", "my.py:score")
+    assert [registry.entry(name, "x", config).find(BOTH) for name in names] == answers
 
 
-def test_the_smaller_character_limit_applies() -> None:
+def test_the_smaller_character_limit_applies():
     assert registry.entry("reasoning_gym", "x").max_chars == 4096
     assert registry.entry("reasoning_gym", "x", RewardConfig(max_chars=5000)).max_chars == 4096
     assert registry.entry("reasoning_gym", "x", RewardConfig(max_chars=10)).max_chars == 10
@@ -40,16 +48,10 @@ def test_the_smaller_character_limit_applies() -> None:
     ("answer", "reference", "reward"),
     [(" 42\n", "42", 1.0), ("42.0", "42", 0.0), ("", None, 0.0), ("", "", 1.0), ("a b", " a b ", 1.0)],
 )
-def test_exact(answer: str, reference: str | None, reward: float) -> None:
-    found = registry.verify("exact", answer, VerifierRow(id="r", prompt="?", answer=reference, metadata={}))
-    assert (found.reward, found.reason) == (reward, "" if reward else "not the reference answer")
+def test_exact(answer, reference, reward):
+    score = registry.verify("exact", answer, row(reference))
+    assert (score.reward, score.reason) == (reward, "" if reward else "not the reference answer")
 
 
-def test_exact_needs_a_reference() -> None:
-    with pytest.raises(UserError, match=r'^f:1: verifier "exact" needs a reference; add "answer"$'):
-        registry.entry("exact", "x").check_row(VerifierRow(id="r", prompt="?", answer=None, metadata={}), "f:1")
-
-
-def test_a_response_without_an_answer_scores_0() -> None:
-    row = VerifierRow(id="r", prompt="?", answer="4", metadata={})
-    assert registry.verify("reasoning_gym", "4", row) == (0.0, "no answer in the response", {})
+def test_a_response_without_an_answer_scores_0():
+    assert registry.verify("reasoning_gym", "4", row("4")) == (0.0, "no answer in the response", {})

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, get_args
 
 import numpy as np
@@ -16,26 +14,25 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.scoring import Scorer, Scores, final_reward
 from megatron_brorl.rewards.worker_pool import RewardPool
-from megatron_brorl.types import Episode, FinishReason, Prompt, Rollout, ScoreResult, Status
+from megatron_brorl.types import Episode, Prompt, Rollout, ScoreResult, Status
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RewardPool]:
+def pool():
     with RewardPool(2, 20.0) as pool:
         yield pool
 
 
-def responses(prompt: Prompt, finishes: list[FinishReason]) -> list[tuple[Prompt, FinishReason]]:
-    return [(prompt, finish) for finish in finishes]
+def score(asked: list[tuple[Prompt, str]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
+    """Score responses that finish in reverse order. Each has one token, the index of its text.
 
-
-def score(asked: list[tuple[Prompt, FinishReason]], texts: list[str], pool: RewardPool, config: RewardConfig) -> Scores:
-    """Score responses. Each is a request with one token, the index of its text. They finish in reverse order."""
-    rollouts = [Rollout(0, torch.tensor([i]), torch.tensor([-1.0]), finish) for i, (_, finish) in enumerate(asked)]
-    with Scorer([prompt for prompt, _ in asked], lambda ids: texts[ids[0]], [], pool, config) as scorer:
-        for i, rollout in reversed(list(enumerate(rollouts))):
-            scorer.finished(i, rollout)
-        return scorer.scores([(i, 0) for i in range(len(asked))])
+    asked: prompts and how each of their responses finishes.
+    """
+    rows: Any = [(prompt, finish) for prompt, finishes in asked for finish in finishes.split()]
+    with Scorer([prompt for prompt, _ in rows], lambda ids: texts[ids[0]], [], pool, config) as scorer:
+        for i, (_, finish) in reversed(list(enumerate(rows))):
+            scorer.finished(i, Rollout(0, torch.tensor([i]), torch.tensor([-1.0]), finish))
+        return scorer.scores([(i, 0) for i in range(len(rows))])
 
 
 def gym(answer: str) -> Prompt:
@@ -43,9 +40,9 @@ def gym(answer: str) -> Prompt:
     return Prompt(f"gym{answer}", "?", (1,), answer, "reasoning_gym", {"source_dataset": "chain_sum", "entry": entry})
 
 
-def test_rewards_with_and_without_partial_credit(pool: RewardPool) -> None:
+def test_rewards_with_and_without_partial_credit(pool):
     exact = Prompt("e", "?", (1,), "yes", "exact")
-    asked = responses(exact, ["stop", "length", "stop"]) + responses(gym("3"), ["stop", "stop", "stop", "length"])
+    asked = [(exact, "stop length stop"), (gym("3"), "stop stop stop length")]
     texts = ["yes\n", "yes", "no", "3", "13", "x" * 5000, "3"]
     partial = score(asked, texts, pool, RewardConfig(extract="full", cut_off_factor=1.0))
     assert partial.rewards.tolist() == [1.0, 1.0, 0.0, 1.0, 0.5, 0.0, 1.0]
@@ -54,26 +51,19 @@ def test_rewards_with_and_without_partial_credit(pool: RewardPool) -> None:
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert scores.rewards.dtype == torch.float32
     assert scores.answers == ["yes", None, "no", "3", "13", None, None]
-    assert scores.counts == {
-        "ok": 4,
-        "no_answer": 1,
-        "length": 2,
-        **dict.fromkeys(["timeout", "error", "broken", "invalid", "crash"], 0),
-    }
+    others = dict.fromkeys(["timeout", "error", "broken", "invalid", "crash"], 0)
+    assert scores.counts == {"ok": 4, "no_answer": 1, "length": 2, **others}
     assert scores.raised == {}
 
 
-def test_the_first_exception_of_each_verifier_is_reported(pool: RewardPool) -> None:
+def test_the_first_exception_of_each_verifier_is_reported(pool):
     entry = {"question": "?", "answer": "2 \u00d7 3", "metadata": {"number": 6, "factors": [2, 3]}}
     data = {"source_dataset": "prime_factorization", "entry": entry}
     primes = Prompt("p", "?", (1,), "2 \u00d7 3", "reasoning_gym", data)
     hollow = Prompt("h", "?", (1,), "3", "reasoning_gym", {**data, "source_dataset": "maze", "entry": {}})
-    scores = score(
-        responses(primes, ["stop"] * 4) + responses(hollow, ["stop"] * 2),
-        ["six", "2 \u00d7 3", "seven", "3 \u00d7 2", "3", "4"],
-        pool,
-        RewardConfig(extract="full"),
-    )
+    asked = [(primes, "stop stop stop stop"), (hollow, "stop stop")]
+    texts = ["six", "2 \u00d7 3", "seven", "3 \u00d7 2", "3", "4"]
+    scores = score(asked, texts, pool, RewardConfig(extract="full"))
     assert scores.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
     assert (scores.counts["ok"], scores.counts["error"], scores.counts["broken"]) == (2, 2, 2)
     place = re.compile(r" \(gym\.py, line \d+\)$")
@@ -86,30 +76,22 @@ def test_the_first_exception_of_each_verifier_is_reported(pool: RewardPool) -> N
     }
 
 
-SUM = 0.7 + 0.2 + 0.1  # the largest float64 below 1
-BELOW = math.nextafter(1.0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("reward", "correct_at", "right"),
     [
         # By the rule: reward >= correct_at, both rounded to float32.
         (1.0, 1.0, True),
-        (SUM, 1.0, True),
-        (BELOW, 1.0, True),
+        (0.7 + 0.2 + 0.1, 1.0, True),  # the largest float64 below 1
         (1 - 1e-6, 1.0, False),
         (2.0, 1.0, True),
-        (0.1 * 3 * 3, 0.9, True),  # 0.9000000000000001
         (0.3 + 0.6, 0.9, True),  # 0.8999999999999999
         (float(np.float32(0.9)), 0.9, True),  # 0.8999999761581421
-        (0.8999, 0.9, False),
         (-0.0, 0.0, True),
         (-0.5, -0.5, True),
         (-0.6, -0.5, False),
-        (1e30, 1e30, True),
     ],
 )
-def test_a_reward_is_correct_from_correct_at_on(reward: float, correct_at: float, right: bool) -> None:
+def test_a_reward_is_correct_from_correct_at_on(reward, correct_at, right):
     verdict = ScoreResult(reward, "ok")
     assert final_reward(verdict, False, RewardConfig(correct_at=correct_at)) == (reward, right)
     assert final_reward(verdict, False, RewardConfig(correct_at=correct_at, strict=True)) == (float(right), right)
@@ -120,48 +102,44 @@ def test_a_reward_is_correct_from_correct_at_on(reward: float, correct_at: float
     [
         (2.0, 0.5, False, 1.0, False),  # The reward reaches correct_at, but cut-off responses are not correct.
         (2.0, 1.0, False, 2.0, True),
-        (2.0, 0.0, False, 0.0, False),
         (2.0, 0.5, True, 0.5, False),
         (0.5, 0.5, False, 0.25, False),
-        # A cut-off response scores no higher than a wrong one.
-        (-1.0, 0.0, False, -1.0, False),
-        (-1.0, 0.5, False, -1.0, False),
-        (-1.0, 1.0, False, -1.0, False),
+        (-1.0, 0.5, False, -1.0, False),  # A cut-off response scores no higher than a wrong one.
         (-1.0, 0.0, True, 0.0, False),
     ],
 )
-def test_rewards_of_cut_off_responses(reward: float, factor: float, strict: bool, expected: float, right: bool) -> None:
+def test_rewards_of_cut_off_responses(reward, factor, strict, expected, right):
     config = RewardConfig(cut_off_factor=factor, strict=strict)
     assert final_reward(ScoreResult(reward, "ok"), True, config) == (expected, right)
 
 
 @pytest.mark.parametrize("status", [status for status in get_args(Status) if status != "ok"])
-def test_a_response_without_a_score_is_never_correct(status: Status) -> None:
+def test_a_response_without_a_score_is_never_correct(status):
     """This holds even if a reward of 0 counts as correct."""
     assert final_reward(ScoreResult(0.0, status), False, RewardConfig(correct_at=0.0)) == (0.0, False)
     assert final_reward(ScoreResult(0.0, status), False, RewardConfig(correct_at=-1.0, strict=True)) == (0.0, False)
 
 
-def test_cut_off_responses_are_scored_if_rewards_may_be_negative(pool: RewardPool, tmp_path: Path) -> None:
+def test_cut_off_responses_are_scored_if_rewards_may_be_negative(pool, tmp_path):
     (tmp_path / "mine.py").write_text("def score(response, row): return 1 if response == row['answer'] else -1\n")
     own = Prompt("a", "?", (1,), "yes", f"{tmp_path}/mine.py:score")
     exact = Prompt("b", "?", (1,), "yes", "exact")
-    asked = responses(own, ["stop", "stop", "length", "length"]) + responses(exact, ["length"])
+    asked = [(own, "stop stop length length"), (exact, "length")]
     texts = ["yes", "no", "yes", "no", "yes"]
-    found = score(asked, texts, pool, RewardConfig())
-    assert found.rewards.tolist() == [1.0, -1.0, 0.0, -1.0, 0.0]
-    assert found.right == [True, False, False, False, False]
-    assert (found.counts["ok"], found.counts["length"]) == (4, 1)
+    scores = score(asked, texts, pool, RewardConfig())
+    assert scores.rewards.tolist() == [1.0, -1.0, 0.0, -1.0, 0.0]
+    assert scores.right == [True, False, False, False, False]
+    assert (scores.counts["ok"], scores.counts["length"]) == (4, 1)
     # With strict rewards of 0 and 1, cut-off responses need no score.
     strict = score(asked, texts, pool, RewardConfig(strict=True))
     assert strict.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert strict.counts["length"] == 3
 
 
-def test_an_invalid_score_is_reported_once_with_its_row(pool: RewardPool, tmp_path: Path) -> None:
+def test_an_invalid_score_is_reported_once_with_its_row(pool, tmp_path):
     (tmp_path / "mine.py").write_text("def score(response, row): return float(response) * 2\n")
     own = Prompt("rows.jsonl:7", "?", (1,), "1", f"{tmp_path}/mine.py:score")
-    scores = score(responses(own, ["stop"] * 3), ["0.5", "0.75", "nan"], pool, RewardConfig())
+    scores = score([(own, "stop stop stop")], ["0.5", "0.75", "nan"], pool, RewardConfig())
     assert scores.rewards.tolist() == [1.0, 1.5, 0.0]
     assert scores.right == [True, True, False]
     assert scores.counts["invalid"] == 1
@@ -169,20 +147,12 @@ def test_an_invalid_score_is_reported_once_with_its_row(pool: RewardPool, tmp_pa
     assert scores.raised == {what: "row rows.jsonl:7: returned nan for a reward, not a finite number (1e+30 at most)"}
 
 
-def test_a_response_of_a_hundred_megabytes_scores_0(pool: RewardPool) -> None:
-    exact = Prompt("e", "?", (1,), "yes", "exact")
-    scores = score(responses(exact, ["stop"] * 2), ["y" * 100_000_000, "yes"], pool, RewardConfig())
-    assert scores.rewards.tolist() == [0.0, 1.0]
-    assert scores.counts["no_answer"] == 1
-
-
-def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool: RewardPool) -> None:
+def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool):
     exact = Prompt("e", "?", (1,), "7 8", "exact")
-    others = []
-    here = threading.get_ident()
+    threads = []
 
     def decode(ids: list[int]) -> str:
-        others.append(threading.get_ident() != here)
+        threads.append(threading.get_ident())
         return " ".join(map(str, ids))
 
     rows = [[7, 8, 2], [7, 8], [7, 8, 2], [7, 2], [2], [], [2, 7, 8, 2], [7, 8, 3]]
@@ -191,10 +161,11 @@ def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool: 
             scorer.finished(0, Rollout(i, torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids)), "stop"))
         scores = scorer.scores([(0, i) for i in range(len(rows))])
     assert scores.rewards.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    assert others == [True] * len(rows)
+    assert len(threads) == len(rows)
+    assert threading.get_ident() not in threads
 
 
-def test_a_rollout_with_an_environment_has_its_score() -> None:
+def test_a_rollout_with_an_environment_has_its_score():
     """Check that no verifier is called, and that the answer is the text of the last turn of the model."""
     made: list[Any] = [
         ([5, 6, 2, 80, 81, 7, 8, 2], [1, 1, 1, 0, 0, 1, 1, 1], "stop", ScoreResult(1.0, "ok")),
@@ -214,11 +185,10 @@ def test_a_rollout_with_an_environment_has_its_score() -> None:
     assert list(scores.raised.values()) == ["ValueError: no"]
 
 
-def test_scoring_overlaps_with_sampling(tmp_path: Path) -> None:
+def test_scoring_overlaps_with_sampling(tmp_path):
     """The second rollout finishes after the first one has been scored."""
-    (tmp_path / "mine.py").write_text(
-        "import pathlib\ndef score(response, row):\n    pathlib.Path(row['metadata']['log']).touch()\n    return 1.0\n"
-    )
+    source = "import pathlib\ndef score(response, row): pathlib.Path(row['metadata']['log']).touch()\n"
+    (tmp_path / "mine.py").write_text(source)
     log = tmp_path / "log"
     own = Prompt("p", "?", (1,), "1", f"{tmp_path}/mine.py:score", {"log": str(log)})
     with RewardPool(1, 20.0) as pool, Scorer([own], str, (), pool, RewardConfig()) as scorer:
@@ -228,7 +198,7 @@ def test_scoring_overlaps_with_sampling(tmp_path: Path) -> None:
         assert scorer.scores([(0, 1), (0, 0)]).answers == ["[1]", "[0]"]
 
 
-def test_errors_reach_the_engine_and_the_caller(pool: RewardPool) -> None:
+def test_errors_reach_the_engine_and_the_caller(pool):
     def decode(ids: list[int]) -> str:
         raise UserError(f"the tokenizer has no token {ids[0]}")
 
@@ -243,7 +213,7 @@ def test_errors_reach_the_engine_and_the_caller(pool: RewardPool) -> None:
             scorer.scores([(0, 0)])
 
 
-def test_a_failed_call_cancels_its_scores(tmp_path: Path) -> None:
+def test_a_failed_call_cancels_its_scores(tmp_path):
     (tmp_path / "mine.py").write_text("import time\ndef score(response, row):\n    time.sleep(1000)\n")
     own = Prompt("p", "?", (1,), "1", f"{tmp_path}/mine.py:score")
     exact = Prompt("e", "?", (1,), "[7]", "exact")

@@ -1,7 +1,5 @@
 """The share of mixed groups against enumeration, and the command on a recorded run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,104 +1,57 @@
-"""Theorem 1 against extended precision, the general form against autograd, expectations by enumeration."""
-
-from __future__ import annotations
+"""Theorem 1 of BroRL against extended precision. docs/theory.md has its symbols and derivation."""
 
 import numpy as np
 import pytest
 import torch
-from unit.theory.theorem import expected_masses, first_order, general_terms, masses, theorem_1
 
 LONG = np.longdouble  # on x86 64 bits of mantissa, 11 more than float64
 
 
-def softmax(logits) -> torch.Tensor:
-    return torch.softmax(torch.as_tensor(logits, dtype=torch.float64), -1)
-
-
-def _case(seed: int):
-    """Return random logits, their probabilities, counts, correct tokens and two rewards."""
+def random_case(seed):
+    """Return logits, probabilities, the counts of draws, the correct tokens and the reward of each token."""
     rng = np.random.default_rng(seed)
     vocabulary = int(rng.integers(5, 400))
     logits = rng.normal(size=vocabulary) * rng.choice([0.3, 1.0, 3.0])
     correct = rng.random(vocabulary) < rng.uniform(0.05, 0.95)
     correct[:2] = True, False  # with one class only, no probability could move
-    p = softmax(logits)
+    p = torch.softmax(torch.from_numpy(logits), -1)
     counts = rng.multinomial(int(rng.integers(1, 200)), p.numpy())
-    rewards = float(rng.uniform(0, 2)), float(-rng.uniform(0, 2))
-    return torch.from_numpy(logits), p, torch.from_numpy(counts), torch.from_numpy(correct), *rewards
+    rewards = torch.from_numpy(np.where(correct, rng.uniform(0, 2), -rng.uniform(0, 2)))
+    return torch.from_numpy(logits), p, torch.from_numpy(counts), torch.from_numpy(correct), rewards
 
 
-def _rewards(correct, right: float, wrong: float) -> torch.Tensor:
-    return torch.tensor([wrong, right], dtype=torch.float64)[correct.long()]
-
-
-def _linearised(p, weights, correct, n):
-    """Return dQ_pos at step 1 in extended precision: the gradient of J, then the Jacobian of softmax."""
+def first_order(p, weights, correct, n):
+    """Return dQ_pos at step 1 in extended precision: the gradient of (1/n) sum_j w_j p_j, times dQ_pos/dz."""
     p, w = p.numpy().astype(LONG), weights.numpy().astype(LONG)
     p = p / p.sum()
-    dz = np.array([(w[j] - (w * p).sum()) * p[j] for j in range(len(p))]) / int(n)
-    dp = p * (dz - (p * dz).sum())
-    return dp[correct.numpy()].sum(), np.abs(dp).sum()
+    dz = p * (w - (w * p).sum()) / int(n)
+    return (p * (dz - (p * dz).sum()))[correct.numpy()].sum()
 
 
 def test_theorem_1_is_exact_on_2000_random_cases():
-    worst = 0.0
     for seed in range(2000):
-        _, p, counts, correct, right, wrong = _case(seed)
-        rewards = _rewards(correct, right, wrong) * (counts > 0)
-        terms = theorem_1(masses(p, counts, correct), counts.sum(), right, wrong, step=1.0)
-        expected, _ = _linearised(p, rewards, correct, counts.sum())
-        worst = max(worst, abs(float((terms.total.numpy() - expected) / expected)))
-        assert terms.sampled_right >= 0
-        assert terms.sampled_wrong >= 0
-    assert worst < 1e-12
+        _, p, counts, correct, rewards = random_case(seed)
+        drawn, n = counts > 0, counts.sum()
+        a, b = p * (drawn & correct), p * (drawn & ~correct)
+        u_pos, u_neg = p * (~drawn & correct), p * (~drawn & ~correct)
+        q_pos, q_neg = a.sum() + u_pos.sum(), b.sum() + u_neg.sum()
+        right, wrong = rewards[correct][0], rewards[~correct][0]
+        s_r = right * a.sum() + wrong * b.sum()
+        terms = [(right - s_r) * q_neg * (a @ a), (s_r - wrong) * q_pos * (b @ b)]
+        assert min(terms) >= 0
+        terms.append(s_r * (q_pos * (u_neg @ u_neg) - q_neg * (u_pos @ u_pos)))
+        expected = first_order(p, rewards * drawn, correct, n)
+        assert float(sum(terms) / n) == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_general_form_is_exact_with_multiplicities_and_a_baseline():
-    """Weights c_i (R_i - b): against autograd on the loss that sums over draws, and against extended precision."""
+def test_the_first_order_change_is_that_of_autograd_for_a_loss_over_draws():
+    """The weights c_i (R_i - b) count tokens that were drawn several times, and have a baseline."""
     for seed in range(300):
-        logits, p, counts, correct, right, wrong = _case(seed)
-        rewards = _rewards(correct, right, wrong)
-        baseline = (counts * rewards).sum() / counts.sum()
-        weights = counts * (rewards - baseline)
-        terms = general_terms(p, counts, weights, correct, step=1.0)
-
+        logits, p, counts, correct, rewards = random_case(seed)
+        advantages = rewards - (counts * rewards).sum() / counts.sum()
         z = logits.clone().requires_grad_()
         tokens = torch.arange(len(p)).repeat_interleave(counts)
-        advantages = (rewards - baseline)[tokens]
-        (dz,) = torch.autograd.grad((advantages * torch.softmax(z, 0)[tokens]).mean(), z)
+        (dz,) = torch.autograd.grad((advantages[tokens] * torch.softmax(z, 0)[tokens]).mean(), z)
         (dq,) = torch.autograd.grad(torch.softmax(z, 0)[correct].sum(), z)
-        size = float((dq * dz).abs().sum())
-        assert float(terms.total) == pytest.approx(float(dq @ dz), abs=1e-12 * size)  # autograd rounds by processor
-        expected, scale = _linearised(p, weights, correct, counts.sum())
-        assert abs(float(terms.total.numpy() - expected)) <= 1e-13 * float(scale)
-
-
-def test_multiplicities_break_the_guarantee():
-    """Two right tokens with p = 0.5 and 0.1, drawn once and ten times: sum of c p^2 - S A_2 = 0.35 - 1.5 * 0.26."""
-    p, counts = torch.tensor([0.5, 0.1, 0.4], dtype=torch.float64), torch.tensor([1, 10, 0])
-    terms = general_terms(p, counts, counts.double(), torch.tensor([True, True, False]), step=11.0)
-    assert terms.sampled_right == pytest.approx(-0.04 * 0.4)
-
-
-def test_policy_gradient_with_a_group_mean_never_lowers_the_mass():
-    """To first order, for rewards that depend on correctness only, in every one of 2,000 random draws."""
-    for seed in range(2000):
-        _, p, counts, correct, right, wrong = _case(seed)
-        rewards = _rewards(correct, right, wrong)
-        weights = counts * (rewards - (counts * rewards).sum() / counts.sum())
-        step = (weights - p * weights.sum()) / counts.sum()  # on (1/N) sum_j w_j log p_j
-        total = float(first_order(p, step, correct).sum())
-        # In closed form the sums of centred rewards over right and over wrong draws have the same effect.
-        drawn = (p * weights)[correct].sum() * p[~correct].sum() - (p * weights)[~correct].sum() * p[correct].sum()
-        assert total == pytest.approx(float(drawn / counts.sum()), rel=1e-9, abs=1e-17)
-        assert total >= -1e-17
-
-
-def test_expected_masses_equal_the_sum_over_all_draws():
-    """Every one of 4^5 outcomes with its probability: Corollary 3 to rounding."""
-    p = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
-    correct = torch.tensor([True, False, True, False])
-    draws = torch.cartesian_prod(*[torch.arange(4)] * 5)
-    counts = torch.nn.functional.one_hot(draws, 4).sum(1)
-    for sampled, expected in zip(masses(p, counts, correct), expected_masses(p, correct, 5), strict=True):
-        torch.testing.assert_close(expected, p[draws].prod(1) @ sampled, rtol=1e-13, atol=0)
+        expected = first_order(p, counts * advantages, correct, counts.sum())
+        assert float(dq @ dz) == pytest.approx(float(expected), abs=1e-12 * float((dq * dz).abs().sum()))

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dying import come_to
+from dying import fault_point
 
 VERSION = os.environ.get("BRORL_DOUBLE_VERSION", "1.3.0rc29")
 KV_TOKENS = int(os.environ.get("BRORL_DOUBLE_KV_TOKENS", "200000"))
 LISTING = json.loads((Path(__file__).parents[2] / "listings" / "tensorrt_llm_1_3.json").read_text(encoding="utf-8"))
-__all__ = ["KV_TOKENS", "LISTING", "VERSION", "Recorded", "come_to"]
+__all__ = ["KV_TOKENS", "LISTING", "VERSION", "Recorded", "fault_point"]
 
 
 class Recorded:

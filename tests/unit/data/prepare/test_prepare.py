@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -39,24 +40,16 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     source = write(tmp_path / "train.jsonl", ROWS)
     test = write(tmp_path / "test.jsonl", [{"question": FRUIT.upper(), "answer": "#### 2"}, ROWS[6]])
     tokenizer = train_sentencepiece([str(row["question"]) for row in ROWS], tmp_path / "tokenizer", 64)
-    return Job(
-        "gsm8k",
-        SETS["gsm8k"],
-        [source],
-        tmp_path / "out" / "gsm8k.jsonl",
-        verifier="exact",
-        instruction="Be brief.",
-        tokenizer=tokenizer,
-        max_prompt_tokens=100,
-        evaluations=[("gsm8k", test)],
-    )
+    options = {"verifier": "exact", "instruction": "Be brief.", "tokenizer": tokenizer, "max_prompt_tokens": 100}
+    out = tmp_path / "out" / "gsm8k.jsonl"
+    return Job("gsm8k", SETS["gsm8k"], [source], out, evaluations=[("gsm8k", test)], **options)
 
 
-def test_every_row_is_written_or_listed(job: Job) -> None:
+def test_every_row_is_written_or_listed(job):
     counts = prepare(job)
     source, test = job.inputs[0], job.evaluations[0][1]
     assert [(row["prompt"], row["answer"], row["verifier"]) for row in lines(job.out)] == [
@@ -76,8 +69,7 @@ def test_every_row_is_written_or_listed(job: Job) -> None:
     assert dropped[4]["detail"] == f"{test}:2: = di has 5 nuts. how many?"
     assert (counts.kept, counts.read) == (2, Counter({source: 8}))
     assert counts.dropped == Counter(row["reason"] for row in dropped)
-    rows = read_rows(job.out)
-    assert [row.answer for row in rows] == ["2", "3"]
+    assert [row.answer for row in read_rows(job.out)] == ["2", "3"]
 
     # The card lists hashes and counts that a reader can check. A second call must write the same card.
     card = job.card.read_text()
@@ -89,7 +81,7 @@ def test_every_row_is_written_or_listed(job: Job) -> None:
     assert job.card.read_text() == card
 
 
-def test_rows_of_this_project_keep_their_ids_and_instructions(tmp_path: Path) -> None:
+def test_rows_of_this_project_keep_their_ids_and_instructions(tmp_path):
     """A prepared file may be prepared again."""
     rows = [
         {"id": "a", "prompt": "Find x.\n\nLet's think step by step and output the final answer within \\boxed{}."},
@@ -108,26 +100,22 @@ def test_rows_of_this_project_keep_their_ids_and_instructions(tmp_path: Path) ->
     assert lines(again.out) == [rows[0]]
 
 
-def test_mistakes_are_errors_of_one_line_and_write_no_file(job: Job, tmp_path: Path, capsys: Any) -> None:
+def test_mistakes_are_errors_of_one_line_and_write_no_file(job, tmp_path, capsys):
     source = str(job.inputs[0])
     out = ["--out", str(tmp_path / "o.jsonl")]
-    for arguments, message in (
-        (["gsm9k", source, *out], "no data set is called 'gsm9k'; known: gsm8k, math500, "),
+    for arguments, named in (
+        (["gsm9k", source, *out], "'gsm9k'; known: gsm8k, math500, "),
         (["gsm8k", source, "--out", source], "would replace an input"),
-        (["custom", source, *out], "custom: --prompt COLUMN is missing"),
-        (["math500", source, *out], "there is no such column, only question, answer; is it a file of the set 'math5"),
+        (["custom", source, *out], "--prompt COLUMN is missing"),
+        (["math500", source, *out], "is it a file of the set 'math500'"),
     ):
-        with pytest.raises(SystemExit) as e:
+        with pytest.raises(SystemExit, match=r"^2$"):
             main(["data", "prepare", *arguments])
-        assert e.value.code == 2
-        error = capsys.readouterr().err
-        assert error.startswith("brorl: ")
-        assert error.count("\n") == 1
-        assert message in error
+        assert re.fullmatch(rf"brorl: .*{re.escape(named)}.*\n", capsys.readouterr().err)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["test.jsonl", "tokenizer", "train.jsonl"]
 
 
-def test_an_error_keeps_the_old_file(job: Job) -> None:
+def test_an_error_keeps_the_old_file(job):
     prepare(job)
     before = job.out.read_bytes()
     with job.inputs[0].open("a") as file:
@@ -138,31 +126,31 @@ def test_an_error_keeps_the_old_file(job: Job) -> None:
     assert sorted(p.suffix for p in job.out.parent.iterdir()) == [".jsonl", ".jsonl", ".md"]
 
 
-def test_normalization_keeps_signs() -> None:
+def test_normalization_keeps_signs():
     assert normalized(" What  is\n2 + 3?") == "what is 2 + 3?"
     assert normalized("\uff12 \u212b STRASSE") == normalized("2 \u00e5 stra\u00dfe")
     assert normalized("2+3") != normalized("2-3")
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_shared_words_by_brute_force(n: int) -> None:
+def test_shared_words_by_brute_force(n):
     draw = random.Random(n)
     texts = ["".join(draw.choices("abcde", k=draw.randrange(0, 9))) for _ in range(160)]
     evaluation, training = texts[:12], texts[12:]
-    found = Contamination(n)
+    contamination = Contamination(n)
     for i, text in enumerate(evaluation):
-        found.add(" ".join(text), f"e:{i}")
+        contamination.add(" ".join(text), f"e:{i}")
     for text in training:
         runs = [text[j : j + n] for j in range(len(text) - n + 1)]
         first = next(((run, i) for run in runs for i, other in enumerate(evaluation) if run in other), None)
         expected = f"e:{first[1]}: {' '.join(first[0])}" if first else ""
         if len(text) < n and text in evaluation:
             expected = f"e:{evaluation.index(text)}: = {' '.join(text)}"
-        assert found.find(" ".join(text)) == expected
+        assert contamination.find(" ".join(text)) == expected
 
 
 @pytest.mark.parametrize("verifier", ["math", "exact"])
-def test_references_of_letters_that_are_text_are_counted(tmp_path: Path, capsys: Any, verifier: str) -> None:
+def test_references_of_letters_that_are_text_are_counted(tmp_path, capsys, verifier):
     answers = ["XI", "7", "x, CAB", "4CA", "so \\boxed{NE}", "ab", "V = IR", "the answer is tea", "2\\pi"]
     source = write(tmp_path / "f.jsonl", [{"q": f"{i}?", "a": answer} for i, answer in enumerate(answers)])
     options = f"--prompt q --answer a --out {tmp_path / 'o.jsonl'} --verifier {verifier}"

@@ -50,12 +50,8 @@ MBPP = {
     "test_list": ["assert set(larger([3], [2])) == {3}"],
     "test_setup_code": "x = 1\n",
 }
-IFEVAL = {
-    "key": 12,
-    "prompt": "Write without commas.",
-    "instruction_id_list": ["punctuation:no_comma"],
-    "kwargs": [{"num_words": None}],
-}
+RULES = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]}
+IFEVAL = {"key": 12, "prompt": "Write without commas.", **RULES}
 MATH: list[tuple[str, dict[str, Any], str, str]] = [
     ("gsm8k", {"question": "Bo?", "answer": "3 <<3=3>>\n####  -1,200 "}, "Bo?", "-1,200"),
     ("math500", {"problem": "Find $x$.", "answer": "\\frac{1}{2}", "unique_id": "a.json"}, "Find $x$.", "\\frac{1}{2}"),
@@ -66,58 +62,46 @@ MATH: list[tuple[str, dict[str, Any], str, str]] = [
     ("scp116k", {"problem": "Find the force.", "extract_solution": "12 N"}, "Find the force.", "12 N"),
 ]
 CALLS = [{"args": [1, [2]], "expected": [1, 2]}, {"args": ["x\u2028"], "expected": None}]
+LINES = [{"input": "1 2\n", "output": "3\n"}, {"input": "3\n4", "output": "7"}]
+ADD = {"function": "add", "tests": CALLS, "prelude": PRELUDE}
+CODE = "from typing import List\n\ndef twice_all(): pass"
+TWICE = {"function": "twice", "asserts": [f"{HUMANEVAL['test'].strip()}\n\ncheck(twice)"]}
 METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    (
-        "eurus",
-        eurus({"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", "7"]}),
-        {"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "3\n4", "output": "7"}], "prelude": PRELUDE},
-    ),
-    (
-        "eurus",
-        eurus({"fn_name": "add", "inputs": ["1\n[2]\n", '"x\u2028"'], "outputs": ["[1, 2]", "null"]}),
-        {"function": "add", "tests": CALLS, "prelude": PRELUDE},
-    ),
-    (  # as in APPS
-        "eurus",
-        eurus({"fn_name": "add", "inputs": [[1, [2]], ["x\u2028"]], "outputs": [[[1, 2]], [None]]}),
-        {"function": "add", "tests": CALLS, "prelude": PRELUDE},
-    ),
+    ("eurus", eurus({"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", "7"]}), {"tests": LINES, "prelude": PRELUDE}),
+    ("eurus", eurus({"fn_name": "add", "inputs": ["1\n[2]\n", '"x\u2028"'], "outputs": ["[1, 2]", "null"]}), ADD),
+    # As in APPS.
+    ("eurus", eurus({"fn_name": "add", "inputs": [[1, [2]], ["x\u2028"]], "outputs": [[[1, 2]], [None]]}), ADD),
+    ("humaneval", HUMANEVAL, TWICE),
     (
         "humaneval",
-        {**HUMANEVAL, "prompt": f"from typing import List\n\ndef twice_all(): pass\n\n{HUMANEVAL['prompt']}"},
-        {
-            "function": "twice",
-            "asserts": [f"{HUMANEVAL['test'].strip()}\n\ncheck(twice)"],
-            "prelude": "from typing import List\n\ndef twice_all(): pass",
-            "setup": "from typing import List\n\ndef twice_all(): pass",
-        },
+        {**HUMANEVAL, "prompt": f"{CODE}\n\n{HUMANEVAL['prompt']}"},
+        TWICE | {"prelude": CODE, "setup": CODE},
     ),
-    ("humaneval", HUMANEVAL, {"function": "twice", "asserts": [f"{HUMANEVAL['test'].strip()}\n\ncheck(twice)"]}),
     ("mbpp", MBPP, {"function": "larger", "asserts": MBPP["test_list"], "setup": "x = 1"}),
-    ("ifeval", IFEVAL, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]}),
+    ("ifeval", IFEVAL, RULES),
 ]
 
 
 @pytest.mark.parametrize(("name", "raw", "problem", "answer"), MATH)
-def test_problems_and_answers(name: str, raw: dict[str, Any], problem: str, answer: str) -> None:
+def test_problems_and_answers(name, raw, problem, answer):
     row = SETS[name].row(raw, "f:1")
     assert (row["prompt"], row["answer"], row["verifier"]) == (problem, answer, SETS[name].verifier)
 
 
 @pytest.mark.parametrize(("name", "raw", "metadata"), METADATA)
-def test_metadata_of_verifiers(name: str, raw: dict[str, Any], metadata: dict[str, Any]) -> None:
+def test_metadata_of_verifiers(name, raw, metadata):
     row = SETS[name].row(raw, "f:1")
     assert (row.get("answer"), row["metadata"]) == (None, metadata)
     assert "```" not in row["prompt"]
 
 
-def test_mbpp_shows_its_tests_in_both_versions() -> None:
+def test_mbpp_shows_its_tests_in_both_versions():
     shown = f"{MBPP['text']}\n\nYour code should pass these tests:\n{MBPP['test_list'][0]}"
     assert SETS["mbpp"].row(MBPP, "f:1")["prompt"] == shown
     assert SETS["mbpp"].row({**MBPP, "text": None, "prompt": MBPP["text"]}, "f:1")["prompt"] == shown
 
 
-def test_choices_have_a_fixed_order_and_the_letter_of_the_correct_one() -> None:
+def test_choices_have_a_fixed_order_and_the_letter_of_the_correct_one():
     letters = []
     for number in range(400):
         row = SETS["gpqa"].row(gpqa(number), "f:1")
@@ -142,27 +126,25 @@ def test_choices_have_a_fixed_order_and_the_letter_of_the_correct_one() -> None:
         ("gpqa", gpqa(1, **{"Incorrect Answer 2": "right"}), "two choices are the same"),
     ],
 )
-def test_unusable_rows_have_a_reason(name: str, raw: dict[str, Any], reason: str) -> None:
+def test_unusable_rows_have_a_reason(name, raw, reason):
     with pytest.raises(Unusable, match=reason):
         SETS[name].row(raw, "f:1")
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "message"),
+    ("name", "raw", "named"),
     [
-        ("gsm8k", {"problem": "x"}, "there is no such column, only problem"),
-        ("eurus", eurus([1]), "not a row of PRIME-RL/Eurus-2-RL-Data"),
-        ("humaneval", {"prompt": "x", "task_id": "1"}, "not a row of openai/openai_humaneval: KeyError: 'entry_point'"),
+        ("gsm8k", {"problem": "x"}, "only problem"),
+        ("eurus", eurus([1]), "PRIME-RL/Eurus-2-RL-Data"),
+        ("humaneval", {"prompt": "x", "task_id": "1"}, "openai/openai_humaneval: KeyError: 'entry_point'"),
     ],
 )
-def test_rows_of_another_set_are_named(name: str, raw: Any, message: str) -> None:
-    with pytest.raises(UserError) as e:
+def test_rows_of_another_set_are_named(name, raw, named):
+    with pytest.raises(UserError, match=rf"^f\.jsonl:3: .*{named}"):
         SETS[name].row(raw, "f.jsonl:3")
-    assert str(e.value).startswith("f.jsonl:3: ")
-    assert message in str(e.value)
 
 
-def test_instructions_are_removed_again() -> None:
+def test_instructions_are_removed_again():
     for instruction in INSTRUCTIONS.values():
         assert without_instruction(f"Find x.\n\n{instruction}") == "Find x."
     assert without_instruction("Find x.\n\nNow.") == "Find x.\n\nNow."

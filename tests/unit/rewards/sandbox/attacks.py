@@ -9,11 +9,11 @@ from __future__ import annotations
 _TRY = """
 def attempt(action):
     try:
-        found = action()
+        result = action()
     except BaseException as e:
         print("held")
     else:
-        print("held" if found is False else "breached")
+        print("held" if result is False else "breached")
 """
 
 # Programs that run until they are stopped or reach a limit.

@@ -18,17 +18,17 @@ SOLVE = (
     "import sys\n\ndef solve():\n    n = int(sys.stdin.readline())\n    print(2 * n)\n\n"
     "if __name__ == '__main__':\n    solve()"
 )
-BUFFER = "import sys\ndata = sys.stdin.buffer.read().split()\nsys.stdout.write(str(2 * int(data[0])))"
+
+
 FIRST = "n = int(input())\nprint(n + n + 1)"
 QUOTES = 'def doc():\n    """Example:\n\n```python\n>>> doc()\n```\n    """\n\nn = int(input())\nprint(n * 2)'
 BARE_QUOTES = "TEXT = '''\n```\n{}\n```\n'''\nprint(TEXT.format(input()))"
 FIVE = "5"
-BOTH = "read = open(0).read\nprint(2 * int(read()))"
+GIVEN = "import io, sys\nsys.stdin = io.StringIO('5')\nn = int(input())\nprint(2 * n)"
 
 # name -> (response, program)
 SCRIPTS = {
     "one block": (f"So:\n{fence(MAIN)}Done.", MAIN),
-    "Python3": (fence(MAIN, "Python3"), MAIN),
     "pandoc's form": (fence(MAIN, "{.python .numberLines}"), MAIN),
     "Windows lines": (fence(MAIN).replace("\n", "\r\n"), MAIN.replace("\n", "\r\n")),
     # Blocks after the program.
@@ -36,10 +36,7 @@ SCRIPTS = {
     "an input that is Python": (fence(MAIN) + "Input:\n" + fence("5", ""), MAIN),
     "an output marked as Python": (fence(MAIN) + "Output:\n" + fence("10"), MAIN),
     "solve()": (fence(SOLVE) + "Call it:\n" + fence("solve()"), SOLVE),
-    "a copy with a given standard input": (
-        fence(SOLVE) + fence("import io, sys\nsys.stdin = io.StringIO('5')\nn = int(input())\nprint(2 * n)"),
-        SOLVE,
-    ),
+    "a copy with a given standard input": (fence(SOLVE) + fence(GIVEN), SOLVE),
     "a part of the program": (fence(SOLVE) + "The key line:\n" + fence("print(2 * n)"), SOLVE),
     # Blocks before the program.
     "a helper before": (fence("def double(n):\n    return 2 * n") + fence(MAIN), MAIN),
@@ -58,12 +55,9 @@ SCRIPTS = {
     # Thoughts.
     "a block in the thought": (f"<think>{fence(FIRST)}</think>\n{fence(MAIN)}", MAIN),
     "only in the thought": (f"<think>\n{fence(MAIN)}</think>\nI give up.", None),
-    "an open fence in the thought, then an output": (
-        f"<think>\n```python\n{FIRST}\n</think>\n{fence(MAIN)}" + fence(FIVE, ""),
-        MAIN,
-    ),
+    "an open fence in the thought": (f"<think>\n```python\n{FIRST}\n</think>\n{fence(MAIN)}{fence(FIVE, '')}", MAIN),
     "a thought that does not end": (f"<think>\n{fence(MAIN)}", None),
-    "only blocks of other languages": (fence("echo 10", "bash") + fence("puts 10", "ruby"), None),
+    "only a block of another language": (fence("echo 10", "bash"), None),
 }
 
 ADD = "def add(a, b):\n    return a + b"
@@ -71,12 +65,10 @@ OLD = "def add(a, b):\n    return a - b"
 METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b"
 GCD = "from math import gcd\nclass Solution:\n    def gcd(self, a): return gcd(a, 6)"
 INHERITS = "class A:\n    add = int.__add__\nclass Solution(A): pass"
-TYPED = (
-    "try:\n    from operator import index\nexcept ImportError:\n    pass\nelse:\n"
-    "    def add(a: int, b: int) -> int:\n        return a + b"
-)
+
+
 LAMBDA = "add = lambda a, b: a + b"
-DOCTEST = 'def add(a, b):\n    """Add.\n\n```\nadd(1, 2)\n```\n    """\n    return a + b'
+
 
 # name -> (response, function, program)
 FUNCTIONS = {
@@ -89,10 +81,7 @@ FUNCTIONS = {
     "a lambda": (fence(OLD) + fence(LAMBDA) + fence("add(1, 2)"), "add", LAMBDA),
     "only an import": (fence("from math import gcd") + fence("print(gcd(4, 6))"), "gcd", "from math import gcd"),
     "a method": (fence(METHOD) + fence("print(Solution().add(1, 2))"), "Solution.add", METHOD),
-    "an inherited method": (fence(INHERITS) + fence("Solution().add(1, 2)"), "Solution.add", INHERITS),
     "a class as on LeetCode": (fence(METHOD) + fence("print(Solution().add(1, 2))"), "add", METHOD),
     "a class whose method uses an import": (fence(GCD) + fence("from math import gcd"), "gcd", GCD),
-    "a class, then another one": (fence(METHOD) + fence("class Solution:\n    sub = int.__sub__"), "add", METHOD),
     "a class that inherits": (fence(INHERITS) + fence("add(1, 2)"), "add", INHERITS),
-    "an open usage at the end": (fence(ADD) + "```python\nadd(1, 2)", "add", ADD),
 }

@@ -6,14 +6,14 @@ from typing import Any
 
 import code_problems
 import pytest
-from code_problems import Problem
+from rows import row
 
 from megatron_brorl.data.prepare.sets import PRELUDE
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.run import Sandbox
-from megatron_brorl.rewards.verifier import Score, VerifierRow
+from megatron_brorl.rewards.verifier import Score
 from megatron_brorl.rewards.verifiers import code
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
@@ -27,25 +27,21 @@ ADD_ASSERTS = {"function": "add", "asserts": [f"assert add({i}, {i + 4711}) == {
 ADD_SCRIPT = {"tests": [{"input": f"{i} {i + 4711}\n", "output": f"{2 * i + 4711}\n"} for i in range(3)]}
 
 
-def row(metadata: dict[str, Any]) -> VerifierRow:
-    return {"id": "1", "prompt": "", "answer": None, "metadata": metadata}
-
-
 def score(answer: str, metadata: dict[str, Any], sandbox: Sandbox = LONG) -> Score:
-    code.check_row(row(metadata), "f.jsonl:1")
-    return code.verify(answer, row(metadata), sandbox)
+    code.check_row(row(**metadata), "f.jsonl:1")
+    return code.verify(answer, row(**metadata), sandbox)
 
 
 @NEEDS
 @pytest.mark.parametrize("problem", [*code_problems.SCRIPTS, *code_problems.FUNCTIONS, *code_problems.ASSERTS])
-def test_reward_is_the_share_of_passed_tests(problem: Problem) -> None:
+def test_reward_is_the_share_of_passed_tests(problem):
     assert score(problem.right, problem.metadata) == (1.0, "", {"tests": 1.0})
     assert score(problem.part, problem.metadata).reward == problem.share
     assert score(problem.wrong, problem.metadata, SHORT).reward == 0.0  # One of the wrong programs never ends.
 
 
 @NEEDS
-def test_programs_are_scored_in_worker_processes() -> None:
+def test_programs_are_scored_in_worker_processes():
     """Score responses through the pool, where a worker has a memory limit and a deadline."""
     kinds = (code_problems.SCRIPTS[0], code_problems.FUNCTIONS[0], code_problems.ASSERTS[0])
     requests, expected = [], []
@@ -92,36 +88,31 @@ HACKS = {
 
 @NEEDS
 @pytest.mark.parametrize("name", HACKS)
-def test_reward_hacks_earn_nothing(name: str) -> None:
+def test_reward_hacks_earn_nothing(name):
     for metadata in (ADD, ADD_ASSERTS):
-        found = score(HACKS[name], metadata, SHORT)
-        assert found.reward == 0.0
-        assert found.reason.startswith("0 of 3 tests; test 1: ")
+        result = score(HACKS[name], metadata, SHORT)
+        assert result.reward == 0.0
+        assert result.reason.startswith("0 of 3 tests; test 1: ")
     assert score(HACKS[name], ADD_SCRIPT, SHORT).reward == 0.0
 
 
-@NEEDS
-def test_stop_iteration_does_not_end_a_loop_of_the_test() -> None:
-    """If the StopIteration of f reached map, all(map(f, xs)) would be true."""
-    metadata = {"function": "f", "asserts": "assert all(map(f, [1, 2, 3]))"}
-    assert score("def f(x): raise StopIteration", metadata).reward == 0.0
-    assert score("def f(x): return True", metadata).reward == 1.0
+CHECK = "def check(candidate):\n    assert math.isclose(candidate(4), 2)\n    assert candidate(9) == 3"
+EXPECTS = "try:\n    f(0)\nexcept ZeroDivisionError:\n    raised = True\nassert raised"
 
 
 @NEEDS
-def test_expected_exceptions_reach_the_test() -> None:
-    test = "try:\n    f(0)\nexcept ZeroDivisionError:\n    raised = True\nassert raised"
-    metadata = {"function": "f", "asserts": [test]}
-    assert score("def f(x): return 1 / x", metadata).reward == 1.0
-    assert score("def f(x): raise ValueError", metadata).reward == 0.0
-
-
-@NEEDS
-def test_check_function_and_setup_as_in_humaneval_and_mbpp() -> None:
-    check = "def check(candidate):\n    assert math.isclose(candidate(4), 2)\n    assert candidate(9) == 3"
-    metadata = {"function": "root", "asserts": check, "setup": "import math"}
-    assert score("def root(x): return x ** 0.5", metadata).reward == 1.0
-    assert score("def root(x): return 2", metadata).reward == 0.0
+@pytest.mark.parametrize(
+    ("metadata", "right", "wrong"),
+    [
+        # If the StopIteration of f reached map, all(map(f, xs)) would be true.
+        ({"asserts": "assert all(map(f, [1, 2, 3]))"}, "return True", "raise StopIteration"),
+        ({"asserts": [EXPECTS]}, "return 1 / x", "raise ValueError"),
+        ({"asserts": CHECK, "setup": "import math"}, "return x ** 0.5", "return 2"),  # as in HumanEval and MBPP
+    ],
+)
+def test_exceptions_and_check_functions_of_a_test(metadata, right, wrong):
+    for body, reward in ((right, 1.0), (wrong, 0.0)):
+        assert score(f"def f(x): {body}", {"function": "f", **metadata}).reward == reward
 
 
 CLASSES = [
@@ -136,7 +127,7 @@ CLASSES = [
 
 @pytest.mark.parametrize(("program", "reward"), CLASSES)
 @pytest.mark.parametrize("metadata", [ADD, ADD_ASSERTS])
-def test_method_of_class_solution_is_the_function(program: str, reward: float, metadata: dict[str, Any]) -> None:
+def test_method_of_class_solution_is_the_function(program, reward, metadata):
     assert score(program, metadata, BARE).reward == reward
 
 
@@ -154,11 +145,7 @@ FILE = "import os\nprint(os.path.isabs(__file__), os.path.basename(__file__))"
         (TYPED, {**SUPPLIED, "prelude": PRELUDE}, 1.0),
         (TYPED, SUPPLIED, 0.0),
         (TYPED, {"function": "gcd", "asserts": "assert gcd([9, 6]) == 3", "prelude": PRELUDE}, 1.0),
-        (
-            "h = list(map(int, input().split()))\nheapify(h)\nprint(*nsmallest(3, h))",
-            {**SORTS, "prelude": PRELUDE},
-            1.0,
-        ),
+        (HEAP, {**SORTS, "prelude": PRELUDE}, 1.0),
         (DEEP, {**SORTS, "prelude": PRELUDE}, 1.0),
         # A function of the prelude is not the answer, unless the program names or uses it.
         ("x = 1", {**SUPPLIED, "prelude": "gcd = lambda x: 2"}, 0.0),
@@ -169,16 +156,13 @@ FILE = "import os\nprint(os.path.isabs(__file__), os.path.basename(__file__))"
         ("gcd = lambda x: 2 * __file__.endswith('/solution.py')", SUPPLIED, 1.0),
     ],
 )
-def test_programs_run_after_the_prelude_in_its_namespace(program: str, metadata: dict[str, Any], reward: float) -> None:
+def test_programs_run_after_the_prelude_in_its_namespace(program, metadata, reward):
     assert score(program, metadata, BARE).reward == reward
 
 
 @NEEDS
-def test_methods_keyword_arguments_and_tolerance() -> None:
-    tests = [
-        {"args": [1], "kwargs": {"by": 2}, "expected": 0.5},
-        {"args": [1], "kwargs": {"by": 3}, "expected": 0.3333},
-    ]
+def test_methods_keyword_arguments_and_tolerance():
+    tests = [{"args": [1], "kwargs": {"by": by}, "expected": expected} for by, expected in ((2, 0.5), (3, 0.3333))]
     metadata = {"function": "Solution.div", "tests": tests}
     program = "class Solution:\n    def div(self, a, by): return a / by"
     assert score(program, metadata).reward == 0.5
@@ -186,63 +170,37 @@ def test_methods_keyword_arguments_and_tolerance() -> None:
 
 
 @NEEDS
-def test_endless_test_fails_alone_and_a_program_has_a_deadline() -> None:
+def test_endless_test_fails_alone_and_a_program_has_a_deadline():
     program = "n = int(input().split()[0])\nwhile n == 1: pass\nprint(2 * n + 4711)"
-    found = score(program, ADD_SCRIPT, SHORT)
-    assert found.reward == pytest.approx(2 / 3)
-    assert found.reason == "2 of 3 tests; test 2: out of time"
+    result = score(program, ADD_SCRIPT, SHORT)
+    assert result.reward == pytest.approx(2 / 3)
+    assert result.reason == "2 of 3 tests; test 2: out of time"
     tight = Sandbox(True, Limits(seconds=0.8, test_seconds=30.0))
     assert score("while True: pass", ADD_SCRIPT, tight).reason == "0 of 3 tests; test 1: out of time"
 
 
 @pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({}, "needs metadata.tests"),
-        ({"tests": [{"input": "1"}]}, r"metadata.tests\[0\]: needs input and output as strings"),
-        ({"function": "f", "tests": [{"args": 1, "expected": 2}]}, "needs args as a list"),
-        ({"function": "f", "tests": [{"args": [{"!": "os", "v": 1}], "expected": 2}]}, "no value has the form"),
-        ({"asserts": ["assert f()"]}, "needs metadata.function"),
-        ({"function": "f", "asserts": ["f()"]}, "has no assert"),
-        ({"function": "f", "asserts": ["assert f("]}, "is not Python"),
-        ({"function": "f", "asserts": ["assert f()"], "tests": []}, "both tests and asserts"),
-        ({**ADD, "prelude": "import"}, "metadata.prelude is not Python"),
-        ({**ADD, "prelude": ["import os"]}, "metadata.prelude: must be Python code as text, not list"),
-        ({**ADD_ASSERTS, "setup": 1}, "metadata.setup: must be Python code as text, not int"),
-        ({"function": "f", "asserts": []}, "metadata.asserts is empty"),
-        ({**ADD, "language": "cobol"}, "python\", not 'cobol'"),
-        ({**ADD, "tolerance": -1}, "metadata.tolerance = -1"),
-    ],
-)
-def test_rows_without_usable_tests_are_refused(metadata: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=rf"^f\.jsonl:1: .*{message}") as e:
-        code.check_row(row(metadata), "f.jsonl:1")
-    assert "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize(
-    ("got", "expected", "tolerance", "same"),
+    ("output", "expected", "tolerance", "same"),
     [
         ("1 2\n", "1  2", 0.0, True),
         ("1 2", "1\n2", 0.0, False),
         ("0.3333", "0.33333", 0.0, False),
         ("0.3333", "0.33333", 1e-3, True),
+        ("300.2", "300", 1e-3, True),  # relative to the expected number
+        ("300.4", "300", 1e-3, False),
         ("1_0", "10", 0.5, False),
         ("inf", "1", 0.5, False),
         ("x 1.0", "x 1", 1e-9, True),
-        ("a\r\nb", "a\nb", 0.0, True),
-        ("a\u2028b", "a\nb", 0.0, False),
-        ("a\x0cb", "a\nb", 0.0, False),
-        ("a\x85b", "a\nb\n", 0.0, False),
-        ("a\n\x1cb", "a\n\nb", 0.0, False),
+        ("a\r\nb", "a\nb\n", 0.0, True),
+        *((f"a{character}b", "a\nb", 0.0, False) for character in "\u2028\x0c\x85\x1c"),
     ],
 )
-def test_outputs_are_compared_word_by_word(got: str, expected: str, tolerance: float, same: bool) -> None:
-    assert code.same_text(got, expected, tolerance) is same
+def test_outputs_are_compared_word_by_word(output, expected, tolerance, same):
+    assert code.same_text(output, expected, tolerance) is same
 
 
 @pytest.mark.parametrize(
-    ("got", "expected", "same"),
+    ("value", "expected", "same"),
     [
         (2, 2.0, True),
         (True, 1, False),
@@ -256,11 +214,11 @@ def test_outputs_are_compared_word_by_word(got: str, expected: str, tolerance: f
         (float("nan"), float("nan"), True),
     ],
 )
-def test_values_are_compared_by_type_and_value(got: object, expected: object, same: bool) -> None:
-    assert code.same_value(got, expected) is same
+def test_values_are_compared_by_type_and_value(value, expected, same):
+    assert code.same_value(value, expected) is same
 
 
-def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypatch):
     monkeypatch.delenv(isolation.UNSANDBOXED, raising=False)
     monkeypatch.setattr(probe, "problem", lambda: "bubblewrap is missing; install it (apt-get install bubblewrap)")
     with pytest.raises(UserError, match=r"^x: bubblewrap is missing; install it .*; or set reward\.unsandboxed = true"):
@@ -269,11 +227,11 @@ def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypat
         code.load()
     monkeypatch.setenv(isolation.UNSANDBOXED, "1")
     verify = code.load()
-    assert verify("def add(a, b): return a + b", row(ADD)).reward == 1.0
-    assert verify("def add(a, b): return a", row(ADD)).reward == 0.0
+    assert verify("def add(a, b): return a + b", row(**ADD)).reward == 1.0
+    assert verify("def add(a, b): return a", row(**ADD)).reward == 0.0
 
 
-def test_probe_reports_a_bubblewrap_without_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_probe_reports_a_bubblewrap_without_namespaces(monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)

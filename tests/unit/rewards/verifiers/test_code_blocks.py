@@ -11,22 +11,19 @@ from megatron_brorl.rewards.verifiers import code, code_blocks
 
 def chosen(response: str, function: str | None = None, has_input: bool = True) -> str | None:
     """Return the program that would run."""
-    found = extract(response, code.find, 1 << 16).answer
-    return None if found is None else code_blocks.program(found, function, has_input)
+    answer = extract(response, code.find, 1 << 16).answer
+    return None if answer is None else code_blocks.program(answer, function, has_input)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_program_of_a_task_with_standard_input(name: str) -> None:
-    response, expected = SCRIPTS[name]
-    found = chosen(response)
-    assert (found and found.strip()) == (expected and expected.strip())
+SCRIPT_CASES = [(response, None, program) for response, program in SCRIPTS.values()]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_program_of_a_task_with_a_function(name: str) -> None:
-    response, function, expected = FUNCTIONS[name]
-    found = chosen(response, function)
-    assert (found and found.strip()) == (expected and expected.strip())
+@pytest.mark.parametrize(
+    ("response", "function", "expected"), [*SCRIPT_CASES, *FUNCTIONS.values()], ids=[*SCRIPTS, *FUNCTIONS]
+)
+def test_program_is_the_one_that_a_reader_would_choose(response, function, expected):
+    program = chosen(response, function)
+    assert (program and program.strip()) == (expected and expected.strip())
 
 
 @pytest.mark.parametrize(
@@ -34,38 +31,34 @@ def test_program_of_a_task_with_a_function(name: str) -> None:
     [
         "print(2 * int(input()))",
         "import sys\nprint(2 * int(sys.stdin.readline()))",
-        "from sys import stdin, stdout\nstdout.write(str(2 * int(stdin.readline())))",
-        "import sys\ninput = sys.stdin.readline\nprint(2 * int(input()))",
-        "import sys\nsys.stdin = open(0)\nprint(2 * int(input()))",
         "import io, os, sys\nsys.stdin = io.BytesIO(os.read(0, 10 ** 6))\nprint(2 * int(sys.stdin.readline()))",
         "print(2 * int(open('/dev/stdin').read()))",
         "import os\nos.write(1, str(2 * int(os.read(0, 99))).encode())",
         "from fileinput import input\nfor line in input():\n    print(2 * int(line))",
         "n, = map(int, open(0))\nprint(2 * n)",
-        "def main():\n    match input().split():\n        case [n, *rest]:\n            print(2 * int(n))\nmain()",
         "def f():\n    global n\n    n = 2 * int(input())\n    print(n)\nf()\nprint(__name__, end='')",
     ],
 )
-def test_program_is_recognised_by_any_way_to_read_and_print(program: str) -> None:
+def test_program_is_recognised_by_any_way_to_read_and_print(program):
     """The program wins against an earlier one that reads, and against a later block that runs without input."""
     response = fence(FIRST) + fence(program) + "For example:\n" + fence("def f(input):\n    print(2 * input)\n\nf(5)")
     assert chosen(response) == program + "\n"
 
 
-def test_last_program_that_prints_counts_without_input() -> None:
+def test_last_program_that_prints_counts_without_input():
     response = fence(MAIN) + fence("print(42)") + fence("42", "")
     assert chosen(response, has_input=False) == "print(42)\n"
     assert chosen(response, has_input=True) == MAIN + "\n"
 
 
 @pytest.mark.parametrize("prelude", ["from math import *", "from math import gcd, pi", "pi, gcd = 3, max"])
-def test_names_of_the_prelude_count_as_defined(prelude: str) -> None:
-    found = fence("print(1)") + fence("print(gcd(4, 6), pi)") + fence("print(solve(1))")
-    assert code_blocks.program(found, None, True, prelude) == "print(gcd(4, 6), pi)\n"
-    assert code_blocks.program(found, None, True) == "print(1)\n"
+def test_names_of_the_prelude_count_as_defined(prelude):
+    blocks = fence("print(1)") + fence("print(gcd(4, 6), pi)") + fence("print(solve(1))")
+    assert code_blocks.program(blocks, None, True, prelude) == "print(gcd(4, 6), pi)\n"
+    assert code_blocks.program(blocks, None, True) == "print(1)\n"
 
 
-def test_text_without_blocks_is_a_program() -> None:
+def test_text_without_blocks_is_a_program():
     """A text without fences is a reference, or the part of a response that reward.extract selects."""
     assert code_blocks.program(MAIN, None, True) == MAIN
     assert code_blocks.program(QUOTES, None, True) == QUOTES
@@ -77,7 +70,6 @@ def test_text_without_blocks_is_a_program() -> None:
     "hostile",
     [
         "```\n" * 16_000,
-        "```\n~~~\n" * 8_000,
         '```python\n"""x\n```\n' * 3_000,
         "".join("`" * n + "\n" for n in range(300, 3, -1)) + "~~~\n" * 5_000,
         "```py\n" + "-" * 60_000 + "1\n```\n```\n```\n",
@@ -86,6 +78,6 @@ def test_text_without_blocks_is_a_program() -> None:
         "```py\n\0\n```\n```\n\ud800\n```\n",
     ],
 )
-def test_hostile_responses_raise_nothing(hostile: str) -> None:
+def test_hostile_responses_raise_nothing(hostile):
     for function in (None, "add", "Solution.add"):
         chosen(hostile, function)

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from rows import row
 
-from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.verifier import Score, VerifierRow
-from megatron_brorl.rewards.verifiers.format import check_row, skeleton, verify
-
-
-def row(**metadata: object) -> VerifierRow:
-    return VerifierRow(id="r", prompt="?", answer=None, metadata=metadata)
+from megatron_brorl.rewards.verifier import Score
+from megatron_brorl.rewards.verifiers.format import skeleton, verify
 
 
 @pytest.mark.parametrize(
@@ -16,34 +12,26 @@ def row(**metadata: object) -> VerifierRow:
     [
         ("<think>a</think><answer>4</answer>", 1),
         ("<think> a < b </think>\n <answer>x <y> z</answer>\n", 1),
-        ("<think>a <b>c</b></think><answer><b></answer>", 1),
         ("<think></think><answer>4</answer>", 0),
         ("<think>a</think><answer> \n</answer>", 0),
         ("Well: <think>a</think><answer>4</answer>", 0),
-        ("<think>a</think><answer>4</answer>!", 0),
         ("<answer>4</answer><think>a</think>", 0),
         ("<think>a<answer>4</answer></think>", 0),
         ("<think>a</think><answer>4</answer><answer>5</answer>", 0),
-        ("<think>a<answer>4</answer>", 0),
-        ("4", 0),
     ],
 )
-def test_think_then_answer(text: str, right: int) -> None:
+def test_think_then_answer(text, right):
     score = verify(skeleton(text), row())
     assert score.reward == right
     assert bool(score.reason) == (not right)
 
 
-def test_tags_of_the_row() -> None:
+def test_tags_of_the_row():
     assert verify(skeleton("<plan>a</plan>"), row(format_tags=["plan"])).reward == 1
     assert verify(skeleton("<think>a</think><answer>4</answer>"), row(format_tags=["plan"])).reward == 0
-    check_row(row(format_tags=["plan", "step-2"]), "f:1")
-    for bad in ("think", [], ["a", "a"], [1], ["a b"], None):
-        with pytest.raises(UserError, match=r"^f:1: metadata\.format_tags = .*must be a list of different names"):
-            check_row(row(format_tags=bad), "f:1")
 
 
-def test_responses_of_one_form_have_one_skeleton() -> None:
+def test_responses_of_one_form_have_one_skeleton():
     assert skeleton("<think>a</think> <answer>4</answer>") == "<think>.</think><answer>.</answer>"
     assert skeleton("<think>b c</think><answer>5</answer>\n") == "<think>.</think><answer>.</answer>"
     assert skeleton("<" * 1000 + "a" * 1000) == "."
@@ -70,9 +58,9 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("end", "tags", "right", "wrong"), ENDS, ids=[end for end, *_ in ENDS])
-def test_prompt_may_end_inside_the_form(end: str, tags: list[str] | None, right: list[str], wrong: list[str]) -> None:
+def test_prompt_may_end_inside_the_form(end, tags, right, wrong):
     for before in ("", "What is 2 + 2? ", "Write <think>a</think><answer>b</answer>. <|im_start|>"):
-        asked = VerifierRow(id="r", prompt=before + end, answer=None, metadata={"format_tags": tags} if tags else {})
+        asked = row(prompt=before + end, **({"format_tags": tags} if tags else {}))
         if end == "" and before:
             continue
         for text in right:

@@ -9,9 +9,8 @@ from typing import Any
 import langdetect
 import pytest
 from langdetect import detector_factory
+from rows import row
 
-from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.rewards.verifiers import ifeval
 from megatron_brorl.rewards.verifiers.ifeval import (
     CHECKS,
@@ -31,10 +30,6 @@ TWO = {
 }
 
 
-def row(**metadata: Any) -> VerifierRow:
-    return {"id": "a", "prompt": "p", "answer": None, "metadata": metadata}
-
-
 @pytest.mark.parametrize(
     ("answer", "reward", "failed"),
     [
@@ -44,7 +39,7 @@ def row(**metadata: Any) -> VerifierRow:
         ("a, b", 0.0, ["punctuation:no_comma", "length_constraints:number_words"]),
     ],
 )
-def test_reward_is_the_share_of_followed_instructions(answer: str, reward: float, failed: list[str]) -> None:
+def test_reward_is_the_share_of_followed_instructions(answer, reward, failed):
     result = verify(answer, row(**TWO))
     assert result.reward == reward
     assert result.parts == {name: float(name not in failed) for name in TWO["instruction_id_list"]}
@@ -52,23 +47,23 @@ def test_reward_is_the_share_of_followed_instructions(answer: str, reward: float
     assert verify(answer, row(**TWO, all=True)).reward == float(not failed)
 
 
-def test_loose_mode_ignores_lines_and_asterisks_per_instruction() -> None:
+def test_loose_mode_ignores_lines_and_asterisks_per_instruction():
     answer = "Sure, here it is:\na b c"  # loose scoring removes the comma with the first line
     assert verify(answer, row(**TWO)).reward == 0.5
     assert verify(answer, row(**TWO, mode="loose")).reward == 1.0
     quoted = row(instruction_id_list=["startend:quotation"], kwargs=[{}])
     assert verify('*"a"*', quoted).reward == 0.0
-    quoted["metadata"]["mode"] = "loose"  # type: ignore[index]
+    quoted["metadata"]["mode"] = "loose"
     assert verify('*"a"*', quoted).reward == 1.0
 
 
-def test_responses_below_min_words_score_zero() -> None:
+def test_responses_below_min_words_score_zero():
     assert verify("a b c", row(**TWO, min_words=3)).reward == 1.0
     result = verify("a b c", row(**TWO, min_words=4))
     assert result == (0.0, "fewer than 4 words (min_words)", {})
 
 
-def test_repeated_instructions_have_separate_parts() -> None:
+def test_repeated_instructions_have_separate_parts():
     twice = {"instruction_id_list": ["keywords:existence"] * 3, "kwargs": [{"keywords": [k]} for k in ("a", "b", "a")]}
     result = verify("a", row(**twice))
     assert result.parts == {"keywords:existence": 1.0, "keywords:existence#2": 0.0, "keywords:existence#3": 1.0}
@@ -77,23 +72,16 @@ def test_repeated_instructions_have_separate_parts() -> None:
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [
-        ("all of it \n", "all of it"),
-        ("<think>a</think>b</think>\n\nc", "c"),
-        ("thought</think>c", "c"),
-        ("<think>a</think> \n", None),
-        ("", None),
-    ],
+    [("all of it \n", "all of it"), ("<think>a</think>b</think>\n\nc", "c"), ("<think>a</think> \n", None)],
 )
-def test_answer_is_the_text_after_the_thought(text: str, answer: str | None) -> None:
+def test_answer_is_the_text_after_the_thought(text, answer):
     assert find(text) == answer
 
 
-def test_detected_language_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detected_language_is_deterministic(monkeypatch):
     """Other code in the process may have set any seed of the library."""
     text = "Hello"
-    alone = set()
-    ours = set()
+    alone, ours = set(), set()
     for seed in range(20):
         monkeypatch.setattr(langdetect.DetectorFactory, "seed", seed)
         alone.add(langdetect.detect(text))
@@ -103,52 +91,9 @@ def test_detected_language_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(alone) > 1  # otherwise the text would not depend on the seed
 
 
-def test_languages_are_those_of_the_library() -> None:
+def test_languages_are_those_of_the_library():
     detector_factory.init_factory()
     assert set(detector_factory._factory.get_lang_list()) == ifeval.LANGUAGES
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        ("punctuation:no_commas", {}, "no instruction is called 'punctuation:no_commas'; did you mean punctuation:no"),
-        ("punctuation:no_comma", None, "kwargs[0] (punctuation:no_comma) is None; use an object"),
-        ("punctuation:no_comma", {"n": 1}, "has 'n', but the instruction takes no arguments; remove it"),
-        ("keywords:existence", {}, "kwargs[0] (keywords:existence) lacks 'keywords', a list of strings; add it"),
-        ("keywords:existence", {"keywords": ["a", " "]}, "it must be a list of strings"),
-        ("length_constraints:number_words", {"num_words": 3, "relation": "more"}, '"at least" or "less than"'),
-        ("length_constraints:number_words", {"num_words": True, "relation": "at least"}, "num_words = True; it must"),
-        ("length_constraints:number_paragraphs", {"num_paragraphs": 0}, "a whole number of at least 1"),
-        ("language:response_language", {"language": "zh"}, "has language = 'zh'; it must be one of af ar bg "),
-        (
-            "length_constraints:nth_paragraph_first_word",
-            {"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"},
-            "has nth_paragraph above num_paragraphs",
-        ),
-    ],
-)
-def test_invalid_instructions_are_refused(kind: str, arguments: Any, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        check_row(row(instruction_id_list=[kind], kwargs=[arguments]), "f.jsonl:7")
-    assert message in str(caught.value)
-    assert str(caught.value).startswith("f.jsonl:7: metadata.")
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({}, "needs metadata.instruction_id_list"),
-        ({"instruction_id_list": ["punctuation:no_comma"]}, "needs metadata.kwargs, a list of 1 objects"),
-        ({"instruction_id_list": ["punctuation:no_comma"] * 17}, "17 instructions, but a reward has at most 16 parts"),
-        ({**TWO, "mode": "lose"}, "metadata.mode is 'lose'"),
-        ({**TWO, "all": 1}, "metadata.all is 1"),
-        ({**TWO, "min_words": -1}, "metadata.min_words is -1"),
-    ],
-)
-def test_invalid_metadata_is_refused(metadata: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=r"^f\.jsonl:7: ") as caught:
-        check_row(row(**metadata), "f.jsonl:7")
-    assert message in str(caught.value)
 
 
 # Kind, arguments, responses that follow it, responses that do not.
@@ -156,36 +101,26 @@ LINES = Path(__file__).with_name("ifeval_cases.jsonl").read_text("utf-8").splitl
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [tuple(json.loads(line)) for line in LINES]
 
 
-def test_every_published_instruction_has_cases() -> None:
+def test_every_published_instruction_has_cases():
     assert {kind for kind, *_ in CASES} == CHECKS.keys()
     assert len(CHECKS) == 25  # table 4 of the paper
 
 
 @pytest.mark.parametrize(("kind", "arguments", "right", "wrong"), CASES)
-def test_checks_on_hand_written_responses(
-    kind: str, arguments: dict[str, Any], right: list[str], wrong: list[str]
-) -> None:
+def test_checks_on_hand_written_responses(kind, arguments, right, wrong):
     metadata = {"instruction_id_list": [kind], "kwargs": [arguments]}
-    check_row({"id": "a", "prompt": "p", "answer": None, "metadata": metadata}, "f:1")
+    check_row(row(**metadata), "f:1")
     assert [text for text in right if not follows(kind, arguments, text)] == []
     assert [text for text in [*wrong, "", " \n"] if follows(kind, arguments, text)] == []
 
 
-def test_deeply_nested_json_is_not_followed() -> None:
+def test_deeply_nested_json_is_not_followed():
     assert not follows("detectable_format:json_format", {}, "[" * 100_000)
 
 
-def test_loose_readings() -> None:
-    assert loose_readings("Sure:\n*a*\nb\nBye") == [
-        "Sure:\n*a*\nb\nBye",
-        "*a*\nb\nBye",
-        "Sure:\n*a*\nb",
-        "*a*\nb",
-        "Sure:\na\nb\nBye",
-        "a\nb\nBye",
-        "Sure:\na\nb",
-        "a\nb",
-    ]
+def test_loose_readings():
+    starred = ["Sure:\n*a*\nb\nBye", "*a*\nb\nBye", "Sure:\n*a*\nb", "*a*\nb"]
+    assert loose_readings(starred[0]) == [*starred, *(text.replace("*", "") for text in starred)]
     assert loose_readings("one line") == ["one line", ""]
 
 
@@ -210,20 +145,14 @@ def test_loose_readings() -> None:
         ("यह एक वाक्य है। यह दूसरा है।", 2),
     ],
 )
-def test_count_sentences(text: str, count: int) -> None:
+def test_count_sentences(text, count):
     assert count_sentences(text) == count
 
 
 @pytest.mark.parametrize(
     ("text", "words", "capitals"),
-    [
-        ("", 0, 0),
-        ("WELL-KNOWN, IT'S", 4, 2),
-        ("**BOLD**;NEXT—LAST", 3, 3),
-        ("A1 2 _ b2", 4, 1),
-        ("I... AM ÜBER über", 4, 3),
-    ],
+    [("", 0, 0), ("WELL-KNOWN, IT'S", 4, 2), ("A1 2 _ b2", 4, 1), ("I... AM ÜBER—über", 4, 3)],
 )
-def test_count_words(text: str, words: int, capitals: int) -> None:
+def test_count_words(text, words, capitals):
     assert count_words(text) == words
     assert count_capital_words(text) == capitals

@@ -1,23 +1,48 @@
+r"""Verifier `math` on answers written by hand, whose data files have one case per line.
+
+answer_pairs.tsv: kind, whether the answer is right, reference, answer, reason. "1" is right, "0" is wrong, and "fn" is
+right but refused. In the kinds `hashes` and `choice` the answer is a whole response, in which a line ends at \u23ce.
+math_cases.tsv: kind, reference, and right (=) and wrong (!) answers.
+"""
+
 from __future__ import annotations
 
 import random
 from pathlib import Path
 
 import pytest
+from rows import row
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.verifiers import choice
 from megatron_brorl.rewards.verifiers import math as math_verifier
 from megatron_brorl.rewards.verifiers.math import check_row, find, verify
 
-# A line has a kind, a reference, and right (=) and wrong (!) answers.
-LINES = [line.split("\t") for line in Path(__file__).with_name("math_cases.tsv").read_text("utf-8").splitlines()]
+PAIRS, LINES = (
+    [line.split("\t") for line in Path(__file__).with_name(f"{name}.tsv").read_text("utf-8").splitlines()]
+    for name in ("answer_pairs", "math_cases")
+)
 CASES = [(kind, reference, answer) for kind, reference, *answers in LINES for answer in answers]
 
 SOLUTION = "Each of 3 boxes holds 12 pens.\nSo there are 3 * 12 = <<3*12=36>>36 pens.\n#### 36"
 
 
-def row(reference: str | None) -> dict:
-    return {"id": "0", "prompt": "", "answer": reference, "metadata": {}}
+def reward(kind: str, reference: str, answer: str) -> float:
+    verifier = choice if kind == "choice" else math_verifier
+    scored = verifier.find(answer.replace("\u23ce", "\n")) if kind in ("hashes", "choice") else answer
+    return 0.0 if scored is None else verifier.verify(scored, row(reference)).reward
+
+
+@pytest.mark.parametrize("kind", sorted({pair[0] for pair in PAIRS}))
+def test_only_right_answers_are_rewarded(kind):
+    pairs = [pair for pair in PAIRS if pair[0] == kind]
+    rewarded = {(reference, answer) for _, _, reference, answer, _ in pairs if reward(kind, reference, answer) == 1}
+    assert rewarded == {(reference, answer) for _, right, reference, answer, _ in pairs if right == "1"}
+
+
+@pytest.mark.parametrize(("reference", "answer"), [(r"\{\pi, 1\}", r"\{1, 3.14159\}"), (r"\pi", "3.14159")])
+def test_decimal_answer_matches_irrational_reference_but_not_vice_versa(reference, answer):
+    assert reward("", reference, answer) == 1
+    assert reward("", answer, reference) == 0
 
 
 @pytest.mark.parametrize(("kind", "reference", "answer"), CASES)
@@ -29,20 +54,15 @@ def test_hand_written_cases(kind, reference, answer):
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("answer", "reason"),
     [
         ("(" * 5000 + "12" + ")" * 5000, "too long"),
         ("(" * 300 + "12" + ")" * 300, "deeper than 20"),
         ("9^{9^{9^{9}}}", "tower"),
-        ("9^9^9^9", "tower"),
-        ("9**9**9**9", "tower"),
-        ("2^{(9)^{9}}", "tower"),
         ("2^{10!}", "tower"),
-        ("((((9^{99})^{99})^{99})^{99}", "tower"),
         ("10^{99999}", "power above"),
         ("e^{e^{e^{9}}}", "tower"),
         ("100000!", "factorial"),
-        ("((9!)!)!", "factorial"),
         ("(9^{99})!", "factorial"),
         (r"\binom{100000}{50000}", "binomial"),
         ("9" * 500, "digits"),
@@ -51,11 +71,11 @@ def test_hand_written_cases(kind, reference, answer):
         (r"\sum_{k=1}^{3} 2k", "not computed"),
     ],
 )
-def test_slow_answers_are_rejected_before_sympy(answer, why, monkeypatch):
+def test_slow_answers_are_rejected_before_sympy(answer, reason, monkeypatch):
     monkeypatch.setattr(math_verifier, "_same_value", lambda *_: pytest.fail("sympy was called"))
     score = verify(answer, row("12"))
     assert score.reward == 0
-    assert why in score.reason
+    assert reason in score.reason
     assert len(score.reason) < 120
 
 
@@ -87,12 +107,6 @@ def test_references_in_the_forms_of_data_sets():
     assert verify("37", row(SOLUTION)).reason == "37 is not 36"
     whole = verify(r"\boxed{35} or \boxed{36}", row("36"))  # with reward.extract = "full"
     assert whole.reason == "no answer: two different ones, 35 and 36"
-
-
-@pytest.mark.parametrize("reference", [None, "", "  ", r"\boxed{1} or \boxed{2}"])
-def test_rows_without_a_unique_reference_are_refused(reference):
-    with pytest.raises(UserError, match=r"a:1: .*answer"):
-        check_row(row(reference), "a:1")
 
 
 def test_random_numbers_in_many_spellings():

@@ -22,13 +22,13 @@ def main() -> None:
         start.add_argument(f"--{name}", type=int)
     args = vars(parser.parse_args())
 
-    held = []
+    sockets = []
     for name in names:
         s = socket.socket()
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind((args["node_ip_address"], args[name.replace("-", "_")]))
         s.listen()
-        held.append(s)
+        sockets.append(s)
     signal.pause()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_brorl.types import Rollout
-from tensorrt_llm._double import come_to
+from tensorrt_llm._double import fault_point
 from tensorrt_llm._ray_utils import control_action_decorator
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor, Row
 from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, RayPlacementConfig, TorchLlmArgs
@@ -28,7 +28,7 @@ class RayGPUWorker:
 
     @control_action_decorator
     def sleep(self, sleep_tags: list[str]) -> None:
-        come_to("sleep")
+        fault_point("sleep")
         tags = self._verify(sleep_tags)
         self.engine.release(tags)
         modes = self.llm_args.sleep_config.restore_modes

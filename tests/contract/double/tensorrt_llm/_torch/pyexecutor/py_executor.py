@@ -22,7 +22,7 @@ from megatron_brorl.ops.reference.sampling import sample, sampling_log_probs
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.types import Prompt, Rollout
-from tensorrt_llm._double import come_to
+from tensorrt_llm._double import fault_point
 from tensorrt_llm._torch.pyexecutor.resource_manager import KVCacheManager, ResourceManager, ResourceManagerType
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -56,7 +56,7 @@ class Model:
         self.changed = True
 
     def post_load_weights(self) -> None:
-        come_to("finish")
+        fault_point("finish")
         self.changed = True
 
     def drop(self) -> None:
@@ -67,7 +67,7 @@ class Model:
 
 class ModelLoader:
     def reload(self, model: Model, weights: dict[str, Tensor], allow_partial_loading: bool = False) -> None:
-        come_to("load")
+        fault_point("load")
         if not allow_partial_loading and weights.keys() != model.tensors.keys():
             raise ValueError("missing weights")
         for name, tensor in weights.items():
@@ -97,14 +97,7 @@ class Sampler:
         self.rows: dict[int, Row] = {}  # by their key in the CPU engine
 
     def __call__(
-        self,
-        logits: Tensor,
-        keys: Tensor,
-        index: Tensor,
-        position: Tensor,
-        temperature: float,
-        top_p: float,
-        top_k: int,
+        self, logits: Tensor, keys: Tensor, _: Tensor, position: Tensor, temperature: float, top_p: float, top_k: int
     ) -> tuple[Tensor, Tensor]:
         rows = [self.rows[key] for key in keys.tolist()]
         seeds = torch.tensor([row.params.seed or 0 for row in rows])
@@ -200,9 +193,8 @@ class PyExecutor:
         self._keys += len(rows)
         keys = range(self._keys - len(rows), self._keys)
         self.sampler.rows = dict(zip(keys, rows, strict=True))
-        requests = [
-            Request(Prompt(str(key), "", tuple(row.ids), None, ""), key, 1) for key, row in zip(keys, rows, strict=True)
-        ]
+        pairs = zip(keys, rows, strict=True)
+        requests = [Request(Prompt(str(key), "", tuple(row.ids), None, ""), key, 1) for key, row in pairs]
         callbacks = _Watch(rows)
         self._torch.generate(requests, sampling, callbacks)
         for row in callbacks.left:
@@ -219,7 +211,7 @@ class _Watch:
     def finished(self, request: int, rollout: Rollout) -> None:
         row = self.rows[request]
         self.left.remove(row)
-        come_to("row")
+        fault_point("row")
         row.done(rollout, row.reported)
 
     def cancelled(self) -> bool:

@@ -1,4 +1,7 @@
-"""Tests that hostile programs cannot do harm from inside a sandbox. The programs are in attacks.py."""
+"""Tests of programs in a sandbox.
+
+Hostile ones (attacks.py) can do no harm, and others (endings.py) succeed and fail as they do when CPython runs them.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
+from typing import Any
 
 import attacks
+import pytest
+from endings import CALLED, EXITS, LOADED
 
 from megatron_brorl.rewards.sandbox import isolation, probe
 from megatron_brorl.rewards.sandbox.inside import codec
 from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
+from megatron_brorl.rewards.verifiers import code
 
 NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
 SHORT = Sandbox(True, Limits(seconds=30.0, test_seconds=0.7, output_bytes=1 << 16))
@@ -28,7 +31,7 @@ LONG = Sandbox(True, Limits(seconds=30.0, test_seconds=15.0, output_bytes=1 << 1
 
 
 @pytest.fixture
-def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def secret(tmp_path, monkeypatch):
     monkeypatch.setenv("BRORL_CANARY", "1")
     path = tmp_path / "secret"
     path.write_text("a secret")
@@ -49,7 +52,7 @@ def run(name: str, secret: str, sandbox: Sandbox) -> Outcome:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _orphans_come_back() -> Iterator[None]:
+def _orphans_come_back():
     """Make orphans children of this process, so that `children` finds them."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     yield
@@ -75,27 +78,27 @@ def children() -> set[str]:
 @pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize("name", attacks.ENDLESS)
-def test_endless_programs_are_stopped(name: str, secret: str) -> None:
-    began = time.monotonic()
+def test_endless_programs_are_stopped(name, secret):
+    start = time.monotonic()
     assert run(name, secret, SHORT).status in ("timeout", "output", "crash", "error", "ended")
-    assert time.monotonic() - began < SHORT.limits.seconds
+    assert time.monotonic() - start < SHORT.limits.seconds
 
 
 @NEEDS
 @pytest.mark.parametrize("name", attacks.REFUSED)
-def test_forbidden_actions_are_refused(name: str, secret: str) -> None:
+def test_forbidden_actions_are_refused(name, secret):
     outcome = run(name, secret, LONG)
     assert (outcome.status, outcome.stdout) == ("ok", "held\n")
 
 
 @NEEDS
 @pytest.mark.parametrize("name", [*attacks.CRASHING, *attacks.FORGING])
-def test_crashing_and_forging_programs_gain_nothing(name: str, secret: str) -> None:
+def test_crashing_and_forging_programs_gain_nothing(name, secret):
     assert run(name, secret, SHORT).stdout.strip() != "4711"
 
 
 @NEEDS
-def test_harmless_attacks_succeed_without_isolation(secret: str) -> None:
+def test_harmless_attacks_succeed_without_isolation(secret):
     """The test above would be worthless if the attacks failed for another reason than the sandbox."""
     bare = Sandbox(False, LONG.limits)
     for name in ("read a file", "read /etc/passwd", "/proc", "UNIX socket", "memfd", "list the root"):
@@ -104,7 +107,7 @@ def test_harmless_attacks_succeed_without_isolation(secret: str) -> None:
 
 
 @NEEDS
-def test_an_orphan_of_one_test_is_gone_before_the_next() -> None:
+def test_an_orphan_of_one_test_is_gone_before_the_next():
     """The second test sees no process of the first."""
     program = (
         "import os, time\n"
@@ -121,7 +124,7 @@ def test_an_orphan_of_one_test_is_gone_before_the_next() -> None:
 
 
 @NEEDS
-def test_programs_can_use_files_threads_processes_and_pipes() -> None:
+def test_programs_can_use_files_threads_processes_and_pipes():
     program = (
         "import asyncio, os, subprocess, tempfile, threading\n"
         "with open('/tmp/a', 'w') as f: f.write('x' * (1 << 20))\n"
@@ -136,7 +139,7 @@ def test_programs_can_use_files_threads_processes_and_pipes() -> None:
 
 
 @NEEDS
-def test_programs_run_as_an_unprivileged_user(tmp_path: Path) -> None:
+def test_programs_run_as_an_unprivileged_user(tmp_path):
     program = (
         "import os, ctypes\n"
         "libc = ctypes.CDLL(None)\n"
@@ -145,24 +148,23 @@ def test_programs_run_as_an_unprivileged_user(tmp_path: Path) -> None:
         "assert libc.capget(ctypes.byref(H(0x20080522, 0)), data) == 0\n"
         "print(os.getuid(), os.getgid(), os.geteuid(), list(data)[:2], libc.prctl(39, 0, 0, 0, 0), os.getgroups())\n"
     )
-    found = LONG.run(program, "")
+    outcome = LONG.run(program, "")
     # capget returns the effective and permitted capabilities. 39 is PR_GET_NO_NEW_PRIVS: exec gives no privileges.
-    assert found.stdout == f"{isolation.USER} {isolation.USER} {isolation.USER} {[0, 0]} 1 {[]}\n", found
+    assert outcome.stdout == f"{isolation.USER} {isolation.USER} {isolation.USER} {[0, 0]} 1 {[]}\n", outcome
 
 
 @NEEDS
-def test_the_number_of_processes_is_bounded() -> None:
+def test_the_number_of_processes_is_bounded():
     program = (
         "import os, time\nn = 0\n"
         "try:\n    while n < 100:\n        if os.fork() == 0: time.sleep(1e6)\n        n += 1\n"
         "except OSError: pass\nprint(n)"
     )
-    found = int(LONG.run(program, "").stdout)
-    assert 0 < found <= LONG.limits.processes
+    assert 0 < int(LONG.run(program, "").stdout) <= LONG.limits.processes
 
 
 @NEEDS
-def test_killing_the_scoring_process_ends_its_sandboxes(tmp_path: Path) -> None:
+def test_killing_the_scoring_process_ends_its_sandboxes(tmp_path):
     """SIGKILL gives the process no chance to clean up."""
     code = (
         "from megatron_brorl.rewards.sandbox.run import Sandbox\n"
@@ -187,7 +189,41 @@ def test_killing_the_scoring_process_ends_its_sandboxes(tmp_path: Path) -> None:
     assert children() <= before
 
 
-def test_builtin_values_survive_encoding_and_classes_do_not() -> None:
+FORMS = {
+    "function": {"tests": [{"args": [i, i + 4711], "expected": 2 * i + 4711} for i in range(3)]},
+    "asserts": {"asserts": [f"assert add({i}, {i + 4711}) == {2 * i + 4711}" for i in range(3)]},
+}
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    """Return all names, four of five of them marked as slow."""
+    return [pytest.param(name, marks=pytest.mark.slow if i % 5 else ()) for i, name in enumerate(names)]
+
+
+@NEEDS
+@pytest.mark.parametrize("name", some(EXITS))
+def test_a_script_ends_as_it_does_under_cpython(name, tmp_path):
+    """Success is the same, and so is the output of successful programs."""
+    path = tmp_path / "solution.py"
+    path.write_text(EXITS[name])
+    real = subprocess.run([sys.executable, "-I", str(path)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    outcome = LONG.run(EXITS[name], "")
+    assert (outcome.status == "ok") == (real.returncode == 0), outcome
+    if real.returncode == 0:
+        assert outcome.stdout == real.stdout
+
+
+@NEEDS
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", some([*(f"loaded {n}" for n in LOADED), *(f"called {n}" for n in CALLED)]))
+def test_a_test_passes_only_if_the_function_returns(name, form):
+    when, _, which = name.partition(" ")
+    program, share = {"loaded": LOADED, "called": CALLED}[when][which]
+    row = {"id": "1", "prompt": "", "answer": None, "metadata": {"function": "add", **FORMS[form]}}
+    assert code.verify(program, row, LONG).reward == share
+
+
+def test_builtin_values_survive_encoding_and_classes_do_not():
     import collections
     import json
 
@@ -207,19 +243,17 @@ def test_builtin_values_survive_encoding_and_classes_do_not() -> None:
 
     assert type(codec.encode(Sly(3))) is int
     assert type(codec.decode(codec.encode(collections.Counter("aab")))) is dict
-    for bad in (object(), lambda: 0, range(3)):
-        with pytest.raises(codec.Unencodable):
-            codec.encode(bad)
     endless: list[object] = []
     endless.append(endless)
-    with pytest.raises(codec.Unencodable):
-        codec.encode(endless)
+    for bad in (object(), range(3), endless):
+        with pytest.raises(codec.Unencodable):
+            codec.encode(bad)
 
 
 @pytest.mark.parametrize(
     "text",
     ["[" * 100_000, "9" * 5000, "{", b"\xff", '{"!": "os", "v": []}', '{"!": "set", "v": [[]]}', '{"!": "dict"}'],
 )
-def test_malformed_values_are_refused(text: str | bytes) -> None:
+def test_malformed_values_are_refused(text):
     with pytest.raises(codec.Unencodable):
         codec.decode(codec.parse(text))

@@ -1,0 +1,182 @@
+"""Check all calls into vLLM and tensorrt_llm, and the fake tensorrt_llm, against recorded signatures of releases."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from contract.engines import DOUBLE
+from contract.listing import Listing, keys_of, problems
+
+import megatron_brorl
+from megatron_brorl.config.schema import EngineConfig
+from megatron_brorl.rollout.remote.protocol import EngineOptions
+
+ENGINES = Path(megatron_brorl.__file__).parent / "rollout" / "remote"
+TRTLLM, VLLM = Listing("tensorrt_llm_1_3"), Listing("vllm_0_33")
+OURS = "megatron_brorl.rollout.remote.vllm"
+GIB = 2**30
+SLEEP = ["sleep", "wake_up"]
+# File, listing, class of the engine that an expression holds, calls.
+CALLS = {
+    "trtllm/llm.py": (
+        TRTLLM,
+        {"self._llm": "AsyncLLM"},
+        ["SamplingParams", "KvCacheConfig", "SchedulerConfig", "CudaGraphConfig", "SleepConfig", "AsyncLLM"],
+        ["generate_async", "collective_rpc", "release", "resume"],
+    ),
+    "trtllm/extension.py": (TRTLLM, {"self": "WorkerExtension"}, ["get_device_uuid"], ["update_weights"]),
+    "vllm/llm.py": (
+        VLLM,
+        {"self._llm": "AsyncLLM"},
+        ["AsyncEngineArgs", "SamplingParams", "TokensPrompt"],
+        [
+            "from_engine_args",
+            "generate",
+            "abort",
+            "collective_rpc",
+            "is_paused",
+            "reset_prefix_cache",
+            "sleep",
+            "wake_up",
+        ],
+    ),
+    "vllm/extension.py": (
+        VLLM,
+        {"method": "UnquantizedEmbeddingMethod"},
+        ["set_current_vllm_config", "initialize_layerwise_reload", "finalize_layerwise_reload"],
+        ["process_weights_after_loading"],
+    ),
+}
+
+
+def source(name: str) -> str:
+    return (ENGINES / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", CALLS)
+def test_calls_match_the_release(file):
+    listing, holders, functions, methods = CALLS[file]
+    (holder,) = holders.values()
+    calls = {*functions, *(f"{holder}.{name}" for name in methods)}
+    assert problems(source(file), "vllm" if listing is VLLM else "tensorrt_llm", listing, holders) == ([], calls)
+
+
+def test_arguments_of_vllm_match_the_release():
+    arguments = keys_of(source("vllm/llm.py"), "arguments")
+    assert len(arguments) >= 20
+    assert VLLM.refusal("AsyncEngineArgs", 0, sorted(arguments)) == ""
+
+
+def forget_fake() -> None:
+    for name in [m for m in sys.modules if m.partition(".")[0] == "tensorrt_llm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def importable(monkeypatch):
+    """Make the fake package importable as tensorrt_llm."""
+    monkeypatch.syspath_prepend(str(DOUBLE))
+    forget_fake()
+    yield
+    forget_fake()
+
+
+@pytest.mark.usefixtures("importable")
+def test_fake_package_matches_the_release():
+    for module, names in TRTLLM.modules.items():
+        fake = importlib.import_module(module)
+        assert [n for n in names if not hasattr(fake, n)] == []
+    for name, members in TRTLLM.members.items():
+        modules = [m for m, names in TRTLLM.modules.items() if name in names]
+        enumeration = getattr(importlib.import_module(modules[0]), name)
+        assert [x.name for x in enumeration] == list(members)
+
+    # Check the functions. The classes accept exactly the recorded arguments by construction.
+    from tensorrt_llm import AsyncLLM
+    from tensorrt_llm._torch.utils import get_device_uuid
+    from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
+
+    functions = {"get_device_uuid": get_device_uuid, "WorkerExtension.update_weights": WorkerExtension.update_weights}
+    functions |= {n: getattr(AsyncLLM, n.split(".")[1]) for n in TRTLLM.signatures if n.startswith("AsyncLLM.")}
+    for name, function in functions.items():
+        parameters = [p for p in inspect.signature(function).parameters if p != "self"]
+        assert parameters == TRTLLM.signatures[name], name
+
+
+@pytest.fixture
+def backend(tmp_path, monkeypatch):
+    """Yield a VllmBackend as on a GPU; vLLM itself is replaced by empty modules."""
+    names = {
+        "vllm": ("SamplingParams", "TokensPrompt", "__version__"),
+        "vllm.engine": (),
+        "vllm.engine.arg_utils": ("AsyncEngineArgs",),
+        "vllm.sampling_params": ("RequestOutputKind",),
+        "vllm.v1": (),
+        "vllm.v1.engine": (),
+        "vllm.v1.engine.async_llm": ("AsyncLLM",),
+        "vllm.v1.engine.exceptions": ("EngineDeadError",),
+    }
+    for name, members in names.items():
+        module = ModuleType(name)
+        vars(module).update(dict.fromkeys(members, ""))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    tiny.make_model(tmp_path / "model", "qwen2", False, 0)
+    sizes = {"vocab": 304, "context": 200, "max_rows": 2048, "max_kv_tokens": 4000}
+    section = dataclasses.asdict(EngineConfig(max_num_tokens=4096, kv_dtype="fp8"))
+    model = str(tmp_path / "model")
+    options = EngineOptions("vllm", model, dtype="float32", stop_ids=(2,), routes=True, section=section, **sizes)
+    yield importlib.import_module(f"{OURS}.llm").VllmBackend(options)
+    del sys.modules[f"{OURS}.llm"]
+
+
+@pytest.mark.parametrize("free", [1, 79])
+def test_engine_starts_next_to_a_trainer(free, backend):
+    """vLLM 0.33 needs the fraction gpu_memory_utilization of the GPU's memory to be free at start, even if the size of
+    the KV cache is given (request_memory in v1/worker/utils.py)."""
+    arguments = backend.arguments()
+    assert arguments["kv_cache_memory_bytes"] > 0
+    assert (arguments["max_num_batched_tokens"], arguments["kv_cache_dtype"]) == (4096, "fp8")
+    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
+    assert arguments["sleep_mode_offload_cudagraph"]
+    assert arguments["compilation_config"]["cudagraph_capture_sizes"][-1] == 2048  # By default, graphs end at 512 rows.
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    share = arguments.get("gpu_memory_utilization", VLLM.defaults["gpu_memory_utilization"])
+    assert 0 < share <= 1  # the bounds of its field
+    assert free * GIB >= 80 * GIB * share
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_routes_are_returned(dtype, backend):
+    """vLLM returns uint16 for more than 256 experts (RoutedExpertsCapturer)."""
+    routes = np.arange(240, 264).reshape(4, 3, 2).astype(dtype)
+
+    async def generate(*_):
+        drawn = SimpleNamespace(token_ids=[5, 2], finish_reason="stop", routed_experts=routes)
+        yield SimpleNamespace(outputs=[drawn])
+
+    backend._llm = SimpleNamespace(generate=generate)
+    vars(sys.modules[f"{OURS}.llm"])["TokensPrompt"] = dict
+    done = asyncio.run(backend._complete("0", [7, 8, 9], SimpleNamespace(logprobs=None)))
+    assert done.routes.tolist() == routes.tolist()
+    assert done.routes.dtype == {"uint8": torch.uint8, "uint16": torch.int16}[dtype]
+    assert backend.arguments()["enable_return_routed_experts"]
+
+
+def test_routes_are_refused_on_a_cpu(backend, monkeypatch):
+    """vLLM records them only with Triton (_verify_aux_output_compatibility in config/vllm.py)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^rollout\.replay_routes: .* set 'never'$"):
+        type(backend)(backend.options)
