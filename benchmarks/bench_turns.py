@@ -142,13 +142,14 @@ def measure(engine: RolloutEngine, n: int, sampling: Sampling, seconds: float) -
     rollouts = run(engine, n, sampling, seconds)
     taken = time.perf_counter() - start
     tokens = sum(r.sampled_tokens for r in rollouts)
-    steps = engine.kv_usage().steps
+    usage = engine.kv_usage()
+    assert usage is not None
     return {
         "tool_s": seconds,
         "seconds": taken,
         "tokens_per_s": tokens / taken,
-        "steps": steps,
-        "rows": tokens / steps,
+        "steps": usage.steps,
+        "rows": tokens / usage.steps,
     }
 
 

@@ -36,6 +36,7 @@ TOML = """
 path = "{0}/model"
 [agent]
 function = "{0}/agent.py:solve"
+max_calls = 4
 [data]
 train = ["{0}/rows.jsonl"]
 held_out = ["{0}/rows.jsonl"]
