@@ -1,37 +1,46 @@
-"""Measure how much a slow tool delays the built-in engine: N = 512 episodes whose turns wait 0 to 200 ms for a reply.
+"""Measure how much a slow tool delays the built-in engine, and what the calls of an agent cost.
 
     python benchmarks/bench_turns.py [--quick] [--json FILE] [--model m30] [--rows 256] [--workers 4] [--threads N]
                                     [--repeat N]
 
-Both arms sample the same tokens. `rows` is the mean number of rows per decoding step by the engine's counters, and
-`rate` the tokens per second relative to the arm whose environment answers at once.
+N = 512 episodes have turns that wait 0 to 200 ms for a reply of the environment; 512 agents make as many calls through
+HTTP. All arms sample equally many tokens. `rows` is the mean number of rows per decoding step by the engine's counters,
+and `rate` the tokens per second relative to the arm whose environment answers at once. Then the agents run once more
+with completions that cost nothing: all CPU time of both processes is that of calls.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import psutil
 import torch
 from bench_common import MODELS, options, write_model, write_rows
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.config.environment import EnvironmentConfig
+from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.pool import EnvironmentPool
 from megatron_brorl.families.shape import WEIGHTS, read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused.decode import sample_tokens
 from megatron_brorl.rewards.registry import ENVIRONMENT
-from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.agents.engine import AgentEngine, FixedText
+from megatron_brorl.rollout.agents.server import AgentServer, Limits
+from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
 from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.turns import TurnEngine
-from megatron_brorl.types import Prompt
+from megatron_brorl.types import Prompt, Rollout
 
 FACTORY = f"{Path(__file__).parent}/sleeping_environment.py:Sleeper"
+AGENT = f"{Path(__file__).parent}/calling_agent.py:solve"
 PROMPT = tuple(range(2, 66))
 OBSERVATION = tuple(range(70, 78))
 STOP = 1
@@ -60,17 +69,53 @@ def main() -> None:
         )
         engine.update_weights(load_file(f"{folder}/{WEIGHTS}").items(), 0)
         turns = TurnEngine(engine, pool, config, lambda ids: "", lambda messages, after_stop: [*OBSERVATION])
-        print("seconds of the tool   seconds   tokens/s   steps   rows   rate")
+        agents = agent_engine(engine, n, slots)
+        arms: dict[str, tuple[RolloutEngine, float]] = {
+            "0 s": (cast(RolloutEngine, turns), 0.0),
+            "0 to 0.2 s": (cast(RolloutEngine, turns), 0.2),
+            "agent": (cast(RolloutEngine, agents), 0.0),
+        }
+        print("arm         seconds   tokens/s   steps   rows   rate")
         for _ in range(repeat):
-            for seconds in (0.0, 0.2):
-                found.append(measure(turns, n, sampling, seconds))
+            for arm, (turn_engine, seconds) in arms.items():
+                found.append({"arm": arm, **measure(turn_engine, n, sampling, seconds)})
                 row = found[-1]
-                row["rate"] = row["tokens_per_s"] / next(r for r in reversed(found) if not r["tool_s"])["tokens_per_s"]
+                first = next(r for r in reversed(found) if r["arm"] == "0 s")
+                row["rate"] = row["tokens_per_s"] / first["tokens_per_s"]
                 print(
-                    f"{f'0 to {seconds:g}':<22}{row['seconds']:>7.2f}{row['tokens_per_s']:>11.0f}{row['steps']:>8}"
+                    f"{arm:<12}{row['seconds']:>7.2f}{row['tokens_per_s']:>11.0f}{row['steps']:>8}"
                     f"{row['rows']:>7.0f}{row['rate']:>7.1%}"
                 )
+        agents.engine = cast(RolloutEngine, FixedText([2] * (TURN_TOKENS - 1), STOP))
+        found += [{"arm": "calls", **cost(agents, n, sampling)} for _ in range(repeat)]
+        agents.pool.close()
+        agents.server.close()
     write_rows(args.json, found)
+
+
+def agent_engine(engine: TorchEngine, n: int, slots: int) -> AgentEngine:
+    """Return an engine whose rollouts are agents, for a model without a tokenizer."""
+    tokens = len(PROMPT) + TURNS * (TURN_TOKENS + len(OBSERVATION))
+    decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
+    limits = Limits(tokens, TURN_TOKENS, 0, TURNS, None, decode, (STOP,), ())
+    pool = EnvironmentPool(AGENT, 1, 600.0, kind=Agents)
+    config = AgentConfig(function=AGENT)
+    return AgentEngine(engine, pool, AgentServer(), config, limits, lambda *_: [*PROMPT], lambda *_: [*OBSERVATION])
+
+
+def cost(engine: AgentEngine, n: int, sampling: Sampling) -> dict[str, Any]:
+    """Run n agents on completions that cost nothing, and return the CPU time of a call in all processes."""
+    process = psutil.Process()
+
+    def cpu() -> float:
+        return sum(p.cpu_times().user + p.cpu_times().system for p in (process, *process.children()))
+
+    run(engine, 8, sampling, 0.0)  # The process and its client start.
+    before = cpu()
+    calls = sum(r.episode.turns for r in run(engine, n, sampling, 0.0) if r.episode)
+    milliseconds = 1e3 * (cpu() - before) / calls
+    print(f"{calls} calls: {milliseconds:.2f} ms of CPU each")
+    return {"calls": calls, "cpu_ms_per_call": milliseconds}
 
 
 def sample_turns(
@@ -83,20 +128,28 @@ def sample_turns(
     return torch.where(ends, STOP, ids), log_probs
 
 
-def measure(engine: TurnEngine, n: int, sampling: Sampling, seconds: float) -> dict[str, Any]:
-    """Sample n episodes whose environment waits up to `seconds` per turn."""
+def run(engine: RolloutEngine, n: int, sampling: Sampling, seconds: float) -> list[Rollout]:
+    """Sample n episodes whose environment waits up to `seconds` per turn, or n agents."""
     prompt = Prompt("p", "", PROMPT, None, ENVIRONMENT, {"seconds": seconds, "turns": TURNS})
-    start = time.perf_counter()
+    sampling = replace(sampling, shares_prefixes=isinstance(engine, TurnEngine))
     (rollouts,) = engine.generate([Request(prompt, 1, n)], sampling)
+    return rollouts
+
+
+def measure(engine: RolloutEngine, n: int, sampling: Sampling, seconds: float) -> dict[str, Any]:
+    """Run and measure the time, the tokens and the decoding steps."""
+    start = time.perf_counter()
+    rollouts = run(engine, n, sampling, seconds)
     taken = time.perf_counter() - start
     tokens = sum(r.sampled_tokens for r in rollouts)
-    steps = engine.kv_usage().steps
+    usage = engine.kv_usage()
+    assert usage is not None
     return {
         "tool_s": seconds,
         "seconds": taken,
         "tokens_per_s": tokens / taken,
-        "steps": steps,
-        "rows": tokens / steps,
+        "steps": usage.steps,
+        "rows": tokens / usage.steps,
     }
 
 

@@ -66,7 +66,7 @@ ROLLOUTS = pa.schema(
         ("advantage", pa.float32()),
         ("token_ids", pa.list_(pa.int32())),
         ("sampled", pa.list_(pa.bool_())),  # null without an environment, like turns
-        ("turns", pa.list_(pa.struct([("text", pa.string()), ("sampled", pa.bool_())]))),
+        ("turns", pa.list_(pa.struct([("text", pa.string()), ("sampled", pa.bool_()), ("sequence", pa.int32())]))),
         ("log_probs", pa.list_(pa.float32())),
     ]
 )

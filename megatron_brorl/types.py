@@ -65,11 +65,18 @@ class Episode:
     calls: int = 0  # tool calls, with malformed ones
     malformed: int = 0  # tool calls that could not be parsed or executed with their arguments
     score: ScoreResult | None = None  # the environment's reward; None while the rollout is unfinished
+    # Of an agent: the index of the first token of each sequence, whose prompt is not sampled, and the text that the
+    # row's verifier scores, None if the agent has given the score.
+    starts: tuple[int, ...] = ()
+    text: str | None = None
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response. With an environment it is the whole episode after the prompt: turns and observations."""
+    """One sampled response. With an environment it is the whole episode after the prompt: turns and observations.
+
+    With an agent it is one or more sequences (Episode.starts) one after the other, each with its prompt.
+    """
 
     index: int  # 0 <= index < N among the siblings of its prompt
     token_ids: Tensor  # [G] int64, with the end-of-sequence token if finish == "stop"
@@ -157,6 +164,8 @@ class Experience:
     sampled: tuple[Tensor, ...] | None = None  # None: all true
     # [prompt + G - 1, layers, k] each, experts that the actor must use; None: its routers choose.
     routes: tuple[Tensor, ...] | None = None
+    # Rows with the same number are the sequences of one rollout, which counts once in means. (): each is a rollout.
+    units: tuple[int, ...] = ()
     ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
 
     def __len__(self) -> int:

@@ -6,6 +6,7 @@ python tools/make_tiny_model.py examples/brorl_tiny.toml runs/brorl_tiny/init
 from __future__ import annotations
 
 import argparse
+import json
 import string
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,15 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.data.chat import prompt_text
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.prompts import RowFormat, read_rows
-from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.sentencepiece import SETTINGS, train_sentencepiece
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import read_object
+
+# Letters stand for the roles.
+CHAT = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}"
+    "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 def _corpus(config: Config, count: int) -> Iterator[str]:
@@ -47,11 +55,12 @@ def make(
     context: int = 128,
     untied: bool = False,
     texts: int = 2000,
+    chat: bool = False,
 ) -> str:
     """Write the Hugging Face directory and return a line about it. The seed of the run determines the weights.
 
     vocab: maximum number of sentencepiece pieces. untied: do not tie the LM head to the embedding. texts: number of
-    examples to train the tokenizer on.
+    examples to train the tokenizer on. chat: write a chat template.
     """
     from random_model import qwen2_config, write_random_model
 
@@ -75,6 +84,9 @@ def make(
     model["tie_word_embeddings"] = not untied
     parameters = write_random_model(model, directory, config.run.seed)
     add_generation_files(directory, directory)
+    if chat:
+        settings = read_object(directory / SETTINGS)
+        (directory / SETTINGS).write_text(json.dumps({**settings, "chat_template": CHAT}), encoding="utf-8")
     return f"{directory}: Qwen2 with {parameters:,} parameters, sentencepiece tokenizer of {tokenizer.vocab_size}"
 
 
@@ -91,6 +103,7 @@ def main() -> None:
     parser.add_argument("--ffn", type=int, default=384)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--untied", action="store_true", help="do not tie the LM head to the embedding")
+    parser.add_argument("--chat", action="store_true", help="write a chat template")
     parser.add_argument(
         "--texts", type=int, default=2000, help="number of examples to train the tokenizer on (%(default)s)"
     )

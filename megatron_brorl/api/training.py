@@ -35,6 +35,7 @@ def train(
     advantage: Callable[..., Tensor] | None = None,
     policy_loss: Callable[..., Tensor] | None = None,
     environment: type | None = None,
+    agent: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback | Any] = (),
     accept_changed_functions: bool = False,
 ) -> RunRecord:
@@ -57,6 +58,8 @@ def train(
     environment: a class in place of environment.factory. Its objects live in this process, one
     thread per call, without limits of time or memory.
 
+    agent: a function in place of agent.function. It runs in this process, in an event loop or a thread of its own.
+
     A finished run of the same configuration without a function or class is returned without training.
 
     Only the main rank writes the files, so the record of another rank may lack the last of them. Raises UserError for
@@ -67,6 +70,8 @@ def train(
     overrides = [*overrides, *(f"{key}={IN_PROCESS[key]}" for key in algorithm)]
     if environment is not None:
         overrides.append(f"environment.factory=this_process:{environment.__name__}")
+    if agent is not None:
+        overrides.append(f"agent.function=this_process:{agent.__name__}")
 
     is_table = isinstance(config, Mapping)
     where = "the tables" if is_table else str(config)
@@ -78,7 +83,7 @@ def train(
         # Rows that name no verifier, and the fingerprint of the run, name the function.
         loaded = replace(loaded, data=replace(loaded.data, verifier=custom.IN_PROCESS))
     # With a function, the checkpoint decides whether it is the same run, because run.json does not have its source.
-    if not (reward or algorithm or environment) and (message := finished(loaded)):
+    if not (reward or algorithm or environment or agent) and (message := finished(loaded)):
         if os.environ.get("RANK", "0") == "0":
             print(message, file=sys.stderr)
         return _record(directory, has_finished=True)
@@ -90,7 +95,9 @@ def train(
     cpu_bridge.order_kernels(loaded.parallel)
     cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
-    program = Program(reward, algorithm, Callbacks(callbacks), environment, accept_changed_functions, not launched)
+    program = Program(
+        reward, algorithm, Callbacks(callbacks), environment, agent, accept_changed_functions, continues=not launched
+    )
     try:
         status = command.execute(loaded, lambda _: again, program)
     except UserError as e:

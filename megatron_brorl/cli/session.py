@@ -24,6 +24,7 @@ from megatron_brorl.checkpoints import adapters, hugging_face
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, model_card
 from megatron_brorl.cli import memory_plan, run_folder
+from megatron_brorl.cli.agent import Agent
 from megatron_brorl.cli.run_folder import Fingerprint
 from megatron_brorl.cli.teacher import check_teacher, teacher_directory
 from megatron_brorl.config.rules import check_model, replays_routes
@@ -78,6 +79,7 @@ class Program:
     algorithm: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by key, see algo.functions.IN_PROCESS
     callbacks: Callbacks = field(default_factory=Callbacks)
     environment: type | None = None  # the class that environment.factory names
+    agent: Callable[..., Any] | None = None  # the function that agent.function names
     accept_changed_functions: bool = False  # continue from a checkpoint of other versions of the user's functions
     continues: bool = False  # True if the program survives an error, so that the session must release its resources
     on_check: Callable[[str, str], None] = lambda name, value: None  # called with each check and its result
@@ -123,6 +125,8 @@ class Session:
 
         self._environment_class = program.environment or config.environment.factory
         self.environment = describe(self._environment_class) if config.environment.factory else None
+        self.agent = Agent.of(config, program.agent, self.tokenizer, self.stop_ids)
+        program.on_check("agent", str(self.agent or ""))
         self._data = data = self._data_config()
         self._tool_format = self._check_turns()
 
@@ -249,8 +253,13 @@ class Session:
         return self.tokenizer.continuation(messages, self._data.chat, self._data.chat_template_kwargs, after_stop)
 
     def _data_config(self) -> DataConfig:
-        """Return section [data] for reading rows. With an environment, its tools are part of prompts of a template."""
+        """Return section [data] for reading rows. With an environment, its tools are part of prompts of a template.
+
+        Agents receive the prompt of a row as it is, and write the messages themselves.
+        """
         data = self.config.data
+        if self.agent:
+            return replace(data, chat=False, chat_template_kwargs={})
         if self.environment is None:
             return data
         variables = dict(data.chat_template_kwargs)
@@ -348,6 +357,8 @@ class Session:
         functions = {**self.started_verifiers.sha256, **self.own_algorithm}
         if self.environment:
             functions[self.config.environment.factory] = self.environment.sha256
+        if self.agent:
+            functions[self.config.agent.function] = self.agent.sha256
         return run_folder.fingerprint(self.config, self.shape, functions, self.inputs(), self.teacher_shape)
 
     @span("hashing the inputs")
@@ -368,6 +379,9 @@ class Session:
             environment = self.config.environment
             turns = TurnEngine(engine, self.environment_pool, environment, self.tokenizer.decode, self._continuation)
             engine = typing.cast(RolloutEngine, turns)
+        if self.agent:
+            engine, close = self.agent.engine(engine, context(self.config, self.shape))
+            self._closing.append(close)
         watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
         return RolloutRunner(

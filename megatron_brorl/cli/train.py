@@ -37,6 +37,7 @@ from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.sampling_params import context, training_sampling_params
 from megatron_brorl.train.state import RunState, mark_last_as_best, read_run_json
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import update_policy, zero_rate
@@ -239,6 +240,10 @@ def dry_run(config: Config, program: Program) -> int:
         "reward", session.check_verifiers([*session.sources.representative_prompts(), *session.sources.held_out])
     )
 
+    if agent := session.agent:
+        first, size = session.sources.train.prompts(0, 1)[0], context(config, session.shape)
+        sampling = training_sampling_params(config, session.stop_ids, session.shape.experts)
+        _print_check("agent run", agent.trial(first, sampling, size) if session.is_main_rank else "")
     worker = session.worker(config.optim, _Worker)
     found = _forward_backward(worker, session.sources.train.prompts(0, 1)[0], config)
     _print_check("micro-step", f"loss {found['loss']:.3g}, gradient norm {found['grad_norm']:.3g}, nothing is changed")

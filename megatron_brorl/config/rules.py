@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
 from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
 from megatron_brorl.config.schema import AlgoConfig, Config, DataConfig
@@ -23,6 +24,7 @@ def check(config: Config, where: Callable[[str], str]) -> None:
         _functions,
         _rollout,
         _environment,
+        _agent,
         _parallel,
         _fp8,
         _lora,
@@ -47,7 +49,8 @@ def check_model(config: Config, family: str, experts: int, where: str) -> None:
 def replays_routes(config: Config, experts: int) -> bool:
     """Return whether a model with this many experts in a layer is trained with the experts that the engine chose."""
     quantized = config.rollout.engine != "torch" and config.engine.quantization != "none"
-    auto = config.rollout.dtype != config.model.dtype or quantized
+    # The sequences of an agent have routes of their own, which are not kept.
+    auto = (config.rollout.dtype != config.model.dtype or quantized) and not config.agent.function
     return experts > 0 and {"auto": auto, "always": True, "never": False}[config.rollout.replay_routes]
 
 
@@ -150,6 +153,29 @@ def _environment(config: Config) -> Iterator[Rule]:
         on and "tools" in config.data.chat_template_kwargs,
         f"remove tools: the template receives those of {name}",
     )
+
+
+def _agent(config: Config) -> Iterator[Rule]:
+    agent = config.agent
+    on = bool(agent.function)
+    name = f"agent.function = {agent.function}"
+    yield (
+        "agent.function",
+        on and not is_function(agent.function),
+        'name a function as "my_agent.py:solve" or "package.module:solve"',
+    )
+    yield "agent.function", on and bool(config.environment.factory), "give either an agent or environment.factory"
+    for field in dataclasses.fields(agent)[1:]:
+        changed = getattr(agent, field.name) != getattr(AgentConfig(), field.name)
+        yield f"agent.{field.name}", changed and not on, "needs agent.function"
+    yield "data.chat", on and not config.data.chat, f"must be true with {name}, which calls the model with messages"
+    yield "data.system_prompt", on and bool(config.data.system_prompt), f"remove it: {name} writes the messages"
+    yield "rollout.engine", on and config.rollout.engine == "trtllm", f'must be "torch" or "vllm" with {name}'
+    yield "rollout.partial_tokens", on and bool(config.rollout.partial_tokens), f"must be 0 with {name}"
+    yield "algo.advantage", on and config.algo.advantage == "gae", f'must not be "gae" with {name}'
+    in_reward = config.algo.kl_coef > 0 and config.algo.kl_in == "reward"
+    yield "algo.kl_in", on and in_reward, f'must be "loss" with {name}'
+    yield "rollout.replay_routes", on and config.rollout.replay_routes == "always", f'must be "never" with {name}'
 
 
 def _parallel(config: Config) -> Iterator[Rule]:
@@ -347,6 +373,7 @@ def _data(config: Config) -> Iterator[Rule]:
 _MAY_CHANGE = {  # no other keys
     "data": {"train", "held_out"},
     "environment": {"max_tool_seconds", "workers"},
+    "agent": {"max_seconds", "workers"},
     "reward": {"workers", "timeout_s", "unsandboxed"},
 }
 _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sections, may change

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
+from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
 from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
 from megatron_brorl.config.fp8 import Fp8Config
@@ -546,6 +547,7 @@ class Config:
     data: DataConfig = Field(default_factory=DataConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     shaping: ShapingConfig = Field(default_factory=ShapingConfig)

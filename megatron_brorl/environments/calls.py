@@ -18,7 +18,7 @@ import re
 import typing
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -56,6 +56,7 @@ class Call:
     arguments: dict[str, Any] | str  # a string: the text after the colon of format "tags"
     error: str = ""  # the reason why the call could not be parsed; name and arguments are empty
     texts: bool = False  # the values of the arguments are texts, as in XML
+    begin: int = field(default=0, compare=False)  # position of its opening tag in the turn
 
 
 def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call]:
@@ -82,7 +83,7 @@ def find_calls(text: str, format: Format, in_thought: bool = False) -> list[Call
             call, position = Call("", {}, str(e) if end >= 0 else _NO_END), end if end >= 0 else len(text)
         if len(calls) == _MAX_CALLS:
             return [*calls, Call("", {}, f"at most {_MAX_CALLS} calls are executed per turn")]
-        calls.append(call)
+        calls.append(replace(call, begin=begin.start()))
     return calls
 
 

@@ -1,11 +1,11 @@
-"""A pool of worker processes that environments live in.
+"""A pool of worker processes that environments live in, or that agents run in.
 
 An environment stays in one process from `reset` to the end of its episode. If it raises, its episode ends with reward
 0. If a call hangs or ends the process, all episodes of the process are lost, and a new process serves later episodes.
 A class that a Python program passes runs in threads of this process instead, where a hang or a crash is not contained.
 
 A worker with the calculator has 32 MB, and 0.4 MB more with 1,024 episodes: half of the 512 rollouts of 4 prompts. The
-address space of a worker is limited to 4 GB.
+address space of a worker with environments is limited to 4 GB.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.episodes import Episodes, Outcome
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError
@@ -35,7 +36,9 @@ from megatron_brorl.rewards.worker_pool import ScoreRequest, score_result
 from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, end_reason, environment
 from megatron_brorl.types import ScoreResult
 
-_MAX_RUNNING = 64  # calls of one process at a time; the time limit of a call begins when the call is sent
+# Calls of one process at a time; the time limit of a call begins when the call is sent. A call of Agents is a rollout.
+_MAX_RUNNING = {Episodes: 64, Agents: 256}
+_MEMORY_MB = {Episodes: 4096, Agents: 1 << 30}  # agents have no limit
 _MAX_FAILED_STARTS = 3
 _MAX_LINE = 1 << 20  # bytes of a result
 _RESULT = TypeAdapter(tuple[int, Outcome])  # a worker writes the number of a call and its outcome
@@ -62,22 +65,31 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     A reply is passed to a function, in the thread of the pool. Replies to ended episodes are dropped, also by `close`.
     """
 
-    def __init__(self, factory: str | type, workers: int, max_tool_seconds: float, format: Format) -> None:
+    def __init__(
+        self,
+        factory: str | Callable[..., Any],
+        workers: int,
+        max_tool_seconds: float,
+        format: Format = "hermes",
+        kind: type[Episodes] | type[Agents] = Episodes,
+    ) -> None:
         """factory: "my_env.py:Class", or a class, which runs in this process. Check it with `describe` first.
 
-        max_tool_seconds: time limit of a reset or step, which may contain several tool calls.
+        max_tool_seconds: time limit of a reset or step, which may contain several tool calls, or of an agent.
+        kind: Agents if the factory is an agent.
         """
         self._factory = factory
+        self._kind: type[Any] = kind
         self._seconds = max_tool_seconds
         self._format = format
         self._closed = False
         # Only the thread of the loop uses the processes and the episodes.
         self._processes: list[_Process | _Threads | None] = [None] * (workers if isinstance(factory, str) else 1)
-        self._rooms = [asyncio.Semaphore(_MAX_RUNNING) for _ in self._processes]
+        self._rooms = [asyncio.Semaphore(_MAX_RUNNING[kind]) for _ in self._processes]
         self._episodes: dict[int, _Episode] = {}
         self._failed_starts: list[str] = []  # reasons why the last processes could not start
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(_MAX_RUNNING))
+        self._loop.set_default_executor(ThreadPoolExecutor(_MAX_RUNNING[kind]))
         # A daemon thread lets the program exit even if the pool was not closed.
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -90,9 +102,11 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
 
         Raises UserError if processes have failed to start _MAX_FAILED_STARTS times in a row.
         """
-        if len(self._failed_starts) >= _MAX_FAILED_STARTS:
-            raise UserError(f"environment {self._factory}: its process cannot start: {self._failed_starts[-1]}")
-        self._submit(self._reset(episode, dict(row), reply))
+        self._begin(episode, reply, "reset", dict(row))
+
+    def run(self, episode: int, row: Mapping[str, Any], *arguments: Any, reply: Send) -> None:
+        """Run an agent on a data row, see Agents.run. Raises UserError as `reset` does."""
+        self._begin(episode, reply, "run", dict(row), *arguments)
 
     def step(self, episode: int, text: str, last: bool, reply: Send, in_thought: bool = False) -> None:
         """Pass a turn to the environment. last: the episode ends with it and is scored. in_thought: see find_calls."""
@@ -123,15 +137,20 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
             self._thread.join()
             self._loop.close()
 
+    def _begin(self, episode: int, reply: Send, method: str, *arguments: Any) -> None:
+        if len(self._failed_starts) >= _MAX_FAILED_STARTS:
+            raise UserError(f"{self._factory}: its process cannot start: {self._failed_starts[-1]}")
+        self._submit(self._create(episode, reply, method, *arguments))
+
     def _submit(self, call: Coroutine[Any, Any, None]) -> None:
         if self._closed:
             call.close()
             raise RuntimeError("the environment pool is closed")
         self._loop.call_soon_threadsafe(self._loop.create_task, call)
 
-    async def _reset(self, number: int, row: dict[str, Any], send: Send) -> None:
+    async def _create(self, number: int, send: Send, method: str, *arguments: Any) -> None:
         self._episodes[number] = _Episode()
-        await self._call(number, send, "reset", row)
+        await self._call(number, send, method, *arguments)
 
     async def _call(self, number: int, send: Send, method: str, *arguments: Any) -> None:
         episode = self._episodes.get(number)
@@ -154,6 +173,9 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     async def _end(self, number: int) -> None:
         episode = self._episodes.pop(number, None)
         if episode:
+            if self._kind is Agents and episode.process:
+                episode.process.end(number)  # ends the call
+                return
             async with episode.lock:  # A running call may still create the environment.
                 if episode.process:
                     episode.process.end(number)
@@ -161,10 +183,10 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     def _live_process(self, place: int) -> _Process | _Threads:
         process = self._processes[place]
         if process is None or process.lost:
-            if isinstance(self._factory, type):
-                process = _Threads(self._factory)
+            if isinstance(self._factory, str):
+                process = _Process(self._factory, self._seconds, self._failed_starts, self._kind)
             else:
-                process = _Process(self._factory, self._seconds, self._failed_starts)
+                process = _Threads(self._kind(self._factory))
             self._processes[place] = process
         return process
 
@@ -188,8 +210,9 @@ class _Episode:
 class _Process:
     """A worker process (environments.worker)."""
 
-    def __init__(self, factory: str, seconds: float, failed_starts: list[str]) -> None:
+    def __init__(self, factory: str, seconds: float, failed_starts: list[str], kind: type[Any]) -> None:
         """failed_starts: receives the reason if the process cannot start, and is cleared otherwise."""
+        self._kind = kind
         self.lost = ""  # the reason why the process has ended
         self._factory = factory
         self._seconds = seconds
@@ -235,11 +258,11 @@ class _Process:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "megatron_brorl.environments.worker"),
-                    *(self._factory, "4096", str(os.getpid())),
+                    *(self._kind.__name__, self._factory, str(_MEMORY_MB[self._kind]), str(os.getpid())),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,
-                    env=environment(),
+                    env={**environment(), **_no_proxy()},
                     start_new_session=True,  # The terminal's Ctrl-C is meant for the trainer.
                     limit=_MAX_LINE,
                 )
@@ -249,7 +272,7 @@ class _Process:
                     self._ready.set()
                     while line := await self._process.stdout.readline():
                         number, outcome = _RESULT.validate_json(line, strict=True)
-                        self._waiting.pop(number).set_result(_reply(outcome))
+                        self._waiting.pop(number).set_result(_reply(outcome, self._kind))
                 self._lose(end_reason(await asyncio.wait_for(self._process.wait(), EXIT_S), stderr))
             except asyncio.TimeoutError:
                 self._lose("does not start, or has closed its pipe")
@@ -275,19 +298,26 @@ class _Process:
 
 
 class _Threads:
-    """Environments in this process, with a thread per call."""
+    """Environments or agents in this process, with a thread per call."""
 
     lost = ""
 
-    def __init__(self, cls: type) -> None:
-        self._environments = Episodes(cls)
-        self.end = self._environments.end
+    def __init__(self, environments: Episodes | Agents) -> None:
+        self._environments = environments
+        self.end = environments.end
 
     async def call(self, method: str, *arguments: Any) -> Reply:
-        return _reply(await asyncio.to_thread(getattr(self._environments, method), *arguments))
+        outcome = await asyncio.to_thread(getattr(self._environments, method), *arguments)
+        return _reply(outcome, type(self._environments))
 
 
-def _reply(outcome: Outcome) -> Reply:
+def _reply(outcome: Outcome, kind: type[Any]) -> Reply:
     """Return the reply in an outcome. Raises WorkerLostError if its score is not one of a Judge."""
-    score = score_result(outcome.score) if outcome.done else None
+    is_verified = kind is Agents and outcome.score is None  # by the verifier of the row
+    score = score_result(outcome.score) if outcome.done and not is_verified else None
     return Reply(tuple(outcome.messages), outcome.done, score, outcome.calls, outcome.malformed)
+
+
+def _no_proxy() -> dict[str, str]:
+    """Return variables with which HTTP clients connect to the loopback interface directly."""
+    return {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}

@@ -1,7 +1,9 @@
-"""The main module of an environment process: `python -m megatron_brorl.environments.worker CLASS MEMORY_MB PARENT_PID`.
+"""The main module of a process of environments or agents: `python -m megatron_brorl.environments.worker KIND NAME
+MEMORY_MB PARENT_PID`.
 
-The parent sends (number of the call, method of Episodes, arguments) as pickles. Each call but `end` runs in a thread of
-its own, so that tools may wait, and returns [number, Outcome] as a line of JSON. The process never imports torch.
+KIND is Episodes or Agents, and NAME the user's class or function. The parent sends (number of the call, method,
+arguments) as pickles. Each call but `end` runs in a thread of its own, so that it may wait, and returns [number,
+Outcome] as a line of JSON. The process never imports torch.
 """
 
 from __future__ import annotations
@@ -10,17 +12,20 @@ import os
 import pickle
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
+from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.episodes import Episodes
 from megatron_brorl.rewards.worker import READY, isolate, json_line, silence_stderr
 from megatron_brorl.user_functions import import_function
 
 
-def main(factory: str, memory_mb: int, parent: int) -> None:
+def main(kind: str, name: str, memory_mb: int, parent: int) -> None:
     """Run calls from standard input until the parent closes it."""
     messages, results = isolate(memory_mb, parent)
-    episodes = Episodes(import_function(factory, "environment")[0])  # type: ignore[arg-type]
+    kinds: dict[str, Callable[[Any], Any]] = {"Episodes": Episodes, "Agents": Agents}
+    episodes = kinds[kind](import_function(name, kind)[0])
     silence_stderr()
     results.write(json_line(READY))
     pid = os.getpid()
@@ -48,4 +53,4 @@ def main(factory: str, memory_mb: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

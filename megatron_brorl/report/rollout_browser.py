@@ -190,11 +190,18 @@ def print_prompt(moment: object, group: Row, rollouts: list[Row]) -> None:
 
 
 def _response(r: Row) -> str:
-    """Return the text of a response; in an environment, with a line before each turn and each observation."""
+    """Return the text of a response, with a line before each turn, each observation, and each sequence of an agent."""
     if r["turns"] is None:
         return printable(r["text"])
     names = {True: "model", False: "environment"}
-    return "\n".join(f"[{names[turn['sampled']]}]\n{printable(turn['text'])}" for turn in r["turns"])
+    lines = []
+    last = 0
+    for turn in r["turns"]:
+        if turn["sequence"] != last:
+            last = turn["sequence"]
+            lines.append(f"[sequence {last + 1}]")
+        lines.append(f"[{names[turn['sampled']]}]\n{printable(turn['text'])}")
+    return "\n".join(lines)
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

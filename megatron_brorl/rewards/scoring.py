@@ -55,7 +55,7 @@ class Scorer:
 
     A thread decodes the texts and finds the answers, so that the engine's thread does not wait.
     The score of a rollout with an environment is that of its episode, and its answer the text of the model's last turn.
-    reward.cut_off_factor and reward.strict apply to it, too.
+    reward.cut_off_factor and reward.strict apply to it, too. A verifier scores the text that an agent returns.
     """
 
     def __init__(
@@ -136,8 +136,7 @@ class Scorer:
 
     def _submit(self, prompt: Prompt, rollout: Rollout) -> _Pending:
         cut_off = rollout.finish == "length"
-        if rollout.episode is not None:
-            assert rollout.episode.score is not None
+        if rollout.episode is not None and rollout.episode.score is not None:
             score: Future[ScoreResult] = Future()
             score.set_result(rollout.episode.score)
             turns = [ids for sampled, ids in rollout.parts() if sampled]
@@ -149,7 +148,10 @@ class Scorer:
         if unscored:
             found = Found(None, "cut off")
         else:
-            text = self._decode(without_stop(rollout.token_ids, self._stop_ids).tolist())
+            if rollout.episode is not None and rollout.episode.text is not None:
+                text = rollout.episode.text
+            else:
+                text = self._decode(without_stop(rollout.token_ids, self._stop_ids).tolist())
             found = extract(text, verifier.find, verifier.max_chars)
         submitted = self._pool.submit(ScoreRequest(prompt, *found))
         return _Pending(cut_off, unscored, found.answer, submitted, f"verifier {verifier_name(prompt)}")

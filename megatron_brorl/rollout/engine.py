@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, get_args
@@ -33,6 +34,8 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these
     tokens_per_call: int = 0  # a call of generate cuts a response after this many new tokens; 0 = no limit
     turn_tokens: int = 0  # for turns of an environment: one ends with "length" after this many tokens; 0 = no turns
+    # Requests of agents arrive at any time. Their prompts share no keys and values, whose last bits would depend on it.
+    shares_prefixes: bool = True
     log_probs: bool = True  # False: the engine may return nan
     routes: bool = False  # record the experts of every token (Rollout.routes)
 
@@ -64,6 +67,10 @@ class Request:
     # Siblings that were "cut" before and continue from their tokens. The Episode of an engine's rollout is that of the
     # sibling that it continues; rollout.turns extends it.
     begun: tuple[Rollout, ...] = ()
+    # Limits of a single call of an agent, in addition to those of Sampling.
+    max_tokens: int = 0  # 0: no further limit
+    stop_strings: tuple[str, ...] = ()
+    withdrawn: threading.Event | None = None  # set: nobody waits for its rollouts, which end as "cut"
 
     def rollouts(self) -> Iterator[Rollout]:
         """Yield the initial state of every sibling: without tokens, or the "cut" rollout that it continues."""
@@ -209,7 +216,8 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     int64 and log_probs [tokens] float32 of all rollouts. spans [spans, 2] int64. rewards [B] float32. scores [bytes]
     uint8: JSON of the distinct ScoreResults. score [B] int64: index of each rollout's ScoreResult, -1 for none.
     Only with environments: episodes [E, 5] int64: index of the rollout, turns, calls, malformed calls, and index of
-    the ScoreResult; sampled [tokens] bool of these rollouts. Only with routes: routes [rows, layers, k] of all
+    the ScoreResult; sampled [tokens] bool of these rollouts; starts [S, 2] int64: index of the rollout, and start of a
+    sequence of an agent. Only with routes: routes [rows, layers, k] of all
     rollouts; route_rows [B] int64: rows of each rollout, 0 for none.
     """
     rollouts = [row.rollout for row in rows]
@@ -229,6 +237,7 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     of_episodes = {
         "episodes": torch.tensor([(i, e.turns, e.calls, e.malformed, place.get(id(e.score), -1)) for i, e in episodes]),
         "sampled": torch.cat([torch.zeros(0, dtype=torch.bool), *(e.sampled for _, e in episodes)]),
+        "starts": torch.tensor([(i, at) for i, e in episodes for at in e.starts], dtype=torch.int64).view(-1, 2),
     }
     return {
         "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 7),
@@ -256,8 +265,11 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     if "episodes" in tensors:
         of_episodes = tensors["episodes"].tolist()
         masks = tensors["sampled"].split([lengths[row] for row, *_ in of_episodes])
+        starts: dict[int, tuple[int, ...]] = {}
+        for row, start in tensors["starts"].tolist():
+            starts[row] = (*starts.get(row, ()), start)
         episodes = {
-            row: Episode(mask, turns, calls, malformed, scores[v])
+            row: Episode(mask, turns, calls, malformed, scores[v], starts.get(row, ()))
             for (row, turns, calls, malformed, v), mask in zip(of_episodes, masks, strict=True)
         }
     routes = [None] * len(heads)

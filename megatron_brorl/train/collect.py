@@ -224,12 +224,14 @@ class Collector:
             "lost_share": lost / counts["requested"],
             "slow_rollouts": counts["slow"],
         }
-        if self.config.environment.factory:
+        if self.config.environment.factory or self.config.agent.function:
             responses = counts["responses"] or 1.0
             metrics["turns"] = counts["turns"] / responses
             metrics["tool_calls"] = counts["calls"] / responses
             metrics["malformed_call_share"] = counts["malformed"] / (counts["calls"] or 1.0)
             metrics["environments_lost"] = counts["environments"]
+            if self.config.agent.function:
+                metrics["sequences_per_rollout"] = counts["sequences"] / responses
         if self.config.rollout.partial_tokens:
             metrics["carried_rollouts"] = float((outcomes.state == CUT).sum())
         return metrics

@@ -43,7 +43,8 @@ def mass_balance_metrics(
     if not config.theory.every or step % config.theory.every:
         return {}
     metrics = answer_metrics(collected.outcomes, config.rollout.n)
-    if config.theory.positions and collected.outcomes.kept:
+    # The first tokens of agents' rollouts follow prompts of their own.
+    if config.theory.positions and collected.outcomes.kept and not config.agent.function:
         metrics |= _TokenMetrics(config, step, collected, worker, sampling).compute()
     return metrics
 

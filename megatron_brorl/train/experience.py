@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, pairwise
 from typing import Any
 
 import torch
@@ -133,13 +133,12 @@ def make_experience(
 ) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
     """Return this replica's rollouts, their experience, and metrics, the same on every rank. Collective.
 
-    A rollout with a log-probability or value that is NaN or infinite is left out and counted. advantages: [groups, N]
-    of the whole step, from rollout_advantages.
+    Each sequence of an agent's rollout is a row, and a rollout of its own in the result. A rollout with a
+    log-probability or value that is NaN or infinite is left out and counted. advantages: [groups, N] of the whole step,
+    from rollout_advantages.
     """
     actor = models.actor
-    # Siblings share one tensor, by which packing recognises them.
-    prompt_of = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
-    prompts = tuple(prompt_of[r.group] for r in rollouts)
+    rollouts, prompts = _rows(rollouts, groups)
     responses = tuple(r.rollout.token_ids for r in rollouts)
     routes = tuple(r.rollout.routes for r in rollouts if r.rollout.routes is not None) or None  # of all or none
     # From here to Experience, all columns have the sampled tokens only.
@@ -214,7 +213,9 @@ def make_experience(
     if sampled is not None:
         columns = {name: None if x is None else _filled(sampled, x) for name, x in columns.items()}
         columns["mask"] = columns["mask"] or sampled
-    experience = Experience(prompts, responses, sampled=sampled, routes=routes, ids=ids, **columns)
+    slots = {slot: i for i, slot in enumerate(dict.fromkeys((r.group, r.rollout.index) for r in rollouts))}
+    units = tuple(slots[r.group, r.rollout.index] for r in rollouts)
+    experience = Experience(prompts, responses, sampled=sampled, routes=routes, units=units, ids=ids, **columns)
     return list(rollouts), experience, metrics | critic_metrics
 
 
@@ -231,6 +232,32 @@ def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dic
     if replays and actor.options.share_prompt:
         metrics["unshared_by_routes"] = found["copies"] / (found["rows"] or 1.0)
     return metrics
+
+
+def _rows(
+    rollouts: Sequence[ScoredRollout], groups: Sequence[PromptGroup]
+) -> tuple[list[ScoredRollout], tuple[Tensor, ...]]:
+    """Return the rollouts with one sequence each, and their prompts [tokens]. Equal prompts of a group are one tensor.
+
+    Packing recognises a shared prompt by its tensor.
+    """
+    prompts: dict[tuple[int, bytes], Tensor] = {}
+    of_group = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
+    rows, columns = [], []
+    for r in rollouts:
+        rollout, episode = r.rollout, r.rollout.episode
+        if episode is None or not episode.starts:
+            rows.append(r)
+            columns.append(of_group[r.group])
+            continue
+        for begin, end in pairwise((*episode.starts, len(rollout.token_ids))):
+            first = begin + int(episode.sampled[begin:end].int().argmax())
+            prompt = rollout.token_ids[begin:first]
+            columns.append(prompts.setdefault((r.group, prompt.numpy().tobytes()), prompt))
+            own = replace(episode, sampled=episode.sampled[first:end], starts=())
+            ids, log_probs = rollout.token_ids[first:end], rollout.log_probs[first:end]
+            rows.append(replace(r, rollout=replace(rollout, token_ids=ids, log_probs=log_probs, episode=own)))
+    return rows, tuple(columns)
 
 
 def _sampled_masks(rollouts: Sequence[ScoredRollout]) -> Rows | None:

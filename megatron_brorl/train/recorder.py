@@ -6,6 +6,7 @@ each by the rank that sampled it. Training does not depend on these files.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
@@ -126,7 +127,7 @@ class Recorder:
     def _table(self, rollouts: Sequence[ScoredRollout], groups: Sequence[PromptGroup], advantages: Tensor) -> pa.Table:
         """Return a table of schema ROLLOUTS. advantages: [groups, N], nan for rollouts that are not trained on."""
         # Rollouts of a group repeat each other, so each text is decoded once.
-        seen: dict[tuple[str, bytes, bytes], dict[str, Any]] = {}
+        seen: dict[tuple[str, bytes, Any], dict[str, Any]] = {}
         advantage_of = advantages.tolist()
         records = []
         # An evaluation does not ask the engine for log-probabilities.
@@ -134,8 +135,8 @@ class Recorder:
         for r in rollouts:
             verifier = groups[r.group].prompt.verifier
             episode = r.rollout.episode
-            sampled = b"" if episode is None else episode.sampled.numpy().tobytes()
-            key = verifier, without_stop(r.rollout.token_ids, self.stop_ids).numpy().tobytes(), sampled
+            parts = None if episode is None else (episode.sampled.numpy().tobytes(), episode.starts, episode.text)
+            key = verifier, without_stop(r.rollout.token_ids, self.stop_ids).numpy().tobytes(), parts
             if key not in seen:
                 seen[key] = self._decode(r.rollout, verifier)
             texts = seen[key]
@@ -159,16 +160,22 @@ class Recorder:
         return pa.Table.from_pylist(records, ROLLOUTS)
 
     def _decode(self, rollout: Rollout, verifier: str) -> dict[str, Any]:
-        """Return the columns text, answer and turns. The answer is in the last turn of the model."""
+        """Return the columns text, answer and turns. The answer is in the last turn, or in the text of an agent."""
 
         def text_of(token_ids: Tensor) -> str:
             return self.decode(without_stop(token_ids, self.stop_ids).tolist())
 
         text = answered = text_of(rollout.token_ids)
         turns = None
-        if rollout.episode is not None:
-            turns = [{"text": _valid(text_of(ids)), "sampled": sampled} for sampled, ids in rollout.parts()]
+        if episode := rollout.episode:
+            turns = []
+            begin = 0
+            for sampled, ids in rollout.parts():
+                sequence = max(bisect.bisect(episode.starts, begin) - 1, 0)
+                turns.append({"text": _valid(text_of(ids)), "sampled": sampled, "sequence": sequence})
+                begin += len(ids)
             answered = next((str(turn["text"]) for turn in reversed(turns) if turn["sampled"]), "")
+            answered = answered if episode.text is None else episode.text
         verifier_entry = entry(verifier, "verifier", self.config.reward)
         answer = extract(answered, verifier_entry.find, verifier_entry.max_chars).answer
         return {"text": _valid(text), "answer": _valid(answer), "turns": turns}

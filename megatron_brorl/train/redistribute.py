@@ -5,7 +5,7 @@ their predicted cost. All ranks know all lengths and compute the same assignment
 
 Only tokens, log-probabilities and recorded routes travel, to every rank of the replica: 8 bytes per token, and 1 or 2
 for each chosen expert. Rewards and lengths are in tables that all ranks have. A token of an environment travels as the
-bitwise complement of its id, which is negative.
+bitwise complement of its id, which is negative, and the first one of an agent's sequence has the bit _START, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of, trained
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
+_START = 1 << 30
 MESSAGE_BYTES = 2**28  # bytes that a rank sends or receives per message, approximately
 
 
@@ -107,6 +108,7 @@ def send_to_replicas(
     def ids_and_bits(rollout: Rollout) -> Tensor:
         ids = rollout.token_ids.int()
         if episode := rollout.episode:
+            ids[list(episode.starts)] += _START
             ids = torch.where(episode.sampled, ids, ~ids)
         return torch.cat((ids, rollout.log_probs.view(torch.int32)))
 
@@ -137,7 +139,8 @@ def send_to_replicas(
         if with_environment[g][s]:
             sampled = rollout.token_ids >= 0
             ids = torch.where(sampled, rollout.token_ids, ~rollout.token_ids)
-            rollout = replace(rollout, token_ids=ids, episode=Episode(sampled, turns=0))
+            starts = tuple((ids >= _START).nonzero()[:, 0].tolist())
+            rollout = replace(rollout, token_ids=ids % _START, episode=Episode(sampled, turns=0, starts=starts))
         result.append(ScoredRollout(g, rollout, rewards[g][s], is_right[g][s], answers[g][s]))
     return result, moved
 

@@ -175,13 +175,14 @@ def _generation_counts(result: GenerationResult, usage: KvUsage | None) -> dict[
 
 
 def _episode_counts(result: GenerationResult) -> dict[str, int]:
-    """Return the numbers of turns, tool calls and malformed calls of finished rollouts, and of lost environments."""
+    """Return the numbers of turns, tool calls, malformed calls and sequences of finished rollouts, and of lost ones."""
     rollouts = [r for rollouts in result.rollouts for r in rollouts if r.episode is not None]
     done = [r.episode for r in rollouts if r.episode and r.finish != "cut"]
     return {
         "turns": sum(e.turns for e in done),
         "calls": sum(e.calls for e in done),
         "malformed": sum(e.malformed for e in done),
+        "sequences": sum(len(e.starts) for e in done),
         # The score of an unfinished rollout is the reason for which it was lost (rollout.turns).
         "environments": sum(r.finish == "cut" and r.episode.score is not None for r in rollouts if r.episode),
     }

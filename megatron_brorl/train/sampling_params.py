@@ -29,10 +29,11 @@ def training_sampling_params(config: Config, stop_ids: tuple[int, ...], experts:
     """Return the sampling parameters of training. experts: of a layer, 0 for a dense model."""
     r = config.rollout
     sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_tokens, stop_ids, config.stop_strings, r.partial_tokens)
-    return replace(sampling, routes=replays_routes(config, experts))
+    return replace(sampling, routes=replays_routes(config, experts), shares_prefixes=not config.agent.function)
 
 
 def evaluation_sampling_params(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
     """Return the sampling parameters of evaluation."""
     e, r = config.evaluate, config.rollout
-    return Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, stop_ids, config.stop_strings, log_probs=False)
+    sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, stop_ids, config.stop_strings, log_probs=False)
+    return replace(sampling, shares_prefixes=not config.agent.function)

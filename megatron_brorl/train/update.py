@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -113,13 +114,19 @@ def update_policy(
 
     def step(lr: float, rows: list[int]) -> StepMetrics | None:
         part = experience.select(rows)
-        lengths = part.sampled_tokens()
-        own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
+        # A rollout of an agent has several rows.
+        units = part.units or tuple(range(len(part)))
+        lengths: dict[int, int] = Counter()
+        for unit, tokens in zip(units, part.sampled_tokens(), strict=True):
+            lengths[unit] += tokens
+        own = {"tokens": float(sum(lengths.values())), "sequences": float(sum(n > 0 for n in lengths.values()))}
         size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
         if not size["tokens"]:
             return None
 
-        weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
+        of_units = token_weights(list(lengths.values()), algo.aggregation, **size, fixed=algo.aggregation_tokens)
+        by_unit = dict(zip(lengths, of_units, strict=True))
+        weights = [by_unit[unit] for unit in units]
         loss = ActorLoss(part, algo, weights)
         result, values = worker.train(part.prompts, part.responses, loss, temperature, lr, part.routes)
         if not result.applied:

@@ -142,7 +142,14 @@ function card(r) {
   return make("article", { class: "card " + (r.right ? "right" : "wrong") },
     make("p", { class: "facts" }, make("b", null, r.right ? "\u2713 right" : "\u2717 wrong"), ", " + facts.join(", ")),
     r.reason ? make("p", { class: "reason" }, "Reason: " + r.reason) : null,
-    r.turns ? r.turns.map(turn) : make("pre", { class: "text" }, r.text));
+    r.turns ? sequences(r.turns) : make("pre", { class: "text" }, r.text));
+}
+
+// The sequences of an agent's rollout are next to one another.
+function sequences(turns) {
+  const columns = [];
+  for (const t of turns) (columns[t.sequence] ||= []).push(turn(t));
+  return columns.length === 1 ? columns[0] : make("div", { class: "sequences" }, columns.map((c) => make("div", null, c)));
 }
 
 function turn(t) {

@@ -212,18 +212,35 @@ class TorchEngine:
             raise ValueError("generate: the logits of a row have NaN, +inf or nothing above -inf")
 
         scheduler.append(new, log_probs)
-        stopped = stops.hit(new, active, scheduler.slot_tokens, scheduler.slot_length, scheduler.slot_turn)
+        stopped = self._stopped(scheduler, new, stops)
         at_limit = scheduler.slot_length[active] >= scheduler.slot_limit[active]
-        has_ended = stopped | at_limit
+        withdrawn = scheduler.withdrawn()
+        has_ended = stopped | at_limit | withdrawn
         ended = has_ended.nonzero().squeeze(-1)
 
         def reason(i: int) -> FinishReason:
+            if withdrawn[i]:
+                return "cut"
             if stopped[i]:
                 return "stop"
             has_room = scheduler.slot_length[active[i]] < sampling.max_tokens
             return "cut" if sampling.tokens_per_call and has_room else "length"
 
         return scheduler.remove(ended, [reason(i) for i in ended.tolist()]), ~has_ended
+
+    def _stopped(self, scheduler: Scheduler, new: Tensor, stops: StopCriteria) -> Tensor:
+        """Return whether each active row ends with its newest token, new [B], by stop tokens and strings, [B] bool."""
+        active = scheduler.active
+        state = scheduler.slot_tokens, scheduler.slot_length, scheduler.slot_turn
+        if not scheduler.has_strings:
+            return stops.hit(new, active, *state)
+        own = [scheduler.requests[r].stop_strings for r in scheduler.slot_request[active].tolist()]
+        stopped = torch.zeros_like(active, dtype=torch.bool)
+        for strings in set(own):
+            criteria = stops.with_strings(strings)
+            rows = torch.tensor([each == strings for each in own])
+            stopped[rows] = criteria.hit(new[rows], active[rows], *state)
+        return stopped
 
     def _sample(self, scheduler: Scheduler, hidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Return the next token ids and log-probs [rows] of the active rows, and count the tokens in slot_length.

@@ -17,6 +17,7 @@ import mmap
 import os
 import re
 import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,9 +164,10 @@ class _Block:
 class PrefixCache:
     """The blocks of the prompts in memory."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, shares: bool = True) -> None:
+        """shares: whether prompts share blocks."""
         self._pool = pool
-        self._block = max(BLOCK, pool.page)
+        self._block = max(BLOCK, pool.page) if shares else sys.maxsize
         self._pages_per_block = self._block // pool.page
         self._blocks: dict[_Key, _Block] = {}
         self._last_number = 0

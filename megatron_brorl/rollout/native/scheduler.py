@@ -75,7 +75,7 @@ class Scheduler:
 
         # State per distinct prompt. The KV cache holds one copy of a prompt for all its requests, from the start of its
         # first rollout to the end of its last one, or until eviction leaves none of its rollouts active.
-        self.prefixes = PrefixCache(pool)
+        self.prefixes = PrefixCache(pool, sampling.shares_prefixes)
         longest = max((len(r.prompt.token_ids) for r in requests), default=0)
         longest = max(longest, supply.prompt_tokens if supply else 0)
         self.prompts: list[tuple[int, ...]] = []  # tokens
@@ -85,7 +85,9 @@ class Scheduler:
         self.prompt_unfinished: list[int] = []  # number of rollouts that have not ended
         self.prompt_index: dict[tuple[int, ...], int] = {}  # index in `prompts`, by tokens
         self.request_prompt: list[int] = []  # index in `prompts`, by request
-        self._register_prompts(requests)
+        self.withdrawable: set[int] = set()  # requests that may be withdrawn
+        self.has_strings = False  # whether a request has stop strings of its own
+        self._register(requests)
 
     def room(self) -> int:
         """Return how many more rollouts could start now, if each needs half of the pages of max_tokens."""
@@ -97,11 +99,14 @@ class Scheduler:
         """Append requests, and queue their rollouts."""
         self.queue.extend(_queued(requests, self.sampling, len(self.requests)))
         self.requests += requests
-        self._register_prompts(requests)
+        self._register(requests)
 
-    def _register_prompts(self, requests: Sequence[Request]) -> None:
+    def _register(self, requests: Sequence[Request]) -> None:
         """Assign an index to the prompt of each request, and extend the state for new prompts."""
         for request in requests:
+            if request.withdrawn is not None:
+                self.withdrawable.add(len(self.request_prompt))
+            self.has_strings |= bool(request.stop_strings)
             tokens = request.prompt.token_ids
             prompt = self.prompt_index.setdefault(tokens, len(self.prompts))
             self.request_prompt.append(prompt)
@@ -221,6 +226,15 @@ class Scheduler:
         self.active = self.active[kept]
         return results
 
+    def withdrawn(self) -> Tensor:
+        """Drop the queued rollouts of withdrawn requests. Return which active rows belong to one, [B] bool."""
+        gone = {i for i in self.withdrawable if _is_withdrawn(self.requests[i])}
+        self.withdrawable -= gone
+        for queued in [queued for queued in self.queue if queued.request in gone]:
+            self.queue.remove(queued)
+            self.prompt_unfinished[self.request_prompt[queued.request]] -= 1
+        return torch.isin(self.slot_request[self.active], torch.tensor(sorted(gone), dtype=torch.int64))
+
     def unfinished(self) -> list[tuple[int, Rollout]]:
         """Return the active rollouts as "cut", then the queued ones unchanged, as (request, rollout)."""
         active = [(int(self.slot_request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
@@ -303,10 +317,15 @@ class Scheduler:
         self.prompt_lengths[prompt] = 0
 
 
+def _is_withdrawn(request: Request) -> bool:
+    return request.withdrawn is not None and request.withdrawn.is_set()
+
+
 def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[QueuedRollout]:
     for i, request in enumerate(requests, start=first):
         for so_far in request.rollouts():
-            limit = min(len(so_far.token_ids) + sampling.new_tokens, sampling.max_tokens)
+            most = min(sampling.new_tokens, request.max_tokens or sampling.max_tokens)
+            limit = min(len(so_far.token_ids) + most, sampling.max_tokens)
             yield QueuedRollout(i, so_far, limit)
 
 

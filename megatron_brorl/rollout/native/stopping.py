@@ -35,6 +35,16 @@ class StopCriteria:
         # first token of a window may decode to other text than in the response (a dropped space, part of a character).
         self.window = max((len(s.encode("utf-8", "surrogatepass")) for s in strings), default=0) + _MAX_CHARACTER_BYTES
         self.texts: dict[int, str] = {}  # of single tokens
+        self._extended: dict[tuple[str, ...], StopCriteria] = {}
+
+    def with_strings(self, strings: tuple[str, ...]) -> StopCriteria:
+        """Return the criteria with further stop strings."""
+        if not strings:
+            return self
+        if strings not in self._extended:
+            ids = self.ids.tolist()
+            self._extended[strings] = StopCriteria(ids, (*self.strings, *strings), self.decode)
+        return self._extended[strings]
 
     def hit(self, new: Tensor, rows: Tensor, tokens: Tensor, produced: Tensor, start: Tensor) -> Tensor:
         """Return whether each row ends with its newest token, [B] bool.

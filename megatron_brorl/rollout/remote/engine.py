@@ -210,6 +210,9 @@ class RemoteEngine:
                 else:
                     self._handle(message, pending)
 
+            if asked_pid and (numbers := pending.withdrawn()):
+                self._cancel(numbers)
+
             # If all calls have ended but answers are missing, request them again.
             if asked_pid and rows and not self._open_calls:
                 asked_pid = 0
@@ -243,10 +246,13 @@ class RemoteEngine:
         elif message.kind == "ended":
             self._open_calls.discard(message.fields["call"])
 
+    def _cancel(self, numbers: list[int]) -> None:
+        for call in self._open_calls:
+            self._link.send(Message("cancel", {"call": call, "numbers": numbers}))
+
     def _stop(self, pending: PendingRollouts) -> None:
         """Cancel all open calls. Restart an engine that does not end them in time."""
-        for call in self._open_calls:
-            self._link.send(Message("cancel", {"call": call}))
+        self._cancel(list(pending.rows))
         deadline = time.monotonic() + _STOP_S
         while self._open_calls and time.monotonic() < deadline:
             for message in self._link.poll(_POLL_S):
@@ -359,6 +365,7 @@ def connect_engine(
         max_rows=config.rollout.max_num_seqs,
         stop_ids=stop_ids,
         stop_strings=config.stop_strings,
+        agents=bool(config.agent.function),
         threads=torch.get_num_threads() * tensor,
         kv_bytes=(config.rollout.kv_cache_mib * 2**20 or host_memory(per_node)[1] // 2 // per_node) * tensor,
         max_kv_tokens=kv_tokens,

@@ -25,6 +25,7 @@ class PendingRollout:
     begun: Rollout  # the rollout before this call
     max_new_tokens: int
     seed: int
+    source: Request
 
     def completed(self, answer: Message, sampling: Sampling, version: int) -> Rollout:
         """Return the rollout extended by the tokens of the engine's answer.
@@ -84,7 +85,7 @@ class PendingRollouts:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """vocab: vocabulary size with padding. decode: see StopCriteria."""
-        self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode) if sampling.stop_strings else None
+        self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode)
         self._sampling = sampling
         self._callbacks = callbacks
         self._supply = supply
@@ -94,6 +95,7 @@ class PendingRollouts:
         self.rows: dict[int, PendingRollout] = {}  # by the number in messages
         self._results: list[list[Rollout]] = []  # by request
         self._count = 0
+        self._withdrawn: set[int] = set()
 
     def add(self, requests: Sequence[Request]) -> dict[int, PendingRollout]:
         """Add requests and return their rollouts by number. Numbers continue those of earlier requests."""
@@ -111,14 +113,22 @@ class PendingRollouts:
     def _pending(self, number: int, request: Request, begun: Rollout) -> PendingRollout:
         done = len(begun.token_ids)
         sampling = self._sampling
-        tokens = min(sampling.new_tokens, sampling.max_tokens - done)
+        tokens = min(sampling.new_tokens, sampling.max_tokens - done, request.max_tokens or sampling.max_tokens)
         ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
-        return PendingRollout(number, ids, begun, tokens, sibling_seed(request.key, begun.index, done))
+        seed = sibling_seed(request.key, begun.index, done)
+        return PendingRollout(number, ids, begun, tokens, seed, request)
 
     def admit(self) -> dict[int, PendingRollout]:
         """Add as many rollouts from the supply as the engine has room for, and return them by number."""
         room = self._max_in_flight - len(self.rows)
         return self.add(self._supply.next_requests(room)) if self._supply and room > 0 else {}
+
+    def withdrawn(self) -> list[int]:
+        """Return the numbers of the rollouts whose requests have been withdrawn, each once."""
+        gone = [n for n, row in self.rows.items() if row.source.withdrawn and row.source.withdrawn.is_set()]
+        new = [n for n in gone if n not in self._withdrawn]
+        self._withdrawn.update(new)
+        return new
 
     def answered(self, answer: Message, version: int) -> None:
         """Record the answer for a rollout. version: version of the weights.
@@ -129,9 +139,10 @@ class PendingRollouts:
         row = self.rows.pop(answer.fields["number"])
         fault = row.fault(answer, self._sampling, self._vocab)
         rollout = row.begun if fault else row.completed(answer, self._sampling, version)
-        if self._stops and not fault:
+        stops = self._stops.with_strings(row.source.stop_strings)
+        if stops.strings and not fault:
             start = turn_start(row.begun)
-            end = self._stops.first_end(rollout.token_ids[start:], len(row.begun.token_ids) - start)
+            end = stops.first_end(rollout.token_ids[start:], len(row.begun.token_ids) - start)
             if end is not None:
                 end += start
                 dropped = len(rollout.token_ids) - end
@@ -182,4 +193,5 @@ def generate_message(rows: Mapping[int, PendingRollout], sampling: Sampling, fie
         "tokens": torch.tensor([row.max_new_tokens for row in rows.values()]),
         "seeds": torch.tensor([row.seed for row in rows.values()]),
     }
-    return Message("generate", {**fields, "sampling": asdict(sampling)}, tensors)
+    stops = {number: row.source.stop_strings for number, row in rows.items() if row.source.stop_strings}
+    return Message("generate", {**fields, "sampling": asdict(sampling), "stops": list(stops.items())}, tensors)

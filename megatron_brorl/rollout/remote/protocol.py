@@ -85,6 +85,7 @@ class EngineOptions:
     stop_ids: tuple[int, ...]
     section: Mapping[str, Any]  # the config section [engine]
     stop_strings: tuple[str, ...] = ()  # if not empty, the engine needs the tokenizer
+    agents: bool = False  # whether single requests may have stop strings
     threads: int = 0  # CPU threads, without a GPU; 0 = the engine's default
     kv_bytes: int = 0  # memory for keys and values, without a GPU
     max_kv_tokens: int = 0  # tokens whose keys and values fit by the memory plan; 0 = unlimited

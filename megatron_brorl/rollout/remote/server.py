@@ -52,7 +52,7 @@ class Server:
         self.waking = asyncio.Lock()
         self.pid = os.getpid()
         self.clients: set[bytes] = set()
-        self.calls: dict[tuple[bytes, int], list[Any]] = {}  # handles of rollouts in flight, for abort
+        self.calls: dict[tuple[bytes, int], dict[int, Any]] = {}  # handles of rollouts in flight by number, for abort
         self.tasks: set[asyncio.Task[None]] = set()
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         # By default a ROUTER socket drops messages if 1,000 are waiting for a busy rank.
@@ -83,8 +83,7 @@ class Server:
             elif message.kind == "generate":  # answered with "rollout" messages, then "ended"
                 self._spawn(self._generate(client, message))
             elif message.kind == "cancel":
-                for handle in self.calls.get((client, message.fields["call"]), []):
-                    self.backend.abort(handle)
+                self._spawn(self._cancel(client, message))
             elif message.kind == "wake":
                 await self._change(client, message, self.backend.wake())  # weights follow in later messages
             else:
@@ -142,6 +141,12 @@ class Server:
                 await self.backend.wake_caches()
                 self.caches_asleep = False
 
+    async def _cancel(self, client: bytes, message: Message) -> None:
+        async with self.waking:  # A call that came earlier has submitted its rollouts then.
+            handles = self.calls.get((client, message.fields["call"]), {})
+            for number in handles.keys() & message.fields["numbers"]:
+                self.backend.abort(handles[number])
+
     async def _generate(self, client: bytes, message: Message) -> None:
         """Answer with a "rollout" per finished rollout, then "ended"; or with "stale" if the weights are different."""
         # The rank asks again when it knows the new version.
@@ -156,11 +161,12 @@ class Server:
             await self._wake_caches()
             sampling = Sampling(**fields["sampling"])
             rows = self._submit(message, sampling)
-            self.calls[client, call] = [handle for _, handle in rows]
-            await asyncio.gather(*(self._answer(client, call, number, handle, sampling) for number, handle in rows))
+            self.calls[client, call] = {number: handle for number, handle, _ in rows}
+            answers = (self._answer(client, call, number, handle, own) for number, handle, own in rows)
+            await asyncio.gather(*answers)
         except Exception as e:
             # The rank raises an error, so the other rollouts are not needed.
-            for handle in self.calls.get((client, call), []):
+            for handle in self.calls.get((client, call), {}).values():
                 self.backend.abort(handle)
             await self._send(client, Message("error", {"what": f"generate: {type(e).__name__}: {e}", "call": call}))
         finally:
@@ -168,8 +174,9 @@ class Server:
 
         await self._send(client, Message("ended", {"call": call}))
 
-    def _submit(self, message: Message, sampling: Sampling) -> list[tuple[int, Any]]:
-        """Submit every rollout as a separate request. Return their numbers and handles."""
+    def _submit(self, message: Message, sampling: Sampling) -> list[tuple[int, Any, Sampling]]:
+        """Submit every rollout as a separate request. Return their numbers, handles and sampling parameters."""
+        stops = dict(message.fields["stops"])
         tensors = message.tensors
         rows = []
         texts = tensors["ids"].split(tensors["lengths"].tolist())
@@ -177,8 +184,9 @@ class Server:
             tensors["numbers"].tolist(), texts, tensors["tokens"].tolist(), tensors["seeds"].tolist(), strict=True
         )
         for number, ids, tokens, seed in table:
-            params = self.backend.params(sampling, tokens, seed)
-            rows.append((number, self.backend.submit(ids.tolist(), params)))
+            own = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stops.get(number, ())))
+            params = self.backend.params(own, tokens, seed)
+            rows.append((number, self.backend.submit(ids.tolist(), params), own))
         return rows
 
     async def _answer(self, client: bytes, call: int, number: int, handle: Any, sampling: Sampling) -> None:

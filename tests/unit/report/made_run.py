@@ -158,7 +158,8 @@ def _rollout(number: int, name: str, sibling: int, right: bool, moment: LogEntry
     advantage = None if moment.kind == "evaluation" else (0.8 if right else -0.4) / (number + 1)
     text = f"\U0001f600 it is {answer}" if sibling % 2 else f"{HOSTILE} {answer}"
     reason = "right" if right else f"{answer} is <i>not</i> it"
-    turns = [{"text": text, "sampled": True}, {"text": HOSTILE, "sampled": False}] if sibling % 3 else None
+    parts = (text, True, 0), (HOSTILE, False, sibling % 2)
+    turns = [dict(zip(("text", "sampled", "sequence"), part, strict=True)) for part in parts] if sibling % 3 else None
     return rollout(number, name, sibling, answer, right, text=text, reason=reason, advantage=advantage, turns=turns)
 
 

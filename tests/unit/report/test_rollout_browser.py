@@ -27,7 +27,8 @@ def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, o
         text = f"so [b]it[/b] is {own}\x1b[31m" if own else "I do not KNOW\nthat"
         more = {"text": text, "finish": "stop" if own else "length", "advantage": 0.25 if right else None}
         if right:
-            more["turns"] = [{"text": "?\x1b", "sampled": False}, {"text": text, "sampled": True}]
+            turns = (("?\x1b", False, 0), (text, True, 0), ("new", False, 1))
+            more["turns"] = [{"text": text, "sampled": own, "sequence": n} for text, own, n in turns]
         found.append(rollout(group, prompt, i, own, right, **more))
     return found
 
@@ -100,6 +101,7 @@ def test_one_prompt(ask):
         "--- right (reward 1), sibling 1, 3 tokens, 1 turns, ended by itself, advantage +0.25, form 0.5",
         *("[environment]", "?\ufffd", "[model]"),
         "so [b]it[/b] is 2\ufffd[31m",
+        *("[sequence 2]", "[environment]", "new"),
         "",
         "--- wrong (reward 0), sibling 0, 3 tokens, ended by itself, 1 is not it, form 0.5",
         "so [b]it[/b] is 1\ufffd[31m",

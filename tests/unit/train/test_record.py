@@ -111,20 +111,27 @@ def test_step_is_recorded(processes, model, tmp_path):
 
 
 def test_turns_are_the_parts_of_the_mask(tmp_path):
-    """Without an environment, with three turns and with one, all of the same tokens. The answer is in the last turn."""
+    """Without an environment, with three turns and with one, all of the same tokens. The answer is in the last turn.
+
+    The last rollout is one of an agent, with two sequences and a text that is scored.
+    """
     ids = [5, 6, fakes.STOP, 80, 7, fakes.STOP, 81, fakes.STOP, 8, fakes.STOP]
     masks = (None, [True] * 3 + [False] + [True] * 2 + [False] * 2 + [True] * 2, [True] * 10)
     turns = [("5 6", True), ("80", False), ("7", True), ("81", False), ("8", True)]
     episodes = [mask and Episode(torch.tensor(mask), 3) for mask in masks]
+    episodes.append(Episode(torch.tensor(masks[1]), 3, starts=(0, 6), text="own"))
     rows = [Rollout(i, torch.tensor(ids), torch.zeros(10), "stop", ((0, 10),), e) for i, e in enumerate(episodes)]
     recorder = Recorder(tmp_path, configured({"reward": {"extract": "full"}}), fakes.Tokenizer().decode, (2,), 0)
     groups = [PromptGroup(fakes.prompts(1)[0], 0, 0)]
-    found = recorder._table([ScoredRollout(0, r, 0.0, False) for r in rows], groups, torch.zeros(1, 3)).to_pylist()
+    found = recorder._table([ScoredRollout(0, r, 0.0, False) for r in rows], groups, torch.zeros(1, 4)).to_pylist()
     whole = " ".join(map(str, ids[:-1]))
-    assert [(r["text"], r["token_ids"], r["sampled"]) for r in found] == [(whole, ids, mask) for mask in masks]
-    assert [r["answer"] for r in found] == [whole, "8", whole]
+    assert [(r["text"], r["token_ids"], r["sampled"]) for r in found] == [
+        (whole, ids, mask) for mask in (*masks, masks[1])
+    ]
+    assert [r["answer"] for r in found] == [whole, "8", whole, "own"]
     parts = [r["turns"] and [(turn["text"], turn["sampled"]) for turn in r["turns"]] for r in found]
-    assert parts == [None, turns, [(whole, True)]]
+    assert parts == [None, turns, [(whole, True)], turns]
+    assert [turn["sequence"] for r in found[1:] for turn in r["turns"]] == [0] * 6 + [0, 0, 0, 1, 1]
 
 
 def test_recording_does_not_change_training(processes, model, tmp_path, monkeypatch):

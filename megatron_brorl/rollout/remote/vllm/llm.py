@@ -108,7 +108,7 @@ class VllmBackend(EngineBackend):
         return {
             "model": options.model,
             # Prompts and responses are token ids. Only stop strings need text.
-            "skip_tokenizer_init": not options.stop_strings,
+            "skip_tokenizer_init": not (options.stop_strings or options.agents),
             "trust_remote_code": False,
             "tensor_parallel_size": config.tensor,
             "dtype": options.dtype,

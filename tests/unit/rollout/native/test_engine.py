@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -336,6 +337,27 @@ def test_a_cancelled_call_returns_unfinished_rollouts(one, ops):
     assert {len(y.token_ids) for _, y in cut} >= {0}  # the rows that were waiting
     again = engine.generate(asked, sampling)
     assert all(same_tokens(a, b) == 1 for a, b in zip(whole, again, strict=True))
+
+
+def test_a_withdrawn_request_ends_and_the_others_do_not(one, ops):
+    """One of its rollouts is decoded when it is withdrawn, and the others wait."""
+    engine = make_engine(*one, max_rows=6, ops=ops)
+    sampling = Sampling(1.0, 1, 0, 60, STOPS)
+    first, second = (Request(p, stream_key(0, 4, p.id), 5) for p in prompts()[:2])
+    (expected,) = engine.generate([first], sampling)
+    whole = engine.generate([second], sampling)[0][0]
+    withdrawn = threading.Event()
+
+    class Withdrawing(Watching):
+        def cancelled(self):
+            withdrawn.set()
+            return False
+
+    kept, gone = engine.generate([first, replace(second, withdrawn=withdrawn)], sampling, Withdrawing())
+    assert [r.token_ids.tolist() for r in kept] == [r.token_ids.tolist() for r in expected]
+    assert [r.finish for r in gone] == ["cut"]
+    assert 0 < len(gone[0].token_ids) < len(whole.token_ids)
+    assert gone[0].token_ids.tolist() == whole.token_ids[: len(gone[0].token_ids)].tolist()
 
 
 def test_stop_strings_end_a_response_at_the_token_that_completes_one(one):

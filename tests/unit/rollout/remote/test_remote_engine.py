@@ -185,6 +185,17 @@ def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, en
     assert [r.log_probs.tolist() for r in group] == [[-float(t) for t in ids] for ids in expected]
 
 
+@pytest.mark.parametrize("backend", [True], indirect=True)
+def test_a_withdrawn_request_is_aborted(backend, engine):
+    """The backend aborts its two rollouts, and all end then."""
+    withdrawn = threading.Event()
+    withdrawn.set()
+    prompt = Prompt("p", "", (5, 6), None, "exact")
+    requests = [Request(prompt, 7, 3), Request(prompt, 8, 2, withdrawn=withdrawn)]
+    engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
+    assert backend.heard.count("abort") == 2
+
+
 def test_supply_is_requested_as_there_is_room(engine):
     """The engine computes eight rollouts together, but its cache holds only four of 40 tokens that are half done."""
     assert engine.rows == 8

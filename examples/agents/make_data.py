@@ -1,0 +1,72 @@
+"""Write the rows of the examples of agents, and turns for supervised training, to runs/agents."""
+
+import json
+import random
+from pathlib import Path
+
+from guess import hint
+
+RANDOM = random.Random(0)
+BOUNDS = [(low, low + size - 1) for low in range(10, 60) for size in range(24, 33) if low + size <= 60]
+SUMS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+
+
+def game(low, high):
+    """Return a row of the game."""
+    return {"prompt": f"{low} to {high}", "answer": str(RANDOM.randint(low, high))}
+
+
+def game_turns(row):
+    """Yield a row for every turn of a player that guesses at random among the numbers that are still possible."""
+    possible = range(int(row["prompt"][:2]), int(row["prompt"][6:]) + 1)
+    messages = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(6):
+        guess = str(RANDOM.choice(possible))
+        yield {"prompt": list(messages), "answer": guess}
+        if guess == row["answer"]:
+            return
+        told = hint(guess, row["answer"])
+        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": told}]
+        possible = [n for n in possible if str(n) != guess and hint(guess, str(n)) == told]
+
+
+def addition(a, b):
+    """Return a row of an addition."""
+    return {"prompt": f"{a}+{b}", "answer": str(a + b)}
+
+
+def addition_turns(row):
+    """Yield a row for the writer, one for its second try, and one for the checker."""
+    right, prompt = row["answer"], row["prompt"]
+    wrong = str(int(right) + RANDOM.choice((-10, -1, 1, 10)))
+    writer = [{"role": "system", "content": "add"}, {"role": "user", "content": prompt}]
+    retry = [{"role": "assistant", "content": wrong}, {"role": "user", "content": "no"}]
+    yield {"prompt": writer, "answer": right}
+    yield {"prompt": [*writer, *retry], "answer": right}
+    shown, verdict = RANDOM.choice(((right, "yes"), (wrong, "no")))
+    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt}={shown}"}]
+    yield {"prompt": checked, "answer": verdict}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main():
+    folder = Path("runs/agents")
+    folder.mkdir(parents=True, exist_ok=True)
+    examples = (("guess", game, game_turns, BOUNDS), ("check", addition, addition_turns, SUMS))
+    for name, make_row, turns, problems in examples:
+        RANDOM.shuffle(problems)
+        quarter = len(problems) // 4
+        rows = {
+            part: [make_row(*RANDOM.choice(chosen)) for _ in range(count)]
+            for part, chosen, count in (("held_out", problems[:quarter], 300), ("train", problems[quarter:], 8000))
+        }
+        for part, own in rows.items():
+            write(folder / f"{name}_{part}.jsonl", own)
+        write(folder / f"{name}_turns.jsonl", [turn for row in rows["train"] for turn in turns(row)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The agent of a run: the checks before the start, the engine with agents, and the trial of a dry run."""
+
+from __future__ import annotations
+
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_brorl.config.schema import Config
+from megatron_brorl.data.chat import Message
+from megatron_brorl.data.tokenizers import Tokenizer
+from megatron_brorl.environments.agents import Agents, describe_agent
+from megatron_brorl.environments.interface import Format
+from megatron_brorl.environments.pool import EnvironmentPool
+from megatron_brorl.rollout.agents.engine import GRACE_S, AgentEngine, FixedText
+from megatron_brorl.rollout.agents.server import AgentServer, Limits
+from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
+from megatron_brorl.rollout_log import one_line
+from megatron_brorl.types import Prompt
+
+_TEXT = "0"  # the completion of every call in a trial
+_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A function that solves rows with calls of the policy."""
+
+    config: Config
+    function: str | Callable[..., Any]
+    sha256: str
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    format: Format | None  # of tool calls; None: the chat template reads no tools
+
+    @staticmethod
+    def of(
+        config: Config, function: Callable[..., Any] | None, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
+    ) -> Agent | None:
+        """Return the agent of a run, or None without one. function: in place of agent.function.
+
+        Raises UserError if the function cannot be used, or if the chat template cannot continue a conversation.
+        """
+        if not config.agent.function:
+            return None
+        sha256 = describe_agent(function or config.agent.function)
+        variables = config.data.chat_template_kwargs
+        tokenizer.continuation([{"role": "user", "content": "x"}], True, variables)
+        call_format = None
+        if tokenizer.template_reads("tools", [_TOOL]):
+            call_format = tokenizer.call_format({**variables, "tools": [_TOOL]})
+        return Agent(config, function or config.agent.function, sha256, tokenizer, stop_ids, call_format)
+
+    def __str__(self) -> str:
+        tools = f"tool calls in format {self.format}" if self.format else "a chat template without tools"
+        return f"{self.config.agent.function}, {tools}"
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        """Return the prompt of a sequence."""
+        return self.tokenizer.apply_chat(messages, self._variables(tools))[1]
+
+    def proceed(self, messages: Sequence[Message], tools: Sequence[Any], after_stop: bool) -> list[int]:
+        """Return the tokens that follow a reply, see Tokenizer.continuation."""
+        return self.tokenizer.continuation(messages, True, self._variables(tools), after_stop)
+
+    def _variables(self, tools: Sequence[Any]) -> dict[str, Any]:
+        return {**self.config.data.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
+
+    def engine(self, engine: RolloutEngine, context: int) -> tuple[RolloutEngine, Callable[[], None]]:
+        """Return the engine whose rollouts are runs of the agent, and a function that closes it.
+
+        context: tokens of a sequence.
+        """
+        config = self.config.agent
+        max_tokens = self.config.rollout.max_tokens
+        limits = Limits(
+            prompt_tokens=context - max_tokens,
+            call_tokens=max_tokens,
+            rollout_tokens=config.max_tokens,
+            calls=config.max_calls,
+            format=self.format,
+            decode=self.tokenizer.decode,
+            stop_ids=self.stop_ids,
+            stop_strings=self.config.stop_strings,
+        )
+        server = AgentServer()
+        pool = EnvironmentPool(self.function, config.workers, config.max_seconds + GRACE_S, kind=Agents)
+
+        def close() -> None:
+            pool.close()
+            server.close()
+
+        agents = AgentEngine(engine, pool, server, config, limits, self.render, self.proceed)
+        return typing.cast(RolloutEngine, agents), close
+
+    def trial(self, prompt: Prompt, sampling: Sampling, context: int) -> str:
+        """Run the agent on a prompt, with the same text as every completion, and return the result in words.
+
+        Prints a warning if the agent fails on this text, which need not be a mistake.
+        """
+        fixed = FixedText(self.tokenizer.encode(_TEXT), self.tokenizer.eos_id)
+        engine, close = self.engine(typing.cast(RolloutEngine, fixed), context)
+        try:
+            ((rollout,),) = engine.generate([Request(prompt, 0, 1)], sampling)
+        finally:
+            close()
+        episode = rollout.episode
+        assert episode is not None
+        result = f"{episode.turns} calls on row {prompt.id}, each answered with {_TEXT!r}"
+        if episode.score is None:
+            return f"{result}; verifier {prompt.verifier} scores {one_line(episode.text or '', 60)!r}"
+        if episode.score.status != "ok":
+            text = f"{self.config.agent.function}: {result}: {episode.score.reason}"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+        return f"{result}; score {episode.score.reward:g}"

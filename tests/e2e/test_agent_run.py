@@ -1,0 +1,108 @@
+"""Runs with an agent: random delays, and kills, change no bit."""
+
+from __future__ import annotations
+
+import json
+
+import psutil
+import pytest
+import tiny
+from e2e.runs import brorl, rows, start, wait_for
+from unit.agents.test_agent_rollouts import TEMPLATE
+from unit.data.test_tokenizers import make_hf
+
+AGENT = '''
+import asyncio, random
+
+async def solve(row, client, model):
+    """Ask for a number, ask two others for a comment at the same time, and return the share of right digits."""
+    async def ask(*messages):
+        await asyncio.sleep(random.random() / 20)
+        messages = [{"role": role, "content": text} for role, text in messages]
+        reply = await client.chat.completions.create(model=model, messages=messages, max_tokens=6)
+        return reply.choices[0].message.content
+
+    question = ("user", row["prompt"])
+    first = await ask(question)
+    await asyncio.gather(*(ask(question, ("assistant", first), ("user", text)) for text in ("yes?", "no?")))
+    if len(first) % 3 == 0:
+        await ask(("system", "judge"), ("user", first))
+    if len(first) % 3 == 1:
+        return first
+    return sum(c in "0123456789" for c in first) / 8
+'''
+TOML = """
+[model]
+path = "{0}/model"
+[agent]
+function = "{0}/agent.py:solve"
+max_calls = 4
+[data]
+train = ["{0}/rows.jsonl"]
+held_out = ["{0}/rows.jsonl"]
+chat = true
+[rollout]
+n = 8
+prompts = 3
+max_tokens = 8
+[reward]
+workers = 1
+[algo]
+mini_batches = 2
+aggregation = "sequence_mean"
+[optim]
+lr = 1e-3
+[train]
+steps = 4
+checkpoint_every = 1
+tokens_per_micro_batch = 600
+[evaluate]
+samples = 2
+[run]
+log = []
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agent")
+    tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    make_hf(folder / "model", chat_template=TEMPLATE)
+    data = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(3) for b in range(3)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "run.toml").write_text(TOML.format(folder))
+    return folder / "run.toml"
+
+
+def test_runs_are_equal_with_delays_and_kills(config, tmp_path):
+    command = ["train", "--processes", 2, config]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = brorl(*command, f"run.dir={whole}")
+    assert done.returncode == 0, done.stderr
+    for step in (1, 3):
+        process = start(*command, f"run.dir={killed}")
+        wait_for(process, f"train {step}/4")
+        for rank in psutil.Process(process.pid).children():
+            rank.kill()
+        process.communicate(timeout=60)
+    done = brorl(*command, f"run.dir={killed}")
+    assert "resumed from" in done.stderr, done.stderr
+    assert rows(killed) == rows(whole)
+    for name in ("model/model.safetensors", "summary.json"):
+        if name.endswith("json"):
+            one, two = (json.loads((d / name).read_text())["after"] for d in (whole, killed))
+            assert one == two
+        else:
+            assert (whole / name).read_bytes() == (killed / name).read_bytes()
+    lines = rows(whole)
+    assert all(line["sequences_per_rollout"] > 2 for line in lines)
+    assert sum(line["updates"] for line in lines) > 0
+
+
+def test_a_dry_run_tries_the_agent(config, tmp_path):
+    done = brorl("train", "--dry-run", config, f"run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "agent run" in line]
+    assert "3 calls" in line
+    assert "verifier exact scores '0'" in line

@@ -1,0 +1,187 @@
+"""Agents on the built-in engine, through HTTP and the openai package."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from itertools import pairwise
+
+import pytest
+import tiny
+import torch
+from unit.data.test_call_formats import template
+from unit.data.test_tokenizers import make_hf
+from unit.rollout.native.test_engine import make_engine
+
+from megatron_brorl.config.agent import AgentConfig
+from megatron_brorl.data.tokenizers import load_tokenizer
+from megatron_brorl.environments.agents import Agents
+from megatron_brorl.environments.pool import EnvironmentPool
+from megatron_brorl.ops.philox import stream_key
+from megatron_brorl.rollout.agents.engine import AgentEngine
+from megatron_brorl.rollout.agents.server import AgentServer, Limits
+from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.types import Prompt
+
+TEMPLATE = template('<tool_call>\n{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}\n</tool_call>')
+SAMPLING = Sampling(1.0, 1.0, 0, 12, (1,), shares_prefixes=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    module = tiny.make_model(directory, "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
+    make_hf(directory, chat_template=TEMPLATE)
+    return directory, module
+
+
+def chat_functions(tokenizer):
+    """Return the functions render and proceed of Sequences."""
+
+    def render(messages, tools):
+        return tokenizer.apply_chat(messages, {"tools": tools} if tools else {})[1]
+
+    def proceed(messages, tools, after_stop):
+        return tokenizer.continuation(messages, True, {"tools": tools} if tools else {}, after_stop)
+
+    return render, proceed
+
+
+@contextlib.contextmanager
+def agents(model, function, max_rows=1000, inner=None):
+    """Yield a function that runs an agent n times on each of some rows, and returns the rollouts in one list.
+
+    inner: an engine in place of the built-in one.
+    """
+    directory, module = model
+    tokenizer = load_tokenizer(directory)
+    limits = Limits(240, SAMPLING.max_tokens, 0, 64, "hermes", tokenizer.decode, (1,), ())
+    server = AgentServer()
+    with contextlib.closing(server), EnvironmentPool(function, 1, 60.0, kind=Agents) as pool:
+        inner = inner or make_engine(directory, module, max_rows, decode=tokenizer.decode_all)
+        settings = AgentConfig(function="f.py:f")
+        engine = AgentEngine(inner, pool, server, settings, limits, *chat_functions(tokenizer))
+
+        def run(n=4, questions=("1 + 2", "hello")):
+            prompts = [Prompt(q, q, (5,), None, "exact") for q in questions]
+            requests = [Request(p, stream_key(0, 4, p.id), n) for p in prompts]
+            return [r for group in engine.generate(requests, SAMPLING) for r in group]
+
+        yield run
+
+
+def rows(rollout):
+    """Return (prompt, response, sampled, log-probs) of each sequence."""
+    parts = [slice(*ends) for ends in pairwise((*rollout.episode.starts, len(rollout.token_ids)))]
+    return [(rollout.token_ids[part], rollout.episode.sampled[part], rollout.log_probs[part]) for part in parts]
+
+
+def check_log_probs(model, rollouts):
+    for r in rollouts:
+        for ids, sampled, log_probs in rows(r):
+            with torch.no_grad():
+                logits = model[1](ids[None]).logits[0].double().log_softmax(-1)
+            expected = logits[:-1].gather(1, ids[1:, None])[:, 0]
+            torch.testing.assert_close(log_probs[1:].double()[sampled[1:]], expected[sampled[1:]], atol=1e-4, rtol=0)
+            assert not sampled[0]
+
+
+async def ask(client, messages, **options):
+    return (await client.chat.completions.create(model="policy", messages=messages, **options)).choices[0].message
+
+
+async def chat(row, client):
+    messages = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(3):
+        reply = await ask(client, messages)
+        messages += [reply.model_dump(), {"role": "user", "content": "again?"}]
+    return len(messages)
+
+
+def test_log_probs_of_all_tokens_are_those_of_transformers(model):
+    """No token is tokenized again, although the text of most completions has other tokens."""
+    with agents(model, chat) as run:
+        rollouts = run()
+    assert len(rollouts) == 8
+    for r in rollouts:
+        assert r.episode.score.reward == 7
+        assert len(r.episode.starts) == 1
+        assert r.episode.turns == 3
+    check_log_probs(model, rollouts)
+    tokenizer = load_tokenizer(model[0])
+    first = [r.token_ids[r.episode.sampled][:8].tolist() for r in rollouts]
+    assert sum(tokenizer.encode(tokenizer.decode(ids)) != ids for ids in first) > 4
+
+
+async def many(row, client):
+    await asyncio.gather(*(ask(client, [{"role": "user", "content": str(i)}], max_tokens=3) for i in range(50)))
+    return 1
+
+
+def test_200_concurrent_calls(model):
+    with agents(model, many, max_rows=64) as run:
+        rollouts = run(2)
+    assert [r.episode.turns for r in rollouts] == [50] * 4
+    check_log_probs(model, rollouts)
+
+
+async def branches(row, client):
+    """Two branches of one call, a second conversation, and a repetition of the first request, in any order."""
+    start = [{"role": "user", "content": row["prompt"]}]
+    first = await ask(client, start)
+    shared = [*start, first.model_dump()]
+
+    async def branch(text):
+        await asyncio.sleep(random.random() / 50)
+        reply = await ask(client, [*shared, {"role": "user", "content": text}], max_tokens=5)
+        await asyncio.sleep(random.random() / 50)
+        await ask(
+            client, [*shared, {"role": "user", "content": text}, reply.model_dump(), {"role": "user", "content": "b"}]
+        )
+
+    other = [{"role": "system", "content": "You check."}, {"role": "user", "content": first.content}]
+    await asyncio.gather(branch("yes"), branch("no"), ask(client, other, stop=["e", "1"]))
+    return 1.0
+
+
+def test_rollouts_do_not_depend_on_the_order_of_calls(model):
+    with agents(model, branches) as run:
+        one = run()
+    with agents(model, branches, max_rows=3) as run:
+        two = run()
+    check_log_probs(model, one)
+    for a, b in zip(one, two, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.log_probs.tolist() == b.log_probs.tolist()
+        assert a.episode.starts == b.episode.starts
+        # The second branch repeats the first call, and the check has messages of its own.
+        assert len(a.episode.starts) == 3
+        assert a.episode.turns == 6
+
+
+def test_a_sampled_token_is_trained_once(model):
+    """The sampled tokens of a rollout are those of its calls, each once."""
+    received = []
+
+    async def record(row, client):
+        create = client.chat.completions.create
+
+        async def kept(**options):
+            response = await create(**options)
+            received.append((row["prompt"], response.brorl["prompt_token_ids"], response.brorl["token_ids"]))
+            return response
+
+        client.chat.completions.create = kept
+        return await branches(row, client)
+
+    with agents(model, record) as run:
+        rollouts = run(n=1)
+    for r, question in zip(rollouts, ("1 + 2", "hello"), strict=True):
+        calls = [(prompt, ids) for asked, prompt, ids in received if asked == question]
+        trained = []
+        for ids, sampled, _ in rows(r):
+            ends = [*(sampled[:-1] & ~sampled[1:]).nonzero()[:, 0].tolist(), len(ids) - 1]
+            begins = (~sampled[:-1] & sampled[1:]).nonzero()[:, 0].tolist()
+            trained += [(ids[: b + 1].tolist(), ids[b + 1 : e + 1].tolist()) for b, e in zip(begins, ends, strict=True)]
+        assert sorted(trained) == sorted(calls)
