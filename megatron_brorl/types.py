@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -133,6 +133,14 @@ class ScoredRollout:
     score: ScoreResult | None = field(default=None, compare=False)
 
 
+class RowWeight(NamedTuple):
+    """The part of its group for which a row stands in the policy loss (train.subset)."""
+
+    loss: float  # factor of the row's loss
+    tokens: float  # sampled tokens that divisors count for the row
+    sequences: float  # sequences that divisors count for the row
+
+
 @dataclass(frozen=True)
 class Experience:
     """B rollouts ready to train on, from any number of prompts. Every tuple has length B.
@@ -157,6 +165,7 @@ class Experience:
     sampled: tuple[Tensor, ...] | None = None  # None: all true
     # [prompt + G - 1, layers, k] each, experts that the actor must use; None: its routers choose.
     routes: tuple[Tensor, ...] | None = None
+    weights: tuple[RowWeight, ...] = ()  # with algo.train_on; (): each row stands for itself
     ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
 
     def __len__(self) -> int:

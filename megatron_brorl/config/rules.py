@@ -275,6 +275,14 @@ def _updates(config: Config) -> Iterator[Rule]:
     of_prompts = algo.mini_batch_of == "prompts"
     pieces, of = (rollout.prompts, "prompts (rollout.prompts)") if of_prompts else (rollout.n, "siblings (rollout.n)")
     yield "algo.mini_batches", algo.mini_batches > pieces, f"cannot divide {pieces} {of} into that many mini-batches"
+    yield "algo.train_on", algo.train_on == 1, "must be 0 (all) or at least 2, because one reward has no spread"
+    yield "algo.train_on", algo.train_on > rollout.n, f"must be at most rollout.n = {rollout.n}"
+    divides = of_prompts or not algo.train_on or algo.mini_batches <= algo.train_on
+    yield "algo.mini_batches", not divides, f"cannot divide algo.train_on = {algo.train_on} siblings into that many"
+    # Both would be normalised over the tokens of the subset only.
+    yield "algo.train_on", bool(algo.train_on) and algo.advantage == "gae", 'must be 0 with algo.advantage = "gae"'
+    kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+    yield "algo.train_on", bool(algo.train_on) and kl_in_reward, 'must be 0 with algo.kl_in = "reward"'
     for name, value in dataclasses.asdict(config.reference).items():
         yield f"reference.{name}", bool(value) and algo.kl_coef == 0, "needs algo.kl_coef above 0"
 

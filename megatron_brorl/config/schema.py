@@ -16,6 +16,7 @@ from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
 from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
 from megatron_brorl.config.fp8 import Fp8Config
 from megatron_brorl.config.section import key, section
+from megatron_brorl.config.shaping import ShapingConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -288,33 +289,6 @@ class RewardConfig:
 
 
 @section
-class ShapingConfig:
-    """Terms that are added to rewards before advantages are computed. Groups are selected by the unshaped rewards."""
-
-    overlong_tokens: int = key(
-        0,
-        "Tokens below rollout.max_tokens over which a length penalty grows linearly from 0 to 1. 0 disables it.",
-        ge=0,
-    )
-    cosine_coef: float = key(
-        0.0,
-        "Coefficient of the length reward of a correct response with t tokens, cosine_min + (cosine_max - "
-        "cosine_min) (1 + cos(pi t / rollout.max_tokens)) / 2.",
-    )
-    cosine_min: float = key(-0.5, "Length reward of the longest possible response.")
-    cosine_max: float = key(0.0, "Length reward of the shortest possible response.")
-    cosine_on_steps: int = key(100, "Consecutive steps with the length reward.", ge=0)
-    cosine_off_steps: int = key(500, "Steps without the length reward after these. 0 always applies it.", ge=0)
-    repetition_ngram: int = key(0, "Length of n-grams whose repetition is penalised, in tokens. 0 disables it.", ge=0)
-    repetition_penalty: float = key(0.001, "Penalty for each repeated n-gram.", ge=0)
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether any term is added."""
-        return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
-
-
-@section
 class AlgoConfig:
     """Advantages and the policy loss."""
 
@@ -327,6 +301,12 @@ class AlgoConfig:
     gamma: float = key(1.0, 'Discount factor per token of advantage = "gae".', ge=0, le=1)
     lam: float = key(1.0, 'Lambda of advantage = "gae": 1 uses only the rewards, 0 only the critic.', ge=0, le=1)
     dynamic_sampling: bool = key(True, "Train only on groups with different rewards.")
+    train_on: int = key(
+        0,
+        "Rollouts of a group that the update uses: those with the largest variance of rewards. Baselines are over the "
+        "whole group. 0 uses all rollouts.",
+        ge=0,
+    )
     correct_boost: float = key(0.0, "Constant that is added to the advantages of correct responses.")
     overlong_filter: bool = key(False, "Exclude cut-off responses from the loss, but not from the baselines.")
     kl_coef: float = key(0.0, "Coefficient of the KL divergence from the reference policy. 0 disables it.", ge=0)

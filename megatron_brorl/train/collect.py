@@ -39,6 +39,7 @@ from megatron_brorl.train.groups import (
 from megatron_brorl.train.recorder import choose_recorded, select_recorded
 from megatron_brorl.train.redistribute import assign_replicas, send_to_replicas
 from megatron_brorl.train.sample_and_score import RolloutRunner, check_lost, check_scored
+from megatron_brorl.train.subset import Subset, choose_subset
 from megatron_brorl.types import PromptGroup, ScoredRollout
 
 SAFETY = 3.0  # margin of a round's size in standard deviations: 1 of 740 rounds keeps too few groups
@@ -106,6 +107,7 @@ class Collected:
     groups: list[PromptGroup]  # all of the step, also those that are carried over or not kept
     rollouts: list[ScoredRollout]  # those that this replica trains on; any rank may have sampled them
     outcomes: Outcomes  # of all groups, with the choice of groups to train on
+    subset: Subset  # of the rollouts of all groups, with the choice of rollouts to train on
     carried: CarriedGroups
     source_position: SourcePosition
     metrics: dict[str, float]  # the same on every rank
@@ -178,7 +180,10 @@ class Collector:
         with span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
             # replica: int64 [groups, N], -1 for rollouts that no replica trains on
-            replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size)
+            subset = choose_subset(outcomes, config.algo)
+            replica, balance = assign_replicas(
+                outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size, subset
+            )
             received, moved_bytes = send_to_replicas(
                 scored, outcomes, replica, self.grid, prompt_tokens, self.no_routes
             )
@@ -198,6 +203,7 @@ class Collector:
             groups=groups,
             rollouts=received,
             outcomes=outcomes,
+            subset=subset,
             carried=carry_over(groups, sort_rollouts(scored), outcomes.closed),
             source_position=position,
             metrics=metrics,

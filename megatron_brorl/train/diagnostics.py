@@ -43,7 +43,8 @@ def mass_balance_metrics(
     if not config.theory.every or step % config.theory.every:
         return {}
     metrics = answer_metrics(collected.outcomes, config.rollout.n)
-    if config.theory.positions and collected.outcomes.kept:
+    # The replicas have only the rollouts of algo.train_on, which are not a random sample.
+    if config.theory.positions and collected.outcomes.kept and not config.algo.train_on:
         metrics |= _TokenMetrics(config, step, collected, worker, sampling).compute()
     return metrics
 

@@ -36,6 +36,7 @@ from megatron_brorl.parallel.packing import copies_by_routes
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.nonfinite import finite_rows, log_rows
+from megatron_brorl.train.subset import Subset
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, PromptGroup, ScoredRollout
 
@@ -130,11 +131,12 @@ def make_experience(
     models: TrainingModels,
     algo: AlgoConfig,
     temperature: float,
+    subset: Subset | None = None,
 ) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
     """Return this replica's rollouts, their experience, and metrics, the same on every rank. Collective.
 
     A rollout with a log-probability or value that is NaN or infinite is left out and counted. advantages: [groups, N]
-    of the whole step, from rollout_advantages.
+    of the whole step, from rollout_advantages. subset: the rollouts of the step; None without algo.train_on.
     """
     actor = models.actor
     # Siblings share one tensor, by which packing recognises them.
@@ -214,6 +216,7 @@ def make_experience(
     if sampled is not None:
         columns = {name: None if x is None else _filled(sampled, x) for name, x in columns.items()}
         columns["mask"] = columns["mask"] or sampled
+    columns["weights"] = subset.weights(rollouts) if subset else ()
     experience = Experience(prompts, responses, sampled=sampled, routes=routes, ids=ids, **columns)
     return list(rollouts), experience, metrics | critic_metrics
 

@@ -138,13 +138,21 @@ def mini_batch_of(place: Index, sibling: Index, count: int, of: Literal["prompts
 
 
 def mini_batches(
-    rows: Sequence[ScoredRollout], kept: Sequence[int], count: int, of: Literal["prompts", "siblings"]
+    rows: Sequence[ScoredRollout],
+    kept: Sequence[int],
+    count: int,
+    of: Literal["prompts", "siblings"],
+    siblings: Tensor | None = None,
 ) -> list[list[int]]:
-    """Return this replica's rows of each mini-batch, see mini_batch_of."""
+    """Return this replica's rows of each mini-batch, see mini_batch_of.
+
+    siblings: int64 [groups, N], numbers in place of the rollouts' indices (train.subset.Subset.place).
+    """
     place = {group: i for i, group in enumerate(kept)}
     batches: list[list[int]] = [[] for _ in range(count)]
     for i, row in enumerate(rows):
-        batches[mini_batch_of(place[row.group], row.rollout.index, count, of)].append(i)
+        sibling = row.rollout.index if siblings is None else int(siblings[row.group, row.rollout.index])
+        batches[mini_batch_of(place[row.group], sibling, count, of)].append(i)
     return batches
 
 

@@ -21,7 +21,8 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of, trained_mask
+from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of
+from megatron_brorl.train.subset import Subset, choose_subset
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
@@ -36,21 +37,29 @@ def cost_model(worker: Worker) -> CostModel:
 
 
 def assign_replicas(
-    outcomes: Outcomes, prompt_tokens: Sequence[int], algo: AlgoConfig, costs: CostModel, replicas: int
+    outcomes: Outcomes,
+    prompt_tokens: Sequence[int],
+    algo: AlgoConfig,
+    costs: CostModel,
+    replicas: int,
+    subset: Subset | None = None,
 ) -> tuple[Tensor, float]:
     """Return the replica that trains on each rollout, int64 [groups, N] with -1 for none, and the balance.
 
     The balance is the mean over replicas of the predicted cost divided by its maximum, summed over optimizer steps; 1
-    without rollouts. prompt_tokens: of each group. The result is the same on every rank.
+    without rollouts. prompt_tokens: of each group. subset: choose_subset(outcomes, algo), if it is known. The
+    result is the same on every rank.
     """
     replica = torch.full_like(outcomes.state, -1)
-    group, sibling = trained_mask(outcomes, algo.overlong_filter).nonzero(as_tuple=True)
+    subset = subset or choose_subset(outcomes, algo)
+    group, sibling = subset.mask.nonzero(as_tuple=True)
     prompts = torch.tensor(prompt_tokens, dtype=torch.int64)[group]
     responses = outcomes.tokens[group, sibling]
 
     kept_index = torch.zeros(len(outcomes.state), dtype=torch.int64)
     kept_index[outcomes.kept] = torch.arange(len(outcomes.kept))
-    mini_batch = mini_batch_of(kept_index[group], sibling, algo.mini_batches, algo.mini_batch_of)
+    place = subset.place[group, sibling]
+    mini_batch = mini_batch_of(kept_index[group], place, algo.mini_batches, algo.mini_batch_of)
 
     mean = 0.0
     most = 0

@@ -115,11 +115,15 @@ def update_policy(
         part = experience.select(rows)
         lengths = part.sampled_tokens()
         own = {"tokens": float(sum(lengths)), "sequences": float(sum(n > 0 for n in lengths))}
+        if part.weights:
+            own = {"tokens": sum(w.tokens for w in part.weights), "sequences": sum(w.sequences for w in part.weights)}
         size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
         if not size["tokens"]:
             return None
 
         weights = token_weights(lengths, algo.aggregation, **size, fixed=algo.aggregation_tokens)
+        if part.weights:
+            weights = [x * w.loss for x, w in zip(weights, part.weights, strict=True)]
         loss = ActorLoss(part, algo, weights)
         result, values = worker.train(part.prompts, part.responses, loss, temperature, lr, part.routes)
         if not result.applied:

@@ -9,7 +9,8 @@ import torch
 
 from megatron_brorl.algo.policy_loss import mismatch_mask
 from megatron_brorl.algo.shaping import cosine_length, cycle_is_on, repeated_ngrams, shaped, soft_overlong
-from megatron_brorl.config.schema import OptimConfig, ShapingConfig
+from megatron_brorl.config.schema import OptimConfig
+from megatron_brorl.config.shaping import ShapingConfig
 from megatron_brorl.train.learning_rate import learning_rate, scaled
 
 

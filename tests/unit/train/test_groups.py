@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_brorl.config.schema import Config, RolloutConfig, ShapingConfig
+from megatron_brorl.config.schema import Config, RolloutConfig
+from megatron_brorl.config.shaping import ShapingConfig
 from megatron_brorl.train.carried_groups import staleness, with_own_tensors
 from megatron_brorl.train.diagnostics import MAX_POSITION, _TokenMetrics
 from megatron_brorl.train.experience import shape_rewards
