@@ -134,7 +134,7 @@ class ScoredRollout:
 
 
 class RowWeight(NamedTuple):
-    """The part of its group for which a row stands in the policy loss (train.subset)."""
+    """The part of its group for which a row stands in the policy loss (train.groups.Subset)."""
 
     loss: float  # factor of the row's loss
     tokens: float  # sampled tokens that divisors count for the row

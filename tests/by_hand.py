@@ -13,6 +13,8 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.types import Prompt
 
 Group = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses and their rewards
+Slot = tuple[str, int]  # prompt id and sibling
+Factors = Mapping[Slot, tuple[float, float]]
 
 
 def responses(seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[tuple[str, int]] = ()) -> list[list[int]]:
@@ -27,11 +29,7 @@ def responses(seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[tup
 
 
 def update(
-    model: Any,
-    groups: Sequence[Group],
-    cap: float,
-    left_out: Collection[tuple[str, int]] = (),
-    factors: Mapping[tuple[str, int], tuple[float, float]] | None = None,
+    model: Any, groups: Sequence[Group], cap: float, left_out: Collection[Slot] = (), factors: Factors | None = None
 ) -> tuple[float, float, int]:
     """Return the loss, the gradient norm and the number of tokens of one optimizer step (BroRL, section 3.1).
 
@@ -43,8 +41,7 @@ def update(
     std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
     advantages = iter([(x - mean) / std for x in raw])
     total = torch.zeros((), dtype=torch.float64)
-    count = 0
-    divisor = 0.0
+    count, divisor = 0, 0.0
     model.zero_grad()
     for prompt, rows, _ in groups:
         start = len(prompt.token_ids)

@@ -279,6 +279,12 @@ class RewardConfig:
         "Minimum reward of a correct response, for pass@k and all other counts. A response without a score, or "
         "one that was cut off while cut_off_factor is below 1, is never correct.",
     )
+    group_function: str = key(
+        "",
+        'Function that scores all responses to a prompt together, "my.py:score" (docs/verifiers.md), or "majority": 1 '
+        'for the most frequent answer. Verifiers still decide what is correct. "" trains on the scores of verifiers.',
+    )
+    majority_share: float = key(0.0, 'Minimum share of "majority", below which a group has no signal.', ge=0, le=1)
     strict: bool = key(False, "Train on 1 for a correct response and 0 for any other instead of the verifier's reward.")
     cut_off_factor: float = key(
         0.0,
@@ -302,10 +308,7 @@ class AlgoConfig:
     lam: float = key(1.0, 'Lambda of advantage = "gae": 1 uses only the rewards, 0 only the critic.', ge=0, le=1)
     dynamic_sampling: bool = key(True, "Train only on groups with different rewards.")
     train_on: int = key(
-        0,
-        "Rollouts of a group that the update uses: those with the largest variance of rewards. Baselines are over the "
-        "whole group. 0 uses all rollouts.",
-        ge=0,
+        0, "Rollouts of a group in the update: those with the largest variance of rewards. 0 uses all.", ge=0
     )
     correct_boost: float = key(0.0, "Constant that is added to the advantages of correct responses.")
     overlong_filter: bool = key(False, "Exclude cut-off responses from the loss, but not from the baselines.")

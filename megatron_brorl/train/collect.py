@@ -28,6 +28,7 @@ from megatron_brorl.rollout.engine import Sampling, sort_rollouts
 from megatron_brorl.rollout.sampler import make_groups
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.carried_groups import CarriedGroups, carry_over, staleness
+from megatron_brorl.train.group_rewards import GroupRewards
 from megatron_brorl.train.groups import (
     CUT,
     Outcomes,
@@ -39,7 +40,6 @@ from megatron_brorl.train.groups import (
 from megatron_brorl.train.recorder import choose_recorded, select_recorded
 from megatron_brorl.train.redistribute import assign_replicas, send_to_replicas
 from megatron_brorl.train.sample_and_score import RolloutRunner, check_lost, check_scored
-from megatron_brorl.train.subset import Subset, choose_subset
 from megatron_brorl.types import PromptGroup, ScoredRollout
 
 SAFETY = 3.0  # margin of a round's size in standard deviations: 1 of 740 rounds keeps too few groups
@@ -107,7 +107,6 @@ class Collected:
     groups: list[PromptGroup]  # all of the step, also those that are carried over or not kept
     rollouts: list[ScoredRollout]  # those that this replica trains on; any rank may have sampled them
     outcomes: Outcomes  # of all groups, with the choice of groups to train on
-    subset: Subset  # of the rollouts of all groups, with the choice of rollouts to train on
     carried: CarriedGroups
     source_position: SourcePosition
     metrics: dict[str, float]  # the same on every rank
@@ -140,6 +139,8 @@ class Collector:
         # Carried groups come first, because ScoredRollout.group of their rollouts is an index into carried.groups.
         groups = list(carried.groups)
         scored = carried.finished_rollouts()
+        surplus_groups = set(range(len(groups)) if config.rollout.refills else ())
+        group_rewards = GroupRewards(self.runner, self.sampling.stop_ids, surplus_groups)
         position = start
         counts: defaultdict[str, float] = defaultdict(float)
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -167,6 +168,10 @@ class Collector:
             check_lost(f"step {step + 1}", lost, counts["requested"], config.rollout.max_lost_share)
             check_scored(f"step {step + 1}", counts, self.runner.reported)
 
+            if config.reward.group_function:
+                begun = time.monotonic()
+                scored, outcomes = group_rewards.apply(f"step {step + 1}", groups, scored, outcomes)
+                seconds["score"] += time.monotonic() - begun
             outcomes = select_groups(outcomes, config.algo.dynamic_sampling)
             position = position.with_kept(start, sum(g >= len(carried.groups) for g in outcomes.kept))
             missing = target - len(outcomes.kept)
@@ -180,10 +185,7 @@ class Collector:
         with span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
             # replica: int64 [groups, N], -1 for rollouts that no replica trains on
-            subset = choose_subset(outcomes, config.algo)
-            replica, balance = assign_replicas(
-                outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size, subset
-            )
+            replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size)
             received, moved_bytes = send_to_replicas(
                 scored, outcomes, replica, self.grid, prompt_tokens, self.no_routes
             )
@@ -192,6 +194,7 @@ class Collector:
 
         metrics = self._metrics(outcomes, counts, lost) | self.runner.reward_metrics()
         metrics |= {"update_balance": balance, "moved_mib": moved_bytes / 2**20}
+        metrics |= {name: sum(values) / len(values) for name, values in group_rewards.found.items() if values}
         if config.rollout.refills:
             metrics["prompts_sampled"] = counts["requested"] / config.rollout.n
             metrics["surplus_groups"] = float(len(surplus))
@@ -203,7 +206,6 @@ class Collector:
             groups=groups,
             rollouts=received,
             outcomes=outcomes,
-            subset=subset,
             carried=carry_over(groups, sort_rollouts(scored), outcomes.closed),
             source_position=position,
             metrics=metrics,

@@ -33,10 +33,9 @@ from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.interface import Backend
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.packing import copies_by_routes
-from megatron_brorl.train.groups import Outcomes
+from megatron_brorl.train.groups import Outcomes, Subset
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.nonfinite import finite_rows, log_rows
-from megatron_brorl.train.subset import Subset
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, PromptGroup, ScoredRollout
 

@@ -25,8 +25,7 @@ from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
 from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, one_line
 from megatron_brorl.train.carried_groups import with_own_tensors
-from megatron_brorl.train.groups import Outcomes
-from megatron_brorl.train.subset import choose_subset
+from megatron_brorl.train.groups import Outcomes, choose_subset
 from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
 
 MAX_TOKENS = 2**20  # tokens recorded per step and per evaluation

@@ -38,7 +38,7 @@ from megatron_brorl.train.console import after_steps_text, console_line, evaluat
 from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, sharing_metrics
-from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches
+from megatron_brorl.train.groups import Outcomes, choose_subset, group_metrics, mini_batches
 from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.nonfinite import count_nonfinite_steps, raise_if_too_many_nonfinite
 from megatron_brorl.train.recorder import Recorder, sample_lines
@@ -203,7 +203,7 @@ class Trainer:
             outcomes = shape_rewards(collected.outcomes, config, state.step)
             advantages = rollout_advantages(outcomes, groups, config.algo, self.worker.options.ops)
             # rollouts: one per row of experience, without those whose log-probabilities or values are not finite.
-            subset = collected.subset
+            subset = choose_subset(collected.outcomes, config.algo)
             rollouts, experience, metrics = make_experience(
                 collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature, subset
             )
@@ -231,8 +231,6 @@ class Trainer:
 
         metrics |= collected.metrics | mass_balance
         metrics |= sharing_metrics(self.worker, experience, sampling.routes)
-        if config.algo.train_on:
-            metrics["represented_share"] = subset.represented_share
         if config.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         return metrics, seconds

@@ -75,6 +75,9 @@ OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
         (["algo.dual_clip=3", "algo.policy_loss=cispo"], 'must be 0 (off) with algo.policy_loss = "cispo"'),
         (["algo.mini_batches=9", "rollout.prompts=8"], "algo.mini_batches = 9: cannot divide 8 prompts"),
         (["algo.mini_batches=9", "algo.mini_batch_of=siblings", "rollout.n=8"], "cannot divide 8 siblings"),
+        (["reward.group_function=best"], "known: majority; a function of your own is"),
+        (["algo.correct_boost=1", "reward.group_function=majority"], "cannot be combined with reward.group_function"),
+        ([*GAE, "reward.group_function=my.py:score"], 'algo.advantage = "gae": cannot be combined with reward.group'),
         (["algo.train_on=1"], "algo.train_on = 1: must be 0 (all) or at least 2"),
         (["algo.train_on=513"], "algo.train_on = 513: must be at most rollout.n = 512"),
         (
@@ -82,7 +85,6 @@ OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
             "divide algo.train_on = 4 siblings",
         ),
         (["algo.train_on=4", *GAE], 'algo.train_on = 4: must be 0 with algo.advantage = "gae"'),
-        (["algo.train_on=4", "algo.kl_coef=0.1", "algo.kl_in=reward"], 'must be 0 with algo.kl_in = "reward"'),
         (["reference.reset_every=3"], "reference.reset_every = 3: needs algo.kl_coef above 0"),
         (["algo.distill_coef=1", "algo.dynamic_sampling=false"], "algo.distill_coef = 1.0: needs teacher.path"),
         (["teacher.path=t"], 'teacher.path = "t": needs algo.distill_coef above 0'),
