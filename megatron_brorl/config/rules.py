@@ -323,7 +323,7 @@ def _distillation(config: Config) -> Iterator[Rule]:
     yield (
         "data.verifier",
         _is_unscored(config) and not distills,
-        "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path",
+        "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path, or reward.group_function",
     )
 
 

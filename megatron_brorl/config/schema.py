@@ -156,8 +156,8 @@ class DataConfig:
     held_out_prompts: int = key(512, "Number of generated held-out prompts. Files are used completely.", ge=1)
     verifier: str = key(
         "exact",
-        'Verifier of rows that name none. "my_rewards.py:score" is a function of your own. "none" scores 0, for '
-        "training with algo.distill_coef only; the held-out prompts of data.tasks keep their own verifier.",
+        'Verifier of rows that name none. "my_rewards.py:score" is a function of your own. "none" scores 0, for runs '
+        "with algo.distill_coef or reward.group_function; held-out prompts of data.tasks keep their own verifier.",
     )
     template: str = key("{prompt}", "Text around every prompt, with {prompt} in its place.")
     chat: bool = key(
