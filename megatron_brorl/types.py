@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -140,6 +140,14 @@ class ScoredRollout:
     score: ScoreResult | None = field(default=None, compare=False)
 
 
+class RowWeight(NamedTuple):
+    """The part of its group for which a row stands in the policy loss (train.groups.Subset)."""
+
+    loss: float  # factor of the row's loss
+    tokens: float  # sampled tokens that divisors count for the row
+    sequences: float  # sequences that divisors count for the row
+
+
 @dataclass(frozen=True)
 class Experience:
     """B rollouts ready to train on, from any number of prompts. Every tuple has length B.
@@ -166,6 +174,7 @@ class Experience:
     routes: tuple[Tensor, ...] | None = None
     # Rows with the same number are the sequences of one rollout, which counts once in means. (): each is a rollout.
     units: tuple[int, ...] = ()
+    weights: tuple[RowWeight, ...] = ()  # with algo.train_on; (): each row stands for itself
     ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import fakes
@@ -13,6 +13,8 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.types import Prompt
 
 Group = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses and their rewards
+Slot = tuple[str, int]  # prompt id and sibling
+Factors = Mapping[Slot, tuple[float, float]]
 
 
 def responses(seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[tuple[str, int]] = ()) -> list[list[int]]:
@@ -27,18 +29,19 @@ def responses(seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[tup
 
 
 def update(
-    model: Any, groups: Sequence[Group], cap: float, left_out: Collection[tuple[str, int]] = ()
+    model: Any, groups: Sequence[Group], cap: float, left_out: Collection[Slot] = (), factors: Factors | None = None
 ) -> tuple[float, float, int]:
     """Return the loss, the gradient norm and the number of tokens of one optimizer step (BroRL, section 3.1).
 
-    left_out: (prompt id, sibling) of rollouts that are not trained on, although their rewards count.
+    left_out: (prompt id, sibling) of rollouts that are not trained on, although their rewards count. factors: the only
+    rollouts to train on, each with the factor of its loss and the tokens that it adds to the divisor.
     """
     raw = [r - sum(rewards) / len(rewards) for _, _, rewards in groups for r in rewards]
     mean = math.fsum(raw) / len(raw)
     std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw) / len(raw))
     advantages = iter([(x - mean) / std for x in raw])
     total = torch.zeros((), dtype=torch.float64)
-    count = 0
+    count, divisor = 0, 0.0
     model.zero_grad()
     for prompt, rows, _ in groups:
         start = len(prompt.token_ids)
@@ -47,13 +50,16 @@ def update(
         log_probs = model(padded).logits[:, start - 1 : -1].log_softmax(-1)
         for sibling, (row, found) in enumerate(zip(rows, log_probs, strict=True)):
             advantage = next(advantages)
-            if (prompt.id, sibling) in left_out:
+            slot = (prompt.id, sibling)
+            if slot in left_out or (factors is not None and slot not in factors):
                 continue
+            factor, tokens = factors[slot] if factors else (1.0, len(row))
             lp = found[torch.arange(len(row)), torch.tensor(row)]
             sampled = torch.tensor([fakes.log_prob(t, 0) for t in row])
             weight = (lp.detach() - sampled).exp().clamp(max=cap)
-            total = total - (weight * (lp - lp.detach()).exp() * advantage).double().sum()
+            total = total - factor * (weight * (lp - lp.detach()).exp() * advantage).double().sum()
             count += len(row)
-    (total / count).backward()
+            divisor += tokens
+    (total / divisor).backward()
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-    return float(total.detach()) / count, norm, count
+    return float(total.detach()) / divisor, norm, count

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.ops.philox import uniforms
-from megatron_brorl.rewards.worker_pool import PoolStats, ScoreRequest
+from megatron_brorl.rewards.registry import judge
+from megatron_brorl.rewards.worker_pool import PoolStats, ScoreRequest, completed, score_result
 from megatron_brorl.rollout.engine import GenerateCallbacks, Request, Sampling, Supply
 from megatron_brorl.types import Prompt, Rollout, ScoreResult
 
@@ -58,6 +59,9 @@ class Pool:
     def _verdict(self, answer: str) -> ScoreResult:
         got = self.judge(answer)
         return ScoreResult(got, "ok", f"judged {answer!r}", {"even": got, "words": 1 / (1 + len(answer.split()))})
+
+    def call(self, name: str, arguments: tuple) -> Future[ScoreResult]:
+        return completed(score_result(judge(name)(*arguments)))
 
     def reset(self) -> None:
         pass

@@ -75,6 +75,30 @@ def explained_variance(returns: Moments, residuals: Moments) -> float:
     return 1 - residuals.m2 / returns.m2 if returns.m2 else float("nan")
 
 
+def largest_spread(rewards: Tensor, count: int) -> Tensor:
+    """Return which of the rewards [N] form the subset of size `count` with the largest variance, bool [N].
+
+    It consists of the i highest and the count - i lowest rewards for some i (PODS, Xu et al. 2025, arXiv 2504.13818,
+    theorem 1). The smallest such i is taken, and the first ones of equal rewards. All are chosen if N <= count.
+    """
+    n = len(rewards)
+    if n <= count:
+        return torch.ones(n, dtype=torch.bool)
+    x, order = rewards.double().sort(stable=True)
+    x = x - x.mean()
+    sums, squares = (torch.cat((x.new_zeros(1), t.cumsum(0))) for t in (x, x.square()))
+    high = torch.arange(count + 1)
+    total, square = (t[count - high] + t[n] - t[n - high] for t in (sums, squares))
+    variance = square / count - (total / count).square()
+    i = int((variance >= variance.max() * (1 - 1e-12)).nonzero()[0])  # 1e-12: equal up to rounding
+
+    chosen = torch.zeros(n, dtype=torch.bool)
+    chosen[order[: count - i]] = True
+    order = rewards.argsort(stable=True, descending=True)
+    chosen[order[~chosen[order]][:i]] = True
+    return chosen
+
+
 def group_advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, Any]], algo: AlgoConfig) -> Tensor:
     """Return the advantages by algo.advantage before whitening, float64 [groups, N]; 0 where the mask is false.
 

@@ -17,10 +17,12 @@ from megatron_brorl.user_functions import describe, import_function, is_function
 IN_PROCESS = {  # values of the keys for functions that a Python program passes
     "algo.advantage": "this_process:advantage",
     "algo.policy_loss": "this_process:policy_loss",
+    "reward.group_function": "this_process:group_reward",
 }
 PARAMETERS = {  # each is passed by name
     "algo.advantage": ("rewards", "mask", "rows"),
     "algo.policy_loss": ("log_probs", "old_log_probs", "advantages", "mask", "entropy", "sequence"),
+    "reward.group_function": ("row", "responses", "answers"),
 }
 
 
@@ -30,21 +32,21 @@ class AlgorithmFunction:
     def __init__(self, label: str, function: Callable[..., Any], sha256: str) -> None:
         self.sha256 = sha256
         self._label = label
-        self._function = function
+        self.function = function
 
     def check_parameters(self, parameters: Sequence[str]) -> None:
         """Raise UserError unless the function can be called with these names."""
         try:
-            inspect.signature(self._function).bind(**dict.fromkeys(parameters))
+            inspect.signature(self.function).bind(**dict.fromkeys(parameters))
         except (TypeError, ValueError) as e:
             self.refuse(f"must take ({', '.join(parameters)}): {e}")
 
     def __call__(self, shape: Sequence[int], entries: str, **arguments: Any) -> Tensor:
         """Return the result, a float tensor of this shape, which `entries` explains. Raises StepError."""
         try:
-            found = self._function(**arguments)
+            found = self.function(**arguments)
         except Exception as e:
-            raise StepError(f"{self._label}: {describe(e, self._function)}") from e
+            raise StepError(f"{self._label}: {describe(e, self.function)}") from e
         if not isinstance(found, Tensor):
             self.refuse(f"returned a {type(found).__name__}, not a tensor {list(shape)} with {entries}")
         if found.shape != tuple(shape) or not found.is_floating_point():

@@ -7,7 +7,8 @@ from typing import Literal
 
 Cause = Literal["cut off", "no answer", "none right", "all right", "no mixed group"]
 
-METRICS = ("kept_share", "reward_std", "cut_off_share", "answered_share", "all_right_share", "teacher_kl")
+METRICS: tuple[str, ...] = ("kept_share", "reward_std", "cut_off_share", "answered_share", "all_right_share")
+METRICS += ("teacher_kl", "group_errors")  # of runs with other signals than verifiers
 MOST_CUT_OFF = 0.9  # if more responses are cut off, the others are not the reason
 
 
@@ -27,6 +28,8 @@ def why_no_signal(shares: Mapping[str, float | None]) -> Cause | None:
         return "cut off"
     if known.get("answered_share") == 0:
         return "no answer"
+    if "group_errors" in known:  # The rewards are those of reward.group_function.
+        return "no mixed group"
     if known.get("all_right_share") == 0:
         return "none right"
     return "all right" if known.get("all_right_share") == 1 else "no mixed group"

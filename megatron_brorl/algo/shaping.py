@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_brorl.config.schema import ShapingConfig
+from megatron_brorl.config.shaping import ShapingConfig
 
 
 def shaped(

@@ -10,19 +10,18 @@ import torch
 from megatron_brorl.algo import functions
 from megatron_brorl.algo.advantages import group_advantages
 from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens, policy_loss
-from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.config.schema import Config
 from megatron_brorl.user_functions import is_function
 
 
-def start(
-    algo: AlgoConfig, n: int, rows: Sequence[Mapping[str, Any]], given: Mapping[str, Callable[..., Any]]
-) -> dict[str, str]:
-    """Import the users' functions of a run, call each once, and return their SHA-256 by name (functions.start).
+def start(config: Config, rows: Sequence[Mapping[str, Any]], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Import the users' functions of a run, call two of them, and return their SHA-256 by name (functions.start).
 
-    The advantage is called with n rollouts for each of `rows`, every second one right, and the policy loss with two
-    responses of three tokens. Raises UserError.
+    The advantage is called with rollout.n rollouts for each of `rows`, every second one right, and the policy loss with
+    two responses of three tokens. Raises UserError.
     """
-    values = {"algo.advantage": algo.advantage, "algo.policy_loss": algo.policy_loss}
+    algo, n, group = config.algo, config.rollout.n, config.reward.group_function
+    values = {"algo.advantage": algo.advantage, "algo.policy_loss": algo.policy_loss, "reward.group_function": group}
     hashes = functions.start(values, given)
     if is_function(algo.advantage):
         rewards = (torch.arange(n) % 2).float().repeat(len(rows), 1)

@@ -32,6 +32,7 @@ def train(
     *,
     overrides: Sequence[str] = (),
     reward: RewardFunction | None = None,
+    group_reward: Callable[..., Any] | None = None,
     advantage: Callable[..., Tensor] | None = None,
     policy_loss: Callable[..., Tensor] | None = None,
     environment: type | None = None,
@@ -52,6 +53,8 @@ def train(
     limits. A hash of the function's source (or compiled code) is kept, and a run cannot be resumed with another
     function unless accept_changed_functions is set. Changes of the variables that it uses are not detected.
 
+    group_reward: a function in place of reward.group_function. It also runs in this process, without limits.
+
     advantage, policy_loss: functions in place of algo.advantage and algo.policy_loss (docs/extending.md). Checkpoints
     store a hash of each.
 
@@ -65,7 +68,7 @@ def train(
     Only the main rank writes the files, so the record of another rank may lack the last of them. Raises UserError for
     the mistakes that the command reports, and if a callback fails. In the latter case the run is saved first.
     """
-    given = {"algo.advantage": advantage, "algo.policy_loss": policy_loss}
+    given = {"algo.advantage": advantage, "algo.policy_loss": policy_loss, "reward.group_function": group_reward}
     algorithm = {key: function for key, function in given.items() if function is not None}
     overrides = [*overrides, *(f"{key}={IN_PROCESS[key]}" for key in algorithm)]
     if environment is not None:

@@ -344,13 +344,13 @@ class Session:
 
     @functools.cached_property
     def own_algorithm(self) -> dict[str, str]:
-        """The SHA-256 of the user's advantage and policy loss by name, after a trial call of each; a collective.
+        """The SHA-256 of the user's advantage, loss and group function by name, after algo.trial; a collective.
 
         Raises UserError, on all ranks, if one cannot be used.
         """
         rows = [prompt.row() for prompt in self.sources.representative_prompts()[:2]]
         given = self.program.algorithm
-        return self.share_errors(lambda: trial.start(self.config.algo, self.config.rollout.n, rows, given))
+        return self.share_errors(lambda: trial.start(self.config, rows, given))
 
     def fingerprint(self) -> Fingerprint:
         """Return the configuration and input hashes that a resumed run compares with those of its checkpoint."""

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
 from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
-from megatron_brorl.config.schema import AlgoConfig, Config, DataConfig
+from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import is_function
 
@@ -78,6 +78,16 @@ def _functions(config: Config) -> Iterator[Rule]:
         choices = ", ".join(known)
         unknown = value not in known and not is_function(value)
         yield f"algo.{name}", unknown, f'known: {choices}; a function of your own is "my_algo.py:{name}"'
+    group, share = config.reward.group_function, config.reward.majority_share
+    unknown = group not in ("", "majority") and not is_function(group)
+    yield "reward.group_function", unknown, 'known: majority; a function of your own is "my.py:score"'
+    yield "reward.majority_share", share > 0 and group != "majority", 'must be 0 without group_function = "majority"'
+    # A critic does not see the group. The boost and the length reward would train on the judgement of verifiers.
+    why = f"cannot be combined with reward.group_function = {group}"
+    for path in ("reward.strict", "algo.correct_boost", "shaping.cosine_coef", "environment.factory", "agent.function"):
+        section, key = path.split(".")
+        yield path, bool(group and getattr(getattr(config, section), key)), why
+    yield "algo.advantage", bool(group) and (algo.advantage == "gae" or advantage(algo.advantage).binary), why
 
     # A user's loss computes its own ratio and its own bounds, so these keys would have no effect.
     own = is_function(algo.policy_loss)
@@ -273,7 +283,7 @@ def _advantages(config: Config) -> Iterator[Rule]:
     # without a verifier needs none.
     yield (
         "rollout.n",
-        n < 2 and (not gae or algo.dynamic_sampling) and not _is_unscored(config.data),
+        n < 2 and (not gae or algo.dynamic_sampling) and not _is_unscored(config),
         "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling",
     )
 
@@ -301,6 +311,14 @@ def _updates(config: Config) -> Iterator[Rule]:
     of_prompts = algo.mini_batch_of == "prompts"
     pieces, of = (rollout.prompts, "prompts (rollout.prompts)") if of_prompts else (rollout.n, "siblings (rollout.n)")
     yield "algo.mini_batches", algo.mini_batches > pieces, f"cannot divide {pieces} {of} into that many mini-batches"
+    yield "algo.train_on", algo.train_on == 1, "must be 0 (all) or at least 2, because one reward has no spread"
+    yield "algo.train_on", algo.train_on > rollout.n, f"must be at most rollout.n = {rollout.n}"
+    divides = of_prompts or not algo.train_on or algo.mini_batches <= algo.train_on
+    yield "algo.mini_batches", not divides, f"cannot divide algo.train_on = {algo.train_on} siblings into that many"
+    # Both would be normalised over the tokens of the subset only.
+    yield "algo.train_on", bool(algo.train_on) and algo.advantage == "gae", 'must be 0 with algo.advantage = "gae"'
+    kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+    yield "algo.train_on", bool(algo.train_on) and kl_in_reward, 'must be 0 with algo.kl_in = "reward"'
     for name, value in dataclasses.asdict(config.reference).items():
         yield f"reference.{name}", bool(value) and algo.kl_coef == 0, "needs algo.kl_coef above 0"
 
@@ -330,15 +348,15 @@ def _distillation(config: Config) -> Iterator[Rule]:
     yield "algo.dynamic_sampling", distills and algo.dynamic_sampling, "must be false with algo.distill_coef"
     yield (
         "data.verifier",
-        _is_unscored(config.data) and not distills,
-        "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path",
+        _is_unscored(config) and not distills,
+        "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path, or reward.group_function",
     )
 
 
-def _is_unscored(data: DataConfig) -> bool:
-    """Return whether no training row has a verifier, apart from rows that name one."""
-    verifiers = [part.verifier or data.verifier for part in data.mixture] or [data.verifier]
-    return set(verifiers) == {"none"}
+def _is_unscored(config: Config) -> bool:
+    """Return whether no training row has a verifier, apart from rows that name one, and no function scores groups."""
+    verifiers = [part.verifier or config.data.verifier for part in config.data.mixture] or [config.data.verifier]
+    return set(verifiers) == {"none"} and not config.reward.group_function
 
 
 def _learning_rate(config: Config) -> Iterator[Rule]:

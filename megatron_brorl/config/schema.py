@@ -17,6 +17,7 @@ from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
 from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
 from megatron_brorl.config.fp8 import Fp8Config
 from megatron_brorl.config.section import key, section
+from megatron_brorl.config.shaping import ShapingConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -156,8 +157,8 @@ class DataConfig:
     held_out_prompts: int = key(512, "Number of generated held-out prompts. Files are used completely.", ge=1)
     verifier: str = key(
         "exact",
-        'Verifier of rows that name none. "my_rewards.py:score" is a function of your own. "none" scores 0, for '
-        "training with algo.distill_coef only; the held-out prompts of data.tasks keep their own verifier.",
+        'Verifier of rows that name none. "my_rewards.py:score" is a function of your own. "none" scores 0, for runs '
+        "with algo.distill_coef or reward.group_function; held-out prompts of data.tasks keep their own verifier.",
     )
     template: str = key("{prompt}", "Text around every prompt, with {prompt} in its place.")
     chat: bool = key(
@@ -279,6 +280,12 @@ class RewardConfig:
         "Minimum reward of a correct response, for pass@k and all other counts. A response without a score, or "
         "one that was cut off while cut_off_factor is below 1, is never correct.",
     )
+    group_function: str = key(
+        "",
+        'Function that scores all responses to a prompt together, "my.py:score" (docs/verifiers.md), or "majority": 1 '
+        'for the most frequent answer. Verifiers still decide what is correct. "" trains on the scores of verifiers.',
+    )
+    majority_share: float = key(0.0, 'Minimum share of "majority", below which a group has no signal.', ge=0, le=1)
     strict: bool = key(False, "Train on 1 for a correct response and 0 for any other instead of the verifier's reward.")
     cut_off_factor: float = key(
         0.0,
@@ -286,33 +293,6 @@ class RewardConfig:
         ge=0,
         le=1,
     )
-
-
-@section
-class ShapingConfig:
-    """Terms that are added to rewards before advantages are computed. Groups are selected by the unshaped rewards."""
-
-    overlong_tokens: int = key(
-        0,
-        "Tokens below rollout.max_tokens over which a length penalty grows linearly from 0 to 1. 0 disables it.",
-        ge=0,
-    )
-    cosine_coef: float = key(
-        0.0,
-        "Coefficient of the length reward of a correct response with t tokens, cosine_min + (cosine_max - "
-        "cosine_min) (1 + cos(pi t / rollout.max_tokens)) / 2.",
-    )
-    cosine_min: float = key(-0.5, "Length reward of the longest possible response.")
-    cosine_max: float = key(0.0, "Length reward of the shortest possible response.")
-    cosine_on_steps: int = key(100, "Consecutive steps with the length reward.", ge=0)
-    cosine_off_steps: int = key(500, "Steps without the length reward after these. 0 always applies it.", ge=0)
-    repetition_ngram: int = key(0, "Length of n-grams whose repetition is penalised, in tokens. 0 disables it.", ge=0)
-    repetition_penalty: float = key(0.001, "Penalty for each repeated n-gram.", ge=0)
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether any term is added."""
-        return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
 
 
 @section
@@ -328,6 +308,9 @@ class AlgoConfig:
     gamma: float = key(1.0, 'Discount factor per token of advantage = "gae".', ge=0, le=1)
     lam: float = key(1.0, 'Lambda of advantage = "gae": 1 uses only the rewards, 0 only the critic.', ge=0, le=1)
     dynamic_sampling: bool = key(True, "Train only on groups with different rewards.")
+    train_on: int = key(
+        0, "Rollouts of a group in the update: those with the largest variance of rewards. 0 uses all.", ge=0
+    )
     correct_boost: float = key(0.0, "Constant that is added to the advantages of correct responses.")
     overlong_filter: bool = key(False, "Exclude cut-off responses from the loss, but not from the baselines.")
     kl_coef: float = key(0.0, "Coefficient of the KL divergence from the reference policy. 0 disables it.", ge=0)

@@ -56,7 +56,7 @@ def findings(
         found["got worse"] = sentence
 
     solved = any(e and e["pass_at_1"]["mean"] for e in (before, after))
-    wrong = {row.get("all_wrong_share") for row in rows} - {None}
+    wrong = set() if config.reward.group_function else {row.get("all_wrong_share") for row in rows} - {None}
     if wrong == {1} and not (why or solved) and any(row.get("reward_std") for row in rows):
         found["never correct"] = (
             f"no reward of the run reached reward.correct_at = {config.reward.correct_at:g} (mean "

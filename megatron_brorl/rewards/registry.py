@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import custom, extract
+from megatron_brorl.rewards import custom, extract, group
 from megatron_brorl.rewards.verifier import Entry, Judge, Score, Verifier, VerifierRow, score_of
 from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, none, short_answer
 from megatron_brorl.user_functions import is_function
@@ -62,9 +64,9 @@ def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry
     return dataclasses.replace(found, max_chars=min(found.max_chars, config.max_chars))
 
 
-def judge(name: str) -> Judge:
-    """Load a verifier with the libraries that it needs, as an object of a worker process."""
-    return Judge(_load(name))
+def judge(name: str) -> Callable[..., list[Any]]:
+    """Load a verifier or group function with the libraries that it needs, as an object of a worker process."""
+    return group.judge(name.removeprefix(group.PREFIX)) if name.startswith(group.PREFIX) else Judge(_load(name))
 
 
 def verify(name: str, response: str, row: VerifierRow) -> Score:

@@ -121,17 +121,18 @@ def score_of(returned: Any) -> Score:
         raise NoScore(f"returned the parts {_shown(parts)}, not a dict of numbers by name")
     if len(parts) > MAX_PARTS or any(len(name) > _MAX_NAME for name in parts):
         raise NoScore(f"returned over {MAX_PARTS} parts, or a part with a name of over {_MAX_NAME} characters")
-    numbers = {name: _number(value, f"for part {name!r}") for name, value in parts.items()}
-    return Score(_number(reward, "for a reward"), reason, numbers)
+    numbers = {name: number(value, f"for part {name!r}") for name, value in parts.items()}
+    return Score(number(reward, "for a reward"), reason, numbers)
 
 
-def _number(value: Any, what: str) -> float:
+def number(value: Any, what: str) -> float:
+    """Return a returned value as a float. Raises NoScore, with `what` in its message, unless it is finite."""
     # Objects of a user's class may raise any exception here.
     with contextlib.suppress(Exception):
         value = value.item() if hasattr(value, "item") else value
         # float() accepts strings, so require __float__. The comparison is false for NaN.
-        if hasattr(type(value), "__float__") and abs(number := float(value)) <= MAX_REWARD:
-            return number
+        if hasattr(type(value), "__float__") and abs(found := float(value)) <= MAX_REWARD:
+            return found
     raise NoScore(f"returned {_shown(value)} {what}, not a finite number ({MAX_REWARD:g} at most)")
 
 

@@ -47,9 +47,8 @@ class PoolStats:
 
 @dataclass(eq=False)
 class _Job:
-    verifier: str
-    answer: str
-    row: VerifierRow
+    name: str  # of an object of the workers
+    arguments: tuple[Any, ...]
     future: Future[ScoreResult] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
     crashed_once: bool = False  # The worker died on this job. The cause may be unrelated, so the job runs once more.
@@ -109,24 +108,31 @@ class RewardPool:
         prompt = request.prompt
         answer = request.answer
         if answer is None:
-            return _completed(ScoreResult(0.0, "no_answer", request.no_answer_reason))
+            return completed(ScoreResult(0.0, "no_answer", request.no_answer_reason))
         row = cast(VerifierRow, prompt.row())
         if self._in_process_judge and prompt.verifier == IN_PROCESS:
-            return _completed(score_result(self._in_process_judge(answer, row)))
+            return completed(score_result(self._in_process_judge(answer, row)))
 
         # Metadata is not hashable, so the key contains its id. The cache keeps a reference to the metadata, because the
         # id is valid only while the object exists.
         key = (prompt.verifier, prompt.id, prompt.text, prompt.answer, id(prompt.metadata), answer)
         pure = prompt.verifier not in self._impure
-        job = _Job(prompt.verifier, answer, row)
         with self._condition:
             self._check_open()  # again, because another thread may have closed the pool since
             self.stats.answers += 1
             if pure and key in self._cache:
                 self.stats.hits += 1
                 return self._cache[key][0]
+            future = self.call(prompt.verifier, (answer, row))
             if pure:
-                self._cache[key] = job.future, prompt.metadata
+                self._cache[key] = future, prompt.metadata
+        return future
+
+    def call(self, name: str, arguments: tuple[Any, ...]) -> Future[ScoreResult]:
+        """Return a future for the result of a call of the workers' object `name`. Raises errors as `submit` does."""
+        job = _Job(name, arguments)
+        with self._condition:
+            self._check_open()
             if self._start_error:
                 job.future.set_exception(self._start_error)
             else:
@@ -203,7 +209,7 @@ class RewardPool:
                 with self._condition:
                     self._processes.add(process)
                 while jobs := self._next_jobs():
-                    calls = [(job.verifier, (job.answer, job.row)) for job in jobs]
+                    calls = [(job.name, job.arguments) for job in jobs]
                     for reply in process.run(calls, self._timeout_s):
                         score = score_result(reply)
                         self._deliver(jobs.popleft(), score)
@@ -263,7 +269,8 @@ class RewardPool:
             jobs[0].crashed_once = True
 
 
-def _completed(score: ScoreResult) -> Future[ScoreResult]:
+def completed(score: ScoreResult) -> Future[ScoreResult]:
+    """Return a future that has its result."""
     future: Future[ScoreResult] = Future()
     future.set_result(score)
     return future

@@ -24,7 +24,7 @@ from typing import IO, Any
 from megatron_brorl.rewards.worker import READY
 
 START_S = 120.0  # time limit for creating the objects, which includes their imports
-_MAX_LINE = 1 << 16
+_MAX_LINE = 1 << 20
 EXIT_S = 10.0  # time limit for ending after the pipe was closed
 
 
@@ -116,7 +116,7 @@ class WorkerProcess:
                 raise WorkerLostError("wrote a result that is too long", during_call)
             if not _ready(self._results, select.POLLIN, end - time.monotonic()):
                 raise WorkerLostError(f"no answer in {seconds:g} s", during_call, timed_out=True)
-            data = os.read(self._results.fileno(), _MAX_LINE)
+            data = os.read(self._results.fileno(), 1 << 16)
             if not data:
                 raise WorkerLostError(self._failure(), during_call)
             self._buffer += data

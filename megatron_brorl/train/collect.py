@@ -28,6 +28,7 @@ from megatron_brorl.rollout.engine import Sampling, sort_rollouts
 from megatron_brorl.rollout.sampler import make_groups
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.carried_groups import CarriedGroups, carry_over, staleness
+from megatron_brorl.train.group_rewards import GroupRewards
 from megatron_brorl.train.groups import (
     CUT,
     Outcomes,
@@ -138,6 +139,8 @@ class Collector:
         # Carried groups come first, because ScoredRollout.group of their rollouts is an index into carried.groups.
         groups = list(carried.groups)
         scored = carried.finished_rollouts()
+        surplus_groups = set(range(len(groups)) if config.rollout.refills else ())
+        group_rewards = GroupRewards(self.runner, self.sampling.stop_ids, surplus_groups)
         position = start
         counts: defaultdict[str, float] = defaultdict(float)
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -165,6 +168,10 @@ class Collector:
             check_lost(f"step {step + 1}", lost, counts["requested"], config.rollout.max_lost_share)
             check_scored(f"step {step + 1}", counts, self.runner.reported)
 
+            if config.reward.group_function:
+                begun = time.monotonic()
+                scored, outcomes = group_rewards.apply(f"step {step + 1}", groups, scored, outcomes)
+                seconds["score"] += time.monotonic() - begun
             outcomes = select_groups(outcomes, config.algo.dynamic_sampling)
             position = position.with_kept(start, sum(g >= len(carried.groups) for g in outcomes.kept))
             missing = target - len(outcomes.kept)
@@ -187,6 +194,7 @@ class Collector:
 
         metrics = self._metrics(outcomes, counts, lost) | self.runner.reward_metrics()
         metrics |= {"update_balance": balance, "moved_mib": moved_bytes / 2**20}
+        metrics |= {name: sum(values) / len(values) for name, values in group_rewards.found.items() if values}
         if config.rollout.refills:
             metrics["prompts_sampled"] = counts["requested"] / config.rollout.n
             metrics["surplus_groups"] = float(len(surplus))

@@ -43,8 +43,10 @@ def mass_balance_metrics(
     if not config.theory.every or step % config.theory.every:
         return {}
     metrics = answer_metrics(collected.outcomes, config.rollout.n)
-    # The first tokens of agents' rollouts follow prompts of their own.
-    if config.theory.positions and collected.outcomes.kept and not config.agent.function:
+    # The first tokens of agents' rollouts follow prompts of their own, and the replicas have only the rollouts of
+    # algo.train_on, which are not a random sample.
+    is_sample = not (config.agent.function or config.algo.train_on)
+    if config.theory.positions and collected.outcomes.kept and is_sample:
         metrics |= _TokenMetrics(config, step, collected, worker, sampling).compute()
     return metrics
 

@@ -33,7 +33,7 @@ from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.interface import Backend
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.packing import copies_by_routes
-from megatron_brorl.train.groups import Outcomes
+from megatron_brorl.train.groups import Outcomes, Subset
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.nonfinite import finite_rows, log_rows
 from megatron_brorl.train.worker import Worker
@@ -130,12 +130,13 @@ def make_experience(
     models: TrainingModels,
     algo: AlgoConfig,
     temperature: float,
+    subset: Subset | None = None,
 ) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
     """Return this replica's rollouts, their experience, and metrics, the same on every rank. Collective.
 
     Each sequence of an agent's rollout is a row, and a rollout of its own in the result. A rollout with a
     log-probability or value that is NaN or infinite is left out and counted. advantages: [groups, N] of the whole step,
-    from rollout_advantages.
+    from rollout_advantages. subset: the rollouts of the step; None without algo.train_on.
     """
     actor = models.actor
     rollouts, prompts = _rows(rollouts, groups)
@@ -213,9 +214,10 @@ def make_experience(
     if sampled is not None:
         columns = {name: None if x is None else _filled(sampled, x) for name, x in columns.items()}
         columns["mask"] = columns["mask"] or sampled
+    columns["weights"] = subset.weights(rollouts) if subset else ()
     slots = {slot: i for i, slot in enumerate(dict.fromkeys((r.group, r.rollout.index) for r in rollouts))}
-    units = tuple(slots[r.group, r.rollout.index] for r in rollouts)
-    experience = Experience(prompts, responses, sampled=sampled, routes=routes, units=units, ids=ids, **columns)
+    columns["units"] = tuple(slots[r.group, r.rollout.index] for r in rollouts)
+    experience = Experience(prompts, responses, sampled=sampled, routes=routes, ids=ids, **columns)
     return list(rollouts), experience, metrics | critic_metrics
 
 

@@ -13,16 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantages import has_signal
+from megatron_brorl.algo.advantages import has_signal, largest_spread
 from megatron_brorl.algo.shaping import repeated_ngrams
+from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.types import FinishReason, Rollout, ScoredRollout
+from megatron_brorl.types import FinishReason, Rollout, RowWeight, ScoredRollout
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; no rank has a lost rollout
 FINISH: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", CUT: "cut"}
 _STATE = {finish: state for state, finish in FINISH.items()}
 _NAN = float("nan")
 
+Pieces = Literal["prompts", "siblings"]  # config key algo.mini_batch_of
 Index = TypeVar("Index", int, Tensor)  # of one rollout, or of many
 
 
@@ -127,7 +129,53 @@ def trained_mask(outcomes: Outcomes, overlong_filter: bool) -> Tensor:
     return in_kept & ((outcomes.state == STOP) if overlong_filter else outcomes.ended)
 
 
-def mini_batch_of(place: Index, sibling: Index, count: int, of: Literal["prompts", "siblings"]) -> Index:
+@dataclass(frozen=True)
+class Subset:
+    """The rollouts that a step trains on, and their weights (algo.train_on), as tables [groups, N].
+
+    Of the n_r rollouts of a group with reward r, the subset has the first m_r, each with the weight n_r / m_r. Rollouts
+    with equal rewards are exchangeable, so the weighted sum over the subset has the expectation of the sum over all
+    rollouts whose reward occurs in it. The divisors of the loss count these rollouts, too.
+    """
+
+    mask: Tensor  # bool
+    place: Tensor  # int64: deals siblings to mini-batches; in the order of rewards with algo.train_on, for equal shares
+    weight: Tensor | None = None  # float64 [groups, N, 3]: the fields of RowWeight; None without algo.train_on
+
+    def weights(self, rollouts: Sequence[ScoredRollout]) -> tuple[RowWeight, ...]:
+        """Return the weight of each rollout, or () without algo.train_on."""
+        table = [] if self.weight is None else self.weight.tolist()
+        return tuple(RowWeight(*table[r.group][r.rollout.index]) for r in rollouts if table)
+
+
+def choose_subset(outcomes: Outcomes, algo: AlgoConfig) -> Subset:
+    """Return the rollouts to train on: those of trained_mask, or of each group the algo.train_on with most spread.
+
+    outcomes: with the rewards before shaping, like those that select the groups. The same on every rank.
+    """
+    mask = trained_mask(outcomes, algo.overlong_filter)
+    place = torch.arange(mask.shape[1]).repeat(len(mask), 1)
+    if not algo.train_on:
+        return Subset(mask, place)
+
+    weight = torch.zeros(*mask.shape, len(RowWeight._fields), dtype=torch.float64)
+    for group in outcomes.kept:
+        rows = mask[group].nonzero()[:, 0]
+        rewards = outcomes.rewards[group, rows]
+        chosen = largest_spread(rewards, algo.train_on)
+        reward_class = rewards.unique(return_inverse=True)[1]
+        own, at = reward_class[chosen], rows[chosen]
+        counts = torch.bincount(own, minlength=len(rows))
+        tokens = outcomes.sampled[group, rows][counts[reward_class] > 0]
+        mask[group, rows] = chosen
+        place[group, at[own.argsort(stable=True)]] = torch.arange(len(at))
+        weight[group, at, 0] = torch.bincount(reward_class)[own].double() / counts[own]
+        weight[group, at, 1] = float(tokens.sum()) / max(len(at), 1)
+        weight[group, at, 2] = float((tokens > 0).sum()) / max(len(at), 1)
+    return Subset(mask, place, weight)
+
+
+def mini_batch_of(place: Index, sibling: Index, count: int, of: Pieces) -> Index:
     """Return the index of the mini-batch that contains a rollout of a kept group.
 
     place: the position of the group among the kept groups. sibling: the rollout's index in the group. count: number of
@@ -138,13 +186,14 @@ def mini_batch_of(place: Index, sibling: Index, count: int, of: Literal["prompts
 
 
 def mini_batches(
-    rows: Sequence[ScoredRollout], kept: Sequence[int], count: int, of: Literal["prompts", "siblings"]
+    rows: Sequence[ScoredRollout], kept: Sequence[int], count: int, of: Pieces, siblings: Tensor | None = None
 ) -> list[list[int]]:
-    """Return this replica's rows of each mini-batch, see mini_batch_of."""
+    """Return this replica's rows of each mini-batch, see mini_batch_of. siblings: numbers in place of indices."""
     place = {group: i for i, group in enumerate(kept)}
     batches: list[list[int]] = [[] for _ in range(count)]
     for i, row in enumerate(rows):
-        batches[mini_batch_of(place[row.group], row.rollout.index, count, of)].append(i)
+        sibling = row.rollout.index if siblings is None else int(siblings[row.group, row.rollout.index])
+        batches[mini_batch_of(place[row.group], sibling, count, of)].append(i)
     return batches
 
 

@@ -21,7 +21,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.groups import FINISH, Outcomes, mini_batch_of, trained_mask
+from megatron_brorl.train.groups import FINISH, Outcomes, choose_subset, mini_batch_of
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
@@ -45,13 +45,14 @@ def assign_replicas(
     without rollouts. prompt_tokens: of each group. The result is the same on every rank.
     """
     replica = torch.full_like(outcomes.state, -1)
-    group, sibling = trained_mask(outcomes, algo.overlong_filter).nonzero(as_tuple=True)
+    subset = choose_subset(outcomes, algo)
+    group, sibling = subset.mask.nonzero(as_tuple=True)
     prompts = torch.tensor(prompt_tokens, dtype=torch.int64)[group]
     responses = outcomes.tokens[group, sibling]
 
     kept_index = torch.zeros(len(outcomes.state), dtype=torch.int64)
     kept_index[outcomes.kept] = torch.arange(len(outcomes.kept))
-    mini_batch = mini_batch_of(kept_index[group], sibling, algo.mini_batches, algo.mini_batch_of)
+    mini_batch = mini_batch_of(kept_index[group], subset.place[group, sibling], algo.mini_batches, algo.mini_batch_of)
 
     mean = 0.0
     most = 0
@@ -70,7 +71,7 @@ def assign_replicas(
 
 
 @dataclass(frozen=True)
-class _Transfers:
+class Transfers:
     """Flat tensors to send, one for each rollout, in (group, sibling) order; each field [K] int64."""
 
     group: Tensor
@@ -79,8 +80,8 @@ class _Transfers:
     target: Tensor  # replica
     length: Tensor  # of the tensor
 
-    def select(self, rows: Tensor | slice) -> _Transfers:
-        return _Transfers(**{name: column[rows] for name, column in vars(self).items()})
+    def select(self, rows: Tensor | slice) -> Transfers:
+        return Transfers(**{name: column[rows] for name, column in vars(self).items()})
 
     def slots(self) -> list[tuple[int, int]]:
         return list(zip(self.group.tolist(), self.sibling.tolist(), strict=True))
@@ -112,8 +113,8 @@ def send_to_replicas(
             ids = torch.where(episode.sampled, ids, ~ids)
         return torch.cat((ids, rollout.log_probs.view(torch.int32)))
 
-    transfers = _Transfers(group, sibling, holder, target, 2 * tokens)
-    found, moved = _send(transfers, {slot: ids_and_bits(r) for slot, r in held.items()}, torch.int32, grid)
+    transfers = Transfers(group, sibling, holder, target, 2 * tokens)
+    found, moved = send(transfers, {slot: ids_and_bits(r) for slot, r in held.items()}, torch.int32, grid)
     routes: dict[tuple[int, int], Tensor] = {}
     if no_routes is not None:
         rows = torch.tensor(prompt_tokens)[group] + tokens - 1
@@ -124,7 +125,7 @@ def send_to_replicas(
                 f"rollout.replay_routes: {len(held) - len(own)} rollouts of the checkpoint were sampled without it: "
                 'set "never" until they are trained on'
             )
-        routes, bytes_of_routes = _send(transfers, own, torch.uint8, grid)
+        routes, bytes_of_routes = send(transfers, own, torch.uint8, grid)
         routes = {slot: x.view(no_routes.dtype).view(-1, *no_routes.shape[1:]) for slot, x in routes.items()}
         moved += bytes_of_routes
 
@@ -145,8 +146,8 @@ def send_to_replicas(
     return result, moved
 
 
-def _send(
-    transfers: _Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
+def send(
+    transfers: Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
 ) -> tuple[dict[tuple[int, int], Tensor], int]:
     """Send this rank's tensors [length], by group and rollout index. Collective.
 
@@ -163,9 +164,9 @@ def _send(
 
 
 def _exchange(
-    transfers: _Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
+    transfers: Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
 ) -> dict[tuple[int, int], Tensor]:
-    """Exchange one message between all ranks; see _send. Collective."""
+    """Exchange one message between all ranks; see send. Collective."""
     # All ranks of a replica get the same message.
     own = transfers.select(transfers.source == grid.rank)
     for_replica: list[list[Tensor]] = [[torch.zeros(0, dtype=dtype)] for _ in range(grid.dp_size)]
@@ -187,7 +188,7 @@ def _sums(index: Tensor, values: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64).index_add(0, index, values)
 
 
-def _elements_sent(transfers: _Transfers, grid: Grid) -> int:
+def _elements_sent(transfers: Transfers, grid: Grid) -> int:
     """Return the numbers sent between all ranks: a rollout goes to each rank of its replica except its holder."""
     is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
     for i, ranks in enumerate(grid.replicas):

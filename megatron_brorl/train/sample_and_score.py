@@ -116,7 +116,7 @@ class RolloutRunner:
 
         # Wait for the other ranks here, so that the seconds above are this rank's own.
         self.grid.barrier()
-        self._report_errors(scores.raised)
+        self.report_errors(scores.raised)
         counts = {
             "requested": len(own),
             "lost": len(own) - len(cut) - len(scored),
@@ -152,7 +152,7 @@ class RolloutRunner:
                 "command again to continue"
             )
 
-    def _report_errors(self, raised: Mapping[str, str]) -> None:
+    def report_errors(self, raised: Mapping[str, str]) -> None:
         """Print each verifier that raised once in a run, on the first rank that has it. Collective."""
         ranks = collectives.all_gather({text: why for text, why in raised.items() if text not in self.reported})
         for rank, found in enumerate(ranks):

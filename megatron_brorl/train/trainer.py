@@ -38,7 +38,7 @@ from megatron_brorl.train.console import after_steps_text, console_line, evaluat
 from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, sharing_metrics
-from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches, trained_mask
+from megatron_brorl.train.groups import Outcomes, choose_subset, group_metrics, mini_batches
 from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.nonfinite import count_nonfinite_steps, raise_if_too_many_nonfinite
 from megatron_brorl.train.recorder import Recorder, sample_lines
@@ -203,8 +203,9 @@ class Trainer:
             outcomes = shape_rewards(collected.outcomes, config, state.step)
             advantages = rollout_advantages(outcomes, groups, config.algo, self.worker.options.ops)
             # rollouts: one per row of experience, without those whose log-probabilities or values are not finite.
+            subset = choose_subset(collected.outcomes, config.algo)
             rollouts, experience, metrics = make_experience(
-                collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature
+                collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature, subset
             )
         with _timed(seconds, "record"):
             if self.recorder:  # The rollout log has a sample of the rollouts, with their rewards before shaping.
@@ -212,8 +213,9 @@ class Trainer:
 
         # Updates of critic and actor.
         with _timed(seconds, "train"), span("update"):
-            batches = mini_batches(rollouts, outcomes.kept, config.algo.mini_batches, config.algo.mini_batch_of)
-            trained = int(trained_mask(outcomes, config.algo.overlong_filter).sum())  # rollouts of all ranks
+            algo, kept = config.algo, outcomes.kept
+            batches = mini_batches(rollouts, kept, algo.mini_batches, algo.mini_batch_of, subset.place)
+            trained = int(subset.mask.sum())  # rollouts of all ranks
             metrics |= update_models(self.models(), experience, batches * config.algo.epochs, trained, config, state)
 
         # New weights for the engine. Weights that are not finite are neither saved nor sent.

@@ -120,6 +120,9 @@ def update_policy(
         for unit, tokens in zip(units, part.sampled_tokens(), strict=True):
             lengths[unit] += tokens
         own = {"tokens": float(sum(lengths.values())), "sequences": float(sum(n > 0 for n in lengths.values()))}
+        if part.weights:
+            of_unit = dict(zip(units, part.weights, strict=True)).values()
+            own = {"tokens": sum(w.tokens for w in of_unit), "sequences": sum(w.sequences for w in of_unit)}
         size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
         if not size["tokens"]:
             return None
@@ -127,6 +130,8 @@ def update_policy(
         of_units = token_weights(list(lengths.values()), algo.aggregation, **size, fixed=algo.aggregation_tokens)
         by_unit = dict(zip(lengths, of_units, strict=True))
         weights = [by_unit[unit] for unit in units]
+        if part.weights:
+            weights = [x * w.loss for x, w in zip(weights, part.weights, strict=True)]
         loss = ActorLoss(part, algo, weights)
         result, values = worker.train(part.prompts, part.responses, loss, temperature, lr, part.routes)
         if not result.applied:

@@ -222,6 +222,22 @@ def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, 
     assert_same(other, (whole[0][0][2:], whole[0][1], None))
 
 
+@pytest.mark.parametrize("waiting", [{"partial_tokens": 4, "max_carried_steps": 2}, {"refills": 2, "n": 8}], ids=str)
+@pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"tensor": 2})])
+def test_group_rewards_and_subsets_equal_those_of_one_process(worlds, directory, tmp_path, size, parallel, waiting):
+    """The function sees complete groups only, also those that wait for the next step and for a resumed run."""
+    score = f"[len(responses) == {waiting.get('n', 32)} and sum(a[-1:] < b[-1:] for b in responses) for a in responses]"
+    (tmp_path / "own.py").write_text(f"def score(row, responses, answers):\n    return {score}\n")
+    algo = {"train_on": 5, "mini_batches": 2, "mini_batch_of": "siblings"}
+    reward = {"group_function": f"{tmp_path}/own.py:score"}
+    changes = {"rollout": {"prompts": 3, **waiting}, "reward": reward, "algo": algo}
+    (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, 5, {})
+    assert [f["group_errors"] for f in expected[0] if f["updates"]] == [0.0] * (5 if "n" in waiting else 3)
+    whole = worlds(size).run("steps:run_steps", directory, parallel, changes, 5, {})
+    assert_same(whole, expected)
+    assert_bit_exact(worlds(size).run("steps:resumed", directory, parallel, changes, 5, 3, str(tmp_path)), whole)
+
+
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (4, {"tensor": 2})])
 def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
     lose = {("p/1000", 0), *(("p/1002", i) for i in range(4)), ("p/1004", 2), ("p/1004", 3)}

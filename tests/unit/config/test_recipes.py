@@ -43,6 +43,8 @@ def without_effect(config: Config) -> set[str]:
         "critic algo.gamma algo.lam": algo.advantage != "gae",
         "reference algo.kl_estimator algo.kl_in": not algo.kl_coef,
         "algo.distill_coef": not config.teacher.path,
+        "algo.train_on": not algo.train_on,
+        "reward.group_function reward.majority_share": not config.reward.group_function,
         "algo.mismatch_bounds": algo.mismatch_mask == "off",
         "algo.pass_k": algo.advantage != "pass_at_k",
         "algo.aggregation_tokens": algo.aggregation != "fixed",

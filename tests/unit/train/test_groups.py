@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import Counter
+from itertools import combinations, permutations
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_brorl.config.schema import Config, RolloutConfig, ShapingConfig
+from megatron_brorl.algo.advantages import largest_spread
+from megatron_brorl.config.schema import AlgoConfig, Config, RolloutConfig
+from megatron_brorl.config.shaping import ShapingConfig
 from megatron_brorl.train.carried_groups import staleness, with_own_tensors
 from megatron_brorl.train.diagnostics import MAX_POSITION, _TokenMetrics
 from megatron_brorl.train.experience import shape_rewards
 from megatron_brorl.train.groups import (
     CUT,
     LOST,
+    choose_subset,
     gather_outcomes,
     group_metrics,
     mark_unfinished_as_lost,
@@ -135,3 +141,64 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
         ids, own, _ = table[i]
         rest = MAX_POSITION - len(ids)
         assert (tokens, sampled) == (ids + [-1] * rest, own + [False] * rest)
+
+
+SPREADS = [
+    [0, 0, 0, 1, 0, 0, 0, 0, 1],
+    [0.5, 0, 1, 0.5, 0.25, 0.25, 1, 0, 0.5],
+    [-3, 7, 7, 2, 1e6, 2, 1e6 + 0.5, 4, 5],
+    [2] * 9,
+]
+
+
+@pytest.mark.parametrize("rewards", SPREADS, ids=str)
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 12])
+def test_no_subset_has_a_larger_variance(rewards, count):
+    found = largest_spread(torch.tensor(rewards, dtype=torch.float32), count).nonzero()[:, 0].tolist()
+    assert len(found) == min(count, 9)
+    best = max(statistics.pvariance([rewards[i] for i in s]) for s in combinations(range(9), len(found)))
+    assert statistics.pvariance([rewards[i] for i in found]) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    for value, chosen in Counter(rewards[i] for i in found).items():
+        assert [i for i in found if rewards[i] == value] == [i for i, r in enumerate(rewards) if r == value][:chosen]
+
+
+def chosen(groups, **algo):
+    """Return the rows that are trained on of groups of (reward, tokens, finish), the subset, and the kept groups."""
+    rows = [
+        ScoredRollout(g, Rollout(i, torch.zeros(tokens), torch.zeros(tokens), finish), reward, False)
+        for g, group in enumerate(groups)
+        for i, (reward, tokens, finish) in enumerate(group)
+    ]
+    outcomes = select_groups(gather_outcomes(rows, len(groups), len(groups[0])))
+    subset = choose_subset(outcomes, AlgoConfig(**algo))
+    return [r for r in rows if subset.mask[r.group, r.rollout.index]], subset, outcomes.kept
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("rewards", [[0, 1, 0, 0, 1], [0, 0.5, 1, 0, 1]], ids=["all occur", "one is left out"])
+def test_the_expected_gradient_is_that_of_all_rollouts_whose_reward_occurs(processes, rewards, filtered):
+    """Every order of the rollouts is equally likely. The gradient of each rollout is a number of its own."""
+    gradients = [3.0, -5.0, 8.0, 1.5, 0.25]
+    facts = [(reward, 2 + i, "length" if i == 3 else "stop") for i, reward in enumerate(rewards)]
+    sums, sizes = [], set()
+    for order in permutations(range(5)):
+        rows, subset, _ = chosen([[facts[i] for i in order]], train_on=3, overlong_filter=filtered)
+        weights = subset.weights(rows)
+        sums.append(sum(w.loss * gradients[order[r.rollout.index]] for r, w in zip(rows, weights, strict=True)))
+        sizes.add((round(sum(w.tokens for w in weights), 9), round(sum(w.sequences for w in weights), 9)))
+        occur = {r.reward for r in rows}
+    alike = [i for i, (r, _, finish) in enumerate(facts) if r in occur and not (filtered and finish == "length")]
+    assert statistics.mean(sums) == pytest.approx(sum(gradients[i] for i in alike), rel=1e-12)
+    assert sizes == {(sum(facts[i][1] for i in alike), len(alike))}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_sibling_mini_batches_have_equal_shares_of_each_reward(processes, count):
+    g = torch.Generator().manual_seed(0)
+    groups = [[(float(torch.rand((), generator=g) < p), 3, "stop") for _ in range(64)] for p in (0.1, 0.5, 0.9)]
+    rows, subset, kept = chosen(groups, train_on=18)
+    batches = mini_batches(rows, kept, count, "siblings", subset.place)
+    for group in range(3):
+        parts = [Counter(rows[i].reward for i in batch if rows[i].group == group) for batch in batches]
+        assert [p.total() for p in parts] == [18 // count] * count
+        assert all(max(p[r] for p in parts) - min(p[r] for p in parts) <= 1 for r in (0.0, 1.0))

@@ -1,0 +1,115 @@
+"""Rewards by reward.group_function, which replace those of verifiers in training.
+
+Each complete group is scored once, without its lost rollouts, on a rank that receives all of its responses. Rollouts
+keep their scores, so groups that wait for the next step are not scored again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_brorl.algo import functions
+from megatron_brorl.errors import StepError
+from megatron_brorl.parallel import collectives, cpu_bridge
+from megatron_brorl.rewards.extract import extract
+from megatron_brorl.rewards.group import KEY, MAJORITY, PREFIX, score_group
+from megatron_brorl.rewards.registry import entry
+from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
+from megatron_brorl.rewards.worker_pool import completed, score_result
+from megatron_brorl.tracking.timeline import span
+from megatron_brorl.train.groups import CUT, LENGTH, Outcomes
+from megatron_brorl.train.redistribute import Transfers, send
+from megatron_brorl.train.sample_and_score import MAX_UNSCORED, RolloutRunner
+from megatron_brorl.types import Prompt, PromptGroup, ScoredRollout, ScoreResult
+
+
+@dataclass
+class GroupRewards:
+    """Scores the groups of one step."""
+
+    runner: RolloutRunner
+    stop_ids: Sequence[int]
+    scored: set[int]  # indices of groups with scores, such as surplus groups of the previous step
+    found: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # metrics, a value per group
+
+    def apply(
+        self, step: str, groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes
+    ) -> tuple[list[ScoredRollout], Outcomes]:
+        """Score the complete groups that have no scores yet; return rollouts and outcomes with rewards. Collective.
+
+        rollouts: of this rank. Raises StepError if a score is not finite or missing, or if most calls fail.
+        """
+        config = self.runner.reward
+        new = outcomes.ended & ~(outcomes.state == CUT).any(1, keepdim=True)
+        new[list(self.scored)] = False
+        chosen = new.any(1).nonzero()[:, 0].tolist()
+        self.scored.update(chosen)
+        table = torch.zeros_like(outcomes.rewards, dtype=torch.float64)
+        failed = []
+        with span("score", allowance_s=config.timeout_s * max(len(chosen), 1)):
+            for g, future in self._submit(groups, rollouts, outcomes, new).items():
+                result = future.result()
+                for rollout, score in result.parts.items():
+                    table[g, int(rollout)] = score
+                failed += [(result.status, result.reason)] * (result.status != "ok")
+        table = table.to(cpu_bridge.default_device())
+        dist.all_reduce(table)  # One rank scores each group, so the sum adds its scores to zeros.
+        table = table.cpu()
+
+        label = f"{step}: {KEY} = {config.group_function}"
+        of_ranks = [failure for own in collectives.all_gather(failed) for failure in own]
+        for reason in (reason for status, reason in of_ranks if status == "invalid"):
+            raise StepError(f"{label}: {reason}; return a finite number for each response, or None")
+        if len(of_ranks) > MAX_UNSCORED * len(chosen):
+            raise StepError(f"{label} failed on {len(of_ranks)} of {len(chosen)} groups: {of_ranks[0][1]}; fix it")
+        text = f"{KEY} = {config.group_function} failed on a group, which has no signal (metric group_errors)"
+        self.runner.report_errors({text: failed[0][1]} if failed else {})
+        self.found["group_errors"] += [float(i < len(of_ranks)) for i in range(len(chosen))]
+
+        for g in chosen if config.group_function == MAJORITY else ():
+            share = float(table[g].sum()) / int(new[g].sum())
+            self.found["majority_share"].append(share)
+            if share < config.majority_share:
+                table[g] = 0
+            elif share and groups[g].prompt.answer is not None and groups[g].prompt.verifier != "none":
+                # `any`, because a response that was cut off may count as wrong.
+                self.found["majority_right_share"].append(float((outcomes.right[g] & (table[g] > 0)).any()))
+        outcomes = replace(outcomes, rewards=torch.where(new, table.float(), outcomes.rewards))
+        rewards, slots = outcomes.rewards.tolist(), set(map(tuple, new.nonzero().tolist()))
+        places = [(r, r.group, r.rollout.index) for r in rollouts]
+        return [replace(r, reward=rewards[g][s]) if (g, s) in slots else r for r, g, s in places], outcomes
+
+    def _submit(
+        self, groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes, new: Tensor
+    ) -> dict[int, Future[ScoreResult]]:
+        """Send each group to one rank; return the results of this rank's groups. Collective. new: bool [groups, N]."""
+        grid = self.runner.grid
+        held = {(r.group, r.rollout.index): r.rollout.token_ids for r in rollouts}
+        at = group, sibling = new.nonzero(as_tuple=True)
+        replica = (new.any(1).cumsum(0) % grid.dp_size)[group]
+        transfers = Transfers(group, sibling, outcomes.holder[at], replica, outcomes.tokens[at])
+        found, _ = send(transfers, held, torch.int64, grid)
+        own: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        for g, s in sorted(found) if grid.rank == grid.replicas[grid.dp_rank][0] else ():
+            own[g][s] = found[g, s]
+        return {g: self._call(groups[g].prompt, tokens, outcomes.state[g]) for g, tokens in own.items()}
+
+    def _call(self, prompt: Prompt, tokens: Mapping[int, Tensor], state: Tensor) -> Future[ScoreResult]:
+        """Return the result of score_group. tokens: of the responses by rollout index. state: [N]."""
+        config, name = self.runner.reward, self.runner.reward.group_function
+        verifier = entry(prompt.verifier, "verifier", config)
+        texts = [self.runner.tokenizer.decode(without_stop(ids, self.stop_ids).tolist()) for ids in tokens.values()]
+        answers = [extract(text, verifier.find, verifier.max_chars).answer for text in texts]
+        if not scores_cut_off(verifier, config):
+            answers = [None if state[i] == LENGTH else answer for i, answer in zip(tokens, answers, strict=True)]
+        arguments = prompt.row(), texts, answers, list(tokens)
+        if name == functions.IN_PROCESS[KEY]:
+            return completed(score_result(score_group(functions.find(KEY, name).function, *arguments)))
+        return self.runner.pool.call(f"{PREFIX}{name}{f' {prompt.verifier}' * (name == MAJORITY)}", arguments)

@@ -1,0 +1,132 @@
+"""Steps with reward.group_function in worker processes, and with algo.train_on, against steps written out by hand."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import replace
+
+import fakes
+import pytest
+from by_hand import responses, update
+from dist.steps import configured, make_trainer
+
+from megatron_brorl.errors import UserError
+from megatron_brorl.rewards.group import majority
+from megatron_brorl.rewards.worker_pool import RewardPool
+
+N = 32
+LOST = {("p/0", 5), ("p/1", 0), ("p/1", 31)}
+SCORE = """
+def score(row, responses, answers):
+    {first}
+    mean = sum(map(len, responses)) / len(responses)
+    return [float(answer is not None and len(answer) > mean) for answer in answers]
+"""
+
+
+def step(model, grid, pool, prompts, **changes):
+    trainer = make_trainer(model[0], grid, configured({"rollout": {"n": N}, **changes}), fakes.Engine(lose=LOST))
+    trainer.train_source = type("Source", (), {"prompts": lambda self, start, count: prompts})()
+    trainer.runner = replace(trainer.runner, pool=pool)
+    trainer.sync_weights()
+    return trainer.train_step()[0]
+
+
+def survivors(prompt):
+    """Return the surviving responses of a prompt, their texts, and their answers: None for those that were cut off."""
+    rows = responses(3, prompt, N, 12, LOST)
+    texts = [" ".join(map(str, row[:-1] if row[-1] == fakes.STOP else row)) for row in rows]
+    return rows, texts, [text if row[-1] == fakes.STOP else None for row, text in zip(rows, texts, strict=True)]
+
+
+def test_the_step_trains_on_the_scores_of_groups_without_lost_rollouts(processes, model, tmp_path):
+    """Verifiers still decide what is correct. The call for the third group hangs, so that it has no signal."""
+    (tmp_path / "mine.py").write_text(SCORE.format(first="while row['id'] == 'p/2': pass"))
+    prompts = [replace(p, answer="") for p in fakes.prompts(3)]
+    with RewardPool(1, 2.0) as pool:
+        values = step(model, processes, pool, prompts, reward={"group_function": f"{tmp_path}/mine.py:score"})
+    groups = []
+    for prompt in prompts[:2]:
+        rows, texts, answers = survivors(prompt)
+        mean = sum(map(len, texts)) / len(texts)
+        groups.append((prompt, rows, [float(a is not None and len(a) > mean) for a in answers]))
+    loss, norm, tokens = update(model[1], groups, configured({}).algo.is_cap)
+    assert (values["group_errors"], values["kept_share"], values["trained_tokens"]) == (1 / 3, 2 / 3, tokens)
+    assert values["reward"] == pytest.approx(sum(sum(g[2]) for g in groups) / (3 * N - len(LOST)))
+    assert values["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert values["all_wrong_share"] == sum("" not in survivors(prompt)[2] for prompt in prompts) / 3
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        ("return [1.0] * (len(answers) - 1) + [float('nan')]", "returned nan for rollout 30, .* of row 'p/1'"),
+        ("return [1.0] * 32", "returned 32 scores for the 30 rollouts of row 'p/1'"),
+        ("return 1 / 0", "failed on 1 of 1 groups: ZeroDivisionError"),
+    ],
+)
+def test_scores_that_are_missing_or_not_finite_end_the_run(processes, model, tmp_path, first, message):
+    (tmp_path / "mine.py").write_text(SCORE.format(first=first))
+    reward = {"group_function": f"{tmp_path}/mine.py:score"}
+    with pytest.raises(UserError, match=f"^step 1: reward.group_function = .*/mine.py:score:? {message}"):
+        step(model, processes, fakes.Pool(), fakes.prompts(1, 1), reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answers", "scores"),
+    [
+        ("math", ["4", "5", "4.0", "5", r"\boxed{4}", None], [1, 0, 1, 0, 1, 0]),
+        ("exact", ["4", "5", "4.0", "5", None], [0, 1, 0, 1, 0]),
+        ("math", [None, "b", "a", "a", "B"], [0, 1, 0, 0, 1]),  # equal votes: the answer that occurs first
+        ("choice", ["(A)", "b", "A.", "B", "C", "a"], [1, 0, 1, 0, 0, 1]),
+    ],
+)
+def test_the_most_frequent_answer_is_the_label(verifier, answers, scores):
+    assert majority(answers, verifier) == scores
+
+
+def test_votes_are_compared_with_reference_answers(processes, model):
+    """Most finished responses are empty, which is correct for two prompts. The third prompt has no reference."""
+    answers = ["", "7", None, ""]
+    prompts = [replace(p, answer=a) for p, a in zip(fakes.prompts(4), answers, strict=True)]
+    prompts[2] = replace(prompts[2], verifier="none")
+    shares = [own.count("") / len(own) for own in (survivors(prompt)[2] for prompt in prompts)]
+    least = sorted(shares)[1]
+    with RewardPool(1, 9.0) as pool:
+        reward = {"group_function": "majority", "majority_share": least}
+        values = step(model, processes, pool, prompts, reward=reward)
+    assert values["kept_share"] == sum(share >= least for share in shares) / 4 < 1
+    assert values["majority_share"] == pytest.approx(sum(shares) / 4)
+    used = [a == "" for a, share in zip(answers, shares, strict=True) if share >= least and a is not None]
+    assert values["majority_right_share"] == pytest.approx(sum(used) / len(used))
+
+
+def quarters(answer):
+    """Return the share of even tokens in quarters, so that some rewards are not in the subset."""
+    ids = [int(word) for word in answer.split()]
+    return round(4 * sum(i % 2 == 0 for i in ids) / max(len(ids), 1)) / 4
+
+
+@pytest.mark.parametrize("judge", [lambda answer: float(fakes.reward(answer)), quarters], ids=["0 and 1", "quarters"])
+def test_the_gradient_of_a_subset_equals_a_float64_loop(processes, model, judge):
+    """Only 7 rollouts of a group are in the update, with advantages from all that are not lost."""
+    k, pool, groups, factors = 7, fakes.Pool(), [], {}
+    pool.judge = judge
+    values = step(model, processes, pool, fakes.prompts(2), algo={"train_on": k}, reward={"cut_off_factor": 1.0})
+    for prompt in fakes.prompts(2):
+        rows, texts, _ = survivors(prompt)
+        rewards = [judge(text) for text in texts]
+        groups.append((prompt, rows, rewards))
+        ranked = sorted(rewards)
+        subsets = [ranked[: k - i] + ranked[len(ranked) - i :] for i in range(k + 1)]
+        occur = Counter(max(subsets, key=statistics.pvariance))
+        tokens = sum(len(row) for row, reward in zip(rows, rewards, strict=True) if reward in occur)
+        for reward, count in occur.items():
+            alike = [i for i, found in enumerate(rewards) if found == reward]
+            factors |= {(prompt.id, i): (len(alike) / count, tokens / k) for i in alike[:count]}
+    loss, norm, trained = update(model[1], groups, configured({}).algo.is_cap, factors=factors)
+    assert values["trained_tokens"] == trained
+    assert values["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)
