@@ -21,7 +21,11 @@ from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, 
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 Key = tuple[str, str]  # benchmark, id of the prompt
 _RESAMPLES = 10_000
-_BOUNDS = {"pass_at_1": (SHARE, SHARES), "mean_reward": (None, None)}  # of a value, and of a difference
+# Label, key of the paired test, format, and bounds of a value and of a difference.
+_METRICS = {
+    "pass_at_1": ("pass@1", "paired", ".2%", SHARE, SHARES),
+    "mean_reward": ("mean reward", "paired_reward", ".4g", None, None),
+}
 _KEYS = ("samples", "right", "tokens")
 
 
@@ -115,9 +119,8 @@ def compare(
     groups = {n: [k for k in keys if k[0] == n] for n in names}
     rows = [*before.values(), *after.values()]
     most = min(row["samples"] for row in rows)
-    metrics = ["pass_at_1"]
-    if any(abs(_score(row, "mean_reward") - _score(row, "pass_at_1")) > 1e-6 for row in rows):
-        metrics.append("mean_reward")
+    differs = any(abs(_score(row, "mean_reward") - _score(row, "pass_at_1")) > 1e-6 for row in rows)
+    metrics = [*_METRICS][: 1 + differs]
     return {
         "before": name,
         "after": other,
@@ -135,15 +138,14 @@ def _compared(
     for i, (side, answers) in enumerate((("before", before), ("after", after))):
         wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], most) for k in keys]))
         sides[side] = {
-            **{m: bootstrap_mean(x[i], _RESAMPLES, 0, _BOUNDS[m][0]).as_dict() for m, x in scores.items()},
+            **{m: bootstrap_mean(x[i], _RESAMPLES, 0, _METRICS[m][3]).as_dict() for m, x in scores.items()},
             "pass_at_k": {"1": float(np.mean(scores["pass_at_1"][i])), str(most): wide},
             "response_tokens": float(np.mean([answers[k]["tokens"] for k in keys])),
         }
     sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
     sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
     if len(keys) > 1:  # A single difference has no spread.
-        tests = {m: paired(*x, _RESAMPLES, 0, _BOUNDS[m][1]).as_dict() for m, x in scores.items()}
-        sides |= {"paired" if m == "pass_at_1" else f"paired_{m}": test for m, test in tests.items()}
+        sides |= {_METRICS[m][1]: paired(a, b, _RESAMPLES, 0, _METRICS[m][4]).as_dict() for m, (a, b) in scores.items()}
     return sides
 
 
@@ -151,9 +153,9 @@ def markdown(result: Mapping[str, Any]) -> str:
     """Return a table of scores and tokens per benchmark, and the result of the paired test over all prompts."""
     k = widest(result["all"]["before"]["pass_at_k"])  # None if each prompt has one sample
     wide = [f"{side} pass@{k[0]}" for side in "AB"] if k else []
-    has_reward = "mean_reward" in result["all"]["before"]
-    names = ["pass@1", *(["mean reward"] if has_reward else [])]
-    head = [cell for name in names for cell in (f"A {name}", f"B {name}", "B - A (95% interval)")]
+    metrics = [metric for metric in _METRICS if metric in result["all"]["before"]]
+    labels = [_METRICS[metric][0] for metric in metrics]
+    head = [cell for label in labels for cell in (f"A {label}", f"B {label}", "B - A (95% interval)")]
     rows = [["benchmark", "prompts", *head, *wide, "A tokens", "B tokens", "p (B > A)"]]
     for name, part in [*result["benchmarks"].items(), ("all prompts", result["all"])]:
         a = part["before"]
@@ -163,8 +165,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             [
                 name,
                 str(part["prompts"]),
-                *_change(part, "pass_at_1", "paired", ".2%"),
-                *(_change(part, "mean_reward", "paired_mean_reward", ".4g") if has_reward else []),
+                *(cell for metric in metrics for cell in _change(part, metric)),
                 *(f"{x['pass_at_k'][str(k[0])]:.2%}" for x in (a, b) if k),
                 *(f"{x['response_tokens']:.1f}" for x in (a, b)),
                 f"{test['one_tailed']:.2g}" if test else "-",
@@ -176,9 +177,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"t = {t['t']:.2f} with {t['degrees']} degrees of freedom, one-tailed p = {t['one_tailed']:.2g}, "
         f"two-tailed p = {t['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
     )
-    if has_reward:
+    if "mean_reward" in metrics:
         means = {side: result["all"][side]["mean_reward"]["mean"] for side in ("before", "after")}
-        said += f"\n\nOver all prompts, {reward_change(means | result['all']['paired_mean_reward'])[1]}."
+        said += f"\n\nOver all prompts, {reward_change(means | result['all']['paired_reward'])[1]}."
     lost = (
         f"Prompts with a right answer among their samples only in A: {result['all']['lost']}, only in B: "
         f"{result['all']['gained']}."
@@ -193,8 +194,9 @@ def _score(answer: Mapping[str, Any], metric: str) -> float:
     return float(answer.get("reward", pass_at_1)) if metric == "mean_reward" else pass_at_1
 
 
-def _change(part: Mapping[str, Any], metric: str, test: str, form: str) -> list[str]:
+def _change(part: Mapping[str, Any], metric: str) -> list[str]:
     """Return the means of A and B, and their difference with its interval if there are several prompts."""
+    _, test, form, *_ = _METRICS[metric]
     a, b = (part[side][metric]["mean"] for side in ("before", "after"))
     d = part[test]["difference"] if test in part else None
     interval = f" ({d['low']:+{form}} to {d['high']:+{form}})" if d else ""
