@@ -110,6 +110,14 @@ def make_model(directory: Path, family: str, tied: bool, seed: int = 0, std: flo
     return model
 
 
+def log_probs(model: Any, prompt: Any, response: Any, temperature: float = 1.0) -> torch.Tensor:
+    """Return the log-probabilities [G] of a response's tokens, by transformers."""
+    ids = torch.tensor([[*map(int, prompt), *map(int, response)]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[torch.arange(len(response)), ids[0, len(prompt) :]]
+
+
 def weights(directory: str | Path) -> dict[str, torch.Tensor]:
     """Return the tensors that make_model wrote, by name."""
     return load_file(Path(directory) / "model.safetensors")

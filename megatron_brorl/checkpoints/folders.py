@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -43,14 +42,6 @@ class Best:
     step: int
     metric: str  # as in train.keep_best
     value: float
-
-    def beats(self, other: Best | None) -> bool:
-        """Return whether this one is better. The earlier one wins a tie."""
-        return not math.isnan(self.value) and (other is None or self.value > other.value)
-
-    def as_json(self) -> list[Any]:
-        """Return the value of `best` in run.json."""
-        return [self.step, self.metric, self.value]
 
 
 def name_of(step: int) -> str:

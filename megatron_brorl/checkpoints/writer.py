@@ -196,10 +196,7 @@ def _write(transforms: Sequence[Any], directory: Path, name: str, items: Sequenc
         write = functools.partial(write, serialization_format=SerializationFormat.TORCH_SAVE)
 
     def fill(stream: HashingFile) -> list[Any]:
-        return [write(*transforms, stream, _on_host(data), item, name) for item, data in items]
+        on_host = ((item, data.cpu() if isinstance(data, Tensor) else data) for item, data in items)
+        return [write(*transforms, stream, data, item, name) for item, data in on_host]
 
     return write_verified(directory / name, fill)
-
-
-def _on_host(data: Any) -> Any:
-    return data.cpu() if isinstance(data, Tensor) else data

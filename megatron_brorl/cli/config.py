@@ -291,19 +291,14 @@ def _metrics(args: argparse.Namespace) -> int:
     for section in dict.fromkeys(section for section, _ in found):
         print(f"\n{section.title}: {_plain(section.about)}")
         for metric in (metric for of, metric in found if of is section):
-            print("\n".join(_metric_lines(metric)))
+            print(f"{metric.name}   ({metric.unit})")
+            for text in filter(None, (metric.meaning, metric.bad and f"bad: {metric.bad}")):
+                print("\n".join(_wrapped(_plain(text), "    ")))
     return 0
 
 
 def _is_named(section: Section, metric: Metric, word: str) -> bool:
     return metric.matches(word) or word in (section.group, section.title, metric.name)
-
-
-def _metric_lines(metric: Metric) -> list[str]:
-    lines = [f"{metric.name}   ({metric.unit})"]
-    for text in (metric.meaning, metric.bad and f"bad: {metric.bad}"):
-        lines += _wrapped(_plain(text), "    ")
-    return lines
 
 
 def _plain(text: str) -> str:

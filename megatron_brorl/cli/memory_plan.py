@@ -182,11 +182,6 @@ def largest_micro_batch(config: Config, machines: Machines, prompts: PromptSizes
     return min(limit, rows * rollout.max_tokens + prefixes * prompts.longest)
 
 
-def head_bytes(shape: ModelShape, tensor: int, tokens: int, trained: bool) -> int:
-    """Return the float32 logits of a chunk on a CPU, and the gradient of the head's weight if it is trained."""
-    return 4 * (min(tokens, LOGITS_ROWS) + trained * shape.hidden) * shape.vocab // tensor
-
-
 def engine_parts(config: Config, shape: ModelShape, machines: Machines, prompts: PromptSizes, others: int) -> Parts:
     """Return the memory of the built-in engine on a CPU in its largest call, of a step or of an evaluation.
 
@@ -261,7 +256,9 @@ def plan_stage(
 
     if built_in and not machines.gpu:
         last = stage == parallel.pipeline - 1
-        head = head_bytes(shape, parallel.tensor, tokens, not config.lora.rank) if last else 0
+        # The float32 logits of a chunk, and the gradient of the head's weight if it is trained.
+        rows = min(tokens, LOGITS_ROWS) + (0 if config.lora.rank else shape.hidden)
+        head = 4 * rows * shape.vocab // parallel.tensor if last else 0
         generation = {**staying, **engine_parts(config, shape, machines, prompts, sum(staying.values()))}
         training |= {"LM head": head, "rollouts": ROLLOUT * config.rollout.prompts * config.rollout.n // machines.ranks}
         return Plan(with_overhead(training), with_overhead(generation), offloaded)

@@ -115,7 +115,8 @@ class Session:
                 f"is {self.shape.vocab}: tokenizer and model do not belong together"
             )
         self.stop_ids = stop_ids(Path(config.model.path), self.tokenizer)
-        program.on_check("tokenizer", self._tokenizer_line())
+        stops = ", ".join(map(str, self.stop_ids))
+        program.on_check("tokenizer", f"{self.tokenizer.vocab_size} tokens, responses end at {stops}")
 
         # Check these before reading the data, which may take long.
         check_installed(() if benchmarks else config.run.log)
@@ -270,10 +271,6 @@ class Session:
                 text = "has no variable tools, so prompts do not list the tools: describe them in data.system_prompt"
                 print(f"warning: the chat template of {self.config.model.path} {text}", file=sys.stderr, flush=True)
         return replace(data, verifier=ENVIRONMENT, chat_template_kwargs=variables)
-
-    def _tokenizer_line(self) -> str:
-        stops = ", ".join(map(str, self.stop_ids))
-        return f"{self.tokenizer.vocab_size} tokens, responses end at {stops}"
 
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
         """Return the model with the weights of model.path, and with new adapters with lora.rank.
@@ -504,22 +501,16 @@ class Session:
             source = self.config.model.path
             differs = hugging_face.save(tensors, source, self.dir / "model", dtype, text)
         else:
-            for _ in tensors:
-                pass
+            deque(tensors, maxlen=0)  # The stream is a collective.
         if self.config.lora.rank:
-            self._export_adapters(worker)
+            tensors = worker.adapter_tensors()
+            if self.is_main_rank:
+                with hugging_face.atomic_directory(self.dir / "adapter") as aside:
+                    adapters.write_peft(tensors, self.config.lora, self.base, aside)
+            else:
+                deque(tensors, maxlen=0)
         dist.barrier()
         return differs
-
-    def _export_adapters(self, worker: Worker) -> None:
-        """Write run.dir/adapter, a PEFT directory; a collective."""
-        tensors = worker.adapter_tensors()
-        if self.is_main_rank:
-            with hugging_face.atomic_directory(self.dir / "adapter") as aside:
-                adapters.write_peft(tensors, self.config.lora, self.base, aside)
-        else:
-            for _ in tensors:
-                pass
 
     def card(self, how: str, tag: str, sizes: Mapping[str, int], began: float) -> TrainingFacts:
         """Return the content of the exported model's card, see model_card.TrainingFacts."""

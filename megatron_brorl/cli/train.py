@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,7 +89,9 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
 
         p.begin(config.train.steps, trainer.state.step)
         p.note(session.report)
-        p.note(_batch_sizes(config))
+        prompts, n = config.rollout.prompts, config.rollout.n
+        updates = config.algo.mini_batches * config.algo.epochs
+        p.note(f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {updates} optimizer steps")
         if trainer.held_out and (differences := _evaluation_differences(config)):
             p.note(differences)
         if advice := zero_rate(config, trainer.state):
@@ -154,14 +157,6 @@ def build_trainer(session: Session, started: float) -> Trainer:
         reference=models.reference,
         teacher=models.teacher,
     )
-
-
-def _batch_sizes(config: Config) -> str:
-    """Return the batch sizes of a step: prompts x rollouts -> optimizer steps."""
-    prompts = config.rollout.prompts
-    n = config.rollout.n
-    steps = config.algo.mini_batches * config.algo.epochs
-    return f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {steps} optimizer steps"
 
 
 def _evaluation_differences(config: Config) -> str:
@@ -230,8 +225,12 @@ def dry_run(config: Config, program: Program) -> int:
 
     _print_check("algorithm", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.own_algorithm.items()))
     _print_check("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
-    _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session)))
-    if (advice := zero_rate(config, _progress(session))) and session.is_main_rank:
+    resumes = config.train.resume != "never"
+    found = session.share_errors(lambda: checkpoint.find(session.dir / "checkpoints") if resumes else None)
+    _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session, found)))
+    run = read_run_json(found) if found else {}
+    state = RunState(**{name: run[name] for name in ("step", "updates", "critic_updates", "critic_steps") if run})
+    if (advice := zero_rate(config, state)) and session.is_main_rank:
         print(f"warning: {advice}", file=sys.stderr, flush=True)
     _print_check(
         "engine", session.share_errors(lambda: preflight.engine_line(config.rollout.engine, config.engine.python))
@@ -245,8 +244,8 @@ def dry_run(config: Config, program: Program) -> int:
         sampling = training_sampling_params(config, session.stop_ids, session.shape.experts)
         _print_check("agent run", agent.trial(first, sampling, size) if session.is_main_rank else "")
     worker = session.worker(config.optim, _Worker)
-    found = _forward_backward(worker, session.sources.train.prompts(0, 1)[0], config)
-    _print_check("micro-step", f"loss {found['loss']:.3g}, gradient norm {found['grad_norm']:.3g}, nothing is changed")
+    step = _forward_backward(worker, session.sources.train.prompts(0, 1)[0], config)
+    _print_check("micro-step", f"loss {step['loss']:.3g}, gradient norm {step['grad_norm']:.3g}, nothing is changed")
     grid.leave()  # without waiting for other ranks
     _print_check("dry run", "all checks passed; the same command without --dry-run starts the run")
     return 0
@@ -258,24 +257,15 @@ def _print_check(name: str, value: str) -> None:
         print(f"  ok  {name:12} {value}".replace("\n", f"\n{'':19}"), flush=True)
 
 
-def _checkpoint(session: Session) -> str:
+def _checkpoint(session: Session, found: Path | None) -> str:
     """Return the checkpoint that the run would continue from, in words. Raises UserError if it could not."""
-    root = session.dir / "checkpoints"
     if session.config.train.resume == "never":
         return 'train.resume = "never": the run starts from the beginning'
-    found = checkpoint.find(root)
     if not found:
         return "none: the run starts from the beginning"
     accept = session.program.accept_changed_functions
     changes = check_fingerprint(read_run_json(found)["fingerprint"], session.fingerprint(), found, accept)
     return f"continues from {found}" + (f"\nchanged since that checkpoint: {change_line(changes)}" if changes else "")
-
-
-def _progress(session: Session) -> RunState:
-    """Return the steps of the checkpoint that the run would continue from, without its other state."""
-    found = session.config.train.resume != "never" and checkpoint.find(session.dir / "checkpoints")
-    run = read_run_json(found) if found else {}
-    return RunState(**{name: run[name] for name in ("step", "updates", "critic_updates", "critic_steps") if run})
 
 
 class _Worker(Worker):

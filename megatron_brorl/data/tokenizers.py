@@ -189,7 +189,7 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
         # Encode in one piece, as in the training of the model, unless the text has special tokens.
-        if self._has_special(text):
+        if any(token in text for token in self._special):
             ids = [*self._ids(before), *self.encode(text), *self._ids(after)]
         else:
             ids = self._ids(before + text + after)
@@ -316,9 +316,6 @@ class HuggingFaceTokenizer:
                 f"{self.directory}: the chat template refuses messages of the roles {roles}: {shown(e)}; change the "
                 "row, data.system_prompt or environment.factory"
             ) from None
-
-    def _has_special(self, text: str) -> bool:
-        return any(token in text for token in self._special)
 
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
         options = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}

@@ -62,10 +62,6 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     }
 
 
-def _rest_with_shared(config: ConfigJson) -> Mapping[str, Any]:
-    return {**_rest(config), "shared_ffn": config.get("shared_expert_intermediate_size", int)}
-
-
 def _layer(of: ModelFamily, *shared: Parameter) -> tuple[Parameter, ...]:
     """Return the parameters of a dense family's layer with experts in place of the MLP."""
     return (
@@ -98,7 +94,7 @@ QWEN2_MOE = replace(
         "num_experts_per_tok": 4,
         "norm_topk_prob": False,
     },
-    rest=_rest_with_shared,
+    rest=lambda config: {**_rest(config), "shared_ffn": config.get("shared_expert_intermediate_size", int)},
     layer=_layer(dense.QWEN2, SHARED_GATE_UP, SHARED_DOWN, SHARED_GATE),
 )
 QWEN3_MOE = replace(

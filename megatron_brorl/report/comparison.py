@@ -15,11 +15,17 @@ from matplotlib.ticker import FixedLocator, PercentFormatter
 from megatron_brorl.algo.pass_at_k import pass_at_k, widest
 from megatron_brorl.algo.statistics import SHARE, SHARES, bootstrap_mean, paired
 from megatron_brorl.errors import UserError, shown
+from megatron_brorl.report.findings import reward_change
 from megatron_brorl.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, figure_of, panel
 
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 Key = tuple[str, str]  # benchmark, id of the prompt
 _RESAMPLES = 10_000
+# Label, key of the paired test, format, and bounds of a value and of a difference.
+_METRICS = {
+    "pass_at_1": ("pass@1", "paired", ".2%", SHARE, SHARES),
+    "mean_reward": ("mean reward", "paired_reward", ".4g", None, None),
+}
 _KEYS = ("samples", "right", "tokens")
 
 
@@ -94,7 +100,10 @@ def compare(
     name: str,
     other: str,
 ) -> dict[str, Any]:
-    """Compare two evaluations, over all prompts and per benchmark. Raises UserError unless the prompts are the same."""
+    """Compare two evaluations, over all prompts and per benchmark. Raises UserError unless the prompts are the same.
+
+    Mean rewards are included if they differ from pass@1.
+    """
     alone = sorted(before.keys() ^ after.keys())
     if alone:
         benchmark, prompt = alone[0]
@@ -108,31 +117,35 @@ def compare(
         raise UserError(f"{name}: a comparison needs at least 2 prompts")
     names = sorted({benchmark for benchmark, _ in keys})
     groups = {n: [k for k in keys if k[0] == n] for n in names}
-    most = min(row["samples"] for row in (*before.values(), *after.values()))
+    rows = [*before.values(), *after.values()]
+    most = min(row["samples"] for row in rows)
+    differs = any(abs(_score(row, "mean_reward") - _score(row, "pass_at_1")) > 1e-6 for row in rows)
+    metrics = [*_METRICS][: 1 + differs]
     return {
         "before": name,
         "after": other,
-        "all": _compared(before, after, keys, most),
-        "benchmarks": {n: _compared(before, after, part, most) for n, part in groups.items()},
+        "all": _compared(before, after, keys, most, metrics),
+        "benchmarks": {n: _compared(before, after, part, most, metrics) for n, part in groups.items()},
     }
 
 
-def _compared(before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Key], most: int) -> dict[str, Any]:
+def _compared(
+    before: Mapping[Key, Any], after: Mapping[Key, Any], keys: list[Key], most: int, metrics: list[str]
+) -> dict[str, Any]:
     """Compare the prompts `keys`. most: the k of pass@k, the number of samples that all prompts have on both sides."""
     sides: dict[str, Any] = {"prompts": len(keys)}
-    scores = {}
-    for side, answers in (("before", before), ("after", after)):
-        scores[side] = [answers[k]["right"] / answers[k]["samples"] for k in keys]
+    scores = {m: [[_score(answers[k], m) for k in keys] for answers in (before, after)] for m in metrics}
+    for i, (side, answers) in enumerate((("before", before), ("after", after))):
         wide = float(np.mean([pass_at_k(answers[k]["samples"], answers[k]["right"], most) for k in keys]))
         sides[side] = {
-            "pass_at_1": bootstrap_mean(scores[side], _RESAMPLES, 0, SHARE).as_dict(),
-            "pass_at_k": {"1": float(np.mean(scores[side])), str(most): wide},
+            **{m: bootstrap_mean(x[i], _RESAMPLES, 0, _METRICS[m][3]).as_dict() for m, x in scores.items()},
+            "pass_at_k": {"1": float(np.mean(scores["pass_at_1"][i])), str(most): wide},
             "response_tokens": float(np.mean([answers[k]["tokens"] for k in keys])),
         }
     sides["lost"] = sum(before[k]["right"] > 0 == after[k]["right"] for k in keys)
     sides["gained"] = sum(after[k]["right"] > 0 == before[k]["right"] for k in keys)
     if len(keys) > 1:  # A single difference has no spread.
-        sides["paired"] = paired(scores["before"], scores["after"], _RESAMPLES, 0, SHARES).as_dict()
+        sides |= {_METRICS[m][1]: paired(a, b, _RESAMPLES, 0, _METRICS[m][4]).as_dict() for m, (a, b) in scores.items()}
     return sides
 
 
@@ -140,21 +153,19 @@ def markdown(result: Mapping[str, Any]) -> str:
     """Return a table of scores and tokens per benchmark, and the result of the paired test over all prompts."""
     k = widest(result["all"]["before"]["pass_at_k"])  # None if each prompt has one sample
     wide = [f"{side} pass@{k[0]}" for side in "AB"] if k else []
-    head = ["benchmark", "prompts", "A pass@1", "B pass@1", "B - A (95% interval)", *wide, "A tokens", "B tokens"]
-    rows = [[*head, "p (B > A)"]]
+    metrics = [metric for metric in _METRICS if metric in result["all"]["before"]]
+    labels = [_METRICS[metric][0] for metric in metrics]
+    head = [cell for label in labels for cell in (f"A {label}", f"B {label}", "B - A (95% interval)")]
+    rows = [["benchmark", "prompts", *head, *wide, "A tokens", "B tokens", "p (B > A)"]]
     for name, part in [*result["benchmarks"].items(), ("all prompts", result["all"])]:
         a = part["before"]
         b = part["after"]
         test = part.get("paired")
-        gap = f"{b['pass_at_1']['mean'] - a['pass_at_1']['mean']:+.2%}"
-        if test:
-            gap += f" ({test['difference']['low']:+.2%} to {test['difference']['high']:+.2%})"
         rows.append(
             [
                 name,
                 str(part["prompts"]),
-                *(f"{x['pass_at_1']['mean']:.2%}" for x in (a, b)),
-                gap,
+                *(cell for metric in metrics for cell in _change(part, metric)),
                 *(f"{x['pass_at_k'][str(k[0])]:.2%}" for x in (a, b) if k),
                 *(f"{x['response_tokens']:.1f}" for x in (a, b)),
                 f"{test['one_tailed']:.2g}" if test else "-",
@@ -166,6 +177,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"t = {t['t']:.2f} with {t['degrees']} degrees of freedom, one-tailed p = {t['one_tailed']:.2g}, "
         f"two-tailed p = {t['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
     )
+    if "mean_reward" in metrics:
+        means = {side: result["all"][side]["mean_reward"]["mean"] for side in ("before", "after")}
+        said += f"\n\nOver all prompts, {reward_change(means | result['all']['paired_reward'])[1]}."
     lost = (
         f"Prompts with a right answer among their samples only in A: {result['all']['lost']}, only in B: "
         f"{result['all']['gained']}."
@@ -174,11 +188,29 @@ def markdown(result: Mapping[str, Any]) -> str:
     return f"A = {result['before']}\n\nB = {result['after']}\n\n{table(rows)}\n{said}\n\n{lost}\n"
 
 
+def _score(answer: Mapping[str, Any], metric: str) -> float:
+    """Return pass@1 or the mean reward of a prompt. Files of earlier versions have no rewards."""
+    pass_at_1 = float(answer["right"] / answer["samples"])
+    return float(answer.get("reward", pass_at_1)) if metric == "mean_reward" else pass_at_1
+
+
+def _change(part: Mapping[str, Any], metric: str) -> list[str]:
+    """Return the means of A and B, and their difference with its interval if there are several prompts."""
+    _, test, form, *_ = _METRICS[metric]
+    a, b = (part[side][metric]["mean"] for side in ("before", "after"))
+    d = part[test]["difference"] if test in part else None
+    interval = f" ({d['low']:+{form}} to {d['high']:+{form}})" if d else ""
+    return [f"{a:{form}}", f"{b:{form}}", f"{b - a:+{form}}{interval}"]
+
+
 def comparison_figure(result: Mapping[str, Any]) -> Figure:
     """Draw both scores, their difference with its interval, and score over tokens."""
     parts = {**result["benchmarks"], "all prompts": result["all"]}
-    figure, (score, gap, tokens) = figure_of(1, 3, 13.5, 4.2)
+    has_reward = "mean_reward" in result["all"]["before"]
+    figure, (score, gap, tokens, *rewards) = figure_of(1, 3 + has_reward, 13.5 + 4.5 * has_reward, 4.2)
     panel(score, "Accuracy", "pass@1", "benchmark")
+    for reward in rewards:
+        panel(reward, "Rewards", "mean reward and 95% interval", "benchmark")
     panel(gap, "Difference", "B - A and 95% interval", "benchmark")
     panel(tokens, "Token efficiency", "pass@1", "mean response length (tokens)")
     for place, part in enumerate(parts.values()):
@@ -188,12 +220,15 @@ def comparison_figure(result: Mapping[str, Any]) -> Figure:
             score.bar(place + shift, p, 0.4, color=color, label=None if place else name)
             tokens.plot(part[side]["response_tokens"], p, "o", color=color)
             ends.append((part[side]["response_tokens"], p))
+            for reward in rewards:
+                r = part[side]["mean_reward"]
+                reward.errorbar(place + shift / 2, r["mean"], yerr=_error(r), color=color, marker="o", capsize=4)
         tokens.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "->", "color": GREY})
         if "paired" in part:
             d = part["paired"]["difference"]
             gap.errorbar(place, d["mean"], yerr=_error(d), color=BLUE, marker="o", capsize=4)
     gap.axhline(0, color=GREY, linestyle="--", linewidth=1)
-    for axes in (score, gap):
+    for axes in (score, gap, *rewards):
         _name_places(axes, list(parts))
     for axes in (score, gap, tokens):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))

@@ -387,7 +387,8 @@ def generation(run: RecordedRun) -> dict[str, Any] | None:
     seconds, whole = (sum(_time(row, name) for row in run.rows) for name in ("generate", "step"))
     if not (rollouts and seconds and whole):
         return None
-    hits = [(_number(row, "rollouts"), row["time"]["kv_cache/prompt_hits"]) for row in run.rows if _has_hits(row)]
+    shares = [(_number(row, "rollouts"), (row.get("time") or {}).get("kv_cache/prompt_hits")) for row in run.rows]
+    hits = [(n, x) for n, x in shares if n and x is not None]
     return {
         "rollouts_per_s": rollouts / seconds,
         "tokens_per_s": sum(_number(row, "rollouts") * _number(row, "response_tokens") for row in run.rows) / seconds,
@@ -396,10 +397,6 @@ def generation(run: RecordedRun) -> dict[str, Any] | None:
         "kept_per_s": sum(map(_kept, run.rows)) / whole,
         "prompt_hits": sum(n * x for n, x in hits) / sum(n for n, _ in hits) if hits else None,
     }
-
-
-def _has_hits(row: Row) -> bool:
-    return bool(row.get("rollouts")) and (row.get("time") or {}).get("kv_cache/prompt_hits") is not None
 
 
 def _time(row: Row, name: str) -> float:

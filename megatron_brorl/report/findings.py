@@ -162,8 +162,7 @@ def _metrics(changed: Mapping[str, Any]) -> list[tuple[str, Tone, str]]:
     shares |= {f"pass@1 of {t['task']}": t for t in tasks if t["difference"]["p"] < 0.05 / len(tasks)}
     found = [(name, *_compare_values(name, p, "{:.1%}".format, _points, " points")) for name, p in shares.items()]
     if reward := changed["reward"]:
-        sentence = _compare_values("mean reward", reward, _number, lambda x: _number(x, "+"))
-        found.insert(1 if first["before"] or first["after"] else 0, ("mean reward", *sentence))
+        found.insert(1 if first["before"] or first["after"] else 0, ("mean reward", *reward_change(reward)))
     return found
 
 
@@ -199,6 +198,11 @@ def _got_worse(changed: Mapping[str, Any], rows: Sequence[Row]) -> str | None:
         facts.append(f"entropy {entropy[0]:.3g} -> {entropy[-1]:.3g} nats")
     remedy = "use an earlier checkpoint (train.keep_best), lower optim.lr, or raise algo.kl_coef"
     return f"held-out {'; '.join(facts)}: {remedy}"
+
+
+def reward_change(p: Mapping[str, Any]) -> tuple[Tone, str]:
+    """Return the direction of a change of the mean reward and a sentence."""
+    return _compare_values("mean reward", p, _number, lambda x: _number(x, "+"))
 
 
 def _compare_values(

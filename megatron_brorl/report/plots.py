@@ -7,6 +7,7 @@ pyplot is not used: no state is global.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,7 @@ def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Recorde
     panel(reward, "Reward" if graded else "Training reward", "mean reward")
     _curve(reward, steps, column(rows, "reward"), BLUE)
     if graded:
-        means = [e.reward or e.passes[1] for e in evaluated]
-        bars = [[abs(p.get(end, p["mean"]) - p["mean"]) for p in means] for end in _ENDS]
-        label = "held-out and 95% interval"
-        reward.errorbar(places, [p["mean"] for p in means], bars, color=RED, marker="o", capsize=4, label=label)
+        _intervals(reward, places, [e.reward or e.passes[1] for e in evaluated], "held-out and 95% interval")
         reward.legend(frameon=False, fontsize=9)
     panel(accuracy, "Held-out accuracy", "pass@1 and pass@k")
     _accuracy(accuracy, evaluated)
@@ -186,25 +184,19 @@ def _curve(axes: Axes, steps: npt.NDArray[np.int64], values: Floats, color: str,
         axes.legend(frameon=False, fontsize=9)
 
 
+def _intervals(axes: Axes, steps: list[int], points: Sequence[Mapping[str, float]], label: str) -> None:
+    """Draw held-out means with their intervals."""
+    # Rounding may put a bound on the wrong side of the mean.
+    bars = [[abs(p.get(end, p["mean"]) - p["mean"]) for p in points] for end in _ENDS]
+    axes.errorbar(steps, [p["mean"] for p in points], bars, color=RED, marker="o", capsize=4, label=label)
+
+
 def _accuracy(axes: Axes, evaluated: Sequence[RecordedEvaluation]) -> None:
     """Draw pass@1 with its interval, pass@k of the largest k, and pass@1 of each task if there are a few tasks."""
     if not evaluated:
         draw_text(axes, "no evaluation yet")
         return
-    first = [e.passes[1] for e in evaluated]
-    axes.errorbar(
-        [e.steps for e in evaluated],
-        [p["mean"] for p in first],
-        # Rounding may put a bound on the wrong side of the mean.
-        yerr=[[abs(p.get(end, p["mean"]) - p["mean"]) for p in first] for end in _ENDS],
-        color=RED,
-        marker="o",
-        markersize=5,
-        linewidth=1.6,
-        elinewidth=1.4,
-        capsize=4,
-        label="pass@1 and 95% interval",
-    )
+    _intervals(axes, [e.steps for e in evaluated], [e.passes[1] for e in evaluated], "pass@1 and 95% interval")
     k = max(k for e in evaluated for k in e.passes)
     if k > 1:
         wide = {e.steps: e.passes[k]["mean"] for e in evaluated if k in e.passes}
@@ -372,7 +364,7 @@ def simulation_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
 
 def _seeds(axes: Axes, runs: _Runs, name: str) -> None:
     """Draw one line per seed, in the colour of its N."""
-    for color, (n, curves) in zip(_cycle(len(runs)), runs.items(), strict=True):
+    for color, (n, curves) in zip(cycle(_COLORS), runs.items(), strict=False):
         for i, c in enumerate(curves):
             label = f"{n:,}" if i == 0 else None
             axes.plot(c.column("step"), c.column(name), color=color, linewidth=1.4, alpha=0.85, label=label)
@@ -426,7 +418,3 @@ def _rising(curves: list[Curves], names: tuple[str, ...]) -> float:
 
 def _category(axes: Axes, runs: _Runs) -> None:
     axes.set_xticks(np.arange(len(runs)), [f"{n:,}" for n in runs])
-
-
-def _cycle(count: int) -> list[str]:
-    return [_COLORS[i % len(_COLORS)] for i in range(count)]

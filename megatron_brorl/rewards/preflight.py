@@ -65,7 +65,7 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
     scored: dict[str, Scored] = {}
     lines, warnings = [], []
     for (name, _), group in groups.items():
-        rows = _some(group)
+        rows = group[:: -(-len(group) // _ROWS_PER_TASK)]  # at even distances, because a file may be sorted
         is_custom = registry.entry(rows[0].verifier, "verifier", config).is_custom
         references, found = try_texts(pool.score, f"verifier {name!r}", rows, is_custom)
         warnings += found
@@ -77,11 +77,6 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
         span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         lines.append(f"verifier {name!r} gives {span} to the reference answers of {len(references)} rows")
     return "\n".join(lines), warnings + _warnings(scored, config)
-
-
-def _some(rows: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return rows at even distances, which cover a file that is sorted by difficulty or source."""
-    return rows[:: -(-len(rows) // _ROWS_PER_TASK)]
 
 
 def try_texts(score: Score, what: str, rows: Sequence[Prompt], is_custom: bool = True) -> tuple[Scored, list[str]]:

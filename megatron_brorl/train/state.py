@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -95,7 +96,7 @@ def begin_save(
         "stalls": [[counter.best, counter.count] for counter in _counters(state, models)],
         "fingerprint": fingerprint,
         "spent": seconds,
-        folders.BEST: best.as_json() if best else None,
+        folders.BEST: [best.step, best.metric, best.value] if best else None,
     }
     save = checkpoint.begin(
         root=Path(config.run.dir) / "checkpoints",
@@ -172,14 +173,9 @@ def new_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> B
     if not (found and metric):
         return None
     k = max(map(int, found)) if metric == "pass_at_k" else 1
-    candidate = Best(state.step, metric, found[str(k)])
-    return candidate if candidate.beats(state.best) else None
-
-
-def repair_best(root: Path, best: Best | None) -> None:
-    """Write the `best` file again if a killed run wrote a checkpoint but not this file. Main rank. Raises OSError."""
-    if best and folders.read_best(root) != best:
-        folders.write_best(root, best)
+    value = found[str(k)]  # The earlier one wins a tie.
+    is_best = not math.isnan(value) and (state.best is None or value > state.best.value)
+    return Best(state.step, metric, value) if is_best else None
 
 
 def mark_last_as_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> None:

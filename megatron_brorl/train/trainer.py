@@ -133,7 +133,8 @@ class Trainer:
                 metrics, timings = self.train_step()
                 before, steps_taken = state, self.worker.steps_taken  # the state to save if the evaluation fails
                 timings |= cluster_metrics(trace.timeline, timings, metrics["trained_tokens"], peak)
-                timings |= self._pop_checkpoint_seconds()  # of saving after the previous step
+                timings |= self._checkpoint_seconds  # of saving after the previous step
+                self._checkpoint_seconds = dict.fromkeys(self._checkpoint_seconds, 0.0)
                 # The slowest rank's seconds count, so that all ranks reach train.max_seconds together.
                 state.trained_s += timings["ranks/step_slowest"]
                 if self._evaluation_is_due():
@@ -395,18 +396,13 @@ class Trainer:
         if written and written.best:
             self.state.best = written.best
 
-    def _pop_checkpoint_seconds(self) -> dict[str, float]:
-        """Return and reset the seconds by which checkpoints have delayed training."""
-        found = self._checkpoint_seconds
-        self._checkpoint_seconds = dict.fromkeys(found, 0.0)
-        return found
-
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, whose fingerprint the caller has checked."""
         self.state = run_state.restore(directory, self.state, self.models(), self.train_source, self.config, self.grid)
         if self.grid.rank == 0:
-            # folders.repair removes old checkpoints except the one that the `best` file names. Write that file first.
-            run_state.repair_best(directory.parent, self.state.best)
+            # A killed run may lack the `best` file, whose checkpoint folders.repair keeps.
+            if self.state.best and folders.read_best(directory.parent) != self.state.best:
+                folders.write_best(directory.parent, self.state.best)
             folders.repair(directory.parent, self.state.step, self.config.train.keep_checkpoints)
 
 

@@ -37,10 +37,7 @@ class Model:
 
     def log_probs(self, rollout: Rollout, prompt: tuple[int, ...] = PROMPT.token_ids) -> torch.Tensor:
         """Return the log-probabilities [G] of a rollout at temperature 1, by transformers."""
-        ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
-        with torch.no_grad():
-            log_probs = self.module(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        return log_probs.gather(-1, rollout.token_ids[:, None])[:, 0]
+        return tiny.log_probs(self.module, prompt, rollout.token_ids)
 
 
 def make_engine(

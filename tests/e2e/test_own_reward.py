@@ -79,11 +79,13 @@ def test_negative_rewards_are_trained_on_and_reported_next_to_pass_at_1(folder):
 
 @pytest.mark.parametrize("by", ["data.verifier=own.py:score", "environment.factory=own.py:Game"])
 def test_own_columns_reach_functions_and_results(folder, by):
-    """Each reward is a tenth of the column "low", so means over rows are known in advance."""
+    """Each reward is a tenth of the column "low", so means over rows are known in advance. One row has no reward."""
     rows = [{"pair": f"{i} {j}", "more": j, "size": "two" if j > 9 else 1, "low": i} for i in (2, 5) for j in (7, 11)]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "low": 3}]))
     (folder / "own.py").write_text("""
-score = lambda response, row: row["columns"]["low"] / 10
+def score(response, row):
+    assert row["columns"]["low"] != 3
+    return row["columns"]["low"] / 10
 advantage = lambda rewards, mask, rows: 0 * rewards * rows[0]["columns"]["low"]
 class Game:
     def reset(self, row): self.row = row
@@ -93,11 +95,13 @@ class Game:
     flags = ["--data=own.jsonl", "--held-out=own.jsonl", "--prompt=pair", "--answer=more", "--task=size"]
     written = brorl("init", f"{by[:4]}.toml", "--model=init", *flags, "--reward=own.py:score", cwd=folder)
     assert (written.returncode, "fill in" in written.stdout) == (0, False), written.stderr
-    steps = [*STEPS, "train.steps=1", "algo.dynamic_sampling=false", "reward.correct_at=0.5", "rollout.max_tokens=4"]
+    steps = [*STEPS, "train.steps=1", "rollout.prompts=5", "reward.correct_at=0.5", "rollout.max_tokens=4"]
+    steps.append("algo.dynamic_sampling=false")
     done = brorl("train", f"{by[:4]}.toml", by, *steps, "algo.advantage=own.py:advantage", cwd=folder)
     assert done.returncode == 0, done.stderr
     before = json.loads((folder / "runs" / by[:4] / "summary.json").read_text())["before"]
-    assert before["mean_reward"]["mean"] == pytest.approx((2 + 2 + 5 + 5 + 3) / 50)
+    assert before["mean_reward"]["mean"] == pytest.approx((2 + 2 + 5 + 5) / 50)
+    assert ("environment raised 16x" in done.stderr) == ("Game" in by)
     assert {name: task["mean"] for name, task in before["by_task"].items()} == {"1": 1 / 3, "two": 1 / 2}
 
 

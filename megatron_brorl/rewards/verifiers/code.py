@@ -75,7 +75,7 @@ def check_row(row: VerifierRow, where: str) -> None:
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
         raise UserError(f"{where}: metadata.tolerance = {tolerance!r}: must be a number in [0, 1)")
     function = metadata.get("function")
-    if function is not None and not (isinstance(function, str) and _is_name(function)):
+    if function is not None and not (isinstance(function, str) and all(map(str.isidentifier, function.split(".")))):
         raise UserError(f"{where}: metadata.function = {function!r}: must be the name of a function")
 
     _parsed(metadata.get("prelude", ""), f"{where}: metadata.prelude")
@@ -213,7 +213,3 @@ def _near(got: Any, expected: Any, tolerance: float) -> bool:
 
 def _texts(asserts: Any) -> list[Any]:
     return asserts if isinstance(asserts, list) else [asserts]
-
-
-def _is_name(text: str) -> bool:
-    return all(part.isidentifier() for part in text.split("."))

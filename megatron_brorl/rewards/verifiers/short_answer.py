@@ -1,9 +1,9 @@
 """Verifier `short_answer`: compare a few words or one quantity with a reference and other accepted answers.
 
 A quantity is compared as a number with its unit, exactly or within metadata.tolerance. Any other text is compared
-without case, accents, articles, punctuation and LaTeX commands. Indices and charges are compared as in plain text:
-`H_2O` is H2O, `Ca^{2+}` is Ca2+. Synonyms and paraphrases are not recognised, and units are not converted, so a correct
-answer in other words scores 0.
+without case, accents, articles, punctuation and LaTeX commands. Indices, charges and exponents are compared as in plain
+text: `H_2O` is H2O, `Ca^{2+}` is Ca2+, `x^{2}` is x^2. Synonyms and paraphrases are not recognised, and units are not
+converted, so a correct answer in other words scores 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron_brorl.rewards.verifier import Score, VerifierRow
 
 _INDEX = re.compile(r"\s*_\s*(?:\{([^{}]*)\}|(\w))(?:\s*(?=[A-Z][a-z]?(?![a-z])|[(_^])|(?=\W|\d|$))")
 _CHARGE = re.compile(r"\s*\^\s*(?:\{\s*(\d*)\s*([+-])\s*\}|(\d*)([+-])(?![\w({\\]))")
+_EXPONENT = re.compile(r"\^\s*\{\s*(-?(?:\d+|[A-Za-z]))\s*\}(?!\d)")  # x^{2y} is not x^2y
 _MICRO = re.compile(r"(?<=[\d}])\s*(?:\\mu(?![A-Za-z])|μ)\s*(?=[A-Za-z])")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b(?=\s+\w)")
@@ -40,7 +41,7 @@ def same(a: str, b: str) -> bool:
 
 def words(text: str) -> str:
     """Return a text without case, accents, articles, punctuation and LaTeX commands."""
-    text = _CHARGE.sub(r"\1\2\3\4", _INDEX.sub(r"\1\2", _tidy(text)))
+    text = _EXPONENT.sub(r"^\1", _CHARGE.sub(r"\1\2\3\4", _INDEX.sub(r"\1\2", _tidy(text))))
     text = _COMMAND.sub(r"\1", text.replace("\\cdot", " ")).casefold().replace("{", " ").replace("}", " ")
     decomposed = unicodedata.normalize("NFKD", text)
     text = "".join(c for c in decomposed if not unicodedata.combining(c))

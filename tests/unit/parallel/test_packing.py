@@ -23,25 +23,31 @@ def lengths(batch: Packed) -> list[int]:
     return [n for g in batch.groups for count, n in g.segments for _ in range(count)]
 
 
+def siblings(count: int, seed: int = 1):
+    """Five prompts, of which one has a single sibling, and responses of 1 to 8 tokens."""
+    prompts, responses = rows(count, seed)
+    return [prompts[(i * 5) // count if i else 4] for i in range(count)], responses
+
+
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
-def test_streams_contain_every_row(max_tokens, multiple):
-    prompts, responses = rows(40)
-    batches = pack(prompts, responses, max_tokens, multiple)
+def test_streams_contain_every_row_and_shared_prompts_once(max_tokens, multiple, share):
+    prompts, responses = siblings(40) if share else rows(40)
+    batches = pack(prompts, responses, max_tokens, multiple, share=share)
     assert sorted(i for b in batches for i in b.rows) == list(range(40))
     for batch in batches:
-        real = sum(len(prompts[i]) + len(responses[i]) - 1 for i in batch.rows)
-        assert real <= max(max_tokens, 16)
+        texts = {tuple(prompts[i].tolist()) if share else i: len(prompts[i]) for i in batch.rows}
+        real = sum(texts.values()) + sum(len(responses[i]) - 1 for i in batch.rows)
+        assert len(batch.rows) == 1 or real <= max(max_tokens, 16)
         assert len(batch.input_ids) == real + (-real % multiple)
-        starts = torch.tensor([0, *lengths(batch)]).cumsum(0).tolist()
-        for place, i in enumerate(batch.rows):
+        assert sum(g.prefix + sum(c * n for c, n in g.segments) for g in batch.groups) == len(batch.input_ids)
+        for i, predict in batch.split(batch.predict):
             row = torch.cat((prompts[i], responses[i]))[:-1]
-            segment = slice(starts[place], starts[place + 1])
-            assert batch.input_ids[segment].tolist() == row.tolist()
-            assert batch.position_ids[segment].tolist() == list(range(len(row)))
-        for place, (i, predict) in enumerate(batch.split(batch.predict)):
-            first = starts[place] + len(prompts[i]) - 1
-            assert predict.tolist() == list(range(first, first + len(responses[i])))
+            # A prompt ends where the first token of a response is predicted.
+            places = [*range(int(predict[0]) - len(prompts[i]) + 1, int(predict[0])), *predict.tolist()]
+            assert batch.input_ids[places].tolist() == row.tolist()
+            assert batch.position_ids[places].tolist() == list(range(len(row)))
         assert [t.tolist() for _, t in batch.split(batch.targets)] == [responses[i].tolist() for i in batch.rows]
 
 
@@ -66,38 +72,6 @@ def test_no_rows_make_one_batch_that_predicts_nothing():
     assert batch.rows == ()
     assert len(batch.predict) == len(batch.targets) == 0
     assert len(batch.gather([])) == len(batch.repeat(torch.zeros(0))) == 0
-
-
-def siblings(count: int, seed: int = 1):
-    """Five prompts, of which one has a single sibling, and responses of 1 to 8 tokens."""
-    prompts, responses = rows(count, seed)
-    return [prompts[(i * 5) // count if i else 4] for i in range(count)], responses
-
-
-@pytest.mark.parametrize("multiple", [1, 4])
-@pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
-def test_shared_prompts_are_stored_once_and_streams_contain_every_row(max_tokens, multiple):
-    prompts, responses = siblings(40)
-    batches = pack(prompts, responses, max_tokens, multiple, share=True)
-    assert sorted(i for b in batches for i in b.rows) == list(range(40))
-    for batch in batches:
-        stream = batch.input_ids.tolist()
-        positions = batch.position_ids.tolist()
-        covered = [g.prefix + sum(c * n for c, n in g.segments) for g in batch.groups]
-        assert sum(covered) == len(stream)
-        assert len(stream) % multiple == 0
-        texts = {tuple(prompts[i].tolist()) for i in batch.rows}
-        own = sum(len(responses[i]) - 1 for i in batch.rows)
-        assert len(stream) - (-(own + sum(map(len, texts))) % multiple) == own + sum(map(len, texts))
-        if len(batch.rows) > 1:
-            assert len(stream) <= max(max_tokens, 16) + multiple
-        for i, predict in batch.split(batch.predict):
-            # A token attends to the tokens before it in its row, in order.
-            history = prompts[i].tolist() + responses[i].tolist()
-            for g, index in enumerate(predict.tolist()):
-                assert stream[index] == history[len(prompts[i]) + g - 1]
-                assert positions[index] == len(prompts[i]) + g - 1
-        assert [t.tolist() for _, t in batch.split(batch.targets)] == [responses[i].tolist() for i in batch.rows]
 
 
 def test_prompts_are_not_shared_if_that_saves_nothing():

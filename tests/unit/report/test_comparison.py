@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -61,6 +62,29 @@ def test_comparison_against_values_by_hand(tmp_path):
     bars = [bar.get_height() for bar in figure.axes[0].patches]
     assert bars == pytest.approx([0.5, 0.75, 0.25, 0.25, 0.35, 0.45])
     assert [line.get_xdata()[0] for line in figure.axes[2].lines][-2:] == pytest.approx([12.0, 11.0])
+
+
+def test_mean_rewards_other_than_pass_at_1_by_hand(tmp_path):
+    """Compare rewards whose differences are -4, 2 and 8 in one benchmark, and 2 and 2 in the other.
+
+    The three draws of a bootstrap sample all equal -4 with probability 1/27, above 2.5%. So the interval ends there.
+    """
+    before, after = answers(0), answers(0)
+    for i, (key, d) in enumerate(zip(before, (-4, 2, 8, 2, 2), strict=True)):
+        before[key]["reward"] = -10.0 * i
+        after[key]["reward"] = d - 10.0 * i
+    files = [read_answers(write(tmp_path / name, rows)) for name, rows in (("a", before), ("b", after))]
+    result = compare(*files, "A/", "B/")
+    text = comparison.markdown(result)
+    assert "| A mean reward | B mean reward | B - A (95% interval) |" in text
+    assert "| -10 | -8 | +2 (-4 to +8) |" in text
+    assert "| -35 | -33 | +2 (+2 to +2) |" in text
+    # The exact bootstrap over all prompts: the sums of all 5^5 samples, in order.
+    sums = sorted(sum(draw) for draw in itertools.product((-4, 2, 8, 2, 2), repeat=5))
+    low, high = sums[int(0.025 * 3124)] / 5, sums[int(0.975 * 3124)] / 5
+    assert f"mean reward went from -20 to -18, +2 (95% interval {low:g} to +{high:g})." in text
+    (reward,) = comparison.comparison_figure(result).axes[3:]
+    assert [line.get_ydata()[0] for line in reward.lines if line.get_marker() == "o"] == [-35, -33, -10, -8, -20, -18]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,14 @@ def test_requests_are_runs_of_consecutive_rollouts():
     assert [[b.index for b in r.begun] for r in asked] == [[3], [40, 41], [], []]
 
 
+def plain(row):
+    """Return all of a row except its reward, with lists for tensors."""
+    parts = [row.rollout, row.rollout.episode, row.score]
+    fields = [dict(vars(part)) if part else {} for part in parts]
+    values = {k: v.tolist() if isinstance(v, torch.Tensor) else v for part in fields for k, v in part.items()}
+    return row.group, row.answer, row.right, {k: v for k, v in values.items() if k != "episode"}
+
+
 def test_rollouts_become_tensors_and_back_bit_for_bit():
     g = torch.Generator().manual_seed(0)
     rows = []
@@ -98,23 +106,9 @@ def test_rollouts_become_tensors_and_back_bit_for_bit():
     ]
     for sent in (rows, turns, with_routes, []):
         back = rollouts_from_tensors(load(save(rollouts_to_tensors(sent))))
-        assert [vars(r.score) if r.score else None for r in back] == [vars(r.score) if r.score else None for r in sent]
-        for a, b in zip(sent, back, strict=True):
-            assert (a.group, a.rollout.index, a.rollout.finish, a.rollout.spans) == (
-                b.group,
-                b.rollout.index,
-                b.rollout.finish,
-                b.rollout.spans,
-            )
-            assert (a.answer, a.right) == (b.answer, b.right)
-            one, other = (r.rollout.episode for r in (a, b))
-            assert (one and replace(one, sampled=0)) == (other and replace(other, sampled=0))
-            assert one is None or torch.equal(one.sampled, other.sampled)
-            assert torch.equal(a.rollout.token_ids, b.rollout.token_ids)
-            assert torch.equal(a.rollout.log_probs, b.rollout.log_probs)
-            assert (a.rollout.routes is None) == (b.rollout.routes is None)
-            assert a.rollout.routes is None or torch.equal(a.rollout.routes, b.rollout.routes)
-            assert b.reward == pytest.approx(a.reward, abs=1e-7, nan_ok=True)  # a float32
+        assert list(map(plain, back)) == list(map(plain, sent))
+        rewards = [r.reward for r in sent]
+        assert [r.reward for r in back] == pytest.approx(rewards, abs=1e-7, nan_ok=True)  # float32
     assert [(r.group, r.rollout.index) for r in sort_rollouts(rows)] == [(0, 0), (0, 2), (1, 1), (1, 3)]
 
 

@@ -36,12 +36,6 @@ def test_engine_within_the_limit_logs_nothing(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_lost_rollouts_are_missing():
-    engine = fakes.Engine(lose={("p/0", 0), ("p/1", 39)})
-    result = Watchdog(engine, 60.0).generate(REQUESTS, SAMPLING)
-    assert indices(result) == [list(range(1, 40)), list(range(32, 39))]
-
-
 def test_late_rollouts_are_logged_and_cut(capfd):
     engine = fakes.Engine(stall={("p/0", 3), *(("p/1", i) for i in range(34, 40))}, lose={("p/0", 7)})
     result = Watchdog(engine, 0.4, rank=5).generate(REQUESTS, SAMPLING)

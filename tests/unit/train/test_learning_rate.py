@@ -1,4 +1,4 @@
-"""The learning-rate schedule: closed forms, transformers and Megatron-Core, whole steps, the critic and `brorl sft`."""
+"""The learning-rate schedule: closed forms, whole steps, the critic and `brorl sft`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from types import SimpleNamespace
 import fakes
 import pytest
 import torch
-from dist.steps import _Silent, configured, make_trainer
-from transformers import (
-    get_constant_schedule_with_warmup,
-    get_cosine_with_min_lr_schedule_with_warmup,
-    get_linear_schedule_with_warmup,
-)
+from dist.steps import _Silent
 from unit.train.test_nonfinite_rows import Sums
-from unit.train.test_updates_counted import Pool
+from unit.train.test_updates_counted import trainer_of
 
 from megatron_brorl.config.schema import Config, OptimConfig, SftConfig
 from megatron_brorl.train.learning_rate import learning_rate
@@ -53,49 +48,6 @@ def test_closed_forms(optim, expected):
     assert [learning_rate(optim, i) for i in range(len(expected))] == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-def by_transformers(schedule, warmup, steps, ratio, count):
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)
-    made = {
-        "constant": lambda: get_constant_schedule_with_warmup(optimizer, warmup),
-        "linear": lambda: get_linear_schedule_with_warmup(optimizer, warmup, steps),
-        "cosine": lambda: get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=ratio),
-    }[schedule]()
-    found = []
-    for _ in range(count):
-        found.append(made.get_last_lr()[0])
-        optimizer.step()
-        made.step()
-    return found
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("steps", [8, 40])
-@pytest.mark.parametrize(("schedule", "ratio"), [("constant", 0.0), ("linear", 0.0), ("cosine", 0.0), ("cosine", 0.1)])
-def test_decay_equals_transformers(schedule, ratio, steps, warmup):
-    """Compare after the warm-up, which starts at 0 in transformers and at lr / warmup_steps here."""
-    optim = OptimConfig(3e-4, warmup_steps=warmup, lr_schedule=schedule, lr_decay_steps=steps, min_lr_ratio=ratio)
-    expected = by_transformers(schedule, warmup, steps, ratio, steps + 1)
-    found = [learning_rate(optim, i) for i in range(steps + 1)]
-    assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-12, abs=1e-18)
-    assert found[:warmup] == pytest.approx(expected[1 : warmup + 1], rel=1e-12)
-
-
-def trainer_of(model, processes, changes, tmp_path=None):
-    base = {
-        "run": {"seed": 3, "dir": str(tmp_path)},
-        "rollout": {"n": 8, "prompts": 3},
-        "reward": {"cut_off_factor": 1.0},
-        "algo": {"mini_batches": 2},
-        "train": {"steps": 5},
-        "theory": {"every": 0},
-    }
-    trainer = make_trainer(model[0], processes, configured({**base, **changes}), fakes.Engine())
-    trainer.runner = replace(trainer.runner, pool=Pool())
-    trainer.held_out = []
-    trainer.sync_weights()
-    return trainer
-
-
 def last_rates(trainer, plan):
     """Return the learning rate of the last optimizer step of each step; plan: whether a step has a signal."""
     found = []
@@ -108,7 +60,8 @@ def last_rates(trainer, plan):
 
 def test_decay_spans_the_run_and_continues_after_resume(processes, model, tmp_path):
     """Five steps of two updates each. The third step has no update, so the run ends at update 8 of 10."""
-    changes = {"optim": {"lr": 1e-3, "lr_schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2}}
+    optim = {"lr_schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2}
+    changes = {"optim": optim, "train": {"steps": 5}}
     whole = trainer_of(model, processes, changes, tmp_path)
     found = last_rates(whole, (True, True, False))
     whole.save()
@@ -128,7 +81,8 @@ def test_actor_and_critic_decay_over_their_own_updates(processes, model):
     changes = {
         "algo": {"advantage": "gae", "mini_batches": 2},
         "critic": {"lr": 4e-3, "lr_warmup_steps": 0, "warmup_steps": 2},
-        "optim": {"lr": 1e-3, "lr_schedule": "cosine"},
+        "optim": {"lr_schedule": "cosine", "warmup_steps": 0},
+        "train": {"steps": 5},
     }
     found = last_rates(trainer_of(model, processes, changes), (True,) * 5)
     critic = [4e-3 * (1 + math.cos(math.pi * u / 10)) / 2 for u in (1, 3, 5, 7, 9)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fakes
 import pytest
+import tiny
 import torch
 from dist.steps import configured, make_trainer
 
@@ -16,12 +17,6 @@ N, PROMPTS, BUDGET, MOST = 16, 2, 4, 12
 def response(seed: int, step: int, prompt, sibling: int) -> list[int]:
     (drawn,) = fakes.draws(stream_key(seed, step, prompt.id), [sibling], MOST)
     return drawn[: drawn.index(fakes.STOP) + 1] if fakes.STOP in drawn else drawn
-
-
-def log_probs(model, prompt: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.cat((prompt, row))[None]).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1)[torch.arange(len(row)), row]
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -55,7 +50,7 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
             sampled = torch.tensor([fakes.log_prob(t, v) for t, v in zip(row.tolist(), versions, strict=True)])
             assert torch.equal(made.rollout_log_probs[i], sampled)
             stale += versions[0] < taken[step]
-            current = log_probs(model[1], prompt, row)
+            current = tiny.log_probs(model[1], prompt, row)
             if updates > 1:
                 torch.testing.assert_close(made.old_log_probs[i], current, atol=1e-4, rtol=0)
             weight = (current - sampled).exp()

@@ -50,14 +50,19 @@ def test_short_answers(right, response, reference, metadata):
         ("NH_4^+", r"\ce{NH4+}", "NH_4^-"),
         ("v0 t", "v_{0} t", "v^0 t"),
         ("x^2", "$x^2$", "x2"),
-        ("m^{-1}", "m⁻¹", "m-1"),
+        ("m^-1", "m⁻¹", "m-1"),
+        ("x^2", "x^{2}", "x^{2y}"),
+        ("x^2y", "x²y", "x^{2y}"),
+        ("e^-x", "$e^{-x}$", "e^{x}"),
+        ("2^{n} - 1", "2^n - 1", "2^{n-1}"),
+        ("x^12", "x¹²", "x^{1}2"),
         ("5 μm", r"5\,\mu\text{m}", "5 mm"),
         ("2.5 microseconds", r"$2.50\ \mu\mathrm{s}$", r"2.5\,\mu\text{g}"),
         (r"3\,\mu\text{L}", "3 \u00b5L", "3 L"),
         ("mu and sigma", r"\mu and sigma", "micro and sigma"),
     ],
 )
-def test_indices_charges_and_micro(reference, equal, different):
+def test_indices_charges_exponents_and_micro(reference, equal, different):
     assert (verify(equal, row(reference)).reward, verify(different, row(reference)).reward) == (1, 0)
 
 

@@ -94,10 +94,7 @@ def test_log_probs_are_those_of_the_sampling_distribution(pair):
         assert [r.index for r in group] == list(range(40))
         for rollout in group:
             assert rollout.spans == ((3, len(rollout.token_ids)),)
-            ids = torch.tensor([*prompt.token_ids, *rollout.token_ids.tolist()])
-            with torch.no_grad():
-                logits = pair[1](ids[None]).logits[0, len(prompt.token_ids) - 1 : -1]
-            expected = (logits / 0.8).log_softmax(-1).gather(-1, rollout.token_ids[:, None]).squeeze(-1)
+            expected = tiny.log_probs(pair[1], prompt.token_ids, rollout.token_ids, 0.8)
             torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
             body = rollout.token_ids[:-1].tolist()
             last = int(rollout.token_ids[-1])
@@ -201,19 +198,6 @@ def test_rollouts_from_a_supply_equal_those_of_one_call(one, memory, ops):
     assert [len(found) for found in nothing.generate([], sampling, supply=Drawer(pieces[:2], 16))] == [8, 8]
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1, 0), (0.8, 0.9, 0), (1.2, 0.95, 20), (0, 1, 0)])
-def test_both_samplers_draw_the_same_tokens(one, temperature, top_p, top_k):
-    sampling = Sampling(temperature, top_p, top_k, 30, STOPS)
-    asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
-    reference = make_engine(*one).generate(asked, sampling)
-    fused = make_engine(*one, sample=fused_decode.sample_tokens).generate(asked, sampling)
-    for a, b in zip(reference, fused, strict=True):
-        assert same_tokens(a, b) >= 0.98  # others differ if the uniform is within rounding of a step of the CDF
-        for x, y in zip(a, b, strict=True):
-            if torch.equal(x.token_ids, y.token_ids):
-                torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("sample", [sample_tokens, fused_decode.sample_tokens])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_without_a_distribution_ends_the_call(one, sample, value):
@@ -225,24 +209,6 @@ def test_a_row_without_a_distribution_ends_the_call(one, sample, value):
         make_engine(*one, sample=broken).generate([Request(prompts()[0], 1, 4)], Sampling(1, 1, 0, 5, ()))
 
 
-def test_first_token_frequencies_follow_the_softmax(one):
-    engine = make_engine(*one)
-    prompt = prompts()[0]
-    n = 20_000
-    engine.max_rows = n
-    (group,) = engine.generate([Request(prompt, 5, n)], Sampling(2.0, 1, 0, 1, ()))
-    with torch.no_grad():
-        expected = (one[1](torch.tensor([prompt.token_ids])).logits[0, -1].double() / 2.0).softmax(-1)
-    counts = torch.bincount(torch.cat([r.token_ids for r in group]), minlength=tiny.VOCAB)
-    # Rare tokens are pooled, so that every expected count is at least 5.
-    rare = expected * n < 5
-    observed = torch.cat((counts[~rare], counts[rare].sum()[None])).double()
-    means = torch.cat((expected[~rare], expected[rare].sum()[None])) * n
-    chi_square = ((observed - means).square() / means.clamp(min=1e-9)).sum()
-    degrees = len(means) - 1
-    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5  # four standard deviations
-
-
 def test_sleep_drops_the_weights(one):
     engine = make_engine(*one)
     engine.sleep()
@@ -251,9 +217,12 @@ def test_sleep_drops_the_weights(one):
         engine.generate([Request(prompts()[0], 1, 1)], Sampling(1, 1, 0, 5, ()))
 
 
-def test_context_overflow_is_an_error(one):
+def test_context_overflow_and_stop_strings_without_a_decoder_are_errors(one):
+    asked = [Request(prompts()[0], 1, 1)]
     with pytest.raises(UserError, match="exceeds the model's context of 256"):
-        make_engine(*one).generate([Request(prompts()[0], 1, 1)], Sampling(1, 1, 0, 254, ()))
+        make_engine(*one).generate(asked, Sampling(1, 1, 0, 254, ()))
+    with pytest.raises(ValueError, match="stop strings need"):
+        make_engine(*one).generate(asked, Sampling(1, 1, 0, 3, (), ("z",)))
 
 
 class Watching:
@@ -360,26 +329,7 @@ def test_a_withdrawn_request_ends_and_the_others_do_not(one, ops):
     assert gone[0].token_ids.tolist() == whole.token_ids[: len(gone[0].token_ids)].tolist()
 
 
-def test_stop_strings_end_a_response_at_the_token_that_completes_one(one):
-    def decode(ids):
-        return "".join(chr(97 + i % 26) for i in ids)
-
-    strings = ("abc", "z", "mn")
-    engine = make_engine(*one, decode=decode)
-    (free,) = engine.generate([Request(prompts()[0], 9, 200)], Sampling(2.0, 1, 0, 30, ()))
-    (group,) = engine.generate([Request(prompts()[0], 9, 200)], Sampling(2.0, 1, 0, 30, (), strings))
-    for a, b in zip(free, group, strict=True):
-        text = decode(a.token_ids.tolist())
-        ends = [text.find(s) + len(s) for s in strings if s in text]
-        assert b.token_ids.tolist() == a.token_ids.tolist()[: min(ends, default=30)]
-        assert b.finish == ("stop" if ends else "length")
-    assert {r.finish for r in group} == {"stop", "length"}
-    with pytest.raises(ValueError, match="stop strings need"):
-        make_engine(*one).generate([Request(prompts()[0], 9, 2)], Sampling(1, 1, 0, 3, (), strings))
-
-
 def test_bfloat16_stays_near_float32(pair):
-    model = pair[1]
     if read_shape(pair[0]).experts:
         pytest.skip("rounding changes the experts of some tokens; see dist/test_experts.py")
     asked = [Request(p, 7, 20) for p in prompts()]
@@ -387,10 +337,7 @@ def test_bfloat16_stays_near_float32(pair):
         groups = make_engine(*pair, ops=ops, dtype=torch.bfloat16).generate(asked, Sampling(1.0, 1, 0, 20, ()))
         for prompt, group in zip(prompts(), groups, strict=True):
             for r in group:
-                ids = torch.tensor([*prompt.token_ids, *r.token_ids.tolist()])
-                with torch.no_grad():
-                    logits = model(ids[None]).logits[0, len(prompt.token_ids) - 1 : -1]
-                expected = logits.log_softmax(-1).gather(-1, r.token_ids[:, None]).squeeze(-1)
+                expected = tiny.log_probs(pair[1], prompt.token_ids, r.token_ids)
                 assert (r.log_probs - expected).abs().mean() < 0.1
 
 
@@ -414,23 +361,17 @@ ROUTED = [Request(replace(p, token_ids=prompts((70,))[0].token_ids + p.token_ids
 ROUTED = [Request(prompts()[2], 5, 6), *ROUTED]
 
 
-def by_transformers(model, prompt, rollout):
-    """Return log-probs [G] and experts [prompt + G - 1, layers, k] of a rollout."""
-    with torch.no_grad():
-        ids = torch.tensor([*prompt.token_ids, *rollout.token_ids.tolist()])
-        found = model(ids[None], output_router_logits=True)
-    log_probs = found.logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
-    routes = [x[:-1].topk(model.config.num_experts_per_tok).indices for x in found.router_logits]
-    return log_probs.gather(-1, rollout.token_ids[:, None]).squeeze(-1), torch.stack(routes, dim=1)
-
-
 def assert_routes(model, groups, dtype=torch.uint8):
     """Compare the experts and the log-probs of sampled tokens with transformers."""
     for request, group in zip(ROUTED, groups, strict=True):
         for rollout in group:
-            log_probs, routes = by_transformers(model, request.prompt, rollout)
-            assert torch.equal(rollout.routes, routes.to(dtype))
+            ids = torch.tensor([[*request.prompt.token_ids, *rollout.token_ids.tolist()]])
+            with torch.no_grad():
+                logits = model(ids, output_router_logits=True).router_logits
+            routes = [x[:-1].topk(model.config.num_experts_per_tok).indices for x in logits]
+            assert torch.equal(rollout.routes, torch.stack(routes, dim=1).to(dtype))
             sampled = rollout.log_probs != 0  # not the tokens of an observation
+            log_probs = tiny.log_probs(model, request.prompt.token_ids, rollout.token_ids)
             torch.testing.assert_close(rollout.log_probs[sampled], log_probs[sampled], atol=5e-5, rtol=0)
 
 

@@ -10,15 +10,12 @@ import tiny
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from unit.rollout.native.test_engine import make_engine
 
 from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.tokenizers import load_tokenizer
-from megatron_brorl.families.shape import read_shape
-from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused import decode as fused_decode
-from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.types import Prompt
 
 SIZE, PADDED = 512, 576
@@ -78,13 +75,7 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(padded):
 def test_padded_ids_are_sampled_with_the_models_probabilities(padded):
     """Log-probs equal transformers' softmax over the whole vocabulary, and additional ids end no response."""
     directory, tokenizer, decode, module = padded
-    sample = fused_decode.sample_tokens
-    ops = FusedDecode()
-    shape = read_shape(directory)
-    names = hf_shapes(shape)
-    cpu = torch.device("cpu")
-    engine = TorchEngine(shape, names, cpu, torch.float32, 100, sample, ops, decode=tokenizer.decode)
-    engine.update_weights([(n, p) for n, p in module.state_dict().items() if n in names], 0)
+    engine = make_engine(directory, module, 100, fused_decode.sample_tokens, decode=tokenizer.decode)
     prompt = Prompt("p", "", (5, 9, 14), None, "exact")
     asked = [Request(prompt, 7, 64)]
     (free,) = engine.generate(asked, Sampling(1.0, 1.0, 0, 24, ()))
@@ -94,10 +85,7 @@ def test_padded_ids_are_sampled_with_the_models_probabilities(padded):
         ends = [t for t in range(1, 25) if any(s in decode(ids[:t]) for s in STOP_STRINGS)]
         assert b.token_ids.tolist() == ids[: min(ends, default=24)]
         assert b.finish == ("stop" if ends else "length")
-        with torch.no_grad():
-            logits = module(torch.tensor([[*prompt.token_ids, *ids]])).logits[0, 2:-1]
-        assert logits.shape == (24, PADDED)
-        expected = logits.log_softmax(-1).gather(-1, a.token_ids[:, None]).squeeze(-1)
+        expected = tiny.log_probs(module, prompt.token_ids, ids)
         torch.testing.assert_close(a.log_probs, expected, atol=1e-4, rtol=0)
     assert {b.finish for b in group} == {"stop", "length"}
     assert sum(int((r.token_ids >= SIZE).sum()) for r in free) > 50

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from unit.rollout.native.test_engine import make_engine
 
-from megatron_brorl.families.shape import read_shape
-from megatron_brorl.models.weights.names import hf_shapes
-from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.types import Prompt
 
 
 def test_kv_usage_counts_pages(model):
     """Two rollouts of 40 tokens after one page of prompt need a page each for every 16 tokens."""
-    shape = read_shape(model[0])
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 8, sample_tokens)
-    engine.update_weights([(n, p) for n, p in model[1].state_dict().items() if n in engine.names], version=0)
+    engine = make_engine(*model, 8)
     assert engine.kv_usage() is None
     prompt = Prompt("p", "", (3, 4, 5), None, "exact")
     for _ in range(2):  # a second call starts from 0
@@ -34,9 +28,7 @@ def test_kv_usage_counts_pages(model):
 @pytest.mark.parametrize("rows", [8, 2])
 def test_kv_usage_counts_shared_prompts(model, rows):
     """Two rollouts after 3 tokens and three after 5: one of each computes the prompt, even if not all fit at once."""
-    shape = read_shape(model[0])
-    engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, rows, sample_tokens)
-    engine.update_weights([(n, p) for n, p in model[1].state_dict().items() if n in engine.names], version=0)
+    engine = make_engine(*model, rows)
     short, long = Prompt("p", "", (3, 4, 5), None, "exact"), Prompt("q", "", (3, 4, 5, 6, 7), None, "exact")
     for _ in range(2):  # a second call starts from 0
         done = engine.generate([Request(short, 1, 2), Request(long, 2, 3)], Sampling(1.0, 1.0, 0, 4, ()))

@@ -7,14 +7,12 @@ import random
 import pytest
 import tiny
 import torch
+from unit.rollout.native.test_engine import make_engine
 
 from megatron_brorl.families.shape import read_shape
-from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused import decode as fused_decode
-from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native import decoder
-from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import Prompt
 
@@ -82,22 +80,6 @@ def instruction(counts, shared, seed=0):
     ]
 
 
-def engine_of(model, rows=64, memory=0):
-    shape = read_shape(model[0])
-    engine = TorchEngine(
-        shape,
-        hf_shapes(shape),
-        torch.device("cpu"),
-        torch.float32,
-        rows,
-        fused_decode.sample_tokens,
-        FusedDecode(),
-        memory,
-    )
-    engine.update_weights([(n, p) for n, p in model[1].state_dict().items() if n in engine.names], version=0)
-    return engine
-
-
 @pytest.mark.parametrize("family", [("qwen2", True), ("gemma3", False)], ids=str)
 @pytest.mark.parametrize(("rows", "queries"), [(64, 1024), (3, 1024), (64, 7)])
 def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, rows, queries, monkeypatch):
@@ -105,7 +87,7 @@ def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, ro
     monkeypatch.setattr(decoder, "QUERIES", queries)
     model = tmp_path, tiny.make_model(tmp_path, *family)
     asked = instruction((150, 170, 131, 215, 140), 130)
-    engine = engine_of(model, rows)
+    engine = make_engine(*model, rows, fused_decode.sample_tokens)
     groups = engine.generate([Request(p, 5, 4) for p in asked], Sampling(1.0, 1.0, 0, 12, (2,)))
     usage = engine.kv_usage()
     # Two blocks are computed once, and the rest of a prompt once for its four rollouts.
@@ -114,17 +96,14 @@ def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, ro
     assert shared == 4 * 2 * BLOCK if rows == 64 else 3 * 2 * BLOCK <= shared <= 4 * 2 * BLOCK
     for prompt, group in zip(asked, groups, strict=True):
         for rollout in group:
-            ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids.tolist()]])
-            with torch.no_grad():
-                logits = model[1](ids).logits[0, len(prompt.token_ids) - 1 : -1]
-            expected = logits.log_softmax(-1).gather(-1, rollout.token_ids[:, None])[:, 0]
+            expected = tiny.log_probs(model[1], prompt.token_ids, rollout.token_ids)
             torch.testing.assert_close(rollout.log_probs, expected, atol=2e-4, rtol=0)
 
 
 def test_continued_rollouts_reuse_the_shared_prefix(model):
     """Rollouts cut after 5 tokens continue with the greedy tokens of an uncut call and reuse the shared prefix."""
     asked = instruction((140, 150), 128)
-    engine = engine_of(model)
+    engine = make_engine(*model, 64, fused_decode.sample_tokens)
     greedy = Sampling(0.0, 1.0, 0, 20, ())
     whole = engine.generate([Request(p, 1, 1) for p in asked], greedy)
     cut = engine.generate([Request(p, 1, 1) for p in asked], Sampling(0.0, 1.0, 0, 20, (), tokens_per_call=5))
