@@ -121,13 +121,7 @@ def test_a_preempted_job_saves_and_is_requeued(smoke, tmp_path, request):
     directory = tmp_path / "run"
     shutil.copytree(f"{smoke}_model", tmp_path / "run_model")
     standin = {"STANDIN_TASKS": "2", "STANDIN_LOG": str(log)}
-    command = [
-        "sbatch",
-        SLURM / "preemptible.sbatch",
-        "--smoke",
-        f"run.dir={directory}",
-        *FEWER,
-    ]
+    command = ["sbatch", SLURM / "preemptible.sbatch", "--smoke", f"run.dir={directory}", *FEWER]
     job = begin(*command, "train.steps=5000", **standin)
     request.addfinalizer(lambda: kill(job))
     wait_for(job, "train 1/5000")

@@ -17,10 +17,7 @@ from slurm.one_node import OneNode, missing
 
 SCRIPT = "examples/brorl_1.5b.sh"
 TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(missing()), reason=f"no Slurm here ({missing()} missing)"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"no Slurm here ({missing()} missing)")]
 
 
 @pytest.fixture(scope="module")

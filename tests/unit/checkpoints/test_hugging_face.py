@@ -70,11 +70,7 @@ def a_tensor_in_another_shard(one: Path, sharded: Path) -> Path:
     return sharded
 
 
-READ = [
-    index_next_to_one_file,
-    a_tensor_that_the_index_lacks,
-    a_tensor_in_another_shard,
-]
+READ = [index_next_to_one_file, a_tensor_that_the_index_lacks, a_tensor_in_another_shard]
 
 
 def copies(made: Path, tmp_path: Path) -> tuple[Path, Path]:

@@ -84,10 +84,7 @@ def test_a_run_without_evaluation():
     ("own", "front"),
     [
         (None, {"license": "other"}),
-        (
-            "license: llama3\nbase_model: meta-llama/Llama-3",
-            {"license": "llama3", "base_model": "meta-llama/Llama-3"},
-        ),
+        ("license: llama3\nbase_model: meta-llama/Llama-3", {"license": "llama3", "base_model": "meta-llama/Llama-3"}),
         (
             "license: other\nlicense_name: theirs\nlicense_link: https://example.org/terms",
             {"license": "other", "license_name": "theirs", "license_link": "https://example.org/terms"},

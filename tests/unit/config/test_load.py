@@ -76,10 +76,7 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
             "[train]\npeft_config = 8",
             "train.peft_config; this trainer calls it lora.rank (and lora.alpha for lora_alpha)",
         ),
-        (
-            "[[data.tasks]]\nname = 'gcd'\nwheight = 2",
-            "key data.tasks[0].wheight; did you mean data.tasks[].weight?",
-        ),
+        ("[[data.tasks]]\nname = 'gcd'\nwheight = 2", "key data.tasks[0].wheight; did you mean data.tasks[].weight?"),
         ("[[data.tasks]]\nweight = 2", "data.tasks[0].name is missing"),
         ("[data]\nmixture = [{files = ['b']}]", "data.mixture[0].weight is missing"),
         ("[data]\nmixture = [{files = ['b'], weight = 0}]", "data.mixture[0].weight = 0: must be greater than 0"),

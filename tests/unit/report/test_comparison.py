@@ -63,13 +63,7 @@ def test_comparison_against_values_by_hand(tmp_path):
     assert [line.get_xdata()[0] for line in figure.axes[2].lines][-2:] == pytest.approx([12.0, 11.0])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "contains no prompts"),
-        ("[1]", "not written by `brorl evaluate`"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [("", "contains no prompts"), ("[1]", "not written by `brorl evaluate`")])
 def test_a_file_without_answers_is_refused(tmp_path, text, message):
     (tmp_path / "x.jsonl").write_text(text + "\n" if text else "", encoding="utf-8")
     with pytest.raises(UserError) as caught:
