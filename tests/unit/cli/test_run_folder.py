@@ -85,9 +85,9 @@ def tables(overrides):
     ],
 )
 def test_allowed_changes_are_listed(before, after, expected):
-    found = changes(tables(before), tables(after))
-    assert found == expected
-    line = change_line(found)
+    listed = changes(tables(before), tables(after))
+    assert listed == expected
+    line = change_line(listed)
     assert line.count(" -> ") == len(expected)
     assert all(f"{path} = {json.dumps(old)} -> {json.dumps(new)}" in line for path, (old, new) in expected.items())
 
