@@ -16,30 +16,16 @@ GSM8K = [{"question": f"Ann has {i} nuts and gets {i}. How many?", "answer": f"#
 DEEPSCALER = [{"problem": f"Find ${i}^2$.", "answer": str(i * i), "solution": ""} for i in range(13)]
 OWN = [{"q": f"Größe von {i} Äpfeln?", "a": f"{i} ✓"} for i in range(11)]
 TOML = """
-[data]
-template = "{{prompt}} "
-[[data.mixture]]
-name = "school"
-files = ["{gsm8k}"]
-weight = 0.5
-[[data.mixture]]
-files = ["{deepscaler}"]
-weight = 0.3
-[[data.mixture]]
-files = ["{own}"]
-weight = 0.2
-verifier = "exact"
-[rollout]
-n = 4
-prompts = 10
-max_tokens = 4
-[reward]
-workers = 1
-[algo]
-dynamic_sampling = false
-[train]
-steps = 2
-tokens_per_micro_batch = 600
+data.template = "{{prompt}} "
+data.mixture = [
+  {{ name = "school", files = ["{gsm8k}"], weight = 0.5 }},
+  {{ files = ["{deepscaler}"], weight = 0.3 }},
+  {{ files = ["{own}"], weight = 0.2, verifier = "exact" }},
+]
+rollout = {{ n = 4, prompts = 10, max_tokens = 4 }}
+reward.workers = 1
+algo.dynamic_sampling = false
+train = {{ steps = 2, tokens_per_micro_batch = 600 }}
 """
 
 
@@ -48,17 +34,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return configuration and model of a run on three prepared files."""
     folder = tmp_path_factory.mktemp("data")
     files = {}
-    for name, raw, options in (
-        ("gsm8k", GSM8K, []),
-        ("deepscaler", DEEPSCALER, []),
-        ("custom", OWN, ["--prompt", "q", "--answer", "a"]),
-    ):
+    own = ["--prompt", "q", "--answer", "a"]
+    for name, raw, options in (("gsm8k", GSM8K, []), ("deepscaler", DEEPSCALER, []), ("custom", OWN, own)):
         source = folder / f"{name}.raw.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in raw))
         files[name] = folder / f"{name}.jsonl"
-        with pytest.raises(SystemExit) as e:
+        with pytest.raises(SystemExit, match=r"^0$"):
             main(["data", "prepare", name, str(source), "--out", str(files[name]), *options])
-        assert e.value.code == 0
 
     config = folder / "run.toml"
     config.write_text(TOML.format(gsm8k=files["gsm8k"], deepscaler=files["deepscaler"], own=files["custom"]))

@@ -73,10 +73,14 @@ def test_log_probs_are_those_of_transformers(model):
 
 
 def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
-    """Compare the first greedy token with transformers. Special tokens of a response are part of its text."""
+    """Compare the first greedy token with transformers. Special tokens of a response are part of its text.
+
+    test_stop_ids.py compares the stop tokens of a model with transformers.
+    """
     directory, made = model
     shutil.copytree(directory, tmp_path / "model")
     make_hf(tmp_path / "model", chat_template=CHAT + "{% if not enable_thinking %}7 + 7{% endif %}")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     reader = AutoTokenizer.from_pretrained(tmp_path / "model")
     messages, firsts = [{"role": "user", "content": "12 + 7"}], []
     with Engine.from_pretrained(tmp_path / "model") as engine:
@@ -92,7 +96,12 @@ def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
         # All tokens are sampled, including special ones.
         [rows] = engine.sample(["1"], n=400, max_tokens=1, temperature=50.0, stop=("<|user|>",))
     assert firsts[0] != firsts[1]
-    for token, text, finish in ((2, "<|user|>", "stop"), (3, "<|assistant|>", "length"), (1, "", "stop")):
+    for token, text, finish in (
+        (2, "<|user|>", "stop"),
+        (3, "<|assistant|>", "length"),
+        (1, "", "stop"),
+        (7, "", "stop"),
+    ):
         assert {(row.text, row.finish) for row in rows if row.token_ids == (token,)} == {(text, finish)}
 
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,62 +170,48 @@ def test_the_hash_of_a_sharded_model(made):
     assert hugging_face.weights_sha256(made / "hf") == expected
 
 
-def cut_file(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-
-
 def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def wrong_width(folder: Path) -> None:
-    edit(folder / "hf/config.json", intermediate_size=96)
+def wrong_width(path: Path) -> None:
+    edit(path, intermediate_size=96)
 
 
 def mixed_types(folder: Path) -> None:
-    for path in (folder / "hf").glob("*.safetensors"):
+    for path in folder.glob("*.safetensors"):
         tensors = {n: t.bfloat16() if "k_proj.weight" in n else t for n, t in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def lose_a_rank(folder: Path) -> None:
-    (folder / "megatron/__3_0.distcp").unlink()
+def cut_file(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
 
-def flip_a_byte(folder: Path) -> None:
-    path = folder / "megatron/__1_0.distcp"
+def flip_a_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def without_manifest(change: Callable[[Path], None]) -> Callable[[Path], None]:
-    def changed(folder: Path) -> None:
-        (folder / "megatron/manifest.json").unlink()
-        change(folder / "megatron")
-
-    return changed
-
-
-FAULTS = [
-    (wrong_width, "hf", "gate_proj.weight has shape [88, 48], config.json implies [96, 48]"),
-    (mixed_types, "hf", "differ in type (BF16, F32)"),
-    (lose_a_rank, "megatron", "__3_0.distcp is missing"),
-    (flip_a_byte, "megatron", "__1_0.distcp is damaged"),
-    (without_manifest(lambda d: cut_file(d / "__2_0.distcp")), "megatron", "a file is missing or damaged"),
-    (without_manifest(lambda d: cut_file(d / ".metadata")), "megatron", ".metadata: not readable"),
-    (
-        without_manifest(lambda d: edit(d / "hf/config.json", intermediate_size=96)),
-        "megatron",
-        "mlp.linear_fc1.weight has shape",
-    ),
-    (without_manifest(lambda d: shutil.rmtree(d / "hf")), "megatron", "--config"),
-]
-
-
-@pytest.mark.parametrize(("change", "source", "part"), FAULTS)
-def test_a_damaged_source_is_named_and_no_files_are_left(copy, change, source, part):
-    change(copy)
+@pytest.mark.parametrize(
+    ("place", "damage", "has_manifest", "part"),
+    [
+        ("hf/config.json", wrong_width, True, "gate_proj.weight has shape [88, 48], config.json implies [96, 48]"),
+        ("hf", mixed_types, True, "differ in type (BF16, F32)"),
+        ("megatron/__3_0.distcp", Path.unlink, True, "__3_0.distcp is missing"),
+        ("megatron/__1_0.distcp", flip_a_byte, True, "__1_0.distcp is damaged"),
+        ("megatron/__2_0.distcp", cut_file, False, "a file is missing or damaged"),
+        ("megatron/.metadata", cut_file, False, ".metadata: not readable"),
+        ("megatron/hf/config.json", wrong_width, False, "mlp.linear_fc1.weight has shape"),
+        ("megatron/hf", shutil.rmtree, False, "--config"),
+    ],
+)
+def test_a_damaged_source_is_named_and_no_files_are_left(copy, place, damage, has_manifest, part):
+    if not has_manifest:
+        (copy / "megatron/manifest.json").unlink()
+    damage(copy / place)
+    source = place.partition("/")[0]
     with pytest.raises(UserError, match=f"{copy / source}.*{re.escape(part)}"):
         to_megatron(copy / "hf", copy / "out", 2, 1) if source == "hf" else to_hf(copy / "megatron", copy / "out")
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]

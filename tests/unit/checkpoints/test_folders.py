@@ -75,7 +75,9 @@ def test_a_missing_newest_checkpoint_is_an_error(save, tmp_path):
 
 def test_a_checkpoint_with_a_broken_run_json_is_damaged(save, tmp_path):
     file = save(1) / "run.json"
-    for damage, problem in ((lambda: file.write_text("{"), "damaged"), (file.unlink, "missing")):
-        damage()
-        with pytest.raises(UserError, match=rf"step_00000001: run\.json is {problem}"):
-            checkpoint.find(tmp_path)
+    file.write_text("{")
+    with pytest.raises(UserError, match=r"step_00000001: run\.json is damaged"):
+        checkpoint.find(tmp_path)
+    file.unlink()
+    with pytest.raises(UserError, match=r"step_00000001: run\.json is missing"):
+        checkpoint.find(tmp_path)

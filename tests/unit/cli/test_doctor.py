@@ -55,7 +55,12 @@ def patch(target, name, result):
 def disk_usage(gpu=False, **amounts):
     usage = patch(preflight.shutil, "disk_usage", shutil.disk_usage("/")._replace(**amounts))
     device = patch(torch.cuda, "is_available", gpu)
-    return lambda monkeypatch: (usage(monkeypatch), device(monkeypatch))
+
+    def replace(monkeypatch):
+        usage(monkeypatch)
+        device(monkeypatch)
+
+    return replace
 
 
 def no_kernels(monkeypatch):
