@@ -1,6 +1,7 @@
 """Whole runs with engine processes that use the fake TensorRT-LLM of tests/contract/double.
 
-dist/test_weight_sync_of_layouts.py compares the weights of engines and actor in all layouts.
+test_weight_sync_of_layouts.py compares the weights of engines and actor in all layouts, and test_shared_engine.py the
+steps of ranks that share an engine.
 """
 
 from __future__ import annotations
@@ -61,12 +62,6 @@ def test_steps_with_an_engine_per_rank(two_engines, warm):
     assert all(line["logprob_gap_max"] <= 1e-4 for line in lines)
     trained, before = (load_file(d / "model.safetensors") for d in (two_engines / "model", warm))
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trained.items())
-
-
-def test_one_engine_for_two_ranks(two_engines, config, warm, tmp_path):
-    train(config, warm, tmp_path, "engine.tensor=2")
-    assert pids(tmp_path) == ["rank_0.log"]
-    assert_same_runs(tmp_path, two_engines)
 
 
 def test_a_killed_engine_changes_no_result(two_engines, config, warm, tmp_path):

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from conversions import (
     to_megatron,
     weights,
 )
+from full_disk import file_size_limit
 from random_model import write_random_model
 from safetensors.torch import load_file, save_file
 
@@ -218,14 +218,9 @@ def test_a_damaged_source_is_named_and_no_files_are_left(copy, place, damage, ha
 
 
 def test_a_full_disk_is_reported_in_one_line(copy):
-    """A limit on the file size makes writes fail as a full disk does."""
-    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(UserError, match=f"^{copy / 'out'}: cannot be written: File too large; free some space"):
-            to_megatron(copy / "hf", copy / "out", 1, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    place = f"^{copy / 'out'}: cannot be written: File too large; free some space"
+    with file_size_limit(100_000), pytest.raises(UserError, match=place):
+        to_megatron(copy / "hf", copy / "out", 1, 1)
     assert sorted(p.name for p in copy.iterdir()) == ["hf", "megatron"]
 
 

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from full_disk import file_size_limit
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.tracking.metrics import MetricsWriter, read_metrics
@@ -86,44 +87,19 @@ def test_a_new_run_renames_the_old_file(tmp_path: Path) -> None:
     assert rewards == {"metrics.1.jsonl": 0.0, "metrics.2.jsonl": 1.0, "metrics.jsonl": 2.0}
 
 
-class _FullDisk:
-    """A raw file that writes half of the data, then raises ENOSPC, until `room` is set."""
-
-    def __init__(self, file) -> None:  # type: ignore[no-untyped-def]
-        self._file, self.room, self._halves = file, False, 0
-        self.closed = False
-
-    def write(self, data: memoryview) -> int:
-        if self.room:
-            return self._file.write(data)
-        self._halves += 1
-        if self._halves % 2:
-            return self._file.write(data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self.closed = True
-        self._file.close()
-
-
 def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsWriter(tmp_path)
-    metrics.write(0, {"reward": 0.0}, {})
-    metrics._file = disk = _FullDisk(metrics._file)  # type: ignore[assignment]
-    metrics.write(1, {"reward": 0.1}, {})
-    assert [row["step"] for row in read_metrics(path)] == [0]  # the incomplete line is skipped
-    metrics.write(2, {"reward": 0.2}, {})
-    disk.room = True
-    metrics.write(3, {"reward": 0.3}, {})
-    metrics.close()
-    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(0, {"reward": 0.0}, {})
+        with file_size_limit(path.stat().st_size + 9):
+            for step in (1, 2):
+                metrics.write(step, {"reward": step / 10}, {})
+                assert [row["step"] for row in read_metrics(path)] == [0]  # the incomplete line is skipped
+        metrics.write(3, {"reward": 0.3}, {})
+    assert [(row["step"], row["reward"]) for row in read_metrics(path)] == [(i, i / 10) for i in range(4)]
     assert path.read_bytes().count(b"\n") == 4
     (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith(f"warning: {path}: No space left on device; training continues; ")
+    assert warning.startswith(f"warning: {path}: File too large; training continues; ")
 
 
 def test_tensorboard_purges_repeated_steps(tmp_path: Path) -> None:
