@@ -62,6 +62,11 @@ def test_repair_completes_a_killed_save(save, tmp_path):
     assert names(tmp_path) == [".mine.writing", "latest", "step_00000002"]
     assert (tmp_path / "latest").read_text() == "step_00000002\n"
 
+    # This save was killed after it wrote `latest`, and before it deleted the old folder.
+    save(3)
+    folders.repair(tmp_path, 3, keep=1)
+    assert names(tmp_path) == [".mine.writing", "latest", "step_00000003"]
+
 
 def test_a_missing_newest_checkpoint_is_an_error(save, tmp_path):
     """A run must not silently continue from an older checkpoint than the one that `latest` names."""
