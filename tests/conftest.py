@@ -19,7 +19,7 @@ from megatron_brorl.parallel import cpu_bridge
 
 TESTS = Path(__file__).parent
 cpu_bridge.disable_compiler()
-sys.path[:0] = [str(TESTS), str(TESTS.parent / "tools")]
+sys.path[:0] = [str(TESTS), *(str(TESTS.parent / folder) for folder in ("tools", "benchmarks"))]
 
 
 _ALONE: list[Any] = []  # the grid of this process, if it has one

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from pathlib import Path
-
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_balance as simulation
+import numpy as np
+import pytest
 
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel.balance import CostModel
@@ -45,8 +41,8 @@ def test_the_efficiency_of_runs_by_hand(of):
             steps[(place if of == "prompts" else sibling) % 8][group // 2] += 1
     expected = sum(step.total() / 64 for step in steps) / sum(max(step.values()) for step in steps)
     algo = AlgoConfig(mini_batches=8, mini_batch_of=of)
-    got = simulation.old_update(outcomes, holder, algo, CostModel(1e-4, 10**6, False), 64)
-    assert got == pytest.approx(expected)
+    efficiency = simulation.old_update(outcomes, holder, algo, CostModel(1e-4, 10**6, False), 64)
+    assert efficiency == pytest.approx(expected)
 
 
 def test_the_quick_table(monkeypatch, tmp_path):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_common
 import bench_step
+import pytest
 
 from megatron_brorl.data.tokenizers import load_tokenizer
 
-KEYS = {"engine", "model", "lengths", "dtype", "tokens_per_s", "peak_mib", "fma_peak_share", "samples_per_s"}
 T4_MATRICES = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 688 * 256) + 4096 * 256
 
 
@@ -28,7 +23,6 @@ def test_rows(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *options.split(), str(out)])
     bench_step.main()
     (row,) = json.loads(out.read_text())
-    assert row.keys() >= KEYS
     assert row["engine"] == "brorl"
     assert set(row["seconds"]) == {"generate", "score", "train", "refit", "step"}
     assert sum(row["seconds"].values()) <= 2.01 * row["seconds"]["step"]  # the phases are parts of the step
@@ -51,6 +45,6 @@ def test_prompts_have_the_requested_tokens(tmp_path):
 
 
 def test_a_step_without_a_signal_is_refused():
-    found = {"steps": [{"reward": 0.5}, {"reward": 0.0}]}
+    result = {"steps": [{"reward": 0.5}, {"reward": 0.0}]}
     with pytest.raises(bench_step.EngineFailed, match="nothing to train on"):
-        bench_step.row("brorl", found, {"n": 2, "response": 1}, 1, 1)
+        bench_step.row("brorl", result, {"n": 2, "response": 1}, 1, 1)

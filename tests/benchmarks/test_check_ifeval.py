@@ -6,20 +6,16 @@ import json
 import sys
 from pathlib import Path
 
+import check_ifeval
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import check_ifeval
-
+INSTRUCTIONS = (
+    (["punctuation:no_comma"], [{}]),
+    (["startend:quotation", "detectable_format:number_bullet_lists"], [{"num_bullets": None}, {"num_bullets": 1}]),
+)
 PUBLISHED = [
-    {"key": 1, "prompt": "a", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
-    {
-        "key": 2,
-        "prompt": "b",
-        "instruction_id_list": ["startend:quotation", "detectable_format:number_bullet_lists"],
-        "kwargs": [{"num_bullets": None}, {"num_bullets": 1}],
-    },
+    {"key": i, "prompt": "a", "instruction_id_list": names, "kwargs": kwargs}
+    for i, (names, kwargs) in enumerate(INSTRUCTIONS)
 ]
 
 

@@ -20,33 +20,14 @@ import metric_faults
 
 REPOSITORY = Path(__file__).parents[2]
 TOML = """
-[data]
-train = ["TRAIN"]
-held_out = ["HELD_OUT"]
-template = "{prompt}="
-verifier = "exact"
-[rollout]
-n = 32
-prompts = 6
-max_tokens = 6
-[reward]
-workers = 1
-extract = "full"
-[algo]
-mini_batches = 2
-[optim]
-lr = 1e-3
-[train]
-steps = 8
-tokens_per_micro_batch = 600
-checkpoint_every = 3
-[evaluate]
-samples = 2
-every = 4
-[sft]
-steps = 60
-examples_per_step = 64
-lr = 3e-3
+data = { train = ["TRAIN"], held_out = ["HELD_OUT"], template = "{prompt}=", verifier = "exact" }
+rollout = { n = 32, prompts = 6, max_tokens = 6 }
+reward = { workers = 1, extract = "full" }
+algo.mini_batches = 2
+optim.lr = 1e-3
+train = { steps = 8, tokens_per_micro_batch = 600, checkpoint_every = 3 }
+evaluate = { samples = 2, every = 4 }
+sft = { steps = 60, examples_per_step = 64, lr = 3e-3 }
 """
 
 # Words to reverse, and greatest common divisors. Only test_examples.py uses tasks of Reasoning Gym, since importing it

@@ -16,30 +16,16 @@ GSM8K = [{"question": f"Ann has {i} nuts and gets {i}. How many?", "answer": f"#
 DEEPSCALER = [{"problem": f"Find ${i}^2$.", "answer": str(i * i), "solution": ""} for i in range(13)]
 OWN = [{"q": f"Größe von {i} Äpfeln?", "a": f"{i} ✓"} for i in range(11)]
 TOML = """
-[data]
-template = "{{prompt}} "
-[[data.mixture]]
-name = "school"
-files = ["{gsm8k}"]
-weight = 0.5
-[[data.mixture]]
-files = ["{deepscaler}"]
-weight = 0.3
-[[data.mixture]]
-files = ["{own}"]
-weight = 0.2
-verifier = "exact"
-[rollout]
-n = 4
-prompts = 10
-max_tokens = 4
-[reward]
-workers = 1
-[algo]
-dynamic_sampling = false
-[train]
-steps = 2
-tokens_per_micro_batch = 600
+data.template = "{{prompt}} "
+data.mixture = [
+  {{ name = "school", files = ["{gsm8k}"], weight = 0.5 }},
+  {{ files = ["{deepscaler}"], weight = 0.3 }},
+  {{ files = ["{own}"], weight = 0.2, verifier = "exact" }},
+]
+rollout = {{ n = 4, prompts = 10, max_tokens = 4 }}
+reward.workers = 1
+algo.dynamic_sampling = false
+train = {{ steps = 2, tokens_per_micro_batch = 600 }}
 """
 
 
@@ -48,17 +34,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return configuration and model of a run on three prepared files."""
     folder = tmp_path_factory.mktemp("data")
     files = {}
-    for name, raw, options in (
-        ("gsm8k", GSM8K, []),
-        ("deepscaler", DEEPSCALER, []),
-        ("custom", OWN, ["--prompt", "q", "--answer", "a"]),
-    ):
+    own = ["--prompt", "q", "--answer", "a"]
+    for name, raw, options in (("gsm8k", GSM8K, []), ("deepscaler", DEEPSCALER, []), ("custom", OWN, own)):
         source = folder / f"{name}.raw.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in raw))
         files[name] = folder / f"{name}.jsonl"
-        with pytest.raises(SystemExit) as e:
+        with pytest.raises(SystemExit, match=r"^0$"):
             main(["data", "prepare", name, str(source), "--out", str(files[name]), *options])
-        assert e.value.code == 0
 
     config = folder / "run.toml"
     config.write_text(TOML.format(gsm8k=files["gsm8k"], deepscaler=files["deepscaler"], own=files["custom"]))
@@ -66,32 +48,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return config, folder / "model"
 
 
-def prompts_of(run_dir: Path) -> list[tuple[int, str]]:
-    """Return (step, prompt) of every recorded group, in order."""
-    steps = [m for m in entries(run_dir / FOLDER) if m.kind == "step"]
-    return [(m.number, name) for m in steps for name in read_groups(run_dir / FOLDER, m)["prompt_id"].to_pylist()]
-
-
 def test_a_mixture_of_prepared_files(run: tuple[Path, Path], tmp_path: Path) -> None:
+    """On two processes. test_resume.py resumes runs."""
     config, model = run
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = brorl("train", config, f"model.path={model}", f"run.dir={whole}")
+    done = brorl("train", "--processes", 2, config, f"model.path={model}", f"run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "data.mixture[0]: school has 50.0% of the prompts" in done.stderr
-    assert [row["rollouts"] for row in rows(whole)] == [40, 40]
-    assert (whole / "model" / "model.safetensors").is_file()
+    assert [row["rollouts"] for row in rows(tmp_path)] == [40, 40]
+    assert (tmp_path / "model" / "model.safetensors").is_file()
 
     # Each step has 5, 3 and 2 prompts of the sources, and no prompt occurs twice in an epoch.
-    seen = prompts_of(whole)
-    for step in (0, 1):
-        sources = Counter(name.split(":")[0] for s, name in seen if s == step)
-        assert sources == {"gsm8k": 5, "deepscaler": 3, "custom": 2}
-    assert len({name for _, name in seen}) == len(seen) == 20
-
-    # A run that stops after one step and continues, on two processes, has the same prompts.
-    command = ("train", "--processes", "2", config, f"model.path={model}", f"run.dir={parts}")
-    for steps in (1, 2):
-        done = brorl(*command, f"train.steps={steps}")
-        assert done.returncode == 0, done.stderr
-    assert "resumed from" in done.stderr
-    assert prompts_of(parts) == seen
+    steps = [m for m in entries(tmp_path / FOLDER) if m.kind == "step"]
+    prompts = [read_groups(tmp_path / FOLDER, step)["prompt_id"].to_pylist() for step in steps]
+    sources = [Counter(name.split(":")[0] for name in names) for names in prompts]
+    assert sources == [{"gsm8k": 5, "deepscaler": 3, "custom": 2}] * 2
+    assert len({name for names in prompts for name in names}) == 20

@@ -15,12 +15,12 @@ def test_a_student_learns_from_a_teacher_and_resumes_bit_exactly(config, init, w
     train(config, init, tmp_path / "two", *options, "train.steps=3")
     done = train(config, init, tmp_path / "two", *options)
     assert "resumed from" in done.stderr
-    found = rows(tmp_path / "whole")
-    assert rows(tmp_path / "two") == found
-    kl = [row["teacher_kl"] for row in found]
+    lines = rows(tmp_path / "whole")
+    assert rows(tmp_path / "two") == lines
+    kl = [row["teacher_kl"] for row in lines]
     assert kl[-1] < 0.8 * kl[0]
-    assert {row["reward"] for row in found} == {0.0}
-    assert sum(row["updates"] for row in found) == 16
+    assert {row["reward"] for row in lines} == {0.0}
+    assert sum(row["updates"] for row in lines) == 16
 
     # A teacher with the student's weights differs from it by rounding.
     same = [option.replace(str(warm), str(init)) for option in options]

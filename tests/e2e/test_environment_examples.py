@@ -24,7 +24,7 @@ def calculator(turns: list[str], observations: list[str], prompt: str, answer: s
 
 
 def guessing(turns: list[str], observations: list[str], prompt: str, answer: str) -> bool:
-    """Check the hints of a game, and return whether the number was found."""
+    """Check the hints of a game, and return whether the number was guessed."""
     assert int(prompt[:2]) <= int(answer) <= int(prompt[6:8])
     guesses = [int(turn) if re.fullmatch("[0-9]+", turn) else None for turn in turns]
     assert int(answer) not in guesses[:-1]

@@ -1,14 +1,13 @@
-"""Files of runs with LoRA: checkpoints of adapters, run.dir/adapter as PEFT reads it, and conversions."""
+"""Files of runs with LoRA: run.dir/adapter as PEFT reads it, and conversions. test_lora_checkpoints.py resumes runs."""
 
 from __future__ import annotations
 
 import shutil
 
-import psutil
 import pytest
 import torch
 from conversions import weights
-from e2e.runs import brorl, rows, start, train, wait_for
+from e2e.runs import brorl, train
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -59,33 +58,21 @@ def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, warm, tmp_p
     assert done.returncode == 0, done.stderr
     assert "logits equal those of" in done.stderr
 
-    found, expected = (weights(d / "adapter") for d in (tmp_path, adapted))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    converted, expected = (weights(d / "adapter") for d in (tmp_path, adapted))
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
     merged, exported = weights(tmp_path / "model"), weights(adapted / "model")
     assert merged.keys() == exported.keys()
     assert all(torch.allclose(merged[name], tensor, rtol=0, atol=1e-6) for name, tensor in exported.items())
     stored = FileSystemReader(adapted / "checkpoints/step_00000004").read_metadata().state_dict_metadata
-    sizes = {key: found.size.numel() for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
+    sizes = {key: entry.size.numel() for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
     assert all(".lora." in key for key in sizes)
     assert sum(sizes.values()) == 4 * sum(tensor.numel() for tensor in expected.values())
 
 
-def test_a_killed_run_continues_bit_exactly(adapted, config, warm, tmp_path):
-    """SIGKILL ends one rank after the checkpoint of step 2 and one more step."""
-    process = start("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}", *OPTIONS)
-    wait_for(process, "train 3/4")
-    next(p for p in psutil.Process(process.pid).children() if f"run.dir={tmp_path}" in p.cmdline()).kill()
-    process.communicate(timeout=60)
-    assert "resumed from" in train(config, warm, tmp_path, *OPTIONS).stderr
-    assert rows(tmp_path) == rows(adapted)
-    for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (adapted / name).read_bytes(), name
-
-
-def test_what_does_not_fit_is_refused(adapted, config, finished, warm, tmp_path):
+def test_conversions_that_do_not_fit_are_refused(adapted, config, finished, warm, tmp_path):
     """The other base differs from the model in the last bit of one weight."""
-    other, found, out = tmp_path / "other", adapted / "checkpoints/latest", tmp_path / "out"
+    other, latest, out = tmp_path / "other", adapted / "checkpoints/latest", tmp_path / "out"
     shutil.copytree(warm, other)
     data = bytearray((other / "model.safetensors").read_bytes())
     data[-4] ^= 1
@@ -93,10 +80,10 @@ def test_what_does_not_fit_is_refused(adapted, config, finished, warm, tmp_path)
     options = [f"model.path={other}", f"run.dir={adapted}", *OPTIONS, "train.steps=5"]
     for command, words in [
         (["train", config, *options], "other base weights in model.path"),
-        (["convert", "to-hf", found, out, "--config", other], "is not the base model of"),
-        (["convert", "to-peft", found, out, "--config", other], "is not the base model of"),
-        (["convert", "to-hf", found, out], "holds only adapters: give the directory of the base model (--config)"),
-        (["convert", "to-megatron", found, out, "--config", warm], "holds only adapters: convert to-hf"),
+        (["convert", "to-hf", latest, out, "--config", other], "is not the base model of"),
+        (["convert", "to-peft", latest, out, "--config", other], "is not the base model of"),
+        (["convert", "to-hf", latest, out], "holds only adapters: give the directory of the base model (--config)"),
+        (["convert", "to-megatron", latest, out, "--config", warm], "holds only adapters: convert to-hf"),
         (["convert", "to-peft", finished[0] / "checkpoints/latest", out, "--config", warm], "has no adapters"),
     ]:
         done = brorl(*command)

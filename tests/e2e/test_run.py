@@ -36,6 +36,7 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert sum(line["updates"] for line in lines) >= 8
     assert all(line["logprob_gap_max"] <= 1e-4 for line in lines)
     assert all(any(name.startswith("theory_") for name in line) for line in lines)
+    assert not any("reshard_gap_max" in line for line in lines)  # train.verify_reshard is not "always"
     assert [line["step"] for line in lines if "pass_at_1" in line] == [3]
     summary = json.loads((directory / "summary.json").read_text())
     assert metric_faults.of_summary(summary) == []
@@ -56,9 +57,9 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
     # The rollout log has every step and all three evaluations; the console shows three samples of each evaluation.
-    there = entries(directory / "rollouts")
-    assert [m.number for m in there if m.kind == "step"] == list(range(8))
-    assert [m.number for m in there if m.kind == "evaluation"] == [0, 4, 8]
+    moments = entries(directory / "rollouts")
+    assert [m.number for m in moments if m.kind == "step"] == list(range(8))
+    assert [m.number for m in moments if m.kind == "evaluation"] == [0, 4, 8]
     for line in lines:
         groups = read_groups(directory / "rollouts", LogEntry("step", line["step"])).to_pylist()
         assert sum(g["right"] for g in groups) / (6 * 32) == pytest.approx(line["reward"])
@@ -84,29 +85,37 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert trained.generation_config.eos_token_id == library.eos_id()
 
 
-def test_verify_reshard_reports_the_gap_and_ends_a_run_above_the_tolerance(finished, config, warm, tmp_path):
-    """On two pipeline stages; the gap is the difference of log-probs between the engines and the actor."""
-    command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}", "parallel.pipeline=2"]
-    done = brorl(*command, "train.steps=2", "train.verify_reshard=always")
-    assert done.returncode == 0, done.stderr
-    assert all(0 < row["reshard_gap_max"] < 1e-4 for row in rows(tmp_path) if row["trained_tokens"])
-    assert all(row["refit_again"] == 0 for row in rows(tmp_path))
-    assert not any("reshard_gap_max" in row for row in rows(finished[0]))
-    done = brorl(*command, "train.steps=3", "train.verify_reshard=always", "train.verify_tolerance=1e-12")
-    assert done.returncode == 2
-    assert "train.verify_reshard: after version" in done.stderr
-    assert done.stderr.splitlines()[-1].count("train.verify_tolerance = 1e-12") == 1
-
-
 def test_patience_and_the_time_limit_end_a_run(config, warm, tmp_path):
     """With a learning rate of 0 the second evaluation ends the run; a restart adds no step."""
     for _ in range(2):
-        options = ["train.patience=1", "optim.lr=0.0", "evaluate.every=2", "train.steps=50"]
+        options = ["train.patience=1", "optim.lr=0.0", "evaluate.every=2", "train.steps=50", "rollout.n=8"]
         train(config, warm, tmp_path / "stalls", *options)
         assert len(rows(tmp_path / "stalls")) == 4
     assert json.loads((tmp_path / "stalls" / "summary.json").read_text())["steps"] == 4
-    train(config, warm, tmp_path / "time", "train.max_seconds=1e-3", "train.steps=50")
+    train(config, warm, tmp_path / "time", "train.max_seconds=1e-3", "train.steps=50", "rollout.n=8")
     assert len(rows(tmp_path / "time")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "parts"),
+    [
+        ("no answer", "reward.extract=boxed", ["of 64 ", "reward.extract", "\\boxed{...}"]),
+        ("cut off", "rollout.max_tokens=1", ["rollout.max_tokens = 1: raise it"]),
+        ("weights unchanged", "optim.lr=0", ["model.path: optim.lr = 0: raise it"]),
+    ],
+)
+def test_the_last_line_of_a_run_that_learns_nothing_names_the_cause(config, warm, tmp_path, name, override, parts):
+    """test_findings.py checks the other causes."""
+    sizes = ["rollout.n=8", "rollout.prompts=4", "train.steps=2", "evaluate.every=0", "data.held_out_prompts=8"]
+    done = brorl("train", config, f"model.path={warm}", f"run.dir={tmp_path}", *sizes, override)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("warning: ")
+    assert all(part in last for part in parts), last
+    text = (tmp_path / "summary.json").read_text()
+    summary = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    assert summary["findings"][name] == last.removeprefix("warning: ")
+    assert "nan" not in (done.stdout + done.stderr).lower()
 
 
 def test_evaluate_gives_the_result_of_the_run(finished, config, tmp_path):
@@ -159,8 +168,7 @@ def test_a_vocabulary_larger_than_the_tokenizer(config, tmp_path, implementation
 
 def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     """Two files. Another number of processes gives the same answers, so the comparison finds no difference."""
-    sums = tmp_path / "sums.jsonl"
-    words = tmp_path / "words.jsonl"
+    sums, words = tmp_path / "sums.jsonl", tmp_path / "words.jsonl"
     lines = [{"prompt": f"gcd {i},4", "answer": str(math.gcd(i, 4)), "verifier": "exact"} for i in range(1, 7)]
     sums.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words.write_text(json.dumps({"prompt": "abc", "answer": "cba", "id": "w"}) + "\n")
@@ -174,16 +182,14 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     assert f"evaluate.benchmarks (sums_of_6): 6 prompts from {sums}" in one.stderr
     answers = (tmp_path / "one" / "evaluation.jsonl").read_text()
     assert (tmp_path / "two" / "evaluation.jsonl").read_text() == answers
-    found = [json.loads(line) for line in answers.splitlines()]
-    assert [(a["benchmark"], a["id"], a["samples"]) for a in found] == [
-        *(("sums_of_6", f"sums.jsonl:{i}", 4) for i in range(1, 7)),
-        ("words", "w", 4),
-    ]
+    prompts = [json.loads(line) for line in answers.splitlines()]
+    ids = [*(("sums_of_6", f"sums.jsonl:{i}", 4) for i in range(1, 7)), ("words", "w", 4)]
+    assert [(a["benchmark"], a["id"], a["samples"]) for a in prompts] == ids
     result = json.loads((tmp_path / "one" / "evaluation.json").read_text())
     assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "max_tokens": 6}
     assert set(result["pass_at_k"]) == {"1", "2", "4"}
     for name, count in (("sums_of_6", 6), ("words", 1)):
-        mine = [a for a in found if a["benchmark"] == name]
+        mine = [a for a in prompts if a["benchmark"] == name]
         part = result["benchmarks"][name]
         assert part["prompts"] == len(mine) == count
         assert part["pass_at_1"]["mean"] == pytest.approx(sum(a["right"] for a in mine) / (4 * count))
@@ -223,9 +229,6 @@ def test_model_card_has_the_metrics_of_the_summary_and_the_date_of_the_first_sta
     assert "Its own words" not in body
     summary = json.loads((run / "summary.json").read_text())
     assert f"| `held_out.jsonl` | `data.held_out` | {summary['held_out_prompts']} |" in body
-    both = [summary["pass_at_1_before"], summary["pass_at_1_after"]]
-    shown = " | ".join(f"{p['mean']:.4f} ({p['low']:.4f} to {p['high']:.4f})" for p in both)
-    assert f"| pass@1 (95% interval) | {shown} |" in body
     assert f"| pass@2 | {summary['pass_at_2_before']:.4f} | {summary['pass_at_2_after']:.4f} |" in body
 
     # Another start writes the same card, because the date of the first start is in the checkpoint.
@@ -239,11 +242,6 @@ def test_model_card_has_the_metrics_of_the_summary_and_the_date_of_the_first_sta
 
 def test_model_card_of_supervised_training(warm):
     front, body = card(warm.parent)
-    assert front == {
-        "license": "other",
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["megatron-brorl", "sft"],
-    }
+    assert (front["license"], front["tags"]) == ("other", ["megatron-brorl", "sft"])
     assert "| examples per step | 64 |" in body
     assert "scored by" not in body

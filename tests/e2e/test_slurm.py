@@ -17,10 +17,7 @@ from slurm.one_node import OneNode, missing
 
 SCRIPT = "examples/brorl_1.5b.sh"
 TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(missing()), reason=f"no Slurm here ({missing()} missing)"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"no Slurm here ({missing()} missing)")]
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +89,13 @@ def test_run_sh_sets_the_environment_of_ranks_and_requeues(slurm, sbatch, reposi
     until(lambda: state("Restarts") == "1", repository)
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
     until(lambda: state("JobState") == "COMPLETED", repository)
-    said = output(repository).splitlines()
-    ranks = [line.partition(", end ") for line in said if ", end " in line]
+    lines = output(repository).splitlines()
+    ranks = [line.partition(", end ") for line in lines if ", end " in line]
     expected = [f"{rank} of 2, {rank} of 2 here, 1 threads" for rank in range(2)]
     assert sorted(rank for rank, _, _ in ranks[:2]) == sorted(rank for rank, _, _ in ranks[2:]) == expected
     begun = int(state("StartTime"))
     assert all(abs(int(end) - begun - 60 * 60) <= 2 for _, _, end in ranks[2:])
-    assert f"run.sh: the state is saved; requeueing job {job}" in said
+    assert f"run.sh: the state is saved; requeueing job {job}" in lines
 
 
 @pytest.mark.parametrize("job", [SCRIPT, "examples/slurm/single_node.sbatch", "examples/slurm/multi_node.sbatch"])
@@ -117,8 +114,8 @@ def test_an_array_runs_every_seed_and_a_model_is_evaluated(sbatch, repository):
     script = example_script()
     options = [*script.SMOKE_SIZES, *script.SMOKE_ON_A_CPU, f"model.path={runs[0] / 'model'}"]
     sbatch("--wait", "examples/slurm/evaluate.sbatch", *options, "run.dir=runs/evaluation")
-    found = json.loads((repository / "runs" / "evaluation" / "evaluation.json").read_text())
-    assert found["prompts"] == 16
+    result = json.loads((repository / "runs" / "evaluation" / "evaluation.json").read_text())
+    assert result["prompts"] == 16
 
 
 def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, repository):

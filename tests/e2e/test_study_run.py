@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from e2e.runs import brorl
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 import study
+from e2e.runs import brorl
 
 from megatron_brorl.errors import UserError
 
@@ -45,10 +42,12 @@ def test_the_example_design_with_two_steps_per_run(tmp_path, config, init, monke
 
     # A tuning run and a test run of each arm, two steps of 16 rollouts each.
     page = study.write_page(own)
-    found = pd.read_parquet(tmp_path / "study/results.parquet")
-    assert sorted(found.run.unique()) == [f"{arm}-seed{seed}-lr0.001" for arm in ("n16", "plateau") for seed in (1, 9)]
-    assert found.groupby("run").rollouts.max().tolist() == [32] * 4
-    assert found.groupby("run").steps.max().tolist() == [2] * 4
+    results = pd.read_parquet(tmp_path / "study/results.parquet")
+    assert sorted(results.run.unique()) == [
+        f"{arm}-seed{seed}-lr0.001" for arm in ("n16", "plateau") for seed in (1, 9)
+    ]
+    assert results.groupby("run").rollouts.max().tolist() == [32] * 4
+    assert results.groupby("run").steps.max().tolist() == [2] * 4
     assert own.sha256 in page.read_text()
     assert "it gains" in page.read_text()
 

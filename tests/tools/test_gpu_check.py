@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 
 import forks
+import gpu_check
+import gpu_stages
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import gpu_check  # noqa: E402
-import gpu_stages  # noqa: E402
-
 FINE = """rows.write('{"what": "b", "result": "ok", "speed": 12345.6}\\n')"""
 
 
@@ -36,16 +33,16 @@ def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "launch", launch)
     job = {"device": "cpu", "scratch": str(tmp_path), "pythons": {}}
     limits = dict.fromkeys(programs, 2.0)
-    found = gpu_check.run_stages(limits, job, (tmp_path / "out.jsonl").open("a"), total=60.0)
-    results = {row["stage"]: row["result"] for row in found if row["what"] == gpu_check.WHOLE}
+    rows = gpu_check.run_stages(limits, job, (tmp_path / "out.jsonl").open("a"), total=60.0)
+    results = {row["stage"]: row["result"] for row in rows if row["what"] == gpu_check.WHOLE}
     assert results["raises"] == "failed: exit code 1: ValueError: a planted fault"
     assert results["hangs"].startswith("failed: killed after 2 s")
     assert results["dies"].startswith("failed: exit code -6")
-    assert next(row["result"] for row in found if row["stage"] == "raises") == "ok"  # An earlier row is kept.
-    assert found[-1] == {"stage": "fine", "what": "b", "result": "ok", "speed": 12345.6}
+    assert next(row["result"] for row in rows if row["stage"] == "raises") == "ok"  # An earlier row is kept.
+    assert rows[-1] == {"stage": "fine", "what": "b", "result": "ok", "speed": 12345.6}
 
     # The file has the rows too. No child of the stage that hung is alive.
-    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == found
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
     state = Path("/proc", (tmp_path / "hangs.log").read_text().strip(), "stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
@@ -84,8 +81,8 @@ def test_regressions_of_the_same_gpu_end_the_command(changes, expected, tmp_path
     monkeypatch.setattr(gpu_check, "machine", lambda: {"GPU": "NVIDIA X, 80 GiB", "commit": "c"})
     (tmp_path / "baseline.json").write_text('{"NVIDIA Y": {"a: ms": 0.1}}')
 
-    def run(found, *options):
-        monkeypatch.setattr(gpu_check, "run_stages", lambda *_: [found])
+    def run(row, *options):
+        monkeypatch.setattr(gpu_check, "run_stages", lambda *_: [row])
         monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out.jsonl"), *options])
         with pytest.raises(SystemExit) as end:
             gpu_check.main()

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import make_tiny_model
 
@@ -21,5 +17,5 @@ def test_the_corpus_follows_template_and_columns(tmp_path):
         f'[data]\ntrain = ["{tmp_path}/rows.jsonl"]\ntemplate = "Q: {{prompt}}"\nverifier = "math"\n'
         'columns = { prompt = "question", answer = "answer", answer_regex = "#### (.+)" }\n'
     )
-    found = list(make_tiny_model._corpus(load(tmp_path / "run.toml"), 0))
-    assert found == ["Q: 1+1?", "2", "1+1=2\n#### 2", "Q: 2+1?", "3", "#### 3"]
+    corpus = list(make_tiny_model._corpus(load(tmp_path / "run.toml"), 0))
+    assert corpus == ["Q: 1+1?", "2", "1+1=2\n#### 2", "Q: 2+1?", "3", "#### 3"]

@@ -48,8 +48,8 @@ def test_the_verifier(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(source("my_rewards.py"))
     rows = [{"answer": "4", "metadata": {"words": 3}}] * 4
-    found = score(["it is 4", "so the sum is 4", "5", ""], rows, "my_rewards.py:score")
-    assert [r.reward for r in found] == [1.0, 0.9, 0.1, 0.1]
+    rewards = score(["it is 4", "so the sum is 4", "5", ""], rows, "my_rewards.py:score")
+    assert [r.reward for r in rewards] == [1.0, 0.9, 0.1, 0.1]
 
 
 def test_the_advantage_and_the_loss(tables, tmp_path, monkeypatch):  # noqa: F811
@@ -66,10 +66,10 @@ def test_the_advantage_and_the_loss(tables, tmp_path, monkeypatch):  # noqa: F81
     in_file = run("in_file", "algo.advantage=my_algo.py:maxrl", "algo.policy_loss=my_algo.py:gspo")
     passed = run("passed", advantage=functions.maxrl, policy_loss=functions.gspo)
     assert expected.metrics[1]["grad_norm"] > 0
-    for found in (in_file, passed):
-        for a, b in zip(found.metrics, expected.metrics, strict=True):
-            for key in ("loss", "grad_norm", "entropy", "reward", "trained_tokens"):
-                assert a[key] == pytest.approx(b[key], rel=1e-5), key
+    names = ("loss", "grad_norm", "entropy", "reward", "trained_tokens")
+    for own in (in_file, passed):
+        for a, b in zip(own.metrics, expected.metrics, strict=True):
+            assert [a[name] for name in names] == pytest.approx([b[name] for name in names], rel=1e-5)
 
     (tmp_path / "my_algo.py").write_text(source("my_algo.py") + "# a comment\n")
     with pytest.raises(UserError, match=r"was written with another version of my_algo\.py:maxrl \(sha256 "):

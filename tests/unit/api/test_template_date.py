@@ -22,27 +22,17 @@ TEMPLATE = (
 )
 FIRST, NEXT = datetime.date(2026, 1, 31), datetime.date(2026, 2, 1)
 TOML = """
-[model]
-path = "{0}/model"
+model.path = "{0}/model"
+rollout = {{ n = 8, prompts = 2, max_tokens = 4 }}
+reward = {{ workers = 1, cut_off_factor = 1.0 }}
+train = {{ steps = 2, tokens_per_micro_batch = 256 }}
+evaluate.samples = 2
+run.log = []
 [data]
 train = ["{0}/rows.jsonl"]
 held_out = ["{0}/rows.jsonl"]
 chat = true
 chat_template_kwargs = {{ enable_thinking = false }}
-[rollout]
-n = 8
-prompts = 2
-max_tokens = 4
-[reward]
-workers = 1
-cut_off_factor = 1.0
-[train]
-steps = 2
-tokens_per_micro_batch = 256
-[evaluate]
-samples = 2
-[run]
-log = []
 """
 
 
@@ -99,10 +89,10 @@ def test_a_resumed_run_and_its_evaluation_use_the_date_of_the_first_start(config
     for name, date in (("parts", FIRST), ("elsewhere", datetime.date.today())):
         done = brorl("evaluate", config, f"run.dir={tmp_path / name}", verifier)
         assert done.returncode == 0, done.stderr
-        found = json.loads((tmp_path / name / "evaluation.json").read_text())
-        assert found["template_date"] in (str(date), str(datetime.date.today()))
-        assert found["template_date"] == str(date) or name == "elsewhere"
-        assert found["chat_template_kwargs"] == {"enable_thinking": False}
+        result = json.loads((tmp_path / name / "evaluation.json").read_text())
+        assert result["template_date"] in (str(date), str(datetime.date.today()))
+        assert result["template_date"] == str(date) or name == "elsewhere"
+        assert result["chat_template_kwargs"] == {"enable_thinking": False}
     compared = brorl("compare", tmp_path / "parts", tmp_path / "elsewhere")
     assert compared.returncode == 0, compared.stderr
     assert "warning: the chat templates wrote other dates: 2026-01-31 and " in compared.stderr

@@ -19,7 +19,7 @@ ROWS = [{"prompt": f"{a} + {b} =", "answer": str((a + b) % 10)} for a in range(3
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     """Return the configuration of a run of two steps."""
-    folder = tmp_path_factory.mktemp("face_training")
+    folder = tmp_path_factory.mktemp("train_api")
     tiny.make_model(folder / "model", "qwen2", True, vocab_size=304, bos_token_id=0, eos_token_id=1)
     make_hf(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -40,7 +40,7 @@ def even(response, row):
     return float(len(response) % 2 == 0)
 
 
-class Watched:
+class Recorder:
     """A callback that stores its arguments and raises an exception after the first step."""
 
     def __init__(self, raised=None):
@@ -60,8 +60,8 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def whole(tables, tmp_path_factory):
-    directory, watched = tmp_path_factory.mktemp("whole"), Watched()
-    return train(tables, overrides=[f"run.dir={directory}"], reward=even, callbacks=[watched]), watched
+    directory, recorder = tmp_path_factory.mktemp("whole"), Recorder()
+    return train(tables, overrides=[f"run.dir={directory}"], reward=even, callbacks=[recorder]), recorder
 
 
 def without_time(rows):
@@ -69,42 +69,41 @@ def without_time(rows):
 
 
 def test_callbacks_receive_the_recorded_metrics(whole):
-    result, watched = whole
+    result, recorder = whole
     assert result.finished
     # Rewards computed from the recorded texts.
-    for step, metrics in watched.steps:
+    for step, metrics in recorder.steps:
         texts = result.rollouts(step)["text"].to_pylist()
         assert len(texts) == 2 * 16
         assert metrics["reward"] == pytest.approx(sum(len(t.strip()) % 2 == 0 for t in texts) / len(texts))
         assert result.metrics[step]["reward"] == metrics["reward"]
-    assert [step for step, _ in watched.steps] == [0, 1]
-    assert [step for step, _, _ in watched.evaluations] == [0, 2]
-    for _, results, samples in watched.evaluations:
+    assert [step for step, _ in recorder.steps] == [0, 1]
+    assert [step for step, _, _ in recorder.evaluations] == [0, 2]
+    for _, results, samples in recorder.evaluations:
         assert results["pass_at_1"]["mean"] == pytest.approx(sum(samples["right"].to_pylist()) / (2 * len(ROWS)))
-    assert watched.summaries[0]["steps"] == result.summary["steps"] == 2
+    assert recorder.summaries[0]["steps"] == result.summary["steps"] == 2
     assert load_run(result.directory).metrics == result.metrics
     with pytest.raises(UserError, match="nothing is recorded of step 7"):
         result.rollouts(7)
 
 
 def test_a_finished_run_is_returned_without_training(tables, tmp_path, capfd):
-    asked = {**tables, "train": {**tables["train"], "steps": 1}, "run": {"log": [], "dir": str(tmp_path)}}
-    first, written = train(asked), tmp_path / "model" / "model.safetensors"
+    one_step = {**tables, "train": {**tables["train"], "steps": 1}, "run": {"log": [], "dir": str(tmp_path)}}
+    first, written = train(one_step), tmp_path / "model" / "model.safetensors"
     before = written.stat().st_mtime_ns
     capfd.readouterr()
-    again = train(asked)
+    again = train(one_step)
     assert (again.finished, again.summary, again.metrics) == (True, first.summary, first.metrics)
-    assert written.stat().st_mtime_ns == before
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"run.dir = {tmp_path}: this run has finished (steps: 1;")
-    assert said.err.count("\n") == 1
+    stdout, stderr = capfd.readouterr()
+    assert (stdout, stderr.count("\n")) == ("", 1)
+    assert stderr.startswith(f"run.dir = {tmp_path}: this run has finished (steps: 1;")
     # Other values would start no new step. The rest of the rollouts per prompt needs another run.dir.
     with pytest.raises(UserError, match=r"rollout\.n = \d+ -> 6, optim\.lr = \S+ -> 0\.5; run\.dir=OTHER"):
-        train(asked, overrides=["rollout.n=6", "optim.lr=0.5"])
+        train(one_step, overrides=["rollout.n=6", "optim.lr=0.5"])
     assert written.stat().st_mtime_ns == before
     assert json.loads((tmp_path / "summary.json").read_text()) == first.summary
-    assert len(train(asked, overrides=["train.steps=2"]).metrics) == 2
+    longer = train(one_step, overrides=["train.steps=2"])
+    assert (longer.metrics[:1], longer.summary["steps"], len(longer.metrics)) == (first.metrics, 2, 2)
 
 
 def test_the_example_of_the_documentation_runs(whole, tables, tmp_path, monkeypatch):
@@ -133,23 +132,14 @@ def test_the_example_of_the_documentation_runs(whole, tables, tmp_path, monkeypa
 
 @pytest.mark.parametrize("raised", [StopTraining(), ValueError("plot\nfailed")])
 def test_stopped_runs_resume_bit_exactly(whole, tables, tmp_path, raised):
-    asked = {"overrides": [f"run.dir={tmp_path}"], "reward": even}
+    options = {"overrides": [f"run.dir={tmp_path}"], "reward": even}
     if isinstance(raised, StopTraining):
-        stopped = train(tables, callbacks=[Watched(raised)], **asked)
+        stopped = train(tables, callbacks=[Recorder(raised)], **options)
         assert (stopped.finished, stopped.summary, len(stopped.metrics)) == (False, None, 1)
     else:
-        message = "callback Watched.on_step: ValueError: plot failed; the state after 1 step is saved"
+        message = "callback Recorder.on_step: ValueError: plot failed; the state after 1 step is saved"
         with pytest.raises(UserError, match=message):
-            train(tables, callbacks=[Watched(raised)], **asked)
+            train(tables, callbacks=[Recorder(raised)], **options)
         with pytest.raises(UserError, match="was written with another version of this_process"):
-            train(tables, overrides=asked["overrides"], reward=lambda response, row: 0.5)
-    assert without_time(train(tables, **asked).metrics) == without_time(whole[0].metrics)
-
-
-def test_mistakes_are_reported_as_on_the_command_line(tables, tmp_path):
-    with pytest.raises(UserError, match=r"unknown key rollout\.m"):
-        train(tables | {"rollout": {"m": 3}})
-    with pytest.raises(UserError, match="no such configuration file"):
-        train(tmp_path / "none.toml")
-    with pytest.raises(UserError, match=r"must take \(response, row\)"):
-        train(tables, overrides=[f"run.dir={tmp_path}"], reward=lambda response: 1.0)
+            train(tables, overrides=options["overrides"], reward=lambda response, row: 0.5)
+    assert without_time(train(tables, **options).metrics) == without_time(whole[0].metrics)

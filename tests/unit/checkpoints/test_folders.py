@@ -32,29 +32,23 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
-@pytest.mark.parametrize("name", ["step_best", "step_00000009.bak", "step_9", "step_000000009"])
-def test_a_copy_under_another_name_is_neither_loaded_nor_deleted(save, tmp_path, name):
-    shutil.copytree(save(1), tmp_path / name)
-    kept = files(tmp_path / name)
-    for step in (2, 3, 4):
-        assert save(step) == tmp_path / f"step_{step:08d}"
-        assert checkpoint.find(tmp_path) == tmp_path / f"step_{step:08d}"
-    assert names(tmp_path) == sorted(["latest", name, "step_00000003", "step_00000004"])
-    assert files(tmp_path / name) == kept
-
-
-def test_stray_files_and_links_are_ignored(save, tmp_path, tmp_path_factory):
-    other = tmp_path_factory.mktemp("linked")
-    (tmp_path / "step_00000001").symlink_to(other)
-    for name in ("step_notes.txt", "step_00000000", ".step_00000003.writing", ".step_mine.writing"):
+def test_copies_stray_files_and_links_are_neither_loaded_nor_deleted(save, tmp_path, tmp_path_factory):
+    first = save(2)
+    stray = ["step_00000009.bak", "step_9", "step_000000009"]
+    for name in stray:
+        shutil.copytree(first, tmp_path / name)
+    linked = tmp_path_factory.mktemp("linked")
+    (tmp_path / "step_00000001").symlink_to(linked)
+    for name in ("step_notes.txt", "step_00000000", ".step_00000004.writing", ".step_mine.writing"):
         (tmp_path / name).write_text(name)
     (tmp_path / ".step_00000007.writing" / "x").mkdir(parents=True)
-    for step in (2, 3, 4):
-        save(step, keep=1)
-    assert checkpoint.find(tmp_path) == tmp_path / "step_00000004"
-    stray = [".step_mine.writing", "step_00000000", "step_00000001", "step_notes.txt"]
-    assert names(tmp_path) == sorted([*stray, "latest", "step_00000004"])
-    assert other.is_dir()
+    before = [files(tmp_path / name) for name in stray]
+    for step in (3, 4, 5):
+        assert save(step) == checkpoint.find(tmp_path) == tmp_path / f"step_{step:08d}"
+    stray += [".step_mine.writing", "step_00000000", "step_00000001", "step_notes.txt"]
+    assert names(tmp_path) == sorted([*stray, "latest", "step_00000004", "step_00000005"])
+    assert [files(tmp_path / name) for name in stray[:3]] == before
+    assert linked.is_dir()
 
 
 def test_repair_completes_a_killed_save(save, tmp_path):
@@ -68,6 +62,11 @@ def test_repair_completes_a_killed_save(save, tmp_path):
     assert names(tmp_path) == [".mine.writing", "latest", "step_00000002"]
     assert (tmp_path / "latest").read_text() == "step_00000002\n"
 
+    # This save was killed after it wrote `latest`, and before it deleted the old folder.
+    save(3)
+    folders.repair(tmp_path, 3, keep=1)
+    assert names(tmp_path) == [".mine.writing", "latest", "step_00000003"]
+
 
 def test_a_missing_newest_checkpoint_is_an_error(save, tmp_path):
     """A run must not silently continue from an older checkpoint than the one that `latest` names."""
@@ -80,10 +79,10 @@ def test_a_missing_newest_checkpoint_is_an_error(save, tmp_path):
 
 
 def test_a_checkpoint_with_a_broken_run_json_is_damaged(save, tmp_path):
-    newest = save(1)
-    (newest / "run.json").write_text("{")
+    file = save(1) / "run.json"
+    file.write_text("{")
     with pytest.raises(UserError, match=r"step_00000001: run\.json is damaged"):
         checkpoint.find(tmp_path)
-    (newest / "run.json").unlink()
+    file.unlink()
     with pytest.raises(UserError, match=r"step_00000001: run\.json is missing"):
         checkpoint.find(tmp_path)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import error_line, output
 from safetensors.torch import load_file
 
 from megatron_brorl.checkpoints import quantized
-from megatron_brorl.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 needs_modelopt = pytest.mark.skipif(
@@ -38,34 +38,20 @@ def model(tmp_path_factory):
     return root / "model", root / "prompts.jsonl"
 
 
-def quantize(*arguments: object) -> int:
-    """Run `brorl quantize` and return its exit code."""
-    with pytest.raises(SystemExit) as done:
-        main(["quantize", *map(str, arguments)])
-    return done.value.code
-
-
-def test_user_errors_are_one_line_with_exit_code_2(tmp_path, capsys, monkeypatch):
+def test_user_errors_name_the_argument(tmp_path, capsys, monkeypatch):
     """The model does not exist, so arguments are checked before it is read."""
-    rows = tmp_path / "rows.jsonl"
-    assert quantize("evaluate", tmp_path / "model", rows, "--calibrate", 0) == 2
-    assert capsys.readouterr().err == "brorl: --calibrate 0: must be at least 1\n"
-    assert quantize("export", tmp_path / "model", rows, tmp_path) == 2
-    assert capsys.readouterr().err == f"brorl: {tmp_path}: exists; name a folder that does not\n"
+    given = ("quantize", "evaluate", tmp_path / "model", tmp_path / "rows.jsonl")
+    assert "--calibrate 0: must be at least 1" in error_line(capsys, *given, "--calibrate", 0)
+    assert f"{tmp_path}: exists" in error_line(capsys, "quantize", "export", *given[2:], tmp_path)
     monkeypatch.setitem(sys.modules, "modelopt", None)  # its import fails
-    assert quantize("evaluate", tmp_path / "model", rows) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("brorl: ModelOpt cannot be imported")
-    assert told.endswith("pip install 'megatron-brorl[quantize]'\n")
+    assert "pip install 'megatron-brorl[quantize]'" in error_line(capsys, *given)
 
 
 def test_shift_equals_plain_loops():
     g = torch.Generator().manual_seed(0)
     logits = [[torch.randn(n, 7, generator=g) for n in (3, 5)] for _ in range(2)]
     targets = [torch.randint(0, 7, (n,), generator=g) for n in (3, 5)]
-    kl = []
-    gap = []
-    same = []
+    kl, gap, same = [], [], []
     for a, b, ids in zip(*logits, targets, strict=True):
         for x, y, t in zip(a.tolist(), b.tolist(), ids.tolist(), strict=True):
             p = [math.exp(v) / sum(map(math.exp, x)) for v in x]
@@ -73,41 +59,41 @@ def test_shift_equals_plain_loops():
             kl.append(sum(i * math.log(i / j) for i, j in zip(p, q, strict=True)))
             gap.append(abs(math.log(p[t] / q[t])))
             same.append(p.index(max(p)) == q.index(max(q)))
-    found = quantized.distribution_shift(*logits, targets)
-    assert found.tokens == 8
-    assert found.kl_mean == pytest.approx(sum(kl) / 8)
-    assert found.kl_max == pytest.approx(max(kl))
-    assert found.gap_mean == pytest.approx(sum(gap) / 8)
-    assert found.top_agrees == sum(same) / 8
+    shift = quantized.distribution_shift(*logits, targets)
+    assert shift.tokens == 8
+    assert shift.kl_mean == pytest.approx(sum(kl) / 8)
+    assert shift.kl_max == pytest.approx(max(kl))
+    assert shift.gap_mean == pytest.approx(sum(gap) / 8)
+    assert shift.top_agrees == sum(same) / 8
 
 
 @needs_modelopt
 def test_fp8_changes_the_distribution_less_than_int4(model, capsys):
-    found = {}
+    shifts = {}
     for form in ("fp8", "int4"):
-        assert quantize("evaluate", *model, "--format", form, "--calibrate", 16) == 0
-        found[form] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert found["fp8"]["tokens"] == found["int4"]["tokens"] > 500
-    assert 0 < found["fp8"]["kl_mean"] < found["int4"]["kl_mean"] < 0.1
-    assert found["fp8"]["top_agrees"] > 0.8
+        text = output(capsys, "quantize", "evaluate", *model, "--format", form, "--calibrate", 16)
+        shifts[form] = json.loads(text.strip().splitlines()[-1])
+    assert shifts["fp8"]["tokens"] == shifts["int4"]["tokens"] > 500
+    assert 0 < shifts["fp8"]["kl_mean"] < shifts["int4"]["kl_mean"] < 0.1
+    assert shifts["fp8"]["top_agrees"] > 0.8
 
 
 @needs_modelopt
-def test_exported_weights_equal_the_original_within_rounding(model, tmp_path):
+def test_exported_weights_equal_the_original_within_rounding(model, tmp_path, capsys):
     """float8 weights times scale equal the weights within half a step of three fraction bits; the rest is bf16."""
     out = tmp_path / "out"
-    assert quantize("export", *model, out) == 0
+    output(capsys, "quantize", "export", *model, out)
     original = load_file(model[0] / "model.safetensors")
-    found = load_file(out / "model.safetensors")
-    assert found.keys() >= original.keys()
+    exported = load_file(out / "model.safetensors")
+    assert exported.keys() >= original.keys()
     linears = [n for n in original if n.endswith("_proj.weight")]
     assert linears
     for name in original:
         if name not in linears:
-            assert torch.allclose(found[name].float(), original[name], rtol=2**-8, atol=0)
+            assert torch.allclose(exported[name].float(), original[name], rtol=2**-8, atol=0)
             continue
-        weight = found[name]
-        scale = found[name.replace("weight", "weight_scale")]
+        weight = exported[name]
+        scale = exported[name.replace("weight", "weight_scale")]
         assert weight.dtype == torch.float8_e4m3fn
         assert float(scale) == pytest.approx(float(original[name].abs().max()) / 448, rel=1e-2)
         error = (weight.float() * scale - original[name]).abs()

@@ -41,7 +41,7 @@ def disk(monkeypatch):
     return Disk
 
 
-@pytest.mark.parametrize("at", [1, 2, 5, 9])
+@pytest.mark.parametrize("at", [1, 5, 9])
 def test_a_failed_write_raises_oserror(disk, monkeypatch, tmp_path, at):
     """torch itself would raise RuntimeError when it closes the archive after a failed write."""
     monkeypatch.setattr(disk, "at", at)
@@ -51,10 +51,8 @@ def test_a_failed_write_raises_oserror(disk, monkeypatch, tmp_path, at):
 
 
 def test_the_digest_equals_that_of_the_file(disk, tmp_path):
-    assert writer.write_verified(tmp_path / "x", three_tensors) == (
-        hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest(),
-        "filled",
-    )
+    digest, result = writer.write_verified(tmp_path / "x", three_tensors)
+    assert (digest, result) == (hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest(), "filled")
     assert disk.written == 9
 
 

@@ -18,8 +18,11 @@ import pytest
 START = [sys.executable, "-c", "import sys; from megatron_brorl.cli import launch; launch._LAST_WORDS_S = 0.5; "
          "sys.exit(launch.launch(2, [sys.executable, *sys.argv[1:]]))"]  # fmt: skip
 
-HEEDING = [sys.executable, "-c", "import os, signal, sys; [signal.signal(getattr(signal, n), signal.SIG_DFL) "
-           "for n in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1')]; os.execvp(sys.argv[1], sys.argv[1:])"]  # fmt: skip
+RESET = (
+    "import os, signal, sys; [signal.signal(getattr(signal, n), signal.SIG_DFL) "
+    "for n in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1')]; os.execvp(sys.argv[1], sys.argv[1:])"
+)
+DEFAULT_SIGNALS = [sys.executable, "-c", RESET]
 
 # A rank that forks a child, and at a signal waits for the file `saved` before it exits.
 RANK = """
@@ -44,7 +47,7 @@ if pid == 0:
 (folder / f"began_{rank}").write_text(str(pid))
 while not signals.stop_requested():
     time.sleep(0.01)
-(folder / f"asked_{rank}").touch()
+(folder / f"saving_{rank}").touch()
 wait("saved")
 os.kill(pid, 9)
 sys.exit(signals.SAVED)
@@ -66,7 +69,7 @@ class Ranks:
         (folder / "rank.py").write_text(RANK)
         # The launcher would inherit ignored signals if the tests were started by nohup or in the background.
         self.launcher = subprocess.Popen(
-            [*HEEDING, *start, str(folder / "rank.py"), str(folder)],
+            [*DEFAULT_SIGNALS, *start, str(folder / "rank.py"), str(folder)],
             stdin=stdin,
             stderr=subprocess.PIPE,
             text=True,
@@ -74,7 +77,7 @@ class Ranks:
         )
         self.processes: list[psutil.Process] = []
 
-    def say(self, name: str) -> None:
+    def touch(self, name: str) -> None:
         (self.folder / name).touch()
 
     def reach(self, name: str, count: int = 2) -> None:
@@ -83,8 +86,8 @@ class Ranks:
 
     def end(self) -> tuple[int, str]:
         """Return exit code and stderr of the launcher."""
-        said = self.launcher.communicate(timeout=60)[1]
-        return self.launcher.returncode, said
+        stderr = self.launcher.communicate(timeout=60)[1]
+        return self.launcher.returncode, stderr
 
     def gone(self) -> bool:
         return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self.processes)
@@ -107,17 +110,17 @@ def started(tmp_path: Path) -> Iterator[Ranks]:
 def test_a_signal_makes_the_ranks_save(started: Ranks, name: str) -> None:
     """SIGHUP is sent before the ranks have installed handlers and begun a step, so there is nothing to save."""
     started.reach("started")
-    started.say("before_the_first_step" if name == "SIGHUP" else "begin")
+    started.touch("before_the_first_step" if name == "SIGHUP" else "begin")
     if name != "SIGHUP":
         started.reach("began")
     started.launcher.send_signal(getattr(signal, name))
-    started.say("begin")
+    started.touch("begin")
     if name != "SIGHUP":
-        started.reach("asked")
+        started.reach("saving")
         assert started.launcher.poll() is None
-        started.say("saved")
-    code, said = started.end()
-    assert (code, said.count(f"brorl: {name}: ")) == (75, 1)  # One rank announces that it saves.
+        started.touch("saved")
+    code, stderr = started.end()
+    assert (code, stderr.count(f"brorl: {name}: ")) == (75, 1)  # One rank announces that it saves.
     until(started.gone)
 
 
@@ -134,28 +137,28 @@ def test_a_signal_makes_the_ranks_save(started: Ranks, name: str) -> None:
 )
 def test_only_a_person_s_second_signal_kills_the_ranks(tmp_path: Path, on_terminal: bool, sent: Any, code: int) -> None:
     with contextlib.closing(Ranks(tmp_path, START, os.openpty()[1] if on_terminal else subprocess.DEVNULL)) as ranks:
-        ranks.say("begin")
+        ranks.touch("begin")
         ranks.reach("began")
         for name, seconds in sent:
             time.sleep(seconds)
             ranks.launcher.send_signal(getattr(signal, name))
         if code == 75:
-            ranks.reach("asked")
-            ranks.say("saved")
-        found, said = ranks.end()
-        assert (found, said.endswith("brorl: a second signal, SIGINT, ended the ranks\n")) == (code, code != 75)
+            ranks.reach("saving")
+            ranks.touch("saved")
+        exit_code, stderr = ranks.end()
+        assert (exit_code, stderr.endswith("brorl: a second signal, SIGINT, ended the ranks\n")) == (code, code != 75)
         until(ranks.gone)
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *START])
-    ranks.say("begin")
+    ranks.touch("begin")
     ranks.reach("began")
     ranks.launcher.send_signal(signal.SIGHUP)
     ranks.launcher.send_signal(signal.SIGUSR1)
-    ranks.say("saved")
-    code, said = ranks.end()
-    assert (code, said.count("brorl: ")) == (75, 1)
+    ranks.touch("saved")
+    code, stderr = ranks.end()
+    assert (code, stderr.count("brorl: ")) == (75, 1)
 
 
 TORCHRUN = [sys.executable, "-c", "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"]
@@ -169,7 +172,7 @@ def test_ranks_and_their_children_end_if_the_launcher_is_killed(tmp_path: Path, 
     try:
         ranks.reach("started", count)
         if when != "before they begin":
-            ranks.say("begin")
+            ranks.touch("begin")
             ranks.reach("began", count)
             assert len(ranks.processes) == 2 * count
         if when == "stopped":
@@ -177,7 +180,7 @@ def test_ranks_and_their_children_end_if_the_launcher_is_killed(tmp_path: Path, 
                 process.suspend()
         ranks.launcher.kill()
         ranks.launcher.wait()  # the kernel signals the children before the parent can be waited for
-        ranks.say("begin")
+        ranks.touch("begin")
         until(ranks.gone)
         assert when != "before they begin" or not list(tmp_path.glob("began_*"))
     finally:
@@ -185,7 +188,7 @@ def test_ranks_and_their_children_end_if_the_launcher_is_killed(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected", "said"),
+    ("codes", "expected", "line"),
     [
         ((0, 0), 0, ""),
         ((75, 75), 75, ""),
@@ -196,23 +199,17 @@ def test_ranks_and_their_children_end_if_the_launcher_is_killed(tmp_path: Path, 
         ((-11, None), 128 + 11, "brorl: rank 0 was ended by SIGSEGV"),
     ],
 )
-def test_the_exit_code_summarises_all_ranks(codes: tuple[int | None, ...], expected: int, said: str) -> None:
+def test_the_exit_code_summarises_all_ranks(codes: tuple[int | None, ...], expected: int, line: str) -> None:
     end = f"""
-import os, signal, sys, time
+import os, sys, time
 code = {codes!r}[int(os.environ["RANK"])]
-if code is None:
-    time.sleep(600)
-if code < 0:
-    os.kill(os.getpid(), -code)
-sys.exit(code)
+time.sleep(600) if code is None else os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 """
     done = subprocess.run([*START, "-c", end], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.strip()) == (expected, said)
+    assert (done.returncode, done.stderr.strip()) == (expected, line)
 
 
-@pytest.mark.parametrize(
-    ("imported", "command"), [("pydantic", "metrics"), ("matplotlib", "report ."), ("torch", "generate . 7-2")]
-)
+@pytest.mark.parametrize(("imported", "command"), [("pydantic", "metrics"), ("torch", "generate . 7-2")])
 def test_ctrl_c_ends_a_command_with_one_line(tmp_path: Path, imported: str, command: str) -> None:
     """The command waits in the import of a module, which reads a named pipe."""
     os.mkfifo(tmp_path / "pipe")
@@ -224,5 +221,5 @@ def test_ctrl_c_ends_a_command_with_one_line(tmp_path: Path, imported: str, comm
     process = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
     with (tmp_path / "pipe").open("w"):  # waits for the import
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1].decode()
-    assert (process.returncode, said.split()) == (-signal.SIGINT, ["brorl:", "interrupted"])
+        stderr = process.communicate(timeout=60)[1].decode()
+    assert (process.returncode, stderr.split()) == (-signal.SIGINT, ["brorl:", "interrupted"])

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import error_line
 
-from megatron_brorl.cli.main import main
 from megatron_brorl.config.foreign_keys import FOREIGN_KEYS, foreign_key_hint
 from megatron_brorl.config.load import load, load_table, suggestion
-from megatron_brorl.config.schema import Config, RolloutConfig, json_schema, keys
+from megatron_brorl.config.schema import RolloutConfig, json_schema, keys
 from megatron_brorl.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -31,16 +31,11 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def test_overrides_replace_values_of_the_file(tmp_path):
     path = write(tmp_path, "[rollout]\nn = 64\ntemperature = 1\n[optim]\nbetas = [0.9, 0.95]\n")
-    config = load(path, ["rollout.n=512", "model.path=/some/where", "train.resume=never", "optim.lr=3e-4"])
-    assert config.rollout.n == 512
+    config = load(path, ["rollout.n=512", "model.path=/some/where", "optim.lr=3e-4"])
+    assert (config.rollout.n, config.model.path) == (512, "/some/where")
     assert type(config.rollout.temperature) is float
-    assert config.optim.betas == (0.9, 0.95)
-    assert config.optim.lr == 3e-4
-    assert config.model.path == "/some/where"
-    assert config.train.resume == "never"
+    assert (config.optim.betas, config.optim.lr) == ((0.9, 0.95), 3e-4)
 
-
-def test_overrides_reach_keys_of_tables(tmp_path):
     path = write(tmp_path, "[data.columns]\nprompt = 'question'\n")
     columns = load(path, ["data.columns.prompt=problem", "data.columns.answer=solution.text"]).data.columns
     assert (columns.prompt, columns.answer) == ("problem", "solution.text")
@@ -64,29 +59,21 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[rollout]\nm = 4", "unknown key rollout.m; known here: n, prompts"),
-        ("[rolout]\nn = 4", "unknown key rolout; did you mean rollout?"),
-        ("[rollout]\ntemprature = 1", "unknown key rollout.temprature; did you mean rollout.temperature?"),
-        ("[train]\nn = 4", "unknown key train.n; did you mean rollout.n?"),
-        ("[rollout]\nn = 'four'\nprompt = 3", "unknown key rollout.prompt; did you mean rollout.prompts?"),
-        ("[train]\nnum_generations = 8", "unknown key train.num_generations; this trainer calls it rollout.n"),
-        ("[grpo]\nnum_generations_per_prompt = 8", "unknown key grpo; grpo.num_generations_per_prompt: this"),
+        ("[rollout]\nm = 4", "rollout.m; known here: n, prompts"),
+        ("[rolout]\nn = 4", "rolout; did you mean rollout?"),
+        ("[rollout]\ntemprature = 1", "rollout.temprature; did you mean rollout.temperature?"),
+        ("[train]\nn = 4", "train.n; did you mean rollout.n?"),
+        ("[rollout]\nn = 'four'\nprompt = 3", "rollout.prompt; did you mean rollout.prompts?"),
+        ("[train]\nnum_generations = 8", "train.num_generations; this trainer calls it rollout.n"),
+        ("[grpo]\nnum_generations_per_prompt = 8", "grpo; grpo.num_generations_per_prompt: this"),
         ("[train]\nuse_dynamic_bsz = 8", "train.use_dynamic_bsz; there is no such key here: micro-batches always hold"),
-        (
-            "[train]\npeft_config = 8",
-            "train.peft_config; this trainer calls it lora.rank (and lora.alpha for lora_alpha)",
-        ),
-        (
-            "[[data.tasks]]\nname = 'gcd'\nwheight = 2",
-            "key data.tasks[0].wheight; did you mean data.tasks[].weight?",
-        ),
+        ("[train]\npeft_config = 8", "train.peft_config; this trainer calls it lora.rank (and lora.alpha"),
+        ("[[data.tasks]]\nname = 'gcd'\nwheight = 2", "data.tasks[0].wheight; did you mean data.tasks[].weight?"),
         ("[[data.tasks]]\nweight = 2", "data.tasks[0].name is missing"),
-        ("[data]\nmixture = [{files = ['b']}]", "data.mixture[0].weight is missing"),
         ("[data]\nmixture = [{files = ['b'], weight = 0}]", "data.mixture[0].weight = 0: must be greater than 0"),
         ("[rollout]\nn = 'four'", 'rollout.n = "four": must be a valid integer'),
         ("[rollout]\nn = true", "rollout.n = true: must be a valid integer"),
         ("[rollout]\nn = 0", "rollout.n = 0: must be greater than or equal to 1"),
-        ("[rollout]\ntop_p = 1.5", "rollout.top_p = 1.5: must be less than or equal to 1"),
         ("[rollout]\nengine = 'tgi'", "rollout.engine = \"tgi\": must be 'torch', 'trtllm' or 'vllm'"),
         ("[data]\ntrain = 'a.jsonl'", 'data.train = "a.jsonl": must be a valid list'),
         ("[run]\nlog = ['tensorbord']", "run.log[0] = \"tensorbord\": must be 'tensorboard'"),
@@ -99,12 +86,10 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ("[rollout", "not valid TOML"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_file_and_key(tmp_path, text, message):
+def test_an_error_names_file_key_and_remedy(tmp_path, text, message):
     path = write(tmp_path, text)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"^{path}: .*{re.escape(message)}"):
         load(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +98,10 @@ def test_a_mistake_is_one_line_that_names_file_and_key(tmp_path, text, message):
         ("rollout=3", 'override "rollout=3": expected section.key=value'),
         ("num_generations=8", 'override "num_generations=8": this trainer calls it rollout.n'),
         ("actor_rollout_ref.rollout.n_resp_per_prompt=8", "this trainer calls it rollout.n"),
-        ("rollout.m=4", "unknown key rollout.m; known here"),
         ("rollout.n.m=4", 'rollout.n = {"m": 4}: must be a valid integer'),
     ],
 )
-def test_a_wrong_override_is_one_line(tmp_path, override, message):
+def test_a_wrong_override_is_reported(tmp_path, override, message):
     with pytest.raises(UserError, match=re.escape(message)):
         load(write(tmp_path, ""), [override])
 
@@ -126,21 +110,18 @@ def test_a_wrong_override_is_one_line(tmp_path, override, message):
     ("table", "override", "source"),
     [
         ({"rollout": {"n": "x"}}, "rollout.num=1", "override"),  # an unknown key is reported before a wrong value
-        ({"rollout": {"n": "x"}}, "rollout.prompts=4", "run.toml: rollout.n"),
         ({"rollout": {"n": 4}}, "rollout.n=x", "override"),
         ({"data": {"template": "x"}}, "rollout.n=4", "run.toml: data.template"),
-        ({}, "data.template=x", "override"),
         ({}, "data.tasks=[{name=1}]", "override"),
         ({"data": {"tasks": [{"name": 1}]}}, "data.task=x", "override"),
-        ({}, "optimm.lr=1", "override"),
         ({}, "optim.lr.x=1", "override"),
         ({"optimm": {"lr": 1}}, "optim.lr=1", "run.toml: unknown key optimm"),
     ],
 )
 def test_an_error_names_the_file_or_the_override_of_the_key(table, override, source):
-    with pytest.raises(UserError) as caught:
+    place = f'override "{override}": ' if source == "override" else source
+    with pytest.raises(UserError, match=f"^{re.escape(place)}"):
         load_table(table, "run.toml", [override])
-    assert str(caught.value).startswith(f'override "{override}": ' if source == "override" else source)
 
 
 @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("examples/**/*.toml")), ids=lambda path: path.name)
@@ -165,18 +146,15 @@ def test_each_key_on_the_page_for_users_of_other_trainers_is_answered(tmp_path, 
     """The first key of a cell is answered with that of its row. Values are in parentheses."""
     page = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \|(.*)\|(.*)\|(.*)\|$", page, flags=re.M)
-    asked = [("trainer.n_gpus_per_node", "--processes"), ("logging_steps", "every step")]
+    names_and_answers = [("trainer.n_gpus_per_node", "--processes"), ("logging_steps", "every step")]
     for ours, trl, verl, nemo in rows:
         verl = re.sub("`(actor|rollout|model)[.]", r"`actor_rollout_ref.\1.", verl)
         for names in (re.findall(r"`([\w.]+)`", re.sub(r"\(.*?\)", "", cell)) for cell in (trl, verl, nemo)):
-            asked += [(name, "." if i else ours) for i, name in enumerate(names)]
-    assert len(asked) > 100
-    for name, answer in asked:
-        with pytest.raises(SystemExit) as ended:
-            main(["train", str(write(tmp_path, "")), f"{name}=1"])
-        told = capsys.readouterr().err
-        assert ended.value.code == 2
-        assert name in keys() or re.search(rf'^brorl: override "{name}=1": .*{re.escape(answer)}.*\n$', told), told
+            names_and_answers += [(name, "." if i else ours) for i, name in enumerate(names)]
+    assert len(names_and_answers) > 100
+    for name, answer in names_and_answers:
+        line = error_line(capsys, "train", write(tmp_path, ""), f"{name}=1")
+        assert name in keys() or re.search(rf'^brorl: override "{name}=1": .*{re.escape(answer)}', line), line
 
 
 # 8 GPUs, 64 prompts of 16 responses per step, 4 optimizer steps per step, 200 steps, 6,400 rows.
@@ -202,9 +180,3 @@ def test_conversions_of_values_are_correct(name):
     python = re.sub(r"\b(?:algo|rollout|model)\.| of data.train", "", formula.replace(" x ", " * "))
     ours = {"mini_batches": 4, "epochs": 1, "prompts": 64, "context": 2048, "rows": 6400}
     assert eval(python, {}, {name: value, **beside, **ours}) == expected
-
-
-def test_tables_are_read_like_a_file():
-    assert load_table({"run": {"dir": "there"}}, "the table") == dataclasses.replace(
-        Config(), run=dataclasses.replace(Config().run, dir="there")
-    )

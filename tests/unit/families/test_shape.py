@@ -61,6 +61,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "plain type and older yarn": {"rope_scaling": {**YARN, "rope_type": "default", "type": "yarn"}},
     "llama3 and plain parameters": {"rope_scaling": LLAMA3, "rope_parameters": PLAIN},
     "llama3, original context outside": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 128},
+    "yarn, no original context": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
     "yarn with scales": {"rope_scaling": {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}},
     "yarn with an attention factor": {"rope_scaling": {**YARN, "attention_factor": 1.25}},
     "yarn with betas": {"rope_scaling": {**YARN, "beta_fast": 16, "beta_slow": 2}},

@@ -50,19 +50,19 @@ def make_run(
     # Held-out prompts, and training prompts that repeat.
     shares = {}
     for number in evaluations:
-        found = np.array(rights[number > 0]) if rights else random.binomial(samples, rate(number), prompts)
-        shares[number] = float(found.mean() / samples)
+        right = np.array(rights[number > 0]) if rights else random.binomial(samples, rate(number), prompts)
+        shares[number] = float(right.mean() / samples)
         if recorded:
             names = [f"held/{i} & <b>" for i in range(prompts)]
             mean = rewards and rewards[0] + (rewards[1] - rewards[0]) * number / last
-            _write(folder, LogEntry("evaluation", number), names, found, samples, samples, mean=mean)
+            _write(folder, LogEntry("evaluation", number), names, right, samples, samples, mean=mean)
     with MetricsWriter(folder) as writer:
         for step in range(steps):
-            found = random.binomial(n, rate(step), 6)
+            right = random.binomial(n, rate(step), 6)
             names = [f"train/{(step + i) % 8}" for i in range(6)]
             if recorded:
-                _write(folder, LogEntry("step", step), names, found, n, 8, first=2)
-            writer.write(step, _metrics(step, found, n, shares.get(step + 1)), _seconds(step))
+                _write(folder, LogEntry("step", step), names, right, n, 8, first=2)
+            writer.write(step, _metrics(step, right, n, shares.get(step + 1)), _seconds(step))
 
     if ended:
         (folder / "summary.json").write_text(json.dumps(_summary(shares, prompts, steps, n)))
@@ -71,11 +71,10 @@ def make_run(
         start = {
             "time": "2026-11-23T02:00:00+0000",
             "step": 0,
-            "command": "brorl train --processes 2 run.toml rollout.n=32",
             "ranks": 2,
-            "machine": {"system": "Linux", "cores": 2, "device": "no GPU"},
-            "versions": {"megatron-brorl": "0", "torch": "2.13.0"},
+            "command": "brorl train --processes 2 run.toml",
         }
+        start |= {"machine": {"system": "Linux", "cores": 2, "device": "no GPU"}, "versions": {"torch": "2.13.0"}}
         (folder / "run.json").write_text(json.dumps({"config": config, "starts": [start]}))
     return folder
 
@@ -167,10 +166,15 @@ def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[st
     names = ("pass_at_1", "held_out_reward")
     ends = (("", pass_at_1), ("_low", 0.0), ("_high", 1.0))
     held_out = {f"{name}{end}": value for name in names for end, value in ends if pass_at_1 is not None}
+    unknown = float("nan")
+    good_turing = {"distinct": 4.0, "singletons": 1.0, "unseen_mass": 0.05, "unseen_right": 0.01}
+    good_turing |= {"low": 0.0, "high": 0.2} if step else {"low": unknown, "high": unknown}
+    unsampled = {"unsampled_mass_2": 0.05, "unsampled_mass_2_low": 0.03, "unsampled_mass_2_high": 0.08}
+    mean = float(rights.mean() / n)
     return {
         "rollouts": float(n * len(rights)),
-        "reward": float(rights.mean() / n),
-        "reward_std": float((rights.mean() / n * (1 - rights.mean() / n)) ** 0.5),
+        "reward": mean,
+        "reward_std": (mean * (1 - mean)) ** 0.5,
         "kept_share": float(((rights > 0) & (rights < n)).mean()),
         "all_right_share": float((rights == n).mean()),
         "all_wrong_share": float((rights == 0).mean()),
@@ -180,16 +184,9 @@ def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[st
         "logprob_gap_max": 1e-6 * (step + 1),
         "logprob_gap_mean": 1e-7,
         "entropy": 1.0 / (step + 1),
-        "grad_norm": float("nan") if step == 1 else 0.5,
-        "theory_good_turing/distinct": 4.0,
-        "theory_good_turing/singletons": 1.0,
-        "theory_good_turing/unseen_mass": 0.05,
-        "theory_good_turing/unseen_right": 0.01,
-        "theory_good_turing/low": float("nan") if step == 0 else 0.0,
-        "theory_good_turing/high": float("nan") if step == 0 else 0.2,
-        "theory_hold_out/unsampled_mass_2": 0.05,
-        "theory_hold_out/unsampled_mass_2_low": 0.03,
-        "theory_hold_out/unsampled_mass_2_high": 0.08,
+        "grad_norm": unknown if step == 1 else 0.5,
+        **{f"theory_good_turing/{name}": value for name, value in good_turing.items()},
+        **{f"theory_hold_out/{name}": value for name, value in unsampled.items()},
         **held_out,
     }
 
@@ -199,24 +196,13 @@ def _seconds(step: int) -> dict[str, float]:
 
 
 def _summary(shares: dict[int, float], prompts: int, steps: int, n: int) -> dict[str, Any]:
-    def told(number: int) -> dict[str, Any] | None:
+    def evaluation(number: int) -> dict[str, Any] | None:
         if number not in shares:
             return None
         p = {"mean": shares[number], "low": 0.0, "high": 1.0}
         return {"pass_at_1": p, "mean_reward": p, "pass_at_k": {"1": shares[number]}, "by_task": {}, "prompts": prompts}
 
-    before, after = told(0), told(max(shares, default=-1)) if len(shares) > 1 else None
-    return {
-        "pass_at_1_before": before and before["pass_at_1"],
-        "pass_at_1_after": after and after["pass_at_1"],
-        "mean_reward_before": before and before["mean_reward"],
-        "mean_reward_after": after and after["mean_reward"],
-        "before": before,
-        "after": after,
-        "held_out_prompts": prompts,
-        "rollouts_per_prompt": n,
-        "steps": steps,
-        "job_seconds": 60.0,
-        "peak_rss_mib": 100.0,
-        "findings": {},
-    }
+    both = {"before": evaluation(0), "after": evaluation(max(shares, default=-1)) if len(shares) > 1 else None}
+    means = {f"{name}_{when}": e and e[name] for when, e in both.items() for name in ("pass_at_1", "mean_reward")}
+    sizes = {"held_out_prompts": prompts, "rollouts_per_prompt": n, "steps": steps}
+    return {**both, **means, **sizes, "job_seconds": 60.0, "peak_rss_mib": 100.0, "findings": {}}

@@ -9,76 +9,56 @@ import pytest
 from megatron_brorl.config.schema import Config, OptimConfig, RewardConfig
 from megatron_brorl.report.findings import findings
 
-FINE = {
-    "kept_share": 0.5,
-    "cut_off_share": 0.25,
-    "answered_share": 0.8,
-    "reward": 0.4,
-    "reward_std": 0.49,
-    "all_right_share": 0.0,
-    "rollouts": 2000,
-    "updates": 4,
-    "updates_skipped": 0,
-}
+FINE = {"kept_share": 0.5, "cut_off_share": 0.25, "answered_share": 0.8, "reward": 0.4, "reward_std": 0.49}
+FINE |= {"all_right_share": 0.0, "rollouts": 2000, "updates": 4, "updates_skipped": 0}
 
 
 def evaluation(**by_task):
-    return {
-        "pass_at_1": {"mean": sum(by_task.values()) / len(by_task)},
-        "by_task": {name: {"mean": share} for name, share in by_task.items()},
-    }
+    tasks = {name: {"mean": share} for name, share in by_task.items()}
+    return {"pass_at_1": {"mean": sum(by_task.values()) / len(by_task)}, "by_task": tasks}
 
 
 HELD_OUT = evaluation(gcd=0.5, spell=0.2)
 
 
-def found(rows, config=Config(), before=HELD_OUT, after=HELD_OUT, differ=True):  # noqa: B008  (frozen)
+def findings_of(rows, config=Config(), before=HELD_OUT, after=HELD_OUT, differ=True):  # noqa: B008  (frozen)
     return findings(config, [FINE | row for row in rows], before, after, differ)
 
 
 def test_a_run_that_learns_has_no_findings():
-    assert found([{}, {"kept_share": 0.0, "reward": 0.0}]) == {}
+    assert findings_of([{}, {"kept_share": 0.0, "reward": 0.0}]) == {}
     # Rewards that differ are a signal even if nothing is correct.
-    assert found([{"kept_share": 1.0, "reward": -0.5}]) == {}
-    assert found([{"kept_share": 1.0, "reward": 0.0}]) == {}  # the mean of +1 and -1
+    assert findings_of([{"kept_share": 1.0, "reward": -0.5}]) == {}
+    assert findings_of([{"kept_share": 1.0, "reward": 0.0}]) == {}  # the mean of +1 and -1
 
 
 @pytest.mark.parametrize(("share", "right", "std"), [(1, 0, 2), (0.9, 0, 2), (1, 0.1, 2), (1, 0, 0)])
 def test_different_rewards_that_never_reach_correct_at_are_a_finding(share, right, std):
     ends = {"pass_at_1": {"mean": right}, "by_task": {}}
     row = {"kept_share": 1.0, "all_wrong_share": share, "reward": -7.25, "reward_std": std}
-    sentence = found([row], before=ends, after=ends).get("never correct", "")
+    sentence = findings_of([row], before=ends, after=ends).get("never correct", "")
     assert ("reward.correct_at = 1 (mean -7.25)" in sentence) == ((share, right, std) == (1, 0, 2))
+
+
+NOTHING = {"answered_share": 0.0, "reward": 0.0}
 
 
 @pytest.mark.parametrize(
     ("row", "name", "parts"),
     [
-        (
-            {"cut_off_share": 1.0, "answered_share": 0.0, "reward": 0.0},
-            "cut off",
-            ["every one of 4,000 responses", "= 1024"],
-        ),
-        (
-            {"answered_share": 0.0, "reward": 0.0},
-            "no answer",
-            ['reward.extract = "boxed" looks for it', r"\boxed{...}", "25% were cut off"],
-        ),
-        ({"reward": 0.0}, "none right", ["no response of 4,000 was right", "warm start (brorl sft)"]),
-        ({"reward": 1.0, "all_right_share": 1.0}, "all right", ["use harder prompts"]),
-        (
-            {"reward": 0.5, "reward_std": 0.0},
-            "none right",
-            ["no response of 4,000 was right (mean reward 0.5, reward.correct_at = 1): check"],
-        ),
-        ({"all_right_share": 0.4}, "no mixed group", ["no group had a signal", "rollout.n = 512"]),
+        ({**NOTHING, "cut_off_share": 1.0}, "cut off", ["every one of 4,000", "rollout.max_tokens = 1024"]),
+        (NOTHING, "no answer", ['reward.extract = "boxed"', r"\boxed{...}", "25% were cut off"]),
+        ({"reward": 0.0}, "none right", ["4,000", "warm start (brorl sft)"]),
+        ({"reward": 1.0, "all_right_share": 1.0}, "all right", ["harder prompts"]),
+        ({"reward": 0.5, "reward_std": 0.0}, "none right", ["(mean reward 0.5, reward.correct_at = 1)"]),
+        ({"all_right_share": 0.4}, "no mixed group", ["rollout.n = 512"]),
     ],
 )
 def test_no_group_had_a_signal(row, name, parts):
     config = Config(reward=RewardConfig(extract="boxed"))
-    got = found([{"kept_share": 0.0, **row}] * 2, config, differ=False)
-    assert list(got) == [name]  # Unchanged weights are a consequence, not a finding of their own.
-    assert [part for part in parts if part not in got[name]] == []
+    sentences = findings_of([{"kept_share": 0.0, **row}] * 2, config, differ=False)
+    assert list(sentences) == [name]  # Unchanged weights are a consequence, not a finding of their own.
+    assert [part for part in parts if part not in sentences[name]] == []
 
 
 @pytest.mark.parametrize(
@@ -93,39 +73,38 @@ def test_no_group_had_a_signal(row, name, parts):
 def test_weights_unchanged(row, optim, part):
     config = Config()
     config = replace(config, optim=optim, model=replace(config.model, dtype="bf16"))
-    got = found([row, row], config, differ=False)
-    assert list(got) == ["weights unchanged"]
-    assert got["weights unchanged"].startswith("the trained weights are those of model.path: ")
-    assert part in got["weights unchanged"]
+    sentences = findings_of([row, row], config, differ=False)
+    assert list(sentences) == ["weights unchanged"]
+    assert sentences["weights unchanged"].startswith("the trained weights are those of model.path: ")
+    assert part in sentences["weights unchanged"]
 
 
 def test_only_the_first_update_is_judged_by_its_kl():
     waiting = {"updates": 0, "approx_kl": 0.0}
     config = Config(optim=OptimConfig(lr=3e-5))
-    got = found([waiting, {"approx_kl": 0.29}, {"approx_kl": 0.01}], config)
-    assert list(got) == ["large first update"]
-    assert [part for part in ("0.29 nats", "optim.lr = 3e-05") if part not in got["large first update"]] == []
-    assert found([waiting, {"approx_kl": 0.2}, {"approx_kl": 0.29}], config) == {}
-    assert found([{"approx_kl": None}], config) == {}  # not finite
+    sentences = findings_of([waiting, {"approx_kl": 0.29}, {"approx_kl": 0.01}], config)
+    assert list(sentences) == ["large first update"]
+    assert [part for part in ("0.29 nats", "optim.lr = 3e-05") if part not in sentences["large first update"]] == []
+    assert findings_of([waiting, {"approx_kl": 0.2}, {"approx_kl": 0.29}], config) == {}
+    assert findings_of([{"approx_kl": None}], config) == {}  # not finite
 
 
 def test_a_run_without_evaluation_or_steps():
-    assert list(found([{}], before=None, after=None)) == ["no held-out"]
-    assert list(found([], differ=False)) == ["no step"]
+    assert list(findings_of([{}], before=None, after=None)) == ["no held-out"]
+    assert list(findings_of([], differ=False)) == ["no step"]
 
 
 def test_a_task_without_a_right_response_is_named():
     before, after = evaluation(gcd=0.5, spell=0.0, other=0.0), evaluation(gcd=0.7, spell=0.0, other=0.1)
-    (sentence,) = found([{}], before=before, after=after).values()
+    (sentence,) = findings_of([{}], before=before, after=after).values()
     assert sentence.startswith("no held-out response to spell was right, before or after")
     # If no response was right, no task is named.
-    assert found([{}], before=evaluation(gcd=0.0), after=evaluation(gcd=0.0)) == {}
+    assert findings_of([{}], before=evaluation(gcd=0.0), after=evaluation(gcd=0.0)) == {}
 
 
-def test_most_responses_raised():
-    row = {"kept_share": 0.0, "reward_std": 0.0, "all_right_share": 0.0, "rollouts": 26}
-    for errors, name in ((25, "raised"), (13, "none right")):
-        found = findings(
-            Config(), [row | {"verifier_errors": errors}], None, None, False, raised="Maze.step: (w.py, 3)"
-        )
-        assert ({"raised", "none right"} & found.keys(), "(w.py, 3)" in found[name]) == ({name}, name == "raised")
+@pytest.mark.parametrize(("errors", "name"), [(25, "raised"), (13, "none right")])
+def test_most_responses_raised(errors, name):
+    row = {"kept_share": 0.0, "reward_std": 0.0, "all_right_share": 0.0, "rollouts": 26, "verifier_errors": errors}
+    sentences = findings(Config(), [row], None, None, False, raised="Maze.step: (w.py, 3)")
+    assert {"raised", "none right"} & sentences.keys() == {name}
+    assert ("(w.py, 3)" in sentences[name]) == (name == "raised")

@@ -23,8 +23,8 @@ def no_vega(monkeypatch):
 def parts(html: str) -> tuple[dict, list[str]]:
     """Return the content and the scripts, as an HTML parser delimits them."""
     scripts = re.findall(r"<script>(.*?)</script>", html, re.S)
-    found = re.search(r'<script type="application/json" id="content">(.*?)</script>', html, re.S)
-    return json.loads(found[1], parse_constant=lambda name: pytest.fail(name)), scripts
+    match = re.search(r'<script type="application/json" id="content">(.*?)</script>', html, re.S)
+    return json.loads(match[1], parse_constant=lambda name: pytest.fail(name)), scripts
 
 
 def test_model_text_cannot_become_markup(tmp_path):

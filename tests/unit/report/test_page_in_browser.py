@@ -58,7 +58,7 @@ def test_one_value_is_rounded_in_one_way(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "charts", "said"),
+    ("options", "charts", "text"),
     [
         ([{"steps": 1, "evaluations": (0,), "ended": False}], 12, "the only evaluation, before the first step"),
         ([{"evaluations": (), "recorded": False, "record": False}], 12, "No rollouts are recorded"),
@@ -67,9 +67,9 @@ def test_one_value_is_rounded_in_one_way(tmp_path):
         ([{"rates": (0.0, 0.0), "rewards": (-3.0, -1.0)}], 15, ">Held-out mean reward<"),
     ],
 )
-def test_missing_records_leave_no_empty_section(tmp_path, options, charts, said):
+def test_missing_records_leave_no_empty_section(tmp_path, options, charts, text):
     body = opened(tmp_path, [make_run(tmp_path / f"run{i}", **own) for i, own in enumerate(options)])
     assert body.count("<canvas") >= charts
     assert not re.search(r"</h2></section>", body)
-    assert said in body
+    assert text in body
     assert not re.search(r"\b(NaN|nan|undefined|null|Infinity)\b", re.sub(r"<[^>]*>", " ", body))

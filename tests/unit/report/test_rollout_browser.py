@@ -7,20 +7,20 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from command_line import error_line, output
 from made_run import group, rollout
 
 from megatron_brorl import rollout_log
-from megatron_brorl.cli.main import main
 from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, LogEntry
 
 LAST = LogEntry("evaluation", 4)
 # Answers to each prompt. A star marks a right one. None is a response without an answer.
-ASKED = {"a": ["7*", "7*", "7*"], "b": ["1", "2*", "1"], "c": [None, "9", "9"]}
+ANSWERS = {"a": ["7*", "7*", "7*"], "b": ["1", "2*", "1"], "c": [None, "9", "9"]}
 
 
 def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, object]]:
     """Return the rollouts of a group."""
-    found = []
+    rows = []
     for i, answer in enumerate(answers):
         right = bool(answer) and answer.endswith("*")
         own = answer.rstrip("*") if answer else None
@@ -29,8 +29,8 @@ def made(group: int, prompt: str, answers: list[str | None]) -> list[dict[str, o
         if right:
             turns = (("?\x1b", False, 0), (text, True, 0), ("new", False, 1))
             more["turns"] = [{"text": text, "sampled": own, "sequence": n} for text, own, n in turns]
-        found.append(rollout(group, prompt, i, own, right, **more))
-    return found
+        rows.append(rollout(group, prompt, i, own, right, **more))
+    return rows
 
 
 def write(folder, moment, groups, rollouts, ranks):
@@ -45,10 +45,10 @@ def run(tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     folder = run / "rollouts"
     folder.mkdir()
-    asked = [made(g, p, own) for g, (p, own) in enumerate(ASKED.items())]
-    groups = [group(g, own, 3) for g, own in enumerate(asked)]
+    by_prompt = [made(g, p, own) for g, (p, own) in enumerate(ANSWERS.items())]
+    groups = [group(g, own, 3) for g, own in enumerate(by_prompt)]
     for moment in (LogEntry("evaluation", 0), LAST):
-        write(folder, moment, groups, [r for own in asked for r in own], ranks=2)
+        write(folder, moment, groups, [r for own in by_prompt for r in own], ranks=2)
     first = made(0, "t/0", ["1*", "1", "2"])
     second = made(3, "t/3", ["8", "8", "8"])
     write(folder, LogEntry("step", 2), [group(0, first, 3, distinct=3), group(3, second, 0)], first, ranks=1)
@@ -57,14 +57,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def ask(run, capsys):
-    def ask(*options: object, status: int = 0) -> list[str]:
-        with pytest.raises(SystemExit) as e:
-            main(["rollouts", str(run), *map(str, options)])
-        assert e.value.code == status
-        said = capsys.readouterr()
-        return (said.err if status else said.out).splitlines()
-
-    return ask
+    return lambda *options: output(capsys, "rollouts", run, *options).splitlines()
 
 
 def test_prompts_of_the_last_evaluation(ask):
@@ -122,39 +115,31 @@ def test_one_prompt(ask):
 )
 def test_filters_and_exports(ask, tmp_path, options, left):
     """Both export formats hold the rollouts that pass, as they were recorded."""
-    wanted = [made("abc".index(s[0]), s[0], ASKED[s[0]])[int(s[1])] for s in left.split()]
+    wanted = [made("abc".index(s[0]), s[0], ANSWERS[s[0]])[int(s[1])] for s in left.split()]
     for ending in ("jsonl", "parquet"):
         path = tmp_path / f"x.{ending}"
         assert ask(*options, "--export", path) == [f"{len(wanted)} rollouts of evaluation 4 written to {path}"]
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     for line, row in zip(lines, wanted, strict=True):
-        assert line == {
-            "kind": "evaluation",
-            "number": 4,
-            "task": "exact",
-            "reference": "7",
-            "prompt": f"what is\n{row['prompt_id']}?",
-            **row,
-            "parts": {"form": 0.5},
-        }
+        place = {"kind": "evaluation", "number": 4, "task": "exact", "reference": "7"}
+        assert line == {**place, "prompt": f"what is\n{row['prompt_id']}?", **row, "parts": {"form": 0.5}}
     assert [row | {"parts": dict(row["parts"])} for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == lines
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "parts"),
     [
-        (["--step", 7], "no step 7 is recorded; try step 3 and evaluations 0, 4"),
-        (["--prompt", "bb"], "no rollout of prompt 'bb' is recorded; the most similar id is b"),
-        (["--evaluation", 0, "--prompt", "t/0"], "evaluation 0 has no prompt 't/0' that passes the filters"),
-        (["--limit", -1], "--limit -1: must not be negative"),
-        (["--export", "x.txt"], "x.txt: unknown format; use one of the endings .jsonl, .parquet"),
-        (["--contains", "nobody says", "--export", "x.jsonl"], "x.jsonl: nothing to export"),
-        (["--export", "RUN/rollouts/x.jsonl"], "belongs to the run; write to another folder"),
+        (["--step", 7], ["no step 7 is recorded", "step 3 and evaluations 0, 4"]),
+        (["--prompt", "bb"], ["prompt 'bb'", "the most similar id is b"]),
+        (["--evaluation", 0, "--prompt", "t/0"], ["evaluation 0", "'t/0'", "filters"]),
+        (["--limit", -1], ["--limit -1: must not be negative"]),
+        (["--export", "x.txt"], ["x.txt: ", ".jsonl, .parquet"]),
+        (["--contains", "absent", "--export", "x.jsonl"], ["x.jsonl: nothing to export"]),
+        (["--export", "RUN/rollouts/x.jsonl"], ["/rollouts/x.jsonl", "write to another folder"]),
     ],
 )
-def test_user_errors_are_one_line(ask, run, tmp_path, monkeypatch, options, said):
+def test_user_errors_name_the_option_and_write_no_file(capsys, run, tmp_path, monkeypatch, options, parts):
     monkeypatch.chdir(tmp_path)
-    (line,) = ask(*(str(o).replace("RUN", str(run)) for o in options), status=2)
-    assert line.startswith("brorl: ")
-    assert said in line
+    line = error_line(capsys, "rollouts", run, *(str(o).replace("RUN", str(run)) for o in options))
+    assert all(part in line for part in parts), line
     assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from full_disk import file_size_limit
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.tracking.metrics import MetricsWriter, read_metrics
@@ -32,35 +33,16 @@ def test_the_format_of_a_line(tmp_path: Path) -> None:
         )
 
 
-def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
-    values = {
-        "third": 1 / 3,
-        "sum": 0.1 + 0.2,
-        "tiny": 5e-324,
-        "huge": math.nextafter(math.inf, 0),
-        "minus_zero": -0.0,
-        "whole": 2.0,
-    }
+def test_floats_come_back_bit_for_bit_and_others_are_null_and_listed(tmp_path: Path) -> None:
+    values = {"third": 1 / 3, "tiny": 5e-324, "huge": math.nextafter(math.inf, 0), "minus_zero": -0.0, "whole": 2.0}
     with MetricsWriter(tmp_path) as metrics:
-        metrics.write(0, values, {})
-    row = read_metrics(tmp_path / "metrics.jsonl")[0]
-    assert {key: row[key].hex() for key in values} == {key: value.hex() for key, value in values.items()}
-    assert list(row) == ["step", *values, "time"]
-
-
-def test_values_that_are_not_finite_become_null_and_are_listed(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as metrics:
-        metrics.write(0, {"loss": math.nan, "reward": 0.5, "norm": math.inf}, {"step": 1.0})
+        metrics.write(0, {"loss": math.nan, **values, "norm": math.inf}, {"step": 1.0})
     text = (tmp_path / "metrics.jsonl").read_text()
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert row == {
-        "step": 0,
-        "loss": None,
-        "reward": 0.5,
-        "norm": None,
-        "nonfinite": ["loss", "norm"],
-        "time": {"step": 1.0},
-    }
+    assert read_metrics(tmp_path / "metrics.jsonl") == [row]
+    assert {key: row[key].hex() for key in values} == {key: value.hex() for key, value in values.items()}
+    assert list(row) == ["step", "loss", *values, "norm", "nonfinite", "time"]
+    assert (row["loss"], row["norm"], row["nonfinite"]) == (None, None, ["loss", "norm"])
 
 
 def test_a_resumed_run_drops_only_the_repeated_steps(tmp_path: Path) -> None:
@@ -69,10 +51,8 @@ def test_a_resumed_run_drops_only_the_repeated_steps(tmp_path: Path) -> None:
     kept = path.read_bytes().splitlines(keepends=True)[:4]
     _record(tmp_path, range(4, 8), resume_step=4, offset=100.0)
     assert path.read_bytes().splitlines(keepends=True)[:4] == kept
-    assert [(row["step"], row["reward"]) for row in read_metrics(path)] == [
-        *[(step, step / 10) for step in range(4)],
-        *[(step, step / 10 + 100.0) for step in range(4, 8)],
-    ]
+    expected = [(step, step / 10 + (100.0 if step >= 4 else 0.0)) for step in range(8)]
+    assert [(row["step"], row["reward"]) for row in read_metrics(path)] == expected
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl"]
 
 
@@ -103,48 +83,23 @@ def test_a_malformed_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_a_new_run_renames_the_old_file(tmp_path: Path) -> None:
     for reward in (0.0, 1.0, 2.0):
         _record(tmp_path, range(1), offset=reward)
-    found = {path.name: read_metrics(path)[0]["reward"] for path in tmp_path.iterdir()}
-    assert found == {"metrics.1.jsonl": 0.0, "metrics.2.jsonl": 1.0, "metrics.jsonl": 2.0}
-
-
-class _FullDisk:
-    """A raw file that writes half of the data, then raises ENOSPC, until `room` is set."""
-
-    def __init__(self, file) -> None:  # type: ignore[no-untyped-def]
-        self._file, self.room, self._halves = file, False, 0
-        self.closed = False
-
-    def write(self, data: memoryview) -> int:
-        if self.room:
-            return self._file.write(data)
-        self._halves += 1
-        if self._halves % 2:
-            return self._file.write(data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self.closed = True
-        self._file.close()
+    rewards = {path.name: read_metrics(path)[0]["reward"] for path in tmp_path.iterdir()}
+    assert rewards == {"metrics.1.jsonl": 0.0, "metrics.2.jsonl": 1.0, "metrics.jsonl": 2.0}
 
 
 def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsWriter(tmp_path)
-    metrics.write(0, {"reward": 0.0}, {})
-    metrics._file = disk = _FullDisk(metrics._file)  # type: ignore[assignment]
-    metrics.write(1, {"reward": 0.1}, {})
-    assert [row["step"] for row in read_metrics(path)] == [0]  # the incomplete line is skipped
-    metrics.write(2, {"reward": 0.2}, {})
-    disk.room = True
-    metrics.write(3, {"reward": 0.3}, {})
-    metrics.close()
-    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(0, {"reward": 0.0}, {})
+        with file_size_limit(path.stat().st_size + 9):
+            for step in (1, 2):
+                metrics.write(step, {"reward": step / 10}, {})
+                assert [row["step"] for row in read_metrics(path)] == [0]  # the incomplete line is skipped
+        metrics.write(3, {"reward": 0.3}, {})
+    assert [(row["step"], row["reward"]) for row in read_metrics(path)] == [(i, i / 10) for i in range(4)]
     assert path.read_bytes().count(b"\n") == 4
     (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith(f"warning: {path}: No space left on device; training continues; ")
+    assert warning.startswith(f"warning: {path}: File too large; training continues; ")
 
 
 def test_tensorboard_purges_repeated_steps(tmp_path: Path) -> None:
@@ -159,34 +114,32 @@ def test_tensorboard_purges_repeated_steps(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in board.Scalars("time/generate")] == [(1, 1.5), (2, 1.5), (3, 2.5)]
 
 
+class _Tracker:
+    """A tracker that records its calls, or raises."""
+
+    def __init__(self, name: str, error: Exception | None = None) -> None:
+        self.name, self.error = name, error
+        self.calls: list[object] = []
+
+    def log(self, step: int, metrics: object) -> None:
+        if self.error:
+            raise self.error
+        self.calls.append((step, metrics))
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
 def test_a_broken_tracker_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Broken:
-        name = "wandb"
-
-        def log(self, *_: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    class Whole:
-        name = "mlflow"
-
-        def __init__(self) -> None:
-            self.seen: list[object] = []
-
-        def log(self, step: int, figures: object) -> None:
-            self.seen.append((step, figures))
-
-        def close(self) -> None:
-            self.seen.append("closed")
-
-    whole = Whole()
-    with MetricsWriter(tmp_path, [Broken(), whole]) as metrics:  # type: ignore[list-item]
+    broken, whole = _Tracker("wandb", OSError(errno.ENOSPC, "No space left on device")), _Tracker("mlflow")
+    with MetricsWriter(tmp_path, [broken, whole]) as metrics:
         metrics.write(0, {"reward": 0.0}, {"step": 2.0})
         metrics.write(1, {"reward": 0.5}, {})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
-    assert whole.seen == [(1, {"reward/reward": 0.0, "time/step": 2.0}), (2, {"reward/reward": 0.5}), "closed"]
-    assert capsys.readouterr().err.splitlines() == [
-        "warning: run.log: wandb: [Errno 28] No space left on device; it gets no more metrics"
-    ]
+    assert whole.calls == [(1, {"reward/reward": 0.0, "time/step": 2.0}), (2, {"reward/reward": 0.5}), "closed"]
+    assert broken.calls == []
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: run.log: wandb: [Errno 28] No space left on device")
 
 
 def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:

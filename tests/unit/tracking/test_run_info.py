@@ -15,11 +15,11 @@ from megatron_brorl.tracking import run_info
 def test_a_resumed_run_has_two_starts(tmp_path):
     run_info.write(tmp_path, {"rollout": {"n": 4}}, None, "brorl train a.toml", 2, "no GPU")
     run_info.write(tmp_path, {"rollout": {"n": 8}}, 3, "brorl train a.toml rollout.n=8", 1, "no GPU")
-    found = json.loads((tmp_path / run_info.FILE).read_text())
-    assert found["config"] == {"rollout": {"n": 8}}
-    starts = [(s["step"], s["command"], s["ranks"]) for s in found["starts"]]
+    record = json.loads((tmp_path / run_info.FILE).read_text())
+    assert record["config"] == {"rollout": {"n": 8}}
+    starts = [(s["step"], s["command"], s["ranks"]) for s in record["starts"]]
     assert starts == [(0, "brorl train a.toml", 2), (3, "brorl train a.toml rollout.n=8", 1)]
-    versions = found["starts"][0]["versions"]
+    versions = record["starts"][0]["versions"]
     assert (versions["python"], versions["torch"]) == (sys.version.split()[0], torch.__version__)
 
     # A new run in the same folder replaces the file.

@@ -15,14 +15,14 @@ def test_spans_nest_and_add_up():
     timeline = Timeline(lambda: next(ticks))
     record(timeline)
     with span("outer") as outer:
-        with span("inner") as came_to:
-            came_to["tokens"] = 3.0
-        came_to["late"] = 1.0  # values may be added after the end
+        with span("inner") as values:
+            values["tokens"] = 3.0
+        values["late"] = 1.0  # values may be added after the end
         with pytest.raises(KeyError), span("inner") as failed:
             failed["tokens"] = {}["missing"]
     record(None)
-    with span("of nobody") as values:
-        values["tokens"] = 5.0
+    with span("not recorded") as unrecorded:
+        unrecorded["tokens"] = 5.0
     assert not outer
     assert timeline.spans == [
         Span("inner", 2.0, 5.0, {"tokens": 3.0, "late": 1.0}),
@@ -37,15 +37,15 @@ def test_the_place_is_the_innermost_span_and_the_longest_allowance(monkeypatch):
     clock = iter((100.0, 101.0, 102.0, 103.0))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     before = place().changes
-    found = []
+    places = []
     with span("round", allowance_s=30.0):
-        found.append(place())
+        places.append(place())
         with span("score", allowance_s=5.0):
-            found.append(place())
-        found.append(place())
-    found.append(place())
+            places.append(place())
+        places.append(place())
+    places.append(place())
     dues = [("round", 130.0), ("score", 131.0), ("round", 132.0), ("no phase", 103.0)]
-    assert found == [Place(before + i, *due) for i, due in enumerate(dues, 1)]
+    assert places == [Place(before + i, *due) for i, due in enumerate(dues, 1)]
 
 
 def test_a_count_belongs_to_its_span():

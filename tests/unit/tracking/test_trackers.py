@@ -45,9 +45,9 @@ def test_wandb(tmp_path, monkeypatch):
     ids = written(["wandb"], tmp_path)
     files = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{ids['name']}.wandb"))
     assert len(files) == 2  # two processes, one run
-    found = b"".join(file.read_bytes() for file in files)
-    assert found.count(b"policy/lr") >= 5
-    assert found.count(b"0.375") >= 1
+    content = b"".join(file.read_bytes() for file in files)
+    assert content.count(b"policy/lr") >= 5
+    assert b"0.375" in content
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -76,14 +76,7 @@ def test_a_full_disk_ends_tensorboard_without_a_traceback(tmp_path, monkeypatch)
 
 
 def test_tags_begin_with_the_group():
-    assert [tag(name) for name in ("reward", "lr", "critic_lr", "unknown")] == [
-        "reward/reward",
-        "policy/lr",
-        "critic/lr",
-        "step/unknown",
-    ]
-    assert [tag(name, "time") for name in ("generate", "ranks/train_idle", "unknown")] == [
-        "time/generate",
-        "ranks/train_idle",
-        "time/unknown",
-    ]
+    metrics = [tag(name) for name in ("reward", "lr", "critic_lr", "unknown")]
+    assert metrics == ["reward/reward", "policy/lr", "critic/lr", "step/unknown"]
+    times = [tag(name, "time") for name in ("generate", "ranks/train_idle", "unknown")]
+    assert times == ["time/generate", "ranks/train_idle", "time/unknown"]

@@ -101,11 +101,11 @@ def write(path: Path, source: LlamaForCausalLM, tokenizer: Tokenizer, arch="llam
 def test_weights_and_tokens_are_those_of_the_source(tmp_path, tied):
     source, tokenizer = make_model(tied), make_tokenizer()
     convert(write(tmp_path / "in.gguf", source, tokenizer), tmp_path / "out")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = torch.tensor([tokenizer.encode(TEXT).ids])
     with torch.no_grad():
-        assert torch.equal(found(ids).logits, source(ids).logits)
+        assert torch.equal(converted(ids).logits, source(ids).logits)
     assert theirs(TEXT).input_ids == ids[0].tolist()
     assert theirs.decode(ids[0]) == TEXT
     assert (theirs.bos_token_id, theirs.eos_token) == (1, "<|im_end|>")
@@ -134,8 +134,8 @@ def test_user_defined_tokens_bos_and_the_ends_of_turns_are_kept(tmp_path, settin
     assert ours.encode_prompt("a") == [*before, a]
     assert ours.encode("<think>") == [285]
     assert list(stop_ids(tmp_path / "out", ours)) == stops
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
-    assert sorted([found] if isinstance(found, int) else found) == stops
+    resolved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
+    assert sorted([resolved] if isinstance(resolved, int) else resolved) == stops
 
 
 def test_unsupported_models_are_refused(tmp_path):

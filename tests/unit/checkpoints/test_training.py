@@ -1,8 +1,10 @@
-"""Tests of checkpoints that are written in the background."""
+"""Tests of checkpoints that are written in the background, and of errors of the disk."""
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import json
 import os
 import threading
@@ -11,10 +13,12 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from conversions import save_checkpoint
 
-from megatron_brorl.checkpoints import folders, writer
+from megatron_brorl.checkpoints import folders, hugging_face, writer
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.training import BackgroundSaver
+from megatron_brorl.errors import UserError
 
 SOON = timedelta(seconds=60)
 
@@ -82,7 +86,7 @@ def test_the_next_save_deletes_files_of_a_killed_one(begin, tmp_path):
     assert names(tmp_path) == ["latest", "step_00000002"]
 
 
-@pytest.mark.parametrize("name", [".distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("name", [".distcp", "manifest.json"])
 def test_a_checkpoint_that_reads_back_differently_is_rejected(begin, tmp_path, monkeypatch, name):
     saving = BackgroundSaver()
     saving.start(begin(1), SOON)
@@ -117,27 +121,95 @@ def test_the_manifest_has_the_hash_of_every_file(begin, tmp_path):
     save.write()
     folder = tmp_path / "step_00000001"
     manifest = json.loads((folder / "manifest.json").read_text())
-    there = {p.name: sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "manifest.json"}
-    assert manifest == there
-    assert {"own", "run.json", "common.pt", ".metadata", "metadata.json", "__0_0.distcp", "__0_1.distcp"} == set(there)
+    digests = {p.name: sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "manifest.json"}
+    assert manifest == digests
+    assert {"own", "run.json", "common.pt", ".metadata", "metadata.json", "__0_0.distcp", "__0_1.distcp"} == set(
+        digests
+    )
 
 
 def test_finish_waits_for_the_checkpoint_and_warns_of_errors(begin, tmp_path, monkeypatch):
     held = Held(monkeypatch, ".metadata")
     saving = BackgroundSaver()
-    told = []
+    warnings: list[str] = []
     saving.start(begin(1), SOON)
     assert held.reached.wait(60)
     threading.Timer(0.05, held.go.set).start()
-    saving.wait_on_error(told.append)
+    saving.wait_on_error(warnings.append)
     assert checkpoint.find(tmp_path) == tmp_path / "step_00000001"
-    assert told == []
+    assert warnings == []
 
     def full(_path, _filler):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(writer, "write_verified", full)
     saving.start(begin(2), SOON)
-    saving.wait_on_error(told.append)
-    assert told == [f"warning: {tmp_path / 'step_00000002'}: cannot be written: {os.strerror(errno.ENOSPC)}"]
+    saving.wait_on_error(warnings.append)
+    assert warnings == [f"warning: {tmp_path / 'step_00000002'}: cannot be written: {os.strerror(errno.ENOSPC)}"]
     assert names(tmp_path) == ["latest", "step_00000001"]
+
+
+@pytest.fixture
+def save(part, tmp_path):
+    return lambda step: save_checkpoint(tmp_path, step, part, keep=2)
+
+
+def break_files(patch: pytest.MonkeyPatch, folder: str, name: str, mode: str, code: int) -> None:
+    """Make open fail for files of a folder whose name ends like this, if they are opened to read or to write."""
+    original = io.open
+
+    def opened(file, *args, **kwargs):
+        is_broken = folder in str(file) and str(file).endswith(name)
+        if is_broken and mode in (args[0] if args else kwargs.get("mode", "r")):
+            raise OSError(code, os.strerror(code), str(file))
+        return original(file, *args, **kwargs)
+
+    for module in (builtins, io):
+        patch.setattr(module, "open", opened)
+
+
+@pytest.mark.parametrize("name", [".distcp", ".metadata", "manifest.json"])
+def test_a_full_disk_during_a_save_leaves_the_folder_unchanged(save, tmp_path, monkeypatch, name):
+    save(1)
+    before = names(tmp_path)
+    with monkeypatch.context() as patch:
+        break_files(patch, "step_00000002", name, "w", errno.ENOSPC)
+        place = f"^{tmp_path / 'step_00000002'}: cannot be written: .*{os.strerror(errno.ENOSPC)}"
+        with pytest.raises(checkpoint.NotWritten, match=place):
+            save(2)
+    assert names(tmp_path) == before
+    assert save(2) == checkpoint.find(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest.json"])
+def test_a_read_error_is_not_reported_as_damage(save, part, tmp_path, monkeypatch, capfd, name):
+    """The message must not advise to delete the checkpoint, because it may be intact."""
+    directory = save(1)
+
+    def read():
+        checkpoint.load(checkpoint.find(tmp_path) if name == "manifest.json" else directory, [part])
+
+    with monkeypatch.context() as patch:
+        break_files(patch, "step_00000001", name, "r", errno.EIO)
+        # An OSError is reported by each rank, because the other ranks may have succeeded.
+        with pytest.raises(UserError if name == ".metadata" else OSError, match=os.strerror(errno.EIO)) as error:
+            read()
+    assert str(directory) in str(error.value)
+    assert "delete" not in str(error.value)
+    assert "Traceback" not in capfd.readouterr().err
+    read()
+
+
+def test_a_write_error_names_the_directory(tmp_path):
+    """The OSError of a write to an open file has no file name."""
+    target = tmp_path / "model"
+
+    def write():
+        with hugging_face.atomic_directory(target) as aside:
+            (aside / "x").write_text("x")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as error:
+        write()
+    assert error.value.filename == str(target)
+    assert list(tmp_path.iterdir()) == []
