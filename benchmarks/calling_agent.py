@@ -10,5 +10,6 @@ async def solve(row: dict[str, Any], client: Any, model: str) -> float:
     messages: list[Any] = [{"role": "user", "content": "go"}]
     for _ in range(row["metadata"]["turns"]):
         response = await client.chat.completions.create(model=model, messages=messages)
-        messages += [response.choices[0].message.model_dump(), {"role": "user", "content": "ok"}]
+        reply = response.choices[0].message.content
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "ok"}]
     return 0.0

@@ -69,7 +69,9 @@ class Agents:
 
         with self._lock:
             if self._client is None:
-                self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key)
+                # aiohttp needs less time per call than the client's default.
+                http = openai.DefaultAioHttpClient()
+                self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, http_client=http)
         return self._client.with_options(api_key=key, base_url=base_url)
 
 
@@ -92,7 +94,8 @@ def describe_agent(function: str | Callable[..., Any]) -> str:
         raise UserError(f"{label}: client is an AsyncOpenAI: define the function with async, or take base_url, api_key")
     if "client" in required:
         try:
+            import aiohttp  # noqa: F401
             import openai  # noqa: F401
         except ImportError:
-            raise UserError(f"{label}: client needs the package openai: pip install 'megatron-brorl[agents]'") from None
+            raise UserError(f"{label}: client needs openai[aiohttp]: pip install 'megatron-brorl[agents]'") from None
     return sha256
