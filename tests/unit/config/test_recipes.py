@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import sys
 from dataclasses import fields, replace
@@ -17,6 +18,7 @@ from megatron_brorl.cli.memory_plan import Machines, plan_run, plan_stage
 from megatron_brorl.config.load import load, load_table
 from megatron_brorl.config.schema import Config
 from megatron_brorl.families.shape import parse_shape
+from megatron_brorl.train.learning_rate import scaled
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -74,6 +76,16 @@ def test_a_recipe_sets_all_relevant_keys_and_cites_sources(name):
             cited = set(re.findall(r"\[[A-Z][A-Za-z0-9+-]*\]|\[(?:blog|script|ppo2)\]", source))
             assert cited <= known, line
             assert cited or re.search("choice|not part of the method|verl's default", source), line
+
+
+def test_the_recipes_differ_as_published():
+    prorl, brorl, dapo, ppo = (load(RECIPES / f"{name}.toml") for name in ("prorlv2", "brorl", "dapo", "ppo"))
+    assert (prorl.rollout.n * prorl.rollout.prompts, brorl.rollout.n * brorl.rollout.prompts) == (8192, 65536)
+    rates = [scaled(c.optim, 0, c.rollout.n * c.rollout.prompts).lr for c in (prorl, brorl)]  # for full batches
+    assert rates == pytest.approx([1e-6, 1e-6 * math.sqrt(8)])
+    assert prorl.algo.mini_batches == brorl.algo.mini_batches  # the same number, but each has more rollouts
+    assert dapo.rollout.prompts * dapo.rollout.n / dapo.algo.mini_batches == 512
+    assert ppo.algo.advantage == "gae"
 
 
 def keys_of(name: str) -> dict[str, Any]:
