@@ -34,7 +34,7 @@ def rollout(group: int, sibling: int) -> ScoredRollout:
     finish = "cut" if (group, sibling) in CUT else ("stop", "length")[tokens > 700]
     # All of group 3 are right, so that it is not kept.
     reward = 1.0 if group == 3 else float(sibling % 4 == 0)
-    ids = torch.randint(0, 2**31 - 1, (tokens,), generator=g)
+    ids = torch.randint(0, 2**30, (tokens,), generator=g)
     routes = torch.randint(0, 300, (PROMPTS[group] + tokens - 1, 3, 1), generator=g, dtype=torch.int16)
     episode = Episode(torch.arange(tokens) % 5 > 0, 3) if sibling % 3 else None
     rollout = Rollout(sibling, ids, log_probs, finish, ((0, tokens),), episode, routes)
