@@ -31,7 +31,12 @@ FIXED = {
     "train": "freeze_router",
     "evaluate": "temperature top_p top_k",
 }
-FREE = {"data": "train held_out", "environment": "max_tool_seconds workers", "reward": "workers timeout_s unsandboxed"}
+FREE = {
+    "data": "train held_out",
+    "environment": "max_tool_seconds workers",
+    "agent": "max_seconds workers",
+    "reward": "workers timeout_s unsandboxed",
+}
 
 
 def of(table):
