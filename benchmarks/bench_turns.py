@@ -1,4 +1,4 @@
-"""Measure how much a slow tool delays the built-in engine, and what the calls of an agent cost.
+"""Measure the delay of the built-in engine by a slow tool, and the CPU time of an agent's calls.
 
     python benchmarks/bench_turns.py [--quick] [--json FILE] [--model m30] [--rows 256] [--workers 4] [--threads N]
                                     [--repeat N]

@@ -141,7 +141,7 @@ class ScoredRollout:
 
 
 class RowWeight(NamedTuple):
-    """The part of its group for which a row stands in the policy loss (train.groups.Subset)."""
+    """Weights of a row in the policy loss if a step trains on a part of each group (train.groups.Subset)."""
 
     loss: float  # factor of the row's loss
     tokens: float  # sampled tokens that divisors count for the row

@@ -70,7 +70,7 @@ class Request:
     # Limits of a single call of an agent, in addition to those of Sampling.
     max_tokens: int = 0  # 0: no further limit
     stop_strings: tuple[str, ...] = ()
-    withdrawn: threading.Event | None = None  # set: nobody waits for its rollouts, which end as "cut"
+    withdrawn: threading.Event | None = None  # If it is set, the engine ends the rollouts as "cut".
 
     def rollouts(self) -> Iterator[Rollout]:
         """Yield the initial state of every sibling: without tokens, or the "cut" rollout that it continues."""

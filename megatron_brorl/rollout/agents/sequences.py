@@ -1,7 +1,7 @@
-"""The calls of a rollout as token sequences.
+"""Converts the calls of a rollout to token sequences.
 
 A call repeats the conversation so far as messages. If these begin with the messages of an earlier call and its reply,
-the call continues the tokens of that call, and only what is new is tokenized. So a token that was sampled is never
+the call continues the tokens of that call, and only the new messages are tokenized. So a sampled token is never
 tokenized again, and the log-probabilities of its sequence stay those of the engine. Every other call begins a sequence
 of its own, for example a second agent, a summary of the history, or a branch.
 """

@@ -100,7 +100,7 @@ async def chat(row, client):
 
 
 def test_log_probs_of_all_tokens_are_those_of_transformers(model):
-    """No token is tokenized again, although the text of most completions has other tokens."""
+    """Later calls keep the sampled tokens, although encoding the text of most completions gives other tokens."""
     with agents(model, chat) as run:
         rollouts = run()
     assert len(rollouts) == 8

@@ -15,8 +15,8 @@ def job(monkeypatch, times, ends="1100"):
 
 
 def test_a_step_as_long_as_the_longest_recent_one_must_fit(monkeypatch):
-    # No step is timed yet; a step of 30 s with an evaluation, then 1069 + 30 < 1100, and 1070 + 30 = 1100. At 1072, the
-    # step of 30 s is no longer among the last five: 1072 + 19.
+    # The longest of the last five steps takes 30 s, so the next one fits at 1069 and does not at 1070. At 1072 the
+    # last five steps exclude that one, and the longest takes 19 s.
     end = job(monkeypatch, [1000, 1010, 1040, 1050, 1069, 1070, 1071, 1072])
     assert [end.step_fits() for _ in range(8)] == [True, True, True, True, True, False, False, True]
     assert end.step_s() == 19

@@ -52,7 +52,7 @@ def make_hf(directory: Path, bos: bool = False, split: Any = None, **config: Any
 
 
 def make_pieces(directory: Path, texts: list[str] = SUMS, **options: Any) -> Path:
-    """Train a sentencepiece model with the library alone, and write it without any configuration file."""
+    """Train a sentencepiece model, and write its file without the configuration files of transformers."""
     directory.mkdir(parents=True, exist_ok=True)
     prefix = str(directory / "tokenizer")
     options = {"model_type": "bpe", "vocab_size": 400, "hard_vocab_limit": False, "minloglevel": 2, **options}

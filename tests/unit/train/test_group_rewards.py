@@ -41,7 +41,7 @@ def survivors(prompt):
 
 
 def test_the_step_trains_on_the_scores_of_groups_without_lost_rollouts(processes, model, tmp_path):
-    """Verifiers still decide what is correct. The call for the third group hangs, so that it has no signal."""
+    """Rewards come from the function, and correctness from the verifier. The third group's call hangs: no signal."""
     (tmp_path / "mine.py").write_text(SCORE.format(first="while row['id'] == 'p/2': pass"))
     prompts = [replace(p, answer="") for p in fakes.prompts(3)]
     with RewardPool(1, 2.0) as pool:
