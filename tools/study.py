@@ -1,10 +1,11 @@
 """Run a study that is declared in a TOML file, and write its page.
 
-Usage: python tools/study.py DESIGN.toml DIRECTORY [--plan | --page]
+Usage: python tools/study.py DESIGN.toml DIRECTORY [--jobs J] [--plan | --page]
 
 A design compares arms: settings of one `brorl train` configuration, each run with the same seeds. It is hashed before
 the first run, and a directory takes the runs of one design only. The same command continues a study that was stopped.
-An arm can start from the model that another arm has trained. With a [tuning] table, every arm first tries each learning
+An arm can start from the model that another arm has trained. "{seed}" in a setting is the run's seed, so that each
+seed can have its own data. With a [tuning] table, every arm first tries each learning
 rate on seeds of its own, and keeps the one with the best mean height of the curve.
 
 DIRECTORY gets design.json, runs/, results.parquet, page.md and curves.png. tools/study_example.toml is an example;
@@ -19,11 +20,16 @@ import fcntl
 import hashlib
 import json
 import math
+import os
+import queue
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,8 +85,11 @@ class Comparison(_Table):
     before: str
     after: str
     over: Literal["seconds", "rollouts"] = "seconds"
-    end_point: Literal["final", "mean"] = "final"  # the curve's value at the end, or its mean height up to there
+    # The curve's value at the end, its mean height up to there, or the seconds (or rollouts) until it reaches `target`.
+    end_point: Literal["final", "mean", "reached"] = "final"
+    target: float = Field(0.5, gt=0, le=1)
     metric: str = Field("pass_at_1", pattern=r"^pass_at_[0-9]+$")
+    seeds: tuple[int, ...] = ()  # () are all seeds of the design
 
 
 class Design(_Table):
@@ -152,9 +161,14 @@ def check(design: Design, where: str) -> None:
 class Study:
     """The runs of a design in a directory."""
 
-    def __init__(self, design: Design, directory: Path) -> None:
+    def __init__(self, design: Design, directory: Path, jobs: int = 1) -> None:
         self.design = design
         self.directory = directory
+        self.jobs = jobs  # runs at a time
+        self._cores: queue.SimpleQueue[str] = queue.SimpleQueue()  # the cores of each job that is not running
+        for job in range(jobs):
+            self._cores.put(",".join(map(str, sorted(os.sched_getaffinity(0))[job::jobs])))
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one per run
         # Load all configurations here, so that an invalid setting fails before the first run. The hash covers them too.
         configs = {arm.name: load(design.config, self._settings(arm)) for arm in design.arms}
         declared = {"design": design.model_dump(), "configs": {k: dataclasses.asdict(c) for k, c in configs.items()}}
@@ -172,14 +186,20 @@ class Study:
 
     def execute(self) -> None:
         """Start all runs that are not finished. Raises UserError if one fails."""
-        for arm in self.design.arms if self.design.tuning else ():
-            for run in self._tuning_runs(arm):
-                self._make(run)
+        self._make_all(run for arm in self.design.arms for run in self._tuning_runs(arm))
         # Shuffle the arms within each seed, so that slow changes of the machine do not favor one arm.
         order = random.Random(self.sha256)
-        for seed in self.design.seeds:
-            for arm in order.sample(self.design.arms, len(self.design.arms)):
-                self._make(self.test_run(arm, seed))
+        arms = [(arm, s) for s in self.design.seeds for arm in order.sample(self.design.arms, len(self.design.arms))]
+        self._make_all(self.test_run(arm, seed) for arm, seed in arms)
+
+    def _make_all(self, runs: Iterable[Run]) -> None:
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for result in [pool.submit(self._make, run) for run in runs]:
+                try:
+                    result.result()
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
 
     def runs(self) -> list[Run]:
         """Return the finished runs."""
@@ -245,8 +265,11 @@ class Study:
 
     def _make(self, run: Run) -> None:
         """Run `brorl train`, which continues from its own checkpoint after a stop."""
-        if self._done(run):
-            return
+        with self._locks[run.name]:
+            if not self._done(run):
+                self._train(run)
+
+    def _train(self, run: Run) -> None:
         arm = self.design.arm(run.arm)
         folder = self._folder(run)
         own = [f"run.seed={run.seed}", f"run.dir={folder}"]
@@ -258,13 +281,17 @@ class Study:
             self._make(parent)
             own.append(f"model.path={self._folder(parent) / 'model'}")
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "megatron_brorl", "train", "--processes", str(self.design.processes)]
+        settings = [setting.replace("{seed}", str(run.seed)) for setting in self._settings(arm)]
+        train = [sys.executable, "-m", "megatron_brorl", "train", "--processes", str(self.design.processes)]
         log = folder / "log.txt"
         print(f"{run.phase}: {run.name}", flush=True)
-        with open(log, "a", encoding="utf-8") as out:
-            status = subprocess.run(
-                [*command, self.design.config, *self._settings(arm), *own], stdout=out, stderr=subprocess.STDOUT
-            ).returncode
+        cores = self._cores.get()
+        try:
+            with open(log, "a", encoding="utf-8") as out:
+                command = ["taskset", "-c", cores, *train, self.design.config, *settings, *own]
+                status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT).returncode
+        finally:
+            self._cores.put(cores)
         if status:
             last = next(filter(None, reversed(log.read_text(encoding="utf-8").splitlines())), f"exit code {status}")
             if run.phase == "test" or DIVERGED not in last:
@@ -285,44 +312,55 @@ def mean_height(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def differences(c: Comparison, table: pd.DataFrame) -> dict[int, float]:
-    """Return after - before by seed. Both curves are evaluated up to the end of the shorter one."""
-    found = {}
+    """Return after - before by seed. Both curves are evaluated up to the end of the shorter one.
+
+    For end_point = "reached", a curve that does not reach the target counts as if it reached it at that end.
+    """
+    result = {}
     runs = table[table.phase == "test"].dropna(subset=[c.metric]).groupby(["arm", "seed"])
     curves = {key: (group[c.over].to_numpy(), group[c.metric].to_numpy()) for key, group in runs}
-    for seed in sorted(set(table.seed)):
+    for seed in sorted(set(c.seeds or table.seed)):
         pair = [curves[key] for arm in (c.before, c.after) if (key := (arm, seed)) in curves]
         if len(pair) == 2:
             end = min(x[-1] for x, _ in pair)
-            before, after = (_read(x, y, end, c.end_point) for x, y in pair)
-            found[seed] = after - before
-    return found
+            before, after = (_end_point(c, x, y, end) for x, y in pair)
+            result[seed] = after - before
+    return result
 
 
-def _read(x: Any, y: Any, end: float, end_point: str) -> float:
+def _end_point(c: Comparison, x: Any, y: Any, end: float) -> float:
+    if c.end_point == "reached":
+        return float(min([end, *x[y >= c.target]]))
     last = float(np.interp(end, x, y))
     inside = x < end
-    return last if end_point == "final" else mean_height([*x[inside], end], [*y[inside], last])
+    return last if c.end_point == "final" else mean_height([*x[inside], end], [*y[inside], last])
 
 
 def infer(design: Design, table: pd.DataFrame) -> pd.DataFrame:
-    """Return each comparison's mean difference, its interval, and p-values before and after Holm's correction.
+    """Return each comparison's difference, its interval, and p-values before and after Holm's correction.
 
-    The unit is the run: Student's paired test over seeds. A comparison with fewer than two pairs counts with p = 1.
+    The unit is the run: the mean and Student's paired test over seeds. Times until a target are censored, so they have
+    the median and the sign test, without ties. A comparison with fewer than two pairs counts with p = 1.
     """
     rows = []
     for c in design.comparisons:
         by_seed = differences(c, table)
-        row = {"claim": c.claim, "pairs": len(by_seed), "by seed": by_seed, "mean": np.nan, "p": 1.0}
-        if by_seed:
-            row["mean"] = float(np.mean([*by_seed.values()]))
-        if len(by_seed) > 1:
-            test = stats.ttest_1samp([*by_seed.values()], 0)
-            low, high = test.confidence_interval(1 - design.level)
-            # The test statistic is undefined if all differences are 0. They show no effect, so p is 1.
-            row |= {"low": low, "high": high, "p": 1.0 if np.isnan(test.pvalue) else test.pvalue}
+        values = np.array([*by_seed.values()])
+        row = {"claim": c.claim, "pairs": len(values), "by seed": by_seed, "difference": np.nan, "p": 1.0}
+        reached = c.end_point == "reached"
+        if len(values):
+            row["difference"] = float(np.median(values) if reached else np.mean(values))
+        if len(values) > 1:
+            test = stats.quantile_test(values) if reached else stats.ttest_1samp(values, 0)
+            row["low"], row["high"] = test.confidence_interval(1 - design.level)
+            # Both tests are undefined if all differences are 0. They show no effect, so p is 1.
+            if values.any():
+                sign = stats.binomtest((values > 0).sum(), (values != 0).sum())
+                row["p"] = sign.pvalue if reached else test.pvalue
         rows.append(row)
-    found = pd.DataFrame(rows, columns=["claim", "pairs", "by seed", "mean", "low", "high", "p"])
-    return found.assign(holm=multipletests(found.p, method="holm")[1] if rows else [])
+    columns = ["claim", "pairs", "by seed", "difference", "low", "high", "p"]
+    table = pd.DataFrame(rows, columns=columns)
+    return table.assign(holm=multipletests(table.p, method="holm")[1] if rows else [])
 
 
 def write_page(study: Study) -> Path:
@@ -339,8 +377,9 @@ def write_page(study: Study) -> Path:
         f"{start['machine']['system']}, {start['machine']['cores']} cores, {start['machine']['device']}, "
         f"{design.processes} processes; {versions}. Seconds are those of training steps; evaluations are not counted.",
         "## Comparisons\n\nPaired by seed; both curves are evaluated up to the end of the shorter one. Intervals of "
-        f"{1 - design.level:.0%} and p-values are of Student's paired test; Holm's correction covers all comparisons.",
-        _markdown(_shown(infer(design, table))),
+        f"{1 - design.level:.0%} and p-values are of Student's paired test. Times until a target "
+        "is reached have the median and the sign test. Holm's correction covers all comparisons.",
+        _markdown(_shown(design, infer(design, table))),
         "![Held-out pass@1 of every run, and the mean of each arm](curves.png)",
         "## Runs\n\nThe last evaluation of every run.",
         _markdown(table.groupby("run", sort=False).last().reset_index().drop(columns=["arm", "design_sha256"])),
@@ -371,20 +410,21 @@ def draw(design: Design, table: pd.DataFrame) -> Figure:
     return figure
 
 
-def _shown(found: pd.DataFrame) -> pd.DataFrame:
-    """Return the inference as text, in percentage points."""
-    by_seed = [", ".join(f"{seed}: {d:+.1%}" for seed, d in row.items()) for row in found["by seed"]]
-    interval = [f"{low:+.1%} to {high:+.1%}" for low, high in zip(found.low, found.high, strict=True)]
-    return pd.DataFrame(
+def _shown(design: Design, inferred: pd.DataFrame) -> pd.DataFrame:
+    """Return the inference as text, in percentage points, or in seconds or rollouts for times until a target."""
+    forms = ["{:+,.0f} " + c.over if c.end_point == "reached" else "{:+.1%}" for c in design.comparisons]
+    rows = [
         {
-            "claim": found.claim,
-            "difference": found["mean"].map("{:+.1%}".format),
-            "interval": interval,
-            "p": found.p.map("{:.2g}".format),
-            "p, Holm": found.holm.map("{:.2g}".format),
-            "by seed": by_seed,
+            "claim": row.claim,
+            "difference": form.format(row.difference),
+            "interval": f"{form.format(row.low)} to {form.format(row.high)}",
+            "p": f"{row.p:.2g}",
+            "p, Holm": f"{row.holm:.2g}",
+            "by seed": ", ".join(f"{seed}: {form.format(d)}" for seed, d in row["by seed"].items()),
         }
-    )
+        for (_, row), form in zip(inferred.iterrows(), forms, strict=True)
+    ]
+    return pd.DataFrame(rows)
 
 
 def _markdown(table: pd.DataFrame) -> str:
@@ -402,11 +442,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("design", type=Path)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on its share of the cores")
     parser.add_argument("--plan", action="store_true", help="print the arms and the number of runs, then exit")
     parser.add_argument("--page", action="store_true", help="write the page from the finished runs, then exit")
     args = parser.parse_args()
     try:
-        study = Study(read_design(args.design), args.directory)
+        study = Study(read_design(args.design), args.directory, args.jobs)
         if args.plan:
             print(plan(study))
             return

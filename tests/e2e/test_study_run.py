@@ -18,8 +18,9 @@ SHORT = {"rollout.n": 8, "rollout.prompts": 2, "algo.mini_batches": 1, "evaluate
 
 
 def forked(command, stdout=None, **_):
-    assert command[:3] == [sys.executable, "-m", "megatron_brorl"]
-    done = brorl(*command[3:])
+    assert command[:2] == ["taskset", "-c"]
+    assert command[3:6] == [sys.executable, "-m", "megatron_brorl"]
+    done = brorl(*command[6:])
     stdout.write(done.stdout + done.stderr)
     return done
 

@@ -60,6 +60,28 @@ def test_curves_are_compared_up_to_the_end_of_the_shorter_one():
     assert study.differences(mean, results) == {1: pytest.approx(0.325 - 0.25)}
 
 
+def test_times_until_a_target_are_censored_and_compared_by_sign():
+    # "few" reaches 50% at 10, 20 and 40 (its end), and "many" at 5, 40 and 40: differences -5, 20 and 0 (a tie).
+    x = [0, 5, 10, 20, 40]
+    few = ([0, 0.1, 0.5, 0.6, 0.7], [0, 0.4, 0.4, 0.9, 0.2], [0, 0, 0, 0, 0.4])
+    many = ([0, 0.5, 0.1, 0.1, 0.1], [0, 0, 0, 0, 0.4], [0, 0, 0, 0, 0])
+    curves = {(arm, seed): (x, y) for arm, rows in (("few", few), ("many", many)) for seed, y in enumerate(rows)}
+    own = design(comparisons=({**COMPARISON, "end_point": "reached"},))
+    row = study.infer(own, table(curves)).iloc[0]
+    assert row["by seed"] == {0: -5, 1: 20, 2: 0}
+    assert (row.difference, row.p) == (0, 1)
+    part = study.Comparison(**COMPARISON, end_point="reached", seeds=(0, 2))
+    assert study.differences(part, table(curves)) == {0: -5, 2: 0}
+
+    # Nine of ten pairs are later: p = 2 * (1 + 10) / 2**10. The median's interval is from the 2nd to the 9th value.
+    curves = {("few", seed): ([0, 100], [0, 1]) for seed in range(10)}
+    curves |= {("many", seed): ([0, 100 - seed, 100] if seed else [0, 100, 200], [0, 1, 1]) for seed in range(10)}
+    curves[("few", 0)] = ([0, 50, 100], [0, 1, 1])
+    row = study.infer(own, table(curves)).iloc[0]
+    assert row.p == pytest.approx(22 / 1024)
+    assert (row.difference, row.low, row.high) == (-4.5, -8, -1)
+
+
 def test_inference_is_students_paired_test_over_runs():
     # Student's sleep data: mean 1.58, 95% interval 0.70 to 2.46, p = 0.00283.
     first = (0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0)
@@ -67,7 +89,7 @@ def test_inference_is_students_paired_test_over_runs():
     curves = {("few", seed): ([0, 1], [0.0, y]) for seed, y in enumerate(first)}
     curves |= {("many", seed): ([0, 1], [0.0, y]) for seed, y in enumerate(second)}
     row = study.infer(design(), table(curves)).iloc[0]
-    assert (row.pairs, row["mean"]) == (10, pytest.approx(1.58))
+    assert (row.pairs, row.difference) == (10, pytest.approx(1.58))
     assert (row.low, row.high) == (pytest.approx(0.7001, abs=1e-4), pytest.approx(2.4599, abs=1e-4))
     assert row.p == row.holm == pytest.approx(0.002833, abs=1e-6)
 
