@@ -1,5 +1,6 @@
 """Write the rows of the examples of agents, and turns for supervised training, to runs/agents."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -8,11 +9,12 @@ from guess import hint
 
 RANDOM = random.Random(0)
 BOUNDS = [(low, low + size - 1) for low in range(10, 60) for size in range(24, 33) if low + size <= 60]
-SUMS = [(a, b) for a in range(10, 100) for b in range(1, 10)]
+WORDS = ["".join(letters) for letters in itertools.permutations("abcdefgh", 4)]
 
 
-def game(low, high):
-    """Return a row of the game."""
+def game(bounds):
+    """Return a row of the game. bounds: the lowest and the highest number."""
+    low, high = bounds
     return {"prompt": f"{low} to {high}", "answer": str(RANDOM.randint(low, high))}
 
 
@@ -30,22 +32,22 @@ def game_turns(row):
         possible = [n for n in possible if str(n) != guess and hint(guess, str(n)) == told]
 
 
-def addition(a, b):
-    """Return a row of an addition."""
-    return {"prompt": f"{a}+{b}", "answer": str(a + b)}
+def reversal(word):
+    """Return a row that asks for a word from back to front."""
+    return {"prompt": word, "answer": word[::-1]}
 
 
-def addition_turns(row):
+def reversal_turns(row):
     """Yield a row for the writer, one for its second try, and one for the checker."""
     right, prompt = row["answer"], row["prompt"]
-    wrong = str(int(right) + RANDOM.choice((-10, -1, 1, 10)))
-    writer = [{"role": "system", "content": "add"}, {"role": "user", "content": prompt}]
+    wrong = "".join(RANDOM.sample(right, len(right)))
+    writer = [{"role": "system", "content": "write"}, {"role": "user", "content": prompt}]
     retry = [{"role": "assistant", "content": wrong}, {"role": "user", "content": "no"}]
     yield {"prompt": writer, "answer": right}
     yield {"prompt": [*writer, *retry], "answer": right}
-    shown, verdict = RANDOM.choice(((right, "yes"), (wrong, "no")))
-    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt}={shown}"}]
-    yield {"prompt": checked, "answer": verdict}
+    shown = RANDOM.choice((right, wrong))
+    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt} {shown}"}]
+    yield {"prompt": checked, "answer": "yes" if shown == right else "no"}
 
 
 def write(path, rows):
@@ -55,12 +57,12 @@ def write(path, rows):
 def main():
     folder = Path("runs/agents")
     folder.mkdir(parents=True, exist_ok=True)
-    examples = (("guess", game, game_turns, BOUNDS), ("check", addition, addition_turns, SUMS))
+    examples = (("guess", game, game_turns, BOUNDS), ("check", reversal, reversal_turns, WORDS))
     for name, make_row, turns, problems in examples:
         RANDOM.shuffle(problems)
         quarter = len(problems) // 4
         rows = {
-            part: [make_row(*RANDOM.choice(chosen)) for _ in range(count)]
+            part: [make_row(RANDOM.choice(chosen)) for _ in range(count)]
             for part, chosen, count in (("held_out", problems[:quarter], 300), ("train", problems[quarter:], 8000))
         }
         for part, own in rows.items():
