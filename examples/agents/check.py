@@ -12,7 +12,7 @@ async def solve(row, client, model):
     messages = [{"role": "user", "content": row["prompt"]}]
     for _ in range(3):
         answer = await ask("write", messages)
-        if await ask("check", [{"role": "user", "content": f"{row['prompt']} {answer}"}]) == "yes":
+        if await ask("check", [{"role": "user", "content": f"{row['prompt']} = {answer}"}]) == "yes":
             break
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "no"}]
     return float(answer == row["answer"])

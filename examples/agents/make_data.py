@@ -9,7 +9,7 @@ from guess import hint
 
 RANDOM = random.Random(0)
 BOUNDS = [(low, low + size - 1) for low in range(10, 60) for size in range(24, 33) if low + size <= 60]
-WORDS = ["".join(letters) for letters in itertools.permutations("abcdefgh", 4)]
+WORDS = list(itertools.permutations("abcdefgh", 4))
 
 
 def game(bounds):
@@ -33,20 +33,20 @@ def game_turns(row):
 
 
 def reversal(word):
-    """Return a row that asks for a word from back to front."""
-    return {"prompt": word, "answer": word[::-1]}
+    """Return a row that asks for the letters of a word from back to front."""
+    return {"prompt": " ".join(word), "answer": " ".join(reversed(word))}
 
 
 def reversal_turns(row):
     """Yield a row for the writer, one for its second try, and one for the checker."""
     right, prompt = row["answer"], row["prompt"]
-    wrong = "".join(RANDOM.sample(right, len(right)))
+    wrong = " ".join(RANDOM.sample(right.split(), 4))
     writer = [{"role": "system", "content": "write"}, {"role": "user", "content": prompt}]
     retry = [{"role": "assistant", "content": wrong}, {"role": "user", "content": "no"}]
     yield {"prompt": writer, "answer": right}
     yield {"prompt": [*writer, *retry], "answer": right}
     shown = RANDOM.choice((right, wrong))
-    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt} {shown}"}]
+    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt} = {shown}"}]
     yield {"prompt": checked, "answer": "yes" if shown == right else "no"}
 
 
