@@ -126,7 +126,7 @@ class Session:
 
         self._environment_class = program.environment or config.environment.factory
         self.environment = describe(self._environment_class) if config.environment.factory else None
-        self.agent = Agent.of(config, program.agent, self.tokenizer, self.stop_ids)
+        self.agent = Agent.of(config, program.agent, self.tokenizer)
         program.on_check("agent", str(self.agent or ""))
         self._data = data = self._data_config()
         self._tool_format = self._check_turns()
@@ -377,8 +377,9 @@ class Session:
             turns = TurnEngine(engine, self.environment_pool, environment, self.tokenizer.decode, self._continuation)
             engine = typing.cast(RolloutEngine, turns)
         if self.agent:
-            engine, close = self.agent.engine(engine, context(self.config, self.shape))
-            self._closing.append(close)
+            agents = self.agent.engine(engine, context(self.config, self.shape))
+            self._closing.append(agents.close)
+            engine = typing.cast(RolloutEngine, agents)
         watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
         return RolloutRunner(
