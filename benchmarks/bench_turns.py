@@ -35,7 +35,7 @@ from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rollout.agents.agent_engine import AgentEngine, FixedText
 from megatron_brorl.rollout.agents.sequences import Chat
 from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.types import Prompt, Rollout
 
@@ -86,7 +86,7 @@ def main() -> None:
                     f"{arm:<12}{row['seconds']:>7.2f}{row['tokens_per_s']:>11.0f}{row['steps']:>8}"
                     f"{row['rows']:>7.0f}{row['rate']:>7.1%}"
                 )
-        agents.engine = cast(RolloutEngine, FixedText([2] * (TURN_TOKENS - 1), STOP))
+        agents.engine = cast(RolloutEngine, FixedText([2] * (TURN_TOKENS - 1) + [STOP]))
         found += [{"arm": "calls", **cost(agents, n, sampling)} for _ in range(repeat)]
         agents.close()
     write_rows(args.json, found)

@@ -79,7 +79,7 @@ class Agent:
 
         Prints a warning if the agent fails on this text, which need not be a mistake.
         """
-        fixed = FixedText(self.tokenizer.encode(_TEXT), self.tokenizer.eos_id)
+        fixed = FixedText([*self.tokenizer.encode(_TEXT), self.tokenizer.eos_id])
         with contextlib.closing(self.engine(typing.cast(RolloutEngine, fixed), context)) as engine:
             ((rollout,),) = engine.generate([Request(prompt, 0, 1)], sampling)
         episode = rollout.episode

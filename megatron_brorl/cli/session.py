@@ -50,7 +50,7 @@ from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import RolloutEngine
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
@@ -424,7 +424,7 @@ class Session:
         )
 
     def _remote_engine(self) -> RolloutEngine:
-        from megatron_brorl.rollout.remote.engine import connect_engine
+        from megatron_brorl.rollout.remote.remote_engine import connect_engine
 
         engine = connect_engine(
             self.config,

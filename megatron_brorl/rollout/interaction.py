@@ -86,6 +86,7 @@ class Interaction(GenerateCallbacks, Supply, Generic[R]):
             # Sampling.turn_tokens also keeps the last bits independent of the time at which requests arrive.
             engine.generate([], replace(self.sampling, turn_tokens=turn_tokens), self, self)
         finally:
+            self.receive()
             for running in [running for running in self.rollouts if not running.is_complete]:
                 self.pool.end(running.number)
                 self.end(running)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,22 +77,20 @@ class AgentEngine:
 
 @dataclass
 class FixedText:
-    """An engine that gives the same completion to every call, for the trial of an agent."""
+    """An engine that gives the same tokens to every call, for the trial of an agent."""
 
-    ids: list[int]
-    stop_id: int
+    ids: list[int]  # with a stop token
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, callbacks: GenerateCallbacks, supply: Supply
     ) -> list[list[Rollout]]:
         """See RolloutEngine."""
-        count = 0
+        numbers = count()
         while supply.has_more():
             for request in supply.next_requests(8):
-                ids = torch.tensor([*self.ids, self.stop_id][: request.max_tokens])
-                finish: FinishReason = "length" if len(ids) <= len(self.ids) else "stop"
-                callbacks.finished(count, Rollout(0, ids, torch.zeros(len(ids)), finish, ((0, len(ids)),)))
-                count += 1
+                ids = torch.tensor(self.ids[: request.max_tokens])
+                finish: FinishReason = "stop" if len(ids) == len(self.ids) else "length"
+                callbacks.finished(next(numbers), Rollout(0, ids, torch.zeros(len(ids)), finish, ((0, len(ids)),)))
         return []
 
 

@@ -54,14 +54,16 @@ class Endpoint:
         except (ValueError, RecursionError) as e:
             raise BadRequest(f"the body cannot be parsed as JSON: {e}") from None
         chat, calls = self.sequences.chat, self.sequences.calls
-        if request.tools and chat.format is None:
+        tools = request.tools if request.tool_choice == "auto" else []
+        if tools and chat.format is None:
             raise BadRequest("tools: the chat template of the model does not read tools", "tools")
         if len(calls) >= chat.config.max_calls:
             raise BadRequest(f"agent.max_calls = {chat.config.max_calls} is reached", code="max_calls")
-        if any(value != self.used[name] for name, value in request.sampling.items()):
-            self.warn(f"the agent asks for {request.sampling}; the calls are sampled with {self.used}")
+        asked = request.model_dump(include=set(self.used), exclude_none=True)
+        if not asked.items() <= self.used.items():
+            self.warn(f"the agent asks for {asked}; the calls are sampled with {self.used}")
         try:
-            call = self.sequences.begin(request.messages, request.tools)
+            call = self.sequences.begin(request.messages, tools)
         except UserError as e:
             raise BadRequest(str(e), "messages") from None
         try:
@@ -71,7 +73,8 @@ class Endpoint:
             raise
 
         done, loop = asyncio.Event(), asyncio.get_running_loop()
-        call.stop, call.done = request.stop, lambda: loop.call_soon_threadsafe(done.set)
+        call.stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+        call.done = lambda: loop.call_soon_threadsafe(done.set)
         self.submit(call)
         await done.wait()
         if call.finish == "cut":
@@ -86,7 +89,7 @@ class Endpoint:
         if len(call.prompt_ids) > chat.prompt_tokens:
             text = f"the messages have {len(call.prompt_ids)} tokens, more than {chat.prompt_tokens}"
             raise BadRequest(f"{text}, which leave room for a reply", "messages", code="context_length_exceeded")
-        limit = min(most, request.max_tokens or most)
+        limit = min(most, request.max_completion_tokens or request.max_tokens or most)
         if chat.config.max_tokens:
             limit = min(limit, chat.config.max_tokens - sum(len(c.ids) for c in self.sequences.calls))
             if limit <= 0:
@@ -149,10 +152,11 @@ def _app(endpoints: dict[str, Endpoint]) -> Any:
             return JSONResponse(e.body, 400, _NO_RETRY)
         # A client that has gone may ask again. Without a retry, the call is not trained on.
         call.delivered = call.delivered or not await request.is_disconnected()
-        texts = [endpoint.sequences.chat.decode([i]) for i in call.ids.tolist()] if asked.log_probs else []
+        texts = [endpoint.sequences.chat.decode([i]) for i in call.ids.tolist()] if asked.logprobs else []
         whole = response(call, asked, MODEL, texts, endpoint.used)
         if asked.stream:
-            return StreamingResponse(stream(whole, asked.usage), media_type="text/event-stream")
+            chunks = stream(whole, usage=bool(asked.stream_options.get("include_usage")))
+            return StreamingResponse(chunks, media_type="text/event-stream")
         return JSONResponse(whole)
 
     async def models(request: Request) -> Response:

@@ -12,7 +12,7 @@ import tiny
 import torch
 from unit.data.test_call_formats import template
 from unit.data.test_tokenizers import make_hf
-from unit.rollout.native.test_engine import make_engine
+from unit.rollout.native.test_torch_engine import make_engine
 
 from megatron_brorl.cli.agent import Agent
 from megatron_brorl.config.schema import AgentConfig, Config, RolloutConfig

@@ -6,7 +6,6 @@ prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_brorl.rollout.remote.protocol import WorkerBucket
-from megatron_brorl.rollout.remote.weights_receive import BucketReader
+from megatron_brorl.rollout.remote.weights_in_worker import read_bucket
 
 
 class VllmWorkerExtension:
@@ -30,7 +29,6 @@ class VllmWorkerExtension:
 
     def brorl_begin(self) -> None:
         """Start loading a new version of the weights."""
-        self._brorl_reader = BucketReader(self.device.index or 0)
         self._brorl_loaded: set[str] = set()
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
@@ -39,14 +37,13 @@ class VllmWorkerExtension:
             _drop_expert_kernels(model)
 
     def brorl_load(self, bucket: WorkerBucket) -> None:
-        """Load a bucket. Raises ValueError as BucketReader.read."""
-        tensors = self._brorl_reader.read(bucket)
+        """Load a bucket. Raises ValueError as read_bucket."""
+        tensors = read_bucket(bucket, self.device.index or 0)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             self._brorl_loaded |= set(self.model_runner.get_model().load_weights(tensors.items()) or ())
 
-    def brorl_finish(self, names: Sequence[str]) -> None:
-        """Finish loading. Raises ValueError unless exactly `names` and all parameters of the model were loaded."""
-        self._brorl_reader.check_complete(names)
+    def brorl_finish(self) -> None:
+        """Finish loading. Raises ValueError unless all parameters of the model were loaded."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             finalize_layerwise_reload(model, self.vllm_config.model_config)

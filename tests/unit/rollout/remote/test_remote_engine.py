@@ -18,10 +18,10 @@ from megatron_brorl.config.schema import EngineConfig, RolloutConfig
 from megatron_brorl.rollout import remote
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.pending import sibling_seed
 from megatron_brorl.rollout.remote.process import Connection, address
 from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions, Message
+from megatron_brorl.rollout.remote.remote_engine import RemoteEngine
 from megatron_brorl.rollout.remote.server import Server
 from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.types import Prompt, ScoreResult
@@ -69,8 +69,8 @@ class Backend(EngineBackend):
     async def load(self, bucket):
         self.heard.append(bucket)
 
-    async def finish(self, names):
-        self.heard.append(list(names))
+    async def finish(self):
+        self.heard.append("finish")
 
     async def sleep(self):
         self.heard.append("sleep")
@@ -130,7 +130,7 @@ def engine(backend, tmp_path):
     """Return an engine of the backend with weights of version 3."""
     engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     leader = Connection(address(tmp_path))
-    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    ask(leader, Message("finish", {"version": 3}))
     engine.update_weights([], 3)
     yield engine
     leader.close()
@@ -144,8 +144,8 @@ def test_generate_sleep_and_weight_sync(backend, tmp_path):
     leader = Connection(address(tmp_path))
     ask(leader, Message("begin"))
     ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
-    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
-    assert backend.heard == ["begin", {"path": "x", "records": []}, ["a"]]
+    ask(leader, Message("finish", {"version": 3}))
+    assert backend.heard == ["begin", {"path": "x", "records": []}, "finish"]
     engine.update_weights([], 3)
     requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)]
     (group,) = engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
@@ -160,10 +160,10 @@ def test_generate_sleep_and_weight_sync(backend, tmp_path):
     assert backend.heard[3:] == ["sleep", "wake"]
 
     # The caches wake at the first generation, because the trainer uses the memory during weight sync.
-    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    ask(leader, Message("finish", {"version": 3}))
     for _ in range(2):
         engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
-    assert backend.heard[5:] == [["a"], "wake caches"]
+    assert backend.heard[5:] == ["finish", "wake caches"]
     leader.close()
     engine.close()
 

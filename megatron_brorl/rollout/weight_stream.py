@@ -1,4 +1,4 @@
-"""Receive a weight update and check all of it before any tensor is used."""
+"""The stream of a weight update in the trainer: check all of it before any tensor is used."""
 
 from __future__ import annotations
 
@@ -55,47 +55,34 @@ def receive_each(
 ) -> None:
     """Pass every tensor of an update [any shape] to `store`, with its checksum or None.
 
-    The update must hold each tensor of `names` exactly once, and either all or none of them with a checksum. clear:
-    called at the first fault, after which nothing is stored. Raises UpdateRefused with the first fault, after reading
-    the stream to its end, because the stream is a collective.
+    The update must hold each tensor of `names` exactly once. clear: called at the first fault, after which nothing is
+    stored. Raises UpdateRefused with the first fault, after reading the stream to its end, because the stream is a
+    collective.
     """
-    stored: set[str] = set()
-    has_checksums: bool | None = None  # whether the first pair has a checksum
+    missing = dict(names)
     fault = ""
     received = 0
-
     try:
         for pair in tensors:
             received += 1
+            name, tensor = pair
             if fault:
                 continue
-            name, tensor = pair
-
-            # Refuse a stream in which only some of the tensors have a checksum.
-            expected = pair.checksum if isinstance(pair, ChecksummedTensor) else None
-            has_checksums = expected is not None if has_checksums is None else has_checksums
-            fault = _fault(name, tensor, names, stored, has_checksums == (expected is not None))
+            if name not in missing:
+                fault = f"{name} is {'sent twice' if name in names else 'unknown'}"
+            elif tuple(tensor.shape) != names[name]:
+                fault = f"{name} has shape {list(tensor.shape)}, not {names[name]}"
             if fault:
                 clear()
                 continue
-            stored.add(name)
-            store(name, tensor, expected)
+            del missing[name]
+            store(name, tensor, pair.checksum if isinstance(pair, ChecksummedTensor) else None)
     except Exception as e:  # raised by the producer of the stream or by store
         what = f"{type(e).__name__}: {e}"
         raise UpdateRefused(f"weight update: failed after {received} of {len(names)} tensors: {what}") from e
 
     # The stream may end early without an exception.
-    missing = names.keys() - stored
-    if not fault and missing:
+    if missing and not fault:
         fault = f"{len(missing)} tensors missing, for example {min(missing)}"
-
     if fault:
         raise UpdateRefused(f"weight update: {fault}")
-
-
-def _fault(name: str, tensor: Tensor, names: Mapping[str, tuple[int, ...]], stored: set[str], consistent: bool) -> str:
-    if name not in names or name in stored:
-        return f"{name} is {'sent twice' if name in stored else 'unknown'}"
-    if tuple(tensor.shape) != names[name]:
-        return f"{name} has shape {list(tensor.shape)}, not {names[name]}"
-    return "" if consistent else f"{name} comes {'without a' if stored else 'with a'} checksum, unlike those before it"
