@@ -25,22 +25,23 @@ def receive(
     Copies of ChecksummedTensor pairs are compared with their checksums. Raises UpdateRefused as receive_each.
     """
     staged: dict[str, Tensor] = {}
-    sums: list[Tensor] = []  # expected and found, in the order of `staged`
+    sums: list[tuple[str, Tensor, Tensor]] = []  # name, expected checksum, and that of the copy
 
     def store(name: str, tensor: Tensor, expected: Tensor | None) -> None:
         # The tensor is always copied, because the stream's tensors are views of reused buffers. The expected checksum
         # applies to the stream's dtype, so it cannot be compared with a copy in another dtype.
         staged[name] = tensor.detach().to(device, dtype, copy=True)
         if expected is not None:
-            found = checksum(name, staged[name] if dtype == tensor.dtype else tensor)
-            sums.extend([expected.to(device), found.to(device)])
+            copied = checksum(name, staged[name] if dtype == tensor.dtype else tensor)
+            sums.append((name, expected.to(device), copied.to(device)))
 
     receive_each(tensors, names, store, staged.clear)
 
     # Compare all checksums at once, because each comparison synchronises with the device.
     if sums:
-        expected, found = torch.stack(sums).view(-1, 2).unbind(1)
-        wrong = [name for name, same in zip(staged, (expected == found).tolist(), strict=True) if not same]
+        sent, expected, copied = zip(*sums, strict=True)
+        equal = (torch.stack(expected) == torch.stack(copied)).tolist()
+        wrong = [name for name, is_equal in zip(sent, equal, strict=True) if not is_equal]
         if wrong:
             what = f"{len(wrong)} tensors do not match their checksums, for example {wrong[0]}"
             raise UpdateRefused(f"weight update: {what}")

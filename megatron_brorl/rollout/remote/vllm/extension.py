@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -58,11 +57,6 @@ class VllmWorkerExtension:
     def brorl_kv_tokens(self) -> int:
         """Return the number of tokens whose keys and values fit in this worker's memory."""
         return int(self.cache_config.num_gpu_blocks * self.cache_config.block_size)
-
-    def brorl_tensor(self, name: str) -> list[float]:
-        """Return the values of a parameter by vLLM's name, for tests."""
-        found: Tensor = dict(self.model_runner.get_model().named_parameters())[name]
-        return [float(x) for x in found.flatten()]
 
 
 def _drop_expert_kernels(model: torch.nn.Module) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
+import torch
+import zmq
 from unit.rollout.test_turns import Pool, Reply, says, text_of, tokens_of
 
 from megatron_brorl.config.environment import EnvironmentConfig
@@ -20,7 +22,15 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.pending import sibling_seed
 from megatron_brorl.rollout.remote.process import Connection, address
-from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions, Message
+from megatron_brorl.rollout.remote.protocol import (
+    Capabilities,
+    Completion,
+    EngineBackend,
+    EngineOptions,
+    Message,
+    decode,
+    encode,
+)
 from megatron_brorl.rollout.remote.remote_engine import RemoteEngine
 from megatron_brorl.rollout.remote.server import Server
 from megatron_brorl.rollout.turns import TurnEngine
@@ -244,3 +254,31 @@ def test_every_engine_has_a_backend():
         module, _, name = kind.backend.partition(":")
         assert module == f"{remote.__name__}.{engine}.llm"
         assert f"class {name}(EngineBackend)" in (FOLDER / engine / "llm.py").read_text()
+
+
+def test_busy_rank_loses_no_answers(tmp_path):
+    """By default a ROUTER socket drops messages beyond 1,000 per peer."""
+    count = 5000
+
+    async def answer_all() -> None:
+        server = Server(Backend(OPTIONS), Capabilities("none", 1000, 10), address(tmp_path))
+        # A rank with a short receive queue, which does not read yet.
+        rank = zmq.Context.instance().socket(zmq.DEALER)
+        rank.setsockopt(zmq.RCVHWM, 1)
+        rank.setsockopt(zmq.RCVBUF, 4096)
+        rank.connect(address(tmp_path))
+        rank.send_multipart(encode(Message("hello")))
+        client, *_ = await server.socket.recv_multipart()
+
+        ids = torch.arange(64)
+        for number in range(count):
+            await server._send(client, Message("rollout", {"call": 1, "number": number}, {"ids": ids}))
+
+        found = []
+        while rank.poll(2000):
+            found.append(decode(rank.recv_multipart()).fields["number"])
+        assert found == list(range(count))
+        rank.close(0)
+        server.socket.close(0)
+
+    asyncio.run(answer_all())
