@@ -9,7 +9,6 @@ so that they do not depend on the order in which calls arrive.
 from __future__ import annotations
 
 import secrets
-import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -40,7 +39,6 @@ class AgentEngine:
     pool: EnvironmentPool
     chat: Chat
     server: AgentServer = field(default_factory=AgentServer)
-    warned: set[str] = field(default_factory=set)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -62,12 +60,6 @@ class AgentEngine:
             return self.engine.generate(requests, sampling, callbacks, supply)
         agents = _Agents(self, requests, sampling, callbacks, supply)
         return agents.generate(self.engine, sampling.max_tokens, self.chat.config.function)
-
-    def warn(self, text: str) -> None:
-        """Print a warning once in a run."""
-        if text not in self.warned:
-            self.warned.add(text)
-            print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the processes of agents and the endpoint."""
@@ -131,7 +123,7 @@ class _Agents(Interaction[_Agent]):
             self.events.put((agent, event))
 
         sequences = Sequences(chat, stream_key(given.key, rollout.index))
-        endpoint = Endpoint(sequences, self.sampling, put, self.owner.warn)
+        endpoint = Endpoint(sequences, self.sampling, put)
         agent = _Agent(request, rollout, number, secrets.token_hex(16), endpoint)
         server.endpoints[agent.key] = endpoint
         where = server.url, agent.key, MODEL

@@ -7,9 +7,11 @@ thread uses the objects of a rollout until its key has expired.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +34,6 @@ class Endpoint:
     sequences: Sequences
     sampling: Sampling  # of the run or the evaluation
     submit: Callable[[Call], None]  # to the engine
-    warn: Callable[[str], None]
     # Tasks of requests whose response has not been delivered, by the hash of the body.
     _pending: dict[bytes, asyncio.Task[tuple[Call, ChatRequest]]] = field(default_factory=dict)
 
@@ -61,7 +62,7 @@ class Endpoint:
             raise BadRequest(f"agent.max_calls = {chat.config.max_calls} is reached", code="max_calls")
         asked = request.model_dump(include=set(self.used), exclude_none=True)
         if not asked.items() <= self.used.items():
-            self.warn(f"the agent asks for {asked}; the calls are sampled with {self.used}")
+            _warn(f"the agent asks for {asked}; the calls are sampled with {self.used}")
         try:
             call = self.sequences.begin(request.messages, tools)
         except UserError as e:
@@ -103,6 +104,12 @@ class Endpoint:
             places = [text.find(stop) for stop in (*call.stop, *self.sampling.stop_strings) if stop in text]
             text = text[: min(places, default=len(text))]
         return text
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Print a warning once in a process."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class AgentServer:

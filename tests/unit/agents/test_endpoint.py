@@ -60,10 +60,10 @@ def opened(folder, texts, template=TEMPLATE, answers=True, most=50, **options):
         call.finish, call.stopped = reason.removesuffix(" string"), reason == "stop"
         call.done()
 
-    sequences, warnings = Sequences(engine.chat, 0), []
+    sequences = Sequences(engine.chat, 0)
     with contextlib.closing(engine), openai.OpenAI(base_url=engine.server.url, api_key="key") as client:
-        engine.server.endpoints["key"] = Endpoint(sequences, sampling, submit, warnings.append)
-        client.submitted, client.warnings, client.finish, client.server = submitted, warnings, finish, engine.server
+        engine.server.endpoints["key"] = Endpoint(sequences, sampling, submit)
+        client.submitted, client.finish, client.server = submitted, finish, engine.server
         client.tokenizer, client.sequences = tokenizer, sequences
         yield client
 
@@ -115,7 +115,7 @@ def test_a_call_that_is_malformed_or_not_allowed_is_text(endpoint, text, options
     assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("stop", None, text)
 
 
-def test_fields_of_a_response(endpoint):
+def test_fields_of_a_response(endpoint, capfd):
     client = endpoint("hello world")
     response = ask(client, logprobs=True, temperature=0.3, seed=5, user="u", stop=None)
     ids = client.tokenizer.encode("hello world")
@@ -126,7 +126,7 @@ def test_fields_of_a_response(endpoint):
     assert "".join(token.token for token in tokens) == "hello world"
     assert [token.logprob for token in tokens] == [-i / 8 for i in range(len(ids) + 1)]
     assert response.brorl["sampling"] == {"temperature": 1.0, "top_p": 1.0}
-    assert "temperature" in client.warnings[0]
+    assert "warning: the agent asks for {'temperature': 0.3}" in capfd.readouterr().err
     assert [model.id for model in client.models.list()] == ["policy"]
 
 
