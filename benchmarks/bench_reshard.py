@@ -52,7 +52,7 @@ def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pi
     from megatron_brorl.ops.backend import backend
     from megatron_brorl.ops.reference.sampling import sample_tokens
     from megatron_brorl.parallel import cpu_bridge, grid
-    from megatron_brorl.rollout.native.engine import TorchEngine
+    from megatron_brorl.rollout.native.torch_engine import TorchEngine
     from megatron_brorl.train.weight_sync import sync_weights
     from megatron_brorl.train.worker import StageOptions, Worker
 

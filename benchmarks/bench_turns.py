@@ -32,10 +32,10 @@ from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused.decode import sample_tokens
 from megatron_brorl.rewards.registry import ENVIRONMENT
-from megatron_brorl.rollout.agents.engine import AgentEngine, FixedText
-from megatron_brorl.rollout.agents.server import AgentServer, Limits
+from megatron_brorl.rollout.agents.agent_engine import AgentEngine, FixedText
+from megatron_brorl.rollout.agents.sequences import Chat
 from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.types import Prompt, Rollout
 
@@ -86,10 +86,9 @@ def main() -> None:
                     f"{arm:<12}{row['seconds']:>7.2f}{row['tokens_per_s']:>11.0f}{row['steps']:>8}"
                     f"{row['rows']:>7.0f}{row['rate']:>7.1%}"
                 )
-        agents.engine = cast(RolloutEngine, FixedText([2] * (TURN_TOKENS - 1), STOP))
+        agents.engine = cast(RolloutEngine, FixedText([2] * (TURN_TOKENS - 1) + [STOP]))
         found += [{"arm": "calls", **cost(agents, n, sampling)} for _ in range(repeat)]
-        agents.pool.close()
-        agents.server.close()
+        agents.close()
     write_rows(args.json, found)
 
 
@@ -97,10 +96,9 @@ def agent_engine(engine: TorchEngine, n: int, slots: int) -> AgentEngine:
     """Return an engine whose rollouts are agents, for a model without a tokenizer."""
     tokens = len(PROMPT) + TURNS * (TURN_TOKENS + len(OBSERVATION))
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    limits = Limits(tokens, TURN_TOKENS, 0, TURNS, None, decode, (STOP,), ())
-    pool = EnvironmentPool(AGENT, 1, 600.0, kind=Agents)
-    config = AgentConfig(function=AGENT)
-    return AgentEngine(engine, pool, AgentServer(), config, limits, lambda *_: [*PROMPT], lambda *_: [*OBSERVATION])
+    config = AgentConfig(function=AGENT, max_calls=TURNS)
+    chat = Chat(config, tokens, None, decode, lambda *_: [*PROMPT], lambda *_: [*OBSERVATION])
+    return AgentEngine(engine, EnvironmentPool(AGENT, 1, 600.0, kind=Agents), chat)
 
 
 def cost(engine: AgentEngine, n: int, sampling: Sampling) -> dict[str, Any]:
@@ -131,7 +129,8 @@ def sample_turns(
 def run(engine: RolloutEngine, n: int, sampling: Sampling, seconds: float) -> list[Rollout]:
     """Sample n episodes whose environment waits up to `seconds` per turn, or n agents."""
     prompt = Prompt("p", "", PROMPT, None, ENVIRONMENT, {"seconds": seconds, "turns": TURNS})
-    sampling = replace(sampling, shares_prefixes=isinstance(engine, TurnEngine))
+    if not isinstance(engine, TurnEngine):
+        sampling = replace(sampling, shares_prefixes=False, max_tokens=TURN_TOKENS)
     (rollouts,) = engine.generate([Request(prompt, 1, n)], sampling)
     return rollouts
 

@@ -17,7 +17,7 @@ from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused.decode import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

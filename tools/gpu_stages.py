@@ -326,7 +326,7 @@ def engine(name: str, prompt: int, response: int, job: Job) -> Iterator[Row]:
     from megatron_brorl.models.weights.names import hf_shapes
     from megatron_brorl.ops.backend import backend
     from megatron_brorl.rollout.engine import Request, Sampling
-    from megatron_brorl.rollout.native.engine import TorchEngine
+    from megatron_brorl.rollout.native.torch_engine import TorchEngine
     from megatron_brorl.types import Prompt
 
     settings, _ = _job(name, (4, 512, prompt, response), job)

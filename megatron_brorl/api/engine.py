@@ -25,7 +25,7 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rewards.scoring import without_stop
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt, Rollout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.environments.agents import Agents, describe_agent
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.environments.pool import EnvironmentPool
-from megatron_brorl.rollout.agents.engine import GRACE_S, AgentEngine, FixedText
-from megatron_brorl.rollout.agents.server import AgentServer, Limits
+from megatron_brorl.rollout.agents.agent_engine import GRACE_S, AgentEngine, FixedText
+from megatron_brorl.rollout.agents.sequences import Chat
 from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
 from megatron_brorl.rollout_log import one_line
 from megatron_brorl.types import Prompt
@@ -32,13 +33,10 @@ class Agent:
     function: str | Callable[..., Any]
     sha256: str
     tokenizer: Tokenizer
-    stop_ids: tuple[int, ...]
     format: Format | None  # of tool calls; None: the chat template reads no tools
 
     @staticmethod
-    def of(
-        config: Config, function: Callable[..., Any] | None, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
-    ) -> Agent | None:
+    def of(config: Config, function: Callable[..., Any] | None, tokenizer: Tokenizer) -> Agent | None:
         """Return the agent of a run, or None without one. function: in place of agent.function.
 
         Raises UserError if the function cannot be used, or if the chat template cannot continue a conversation.
@@ -51,7 +49,7 @@ class Agent:
         call_format = None
         if tokenizer.template_reads("tools", [_TOOL]):
             call_format = tokenizer.call_format({**variables, "tools": [_TOOL]})
-        return Agent(config, function or config.agent.function, sha256, tokenizer, stop_ids, call_format)
+        return Agent(config, function or config.agent.function, sha256, tokenizer, call_format)
 
     def __str__(self) -> str:
         tools = f"tool calls in format {self.format}" if self.format else "a chat template without tools"
@@ -68,44 +66,22 @@ class Agent:
     def _variables(self, tools: Sequence[Any]) -> dict[str, Any]:
         return {**self.config.data.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
 
-    def engine(self, engine: RolloutEngine, context: int) -> tuple[RolloutEngine, Callable[[], None]]:
-        """Return the engine whose rollouts are runs of the agent, and a function that closes it.
-
-        context: tokens of a sequence.
-        """
+    def engine(self, engine: RolloutEngine, context: int) -> AgentEngine:
+        """Return the engine whose rollouts are runs of the agent. context: tokens of a sequence."""
         config = self.config.agent
-        max_tokens = self.config.rollout.max_tokens
-        limits = Limits(
-            prompt_tokens=context - max_tokens,
-            call_tokens=max_tokens,
-            rollout_tokens=config.max_tokens,
-            calls=config.max_calls,
-            format=self.format,
-            decode=self.tokenizer.decode,
-            stop_ids=self.stop_ids,
-            stop_strings=self.config.stop_strings,
-        )
-        server = AgentServer()
+        room = context - self.config.rollout.max_tokens
+        chat = Chat(config, room, self.format, self.tokenizer.decode, self.render, self.proceed)
         pool = EnvironmentPool(self.function, config.workers, config.max_seconds + GRACE_S, kind=Agents)
-
-        def close() -> None:
-            pool.close()
-            server.close()
-
-        agents = AgentEngine(engine, pool, server, config, limits, self.render, self.proceed)
-        return typing.cast(RolloutEngine, agents), close
+        return AgentEngine(engine, pool, chat)
 
     def trial(self, prompt: Prompt, sampling: Sampling, context: int) -> str:
         """Run the agent on a prompt, with the same text as every completion, and return the result in words.
 
         Prints a warning if the agent fails on this text, which need not be a mistake.
         """
-        fixed = FixedText(self.tokenizer.encode(_TEXT), self.tokenizer.eos_id)
-        engine, close = self.engine(typing.cast(RolloutEngine, fixed), context)
-        try:
+        fixed = FixedText([*self.tokenizer.encode(_TEXT), self.tokenizer.eos_id])
+        with contextlib.closing(self.engine(typing.cast(RolloutEngine, fixed), context)) as engine:
             ((rollout,),) = engine.generate([Request(prompt, 0, 1)], sampling)
-        finally:
-            close()
         episode = rollout.episode
         assert episode is not None
         result = f"{episode.turns} calls on row {prompt.id}, each answered with {_TEXT!r}"

@@ -32,7 +32,7 @@ from megatron_brorl.models.weights.layouts import WeightEntry, local_shape
 from megatron_brorl.models.weights.names import adapter_entries, entries, hf_shapes
 from megatron_brorl.rollout.native.pages import host_memory, page_bytes, pages_for
 from megatron_brorl.rollout.registry import ENGINES, graph_sizes
-from megatron_brorl.rollout.remote.weights_send import file_layout, to_fp8_blocks, unchanged
+from megatron_brorl.rollout.remote.weights_in_trainer import file_layout, to_fp8_blocks, unchanged
 from megatron_brorl.train.sampling_params import context
 
 GIB = 2**30

@@ -50,7 +50,7 @@ from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rewards.sandbox import probe
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import RolloutEngine
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
@@ -126,7 +126,7 @@ class Session:
 
         self._environment_class = program.environment or config.environment.factory
         self.environment = describe(self._environment_class) if config.environment.factory else None
-        self.agent = Agent.of(config, program.agent, self.tokenizer, self.stop_ids)
+        self.agent = Agent.of(config, program.agent, self.tokenizer)
         program.on_check("agent", str(self.agent or ""))
         self._data = data = self._data_config()
         self._tool_format = self._check_turns()
@@ -377,8 +377,9 @@ class Session:
             turns = TurnEngine(engine, self.environment_pool, environment, self.tokenizer.decode, self._continuation)
             engine = typing.cast(RolloutEngine, turns)
         if self.agent:
-            engine, close = self.agent.engine(engine, context(self.config, self.shape))
-            self._closing.append(close)
+            agents = self.agent.engine(engine, context(self.config, self.shape))
+            self._closing.append(agents.close)
+            engine = typing.cast(RolloutEngine, agents)
         watchdog = Watchdog(engine, self.config.rollout.timeout_s, self.grid.rank)
 
         return RolloutRunner(
@@ -423,7 +424,7 @@ class Session:
         )
 
     def _remote_engine(self) -> RolloutEngine:
-        from megatron_brorl.rollout.remote.engine import connect_engine
+        from megatron_brorl.rollout.remote.remote_engine import connect_engine
 
         engine = connect_engine(
             self.config,

@@ -31,7 +31,7 @@ from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.episodes import Episodes, Outcome
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.worker import READY, json_line
+from megatron_brorl.rewards.worker_main import READY, json_line
 from megatron_brorl.rewards.worker_pool import ScoreRequest, score_result
 from megatron_brorl.rewards.worker_process import EXIT_S, START_S, WorkerLostError, end_reason, environment
 from megatron_brorl.types import ScoreResult
@@ -208,7 +208,7 @@ class _Episode:
 
 
 class _Process:
-    """A worker process (environments.worker)."""
+    """A worker process (environments.worker_main)."""
 
     def __init__(self, factory: str, seconds: float, failed_starts: list[str], kind: type[Any]) -> None:
         """failed_starts: receives the reason if the process cannot start, and is cleared otherwise."""
@@ -257,7 +257,7 @@ class _Process:
         with tempfile.TemporaryFile() as stderr:
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "megatron_brorl.environments.worker"),
+                    *(sys.executable, "-m", "megatron_brorl.environments.worker_main"),
                     *(self._kind.__name__, self._factory, str(_MEMORY_MB[self._kind]), str(os.getpid())),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from megatron_brorl.rewards.worker import READY
+from megatron_brorl.rewards.worker_main import READY
 
 START_S = 120.0  # time limit for creating the objects, which includes their imports
 _MAX_LINE = 1 << 20
@@ -48,7 +48,7 @@ class WorkerProcess:
         """factory: import path "module:function" of a function that returns the object with a given name."""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_brorl.rewards.worker", factory, str(memory_mb), str(os.getpid())],
+            [sys.executable, "-m", "megatron_brorl.rewards.worker_main", factory, str(memory_mb), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -137,7 +137,7 @@ class WorkerProcess:
 
 def call_in_worker(function: str, *arguments: Any) -> Any:
     """Call `function` ("module:function") in a new worker process and return the result. Raises WorkerLostError."""
-    with WorkerProcess("megatron_brorl.rewards.worker:load") as worker:
+    with WorkerProcess("megatron_brorl.rewards.worker_main:load") as worker:
         return next(worker.run([(function, arguments)], START_S))
 
 

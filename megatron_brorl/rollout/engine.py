@@ -125,7 +125,7 @@ class RolloutEngine(Protocol):
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by these full tensors [any shape], named as in Hugging Face checkpoints.
 
-        Raises weight_receiver.UpdateRefused and keeps the previous weights if a tensor is missing, unknown, of the
+        Raises weight_stream.UpdateRefused and keeps the previous weights if a tensor is missing, unknown, of the
         wrong shape or different from its checksum (ops.checksum.ChecksummedTensor), or if the stream fails.
         """
 

@@ -1,7 +1,7 @@
 """Rollout engines that run in their own process, with the properties that the trainer needs before they start.
 
 An engine is an entry here and a package in rollout.remote: llm.py has its EngineBackend (remote.protocol), and
-extension.py loads weights in its workers (remote.weights_receive).
+extension.py loads weights in its workers (remote.weights_in_worker).
 """
 
 from __future__ import annotations

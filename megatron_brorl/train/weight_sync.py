@@ -22,7 +22,7 @@ from megatron_brorl.rollout.engine import RolloutEngine, Sampling
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.rollout.weight_receiver import UpdateRefused
+from megatron_brorl.rollout.weight_stream import UpdateRefused
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.worker import Worker

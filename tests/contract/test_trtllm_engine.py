@@ -2,11 +2,9 @@
 
 import os
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.fp8_blocks import dequantize, quantize
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
-from megatron_brorl.rollout.engine import Request
-from megatron_brorl.rollout.remote.weights_send import NodeRanks
-from megatron_brorl.rollout.weight_receiver import UpdateRefused
+from megatron_brorl.rollout.weight_stream import UpdateRefused
 
 pytestmark = pytest.mark.slow  # every test starts processes that import torch
 
@@ -66,29 +62,6 @@ def test_generate_sleep_and_weight_sync(model, start):
     engine.sleep()
     engine.update_weights(model.stream(), 5)  # an update wakes the engine
     assert same(draw(engine), first)
-
-
-def test_cut_rollouts_continue(model, start):
-    """A response continues over three calls of four tokens, each with other weights."""
-    engine = start()
-    siblings = {}
-    for version in range(3):
-        engine.update_weights(model.stream(1 + version / 10), version)
-        begun = tuple(r for r in siblings.values() if r.finish == "cut")
-        if version and not begun:
-            break
-        requests = [Request(PROMPT, 11, 1, r.index, (r,)) for r in begun] or [Request(PROMPT, 11, 20, 0)]
-        for group in engine.generate(requests, replace(SAMPLING, tokens_per_call=4)):
-            for rollout in group:
-                before = siblings.get(rollout.index)
-                if before is not None:
-                    assert torch.equal(rollout.token_ids[: len(before.token_ids)], before.token_ids)
-                    assert torch.equal(rollout.log_probs[: len(before.log_probs)], before.log_probs)
-                siblings[rollout.index] = rollout
-    assert {r.finish for r in siblings.values()} == {"stop", "length"}
-    longest = max(siblings.values(), key=lambda r: len(r.token_ids))
-    assert longest.spans == ((0, 4), (1, 4), (2, 4))
-    assert len(longest.log_probs) == 12
 
 
 def test_log_probs_are_of_the_sampling_distribution(model, start):
@@ -283,29 +256,3 @@ def test_fp8_weights_equal_the_quantized_model(model, start):
     finally:
         model.module.load_state_dict(exact, strict=False)
     assert any(not torch.allclose(r.log_probs, model.log_probs(r), atol=1e-3) for r in rollouts)
-
-
-def test_engines_of_a_node_share_one_file(model, start):
-    """Two ranks with one engine each write one file together, from which a killed engine is restarted."""
-    barrier, given = threading.Barrier(2), [None, None]
-
-    def exchange(i, own):
-        given[i] = own
-        barrier.wait(60)
-        everyone = list(given)
-        barrier.wait(60)
-        return everyone
-
-    engines = [start(), start()]
-    for i, engine in enumerate(engines):
-        engine.node = NodeRanks(i, 2, partial(exchange, i))
-    for version in range(2):
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda e, v=version: e.update_weights(model.stream(1 + v), v), engines))
-        assert {engine.supervisor.weights.path for engine in engines} == {engines[0].folder / f"weights_{version}"}
-        assert not list(engines[1].folder.glob("weights_*"))
-    expected = draw(engines[0])
-    assert same(draw(engines[1]), expected)
-    engines[0].supervisor.sleep()
-    os.kill(engines[1].supervisor.pid, signal.SIGKILL)
-    assert same(draw(engines[1]), expected)

@@ -18,8 +18,8 @@ from dist.jobs import grid_of
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_brorl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig
-from megatron_brorl.rollout.remote import engine as remote_engine
-from megatron_brorl.rollout.remote.engine import RemoteEngine, connect_engine
+from megatron_brorl.rollout.remote import remote_engine
+from megatron_brorl.rollout.remote.remote_engine import RemoteEngine, connect_engine
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.train import weight_sync
 

@@ -24,7 +24,7 @@ from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.packing import Packed
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Experience, Prompt

@@ -16,7 +16,7 @@ from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused.decode import FusedDecode, sample_tokens
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.train.trainer import Trainer
 
 

@@ -34,7 +34,7 @@ from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.network import shared_store
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing

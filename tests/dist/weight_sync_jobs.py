@@ -23,9 +23,9 @@ from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive
+from megatron_brorl.rollout.weight_stream import UpdateRefused, receive
 from megatron_brorl.train.weight_sync import sync_weights, verify_weights
 from megatron_brorl.train.worker import StageOptions, Worker
 

@@ -11,7 +11,7 @@ from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt
 
 pytestmark = [*MARKS, pytest.mark.skipif(EMULATED, reason="needs a GPU")]

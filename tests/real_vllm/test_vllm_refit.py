@@ -16,7 +16,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.rollout.weight_receiver import UpdateRefused
+from megatron_brorl.rollout.weight_stream import UpdateRefused
 from megatron_brorl.train.weight_sync import log_prob_gap, sync_weights, verify_weights
 
 CONFIG = Config(rollout=RolloutConfig(engine="vllm"))

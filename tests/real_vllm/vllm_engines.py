@@ -16,9 +16,9 @@ from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.process import make_folder
 from megatron_brorl.rollout.remote.protocol import EngineOptions
+from megatron_brorl.rollout.remote.remote_engine import RemoteEngine
 from megatron_brorl.types import Prompt, Rollout
 
 ROOT = Path(__file__).parents[2]

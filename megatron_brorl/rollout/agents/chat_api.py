@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, PositiveInt, ValidationError
 
 from megatron_brorl.environments.calls import Call as ToolCall
 from megatron_brorl.environments.calls import find_calls
@@ -14,13 +15,10 @@ from megatron_brorl.environments.interface import Format
 from megatron_brorl.rollout.agents.sequences import Call, Message, canonical
 
 # Fields that do not change the distribution of the tokens.
-_IGNORED = {"model", "user", "seed", "store", "metadata", "parallel_tool_calls", "service_tier", "stream_options"}
-_IGNORED |= {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"}
-# Fields that are accepted with these values only.
-_ONLY: dict[str, Any] = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0}
-_ONLY |= {"response_format": {"type": "text"}}
-_READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream", "logprobs"}
-_SAMPLING = {"temperature", "top_p"}  # The values of the run are used.
+_IGNORED = {"model", "user", "seed", "store", "metadata", "parallel_tool_calls", "service_tier", "safety_identifier"}
+_IGNORED |= {"prompt_cache_key", "prompt_cache_retention", "verbosity"}
+_Zero = Annotated[float, Field(ge=0, le=0)]
+_Text = Annotated[str, Field(min_length=1)]
 
 
 class BadRequest(Exception):
@@ -31,60 +29,49 @@ class BadRequest(Exception):
         self.body = {"error": {"message": message, "type": "invalid_request_error", "param": field, "code": code}}
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """The fields of a request that change its completion."""
+def _canonical(messages: list[Any]) -> list[Message]:
+    try:
+        messages = [canonical(message) for message in messages]
+    except (TypeError, AttributeError) as e:
+        raise ValueError(e) from None
+    if not messages or messages[-1]["role"] == "assistant":
+        raise ValueError("the last one must be of another role than assistant")
+    return messages
 
-    messages: list[Message]
-    tools: list[Any]
-    max_tokens: int  # 0: no limit
-    stop: tuple[str, ...]
-    stream: bool
-    usage: bool  # whether a stream ends with the usage
-    log_probs: bool
-    sampling: dict[str, float]  # the temperature and top_p that the agent asked for
+
+class ChatRequest(BaseModel, extra="forbid", strict=True):
+    """The fields of a request that are supported, with those values that are."""
+
+    messages: Annotated[list[Any], AfterValidator(_canonical)]
+    tools: list[Annotated[dict[Literal["type", "function"], Any], Field(min_length=2)]] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    stop: _Text | list[_Text] = []
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    logprobs: bool = False
+    temperature: float | None = None  # The values of the run are used.
+    top_p: float | None = None
+    n: Literal[1] = 1
+    frequency_penalty: _Zero = 0
+    presence_penalty: _Zero = 0
+    top_logprobs: _Zero = 0
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
+    response_format: dict[Literal["type"], Literal["text"]] = {}
 
 
 def read_request(body: Any) -> ChatRequest:
     """Return the request in a JSON body. Raises BadRequest that names the first field that is not supported."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name in _ONLY and value != _ONLY[name]:
-            raise BadRequest(f"{name} must be {json.dumps(_ONLY[name])}", name)
-        if name not in {*_READ, *_IGNORED, *_ONLY, *_SAMPLING}:
-            raise BadRequest(f"the field {name} is not supported", name)
     try:
-        messages = [canonical(message) for message in given.get("messages", [])]
-    except (ValueError, TypeError, AttributeError) as e:
-        raise BadRequest(f"messages: {e}", "messages") from None
-    if not messages or messages[-1]["role"] == "assistant":
-        raise BadRequest("messages must end with a message of another role than assistant", "messages")
-
-    choice = given.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise BadRequest('tool_choice must be "auto" or "none"', "tool_choice")
-    tools = given.get("tools", [])
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
-        raise BadRequest("tools must be a list of functions", "tools")
-    stop = given.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise BadRequest("stop must be a text or a list of texts", "stop")
-    limit = given.get("max_completion_tokens", given.get("max_tokens"))
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise BadRequest("max_tokens must be a positive integer", "max_tokens")
-    return ChatRequest(
-        messages=messages,
-        tools=tools if choice == "auto" else [],
-        max_tokens=limit or 0,
-        stop=tuple(stop),
-        stream=bool(given.get("stream")),
-        usage=bool((given.get("stream_options") or {}).get("include_usage")),
-        log_probs=bool(given.get("logprobs")),
-        sampling={name: float(given[name]) for name in _SAMPLING & given.keys()},
-    )
+        given = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+        return ChatRequest(**given)
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_input=False)[0]
+        field = str(first["loc"][0])
+        raise BadRequest(f"{field}: {first['msg']}", field) from None
 
 
 def read_reply(text: str, call: Call, format: Format, in_thought: bool) -> Message:
@@ -123,7 +110,7 @@ def response(call: Call, request: ChatRequest, model: str, tokens: Sequence[str]
         message["tool_calls"] = [{**c, "function": f} for c, f in zip(calls, functions, strict=True)]
         message["content"] = message["content"] or None
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
-    if request.log_probs:
+    if request.logprobs:
         content = [
             {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
             for text, value in zip(tokens, call.log_probs.tolist(), strict=True)

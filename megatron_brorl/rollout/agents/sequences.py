@@ -11,20 +11,32 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_brorl.config.agent import AgentConfig
+from megatron_brorl.environments.interface import Format
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Spans, extend_spans
 from megatron_brorl.types import FinishReason
 
 Message = dict[str, Any]  # as in data.chat
-# (messages, tools) -> the ids of the prompt of a new sequence, see Tokenizer.apply_chat.
-Render = Callable[[Sequence[Message], Sequence[Any]], list[int]]
-# (messages, tools, whether the reply ended with its stop token) -> the ids that follow it, see Tokenizer.continuation.
-Continue = Callable[[Sequence[Message], Sequence[Any], bool], list[int]]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The conversations of a run: their limits, and the functions of the tokenizer that read and write them."""
+
+    config: AgentConfig
+    prompt_tokens: int  # most tokens of the messages of a call, which leave room for rollout.max_tokens
+    format: Format | None  # of tool calls; None: the chat template reads no tools
+    decode: Callable[[Sequence[int]], str]
+    # (messages, tools) -> the ids of the prompt of a new sequence, see Tokenizer.apply_chat.
+    render: Callable[[Sequence[Message], Sequence[Any]], list[int]]
+    # (messages, tools, whether the reply ended with its stop token) -> the ids after it, see Tokenizer.continuation.
+    proceed: Callable[[Sequence[Message], Sequence[Any], bool], list[int]]
 
 
 @dataclass
@@ -54,9 +66,7 @@ class Call:
 class Sequences:
     """The calls of one rollout in the order of their arrival."""
 
-    render: Render
-    proceed: Continue
-    history: Literal["keep", "template"]
+    chat: Chat
     key: int  # of the rollout
     calls: list[Call] = field(default_factory=list)
 
@@ -65,10 +75,10 @@ class Sequences:
         candidates = [call for call in self.calls if call.reply and _continues(call, messages, tools)]
         earlier = max(candidates, key=lambda call: len(call.messages), default=None)
         before = [*earlier.prompt_ids, *earlier.ids.tolist()] if earlier else []
-        if earlier and self.history == "keep":
-            ids = before + self.proceed(messages[len(earlier.messages) + 1 :], tools, earlier.stopped)
+        if earlier and self.chat.config.history == "keep":
+            ids = before + self.chat.proceed(messages[len(earlier.messages) + 1 :], tools, earlier.stopped)
         else:
-            ids = self.render(messages, tools)
+            ids = self.chat.render(messages, tools)
             earlier = earlier if ids[: len(before)] == before else None
         again = sum(call.prompt_ids == ids for call in self.calls)
         call = Call(messages, tools, ids, earlier, stream_key(self.key, again, *ids))

@@ -7,36 +7,24 @@ thread uses the objects of a rollout until its key has expired.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import socket
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_brorl.environments.interface import Format
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.agents.chat_api import BadRequest, ChatRequest, read_reply, read_request, response, stream
 from megatron_brorl.rollout.agents.sequences import Call, Sequences
+from megatron_brorl.rollout.engine import Sampling
+from megatron_brorl.rollout.interaction import in_thought
 
 MODEL = "policy"
-_TAG_TOKENS = 16  # most tokens of <think> and the white space after it
 _NO_RETRY = {"x-should-retry": "false"}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits and the tokenizer of a run, for all rollouts."""
-
-    prompt_tokens: int  # most tokens of the messages of a call, which leave room for rollout.max_tokens
-    call_tokens: int  # rollout.max_tokens
-    rollout_tokens: int  # agent.max_tokens; 0: no limit
-    calls: int  # agent.max_calls
-    format: Format | None  # of tool calls; None: the chat template reads no tools
-    decode: Callable[[Sequence[int]], str]
-    stop_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -44,12 +32,15 @@ class Endpoint:
     """The endpoint of one rollout."""
 
     sequences: Sequences
-    limits: Limits
-    sampling: dict[str, float]  # temperature and top_p of the run or the evaluation
+    sampling: Sampling  # of the run or the evaluation
     submit: Callable[[Call], None]  # to the engine
-    warn: Callable[[str], None]
     # Tasks of requests whose response has not been delivered, by the hash of the body.
     _pending: dict[bytes, asyncio.Task[tuple[Call, ChatRequest]]] = field(default_factory=dict)
+
+    @property
+    def used(self) -> dict[str, float]:
+        """The sampling parameters that are used whatever a request asks for."""
+        return {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
 
     async def chat(self, body: bytes, is_retry: bool) -> tuple[Call, ChatRequest]:
         """Return the completed call of a request. A retry waits for the call of the same body. Raises BadRequest."""
@@ -63,15 +54,17 @@ class Endpoint:
             request = read_request(json.loads(body))
         except (ValueError, RecursionError) as e:
             raise BadRequest(f"the body cannot be parsed as JSON: {e}") from None
-        limits, calls = self.limits, self.sequences.calls
-        if request.tools and limits.format is None:
+        chat, calls = self.sequences.chat, self.sequences.calls
+        tools = request.tools if request.tool_choice == "auto" else []
+        if tools and chat.format is None:
             raise BadRequest("tools: the chat template of the model does not read tools", "tools")
-        if len(calls) >= limits.calls:
-            raise BadRequest(f"agent.max_calls = {limits.calls} is reached", code="max_calls")
-        if any(value != self.sampling[name] for name, value in request.sampling.items()):
-            self.warn(f"the agent asks for {request.sampling}; the calls are sampled with {self.sampling}")
+        if len(calls) >= chat.config.max_calls:
+            raise BadRequest(f"agent.max_calls = {chat.config.max_calls} is reached", code="max_calls")
+        asked = request.model_dump(include=set(self.used), exclude_none=True)
+        if not asked.items() <= self.used.items():
+            _warn(f"the agent asks for {asked}; the calls are sampled with {self.used}")
         try:
-            call = self.sequences.begin(request.messages, request.tools)
+            call = self.sequences.begin(request.messages, tools)
         except UserError as e:
             raise BadRequest(str(e), "messages") from None
         try:
@@ -81,35 +74,42 @@ class Endpoint:
             raise
 
         done, loop = asyncio.Event(), asyncio.get_running_loop()
-        call.stop, call.done = request.stop, lambda: loop.call_soon_threadsafe(done.set)
+        call.stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+        call.done = lambda: loop.call_soon_threadsafe(done.set)
         self.submit(call)
         await done.wait()
         if call.finish == "cut":
             raise BadRequest("the call of the engine has ended", code="cancelled")
-        in_thought = limits.decode(call.prompt_ids[-_TAG_TOKENS:]).rstrip().endswith("<think>")
-        call.reply = read_reply(self._text(call), call, limits.format or "hermes", in_thought)
+        thinks = in_thought(chat.decode, call.prompt_ids)
+        call.reply = read_reply(self._text(call), call, chat.format or "hermes", thinks)
         return call, request
 
     def _limit(self, call: Call, request: ChatRequest) -> int:
         """Return how many tokens a call may sample. Raises BadRequest if it may sample none."""
-        limits = self.limits
-        if len(call.prompt_ids) > limits.prompt_tokens:
-            text = f"the messages have {len(call.prompt_ids)} tokens, more than {limits.prompt_tokens}"
+        chat, most = self.sequences.chat, self.sampling.max_tokens
+        if len(call.prompt_ids) > chat.prompt_tokens:
+            text = f"the messages have {len(call.prompt_ids)} tokens, more than {chat.prompt_tokens}"
             raise BadRequest(f"{text}, which leave room for a reply", "messages", code="context_length_exceeded")
-        numbers = [limits.call_tokens, request.max_tokens or limits.call_tokens]
-        if limits.rollout_tokens:
-            numbers.append(limits.rollout_tokens - sum(len(c.ids) for c in self.sequences.calls))
-            if numbers[-1] <= 0:
-                raise BadRequest(f"agent.max_tokens = {limits.rollout_tokens} is reached", code="max_tokens")
-        return min(numbers)
+        limit = min(most, request.max_completion_tokens or request.max_tokens or most)
+        if chat.config.max_tokens:
+            limit = min(limit, chat.config.max_tokens - sum(len(c.ids) for c in self.sequences.calls))
+            if limit <= 0:
+                raise BadRequest(f"agent.max_tokens = {chat.config.max_tokens} is reached", code="max_tokens")
+        return limit
 
     def _text(self, call: Call) -> str:
         """Return the text of a completion without its stop token or stop string."""
-        text = self.limits.decode(call.ids[: len(call.ids) - call.stopped].tolist())
+        text = self.sequences.chat.decode(call.ids[: len(call.ids) - call.stopped].tolist())
         if call.finish == "stop" and not call.stopped:
-            places = [text.find(stop) for stop in (*call.stop, *self.limits.stop_strings) if stop in text]
+            places = [text.find(stop) for stop in (*call.stop, *self.sampling.stop_strings) if stop in text]
             text = text[: min(places, default=len(text))]
         return text
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Print a warning once in a process."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class AgentServer:
@@ -159,10 +159,11 @@ def _app(endpoints: dict[str, Endpoint]) -> Any:
             return JSONResponse(e.body, 400, _NO_RETRY)
         # A client that has gone may ask again. Without a retry, the call is not trained on.
         call.delivered = call.delivered or not await request.is_disconnected()
-        texts = [endpoint.limits.decode([i]) for i in call.ids.tolist()] if asked.log_probs else []
-        whole = response(call, asked, MODEL, texts, endpoint.sampling)
+        texts = [endpoint.sequences.chat.decode([i]) for i in call.ids.tolist()] if asked.logprobs else []
+        whole = response(call, asked, MODEL, texts, endpoint.used)
         if asked.stream:
-            return StreamingResponse(stream(whole, asked.usage), media_type="text/event-stream")
+            chunks = stream(whole, usage=bool(asked.stream_options.get("include_usage")))
+            return StreamingResponse(chunks, media_type="text/event-stream")
         return JSONResponse(whole)
 
     async def models(request: Request) -> Response:

@@ -240,8 +240,8 @@ class Scheduler:
         active = [(int(self.slot_request[slot]), self._rollout(slot, "cut")) for slot in self.active.tolist()]
         return active + [(queued.request, queued.so_far) for queued in self.queue]
 
-    def reserve_pages(self) -> int:
-        """Allocate a page for every active row whose newest token needs one; return how many rows remain active.
+    def reserve_pages(self) -> None:
+        """Allocate a page for every active row whose newest token needs one.
 
         If pages run out, rows are evicted from the end of `active` and go to the front of the queue.
         """
@@ -265,7 +265,6 @@ class Scheduler:
         rows = self.active[needs_page]
         self.slot_pages[rows, self.slot_page_count[rows]] = self.pool.allocate(len(rows))
         self.slot_page_count[rows] += 1
-        return len(self.active)
 
     def row_pages(self, rows: Tensor) -> RowPages:
         """Return the pages of rows [B] (slots) on the CPU, for a decode step that feeds the newest token of each."""

@@ -23,7 +23,7 @@ from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message, decode, encode
-from megatron_brorl.rollout.remote.weights_send import HostWeights
+from megatron_brorl.rollout.remote.weights_in_trainer import HostWeights
 from megatron_brorl.signals import LAUNCHER
 
 PREFIX = "brorl-engine-"
@@ -380,7 +380,7 @@ class Supervisor:
         self._ask(Message("begin"))
         for records in weights.buckets():
             self._ask(Message("load", {"bucket": {"path": str(weights.path), "records": records}}))
-        self._ask(Message("finish", {"names": [record.name for record in weights.records], "version": weights.version}))
+        self._ask(Message("finish", {"version": weights.version}))
 
     def _ask(self, message: Message) -> None:
         """Send a message and wait for the answer "done". Raises EngineError.

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from megatron_brorl.rollout.engine import Sampling
 
-PROTOCOL = 7  # incremented with every change of a message
+PROTOCOL = 8  # incremented with every change of a message
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "uint8": torch.uint8, "int16": torch.int16}
-_PROBE_TOKENS = 16  # two independent samples of this length do not agree by chance
 
-# {"path": file in host memory, "records": list of weights_receive.TensorRecord}
+# {"path": file in host memory, "records": list of weights_in_worker.TensorRecord}
 WorkerBucket = dict[str, object]
 
 
@@ -143,7 +142,7 @@ class EngineBackend(Protocol):
     options: EngineOptions
 
     async def start(self) -> Capabilities:
-        """Start the workers with random weights. Raises ValueError as check_sampling."""
+        """Start the workers with random weights."""
 
     def params(self, sampling: Sampling, tokens: int, seed: int) -> Any:
         """Return the engine's sampling parameters for one rollout of at most `tokens` tokens."""
@@ -161,16 +160,15 @@ class EngineBackend(Protocol):
         """Call a method of the worker extension in every worker and return all results."""
 
     async def begin(self) -> None:
-        """Prepare the workers for a new version of the weights."""
-        await self.call_workers("brorl_begin")
+        """Prepare the workers for a new version of the weights, if they need it."""
 
     async def load(self, bucket: WorkerBucket) -> None:
         """Load a bucket in all workers. Raises if a tensor fails its checksum; the weights are then inconsistent."""
         await self.call_workers("brorl_load", bucket)
 
-    async def finish(self, names: Sequence[str]) -> None:
-        """Finish loading and drop the caches of the old weights. Raises unless exactly `names` were loaded."""
-        await self.call_workers("brorl_finish", list(names))
+    async def finish(self) -> None:
+        """Finish loading and drop the caches of the old weights."""
+        await self.call_workers("brorl_finish")
 
     async def sleep(self) -> None:
         """Free the memory of weights and caches."""
@@ -180,24 +178,3 @@ class EngineBackend(Protocol):
 
     async def wake_caches(self) -> None:
         """Allocate the memory of the KV cache. All ranks of the node must have freed theirs."""
-
-
-async def check_sampling(backend: EngineBackend, engine: str) -> None:
-    """Raise ValueError unless a request's seed determines its tokens and the engine returns log-probabilities.
-
-    engine: name and version of the engine, for the message.
-    """
-    first, again, other = [await _draw(backend, seed) for seed in (1, 1, 2)]
-    if first.token_ids != again.token_ids or first.token_ids == other.token_ids:
-        raise ValueError(f"{engine} ignores the seed of a request: siblings on different engines would be identical")
-    if len(first.log_probs) != len(first.token_ids):
-        raise ValueError(f"{engine} returns no log-probabilities of sampled tokens")
-
-
-async def _draw(backend: EngineBackend, seed: int) -> Completion:
-    """Sample one short rollout at temperature 1."""
-    options = backend.options
-    ids = [i % options.vocab for i in range(min(8, options.context // 2))]
-    tokens = min(_PROBE_TOKENS, options.context - len(ids))
-    params = backend.params(Sampling(1.0, 1.0, 0, tokens, options.stop_ids), tokens, seed)
-    return await backend.completion(backend.submit(ids, params))

@@ -126,7 +126,7 @@ class Server:
         await self.backend.load(dict(message.fields["bucket"]))
 
     async def _finish(self, message: Message) -> None:
-        await self.backend.finish(message.fields["names"])
+        await self.backend.finish()
         self.version = message.fields["version"]
 
     async def _sleep(self, message: Message) -> None:

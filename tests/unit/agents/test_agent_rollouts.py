@@ -12,15 +12,12 @@ import tiny
 import torch
 from unit.data.test_call_formats import template
 from unit.data.test_tokenizers import make_hf
-from unit.rollout.native.test_engine import make_engine
+from unit.rollout.native.test_torch_engine import make_engine
 
-from megatron_brorl.config.agent import AgentConfig
+from megatron_brorl.cli.agent import Agent
+from megatron_brorl.config.schema import AgentConfig, Config, RolloutConfig
 from megatron_brorl.data.tokenizers import load_tokenizer
-from megatron_brorl.environments.agents import Agents
-from megatron_brorl.environments.pool import EnvironmentPool
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.rollout.agents.engine import AgentEngine
-from megatron_brorl.rollout.agents.server import AgentServer, Limits
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.types import Prompt
 
@@ -36,16 +33,12 @@ def model(tmp_path_factory):
     return directory, module
 
 
-def chat_functions(tokenizer):
-    """Return the functions render and proceed of Sequences."""
-
-    def render(messages, tools):
-        return tokenizer.apply_chat(messages, {"tools": tools} if tools else {})[1]
-
-    def proceed(messages, tools, after_stop):
-        return tokenizer.continuation(messages, True, {"tools": tools} if tools else {}, after_stop)
-
-    return render, proceed
+def agent_engine(directory, inner, function=None, format="hermes", sampling=SAMPLING, room=240, **keys):
+    """Return an engine that runs an agent. room: tokens of the messages of a call; keys: of section [agent]."""
+    keys = {"function": "f.py:f", "workers": 1, **keys}
+    config = Config(agent=AgentConfig(**keys), rollout=RolloutConfig(max_tokens=sampling.max_tokens))
+    agent = Agent(config, function, "", load_tokenizer(directory), format)
+    return agent.engine(inner, room + sampling.max_tokens)
 
 
 @contextlib.contextmanager
@@ -54,14 +47,8 @@ def agents(model, function, max_rows=1000, inner=None):
 
     inner: an engine in place of the built-in one.
     """
-    directory, module = model
-    tokenizer = load_tokenizer(directory)
-    limits = Limits(240, SAMPLING.max_tokens, 0, 64, "hermes", tokenizer.decode, (1,), ())
-    server = AgentServer()
-    with contextlib.closing(server), EnvironmentPool(function, 1, 60.0, kind=Agents) as pool:
-        inner = inner or make_engine(directory, module, max_rows, decode=tokenizer.decode_all)
-        settings = AgentConfig(function="f.py:f")
-        engine = AgentEngine(inner, pool, server, settings, limits, *chat_functions(tokenizer))
+    inner = inner or make_engine(*model, max_rows, decode=load_tokenizer(model[0]).decode_all)
+    with contextlib.closing(agent_engine(model[0], inner, function)) as engine:
 
         def run(n=4, questions=("1 + 2", "hello")):
             prompts = [Prompt(q, q, (5,), None, "exact") for q in questions]
@@ -133,12 +120,11 @@ async def branches(row, client):
     shared = [*start, first.model_dump()]
 
     async def branch(text):
+        messages = [*shared, {"role": "user", "content": text}]
         await asyncio.sleep(random.random() / 50)
-        reply = await ask(client, [*shared, {"role": "user", "content": text}], max_tokens=5)
+        reply = await ask(client, messages, max_tokens=5)
         await asyncio.sleep(random.random() / 50)
-        await ask(
-            client, [*shared, {"role": "user", "content": text}, reply.model_dump(), {"role": "user", "content": "b"}]
-        )
+        await ask(client, [*messages, reply.model_dump(), {"role": "user", "content": "b"}])
 
     other = [{"role": "system", "content": "You check."}, {"role": "user", "content": first.content}]
     await asyncio.gather(branch("yes"), branch("no"), ask(client, other, stop=["e", "1"]))
@@ -161,27 +147,26 @@ def test_rollouts_do_not_depend_on_the_order_of_calls(model):
 
 
 def test_a_sampled_token_is_trained_once(model):
-    """The sampled tokens of a rollout are those of its calls, each once."""
-    received = []
+    """The sampled tokens of a rollout are those of its calls, each once and after the prompt of its call."""
+    calls = []
 
     async def record(row, client):
         create = client.chat.completions.create
 
-        async def kept(**options):
+        async def recorded(**options):
             response = await create(**options)
-            received.append((row["prompt"], response.brorl["prompt_token_ids"], response.brorl["token_ids"]))
+            calls.append((row["prompt"], response.brorl["prompt_token_ids"], response.brorl["token_ids"]))
             return response
 
-        client.chat.completions.create = kept
+        client.chat.completions.create = recorded
         return await branches(row, client)
 
     with agents(model, record) as run:
         rollouts = run(n=1)
+    trained = []
     for r, question in zip(rollouts, ("1 + 2", "hello"), strict=True):
-        calls = [(prompt, ids) for asked, prompt, ids in received if asked == question]
-        trained = []
         for ids, sampled, _ in rows(r):
-            ends = [*(sampled[:-1] & ~sampled[1:]).nonzero()[:, 0].tolist(), len(ids) - 1]
-            begins = (~sampled[:-1] & sampled[1:]).nonzero()[:, 0].tolist()
-            trained += [(ids[: b + 1].tolist(), ids[b + 1 : e + 1].tolist()) for b, e in zip(begins, ends, strict=True)]
-        assert sorted(trained) == sorted(calls)
+            ends = torch.cat((sampled[:-1] != sampled[1:], torch.tensor([True]))).nonzero()[:, 0] + 1
+            for begin, end in ends.view(-1, 2).tolist():
+                trained.append((question, ids[:begin].tolist(), ids[begin:end].tolist()))
+    assert sorted(trained) == sorted(calls)

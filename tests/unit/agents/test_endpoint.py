@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import openai
 import pytest
 import torch
-from unit.agents.test_agent_rollouts import TEMPLATE, chat_functions
+from unit.agents.test_agent_rollouts import TEMPLATE, agent_engine
 from unit.data.test_call_formats import CODER, LLAMA
 from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.rollout.agents.sequences import Sequences
-from megatron_brorl.rollout.agents.server import AgentServer, Endpoint, Limits
+from megatron_brorl.rollout.agents.server import Endpoint
+from megatron_brorl.rollout.engine import Sampling
 
 WEATHER = {
     "type": "function",
@@ -40,8 +41,11 @@ def endpoint(tmp_path):
 
 
 @contextlib.contextmanager
-def opened(folder, texts, template=TEMPLATE, answers=True, format="hermes", history="keep", **limits):
-    tokenizer = load_tokenizer(make_hf(folder / "hf", chat_template=template))
+def opened(folder, texts, template=TEMPLATE, answers=True, most=50, **options):
+    sampling = Sampling(1.0, 1.0, 0, most, (1,))
+    options = {"max_calls": 9, "room": 400, **options}
+    engine = agent_engine(make_hf(folder / "hf", chat_template=template), None, sampling=sampling, **options)
+    tokenizer = load_tokenizer(folder / "hf")
     texts = list(texts)
     submitted = SimpleQueue()
 
@@ -56,19 +60,12 @@ def opened(folder, texts, template=TEMPLATE, answers=True, format="hermes", hist
         call.finish, call.stopped = reason.removesuffix(" string"), reason == "stop"
         call.done()
 
-    numbers = {"prompt_tokens": 400, "call_tokens": 50, "rollout_tokens": 0, "calls": 9, **limits}
-    limits = Limits(format=format, decode=tokenizer.decode, stop_ids=(1,), stop_strings=(), **numbers)
-    sequences = Sequences(*chat_functions(tokenizer), history, 0)
-    warnings = []
-    server = AgentServer()
-    with contextlib.closing(server):
-        sampling = {"temperature": 1.0, "top_p": 1.0}
-        server.endpoints["key"] = Endpoint(sequences, limits, sampling, submit, warnings.append)
-        client = openai.OpenAI(base_url=server.url, api_key="key")
-        client.submitted, client.warnings, client.finish, client.server = submitted, warnings, finish, server
+    sequences = Sequences(engine.chat, 0)
+    with contextlib.closing(engine), openai.OpenAI(base_url=engine.server.url, api_key="key") as client:
+        engine.server.endpoints["key"] = Endpoint(sequences, sampling, submit)
+        client.submitted, client.finish, client.server = submitted, finish, engine.server
         client.tokenizer, client.sequences = tokenizer, sequences
-        with client:
-            yield client
+        yield client
 
 
 def ask(client, messages=USER, **options):
@@ -106,19 +103,19 @@ def test_tool_calls_and_their_results_continue_the_tokens(endpoint, format, temp
     assert tail == "\n" + "<|user|>3 degrees</s>\n" * count + "<|assistant|>\n"
 
 
-def test_a_malformed_call_is_text(endpoint):
-    client = endpoint('<tool_call>{"name": "weather", }</tool_call>')
-    choice = ask(client, tools=[WEATHER]).choices[0]
-    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
-    assert choice.message.content == '<tool_call>{"name": "weather", }</tool_call>'
+MALFORMED = CALL.replace("}}", ", }}")
 
 
-def test_without_tools_a_call_is_text(endpoint):
-    for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
-        assert ask(endpoint(CALL), **options).choices[0].message.content == CALL
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [(MALFORMED, {"tools": [WEATHER]}), (CALL, {}), (CALL, {"tools": [WEATHER], "tool_choice": "none"})],
+)
+def test_a_call_that_is_malformed_or_not_allowed_is_text(endpoint, text, options):
+    choice = ask(endpoint(text), **options).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("stop", None, text)
 
 
-def test_fields_of_a_response(endpoint):
+def test_fields_of_a_response(endpoint, capfd):
     client = endpoint("hello world")
     response = ask(client, logprobs=True, temperature=0.3, seed=5, user="u", stop=None)
     ids = client.tokenizer.encode("hello world")
@@ -129,7 +126,7 @@ def test_fields_of_a_response(endpoint):
     assert "".join(token.token for token in tokens) == "hello world"
     assert [token.logprob for token in tokens] == [-i / 8 for i in range(len(ids) + 1)]
     assert response.brorl["sampling"] == {"temperature": 1.0, "top_p": 1.0}
-    assert "temperature" in client.warnings[0]
+    assert "warning: the agent asks for {'temperature': 0.3}" in capfd.readouterr().err
     assert [model.id for model in client.models.list()] == ["policy"]
 
 
@@ -169,65 +166,50 @@ def test_a_request_that_would_be_sampled_otherwise_is_refused(endpoint, options,
     assert e.value.response.headers["x-should-retry"] == "false"
     assert client.submitted.empty()
     assert ask(client).choices[0].message.content == "x"  # A refused request is not a call.
+    client.server.endpoints.clear()
+    with pytest.raises(openai.AuthenticationError):  # The key expires with its rollout.
+        ask(client)
 
 
+# Each call samples two tokens.
 LIMITS = [
-    ({"call_tokens": 20}, {}, 20),
-    ({}, {"max_tokens": 7}, 7),
-    ({}, {"max_completion_tokens": 8}, 8),
-    ({"rollout_tokens": 9}, {"max_tokens": 30}, 9),
+    ({"most": 20}, {}, [20, 20, 20]),
+    ({}, {"max_tokens": 7}, [7, 7, 7]),
+    ({}, {"max_completion_tokens": 8}, [8, 8, 8]),
+    ({"max_tokens": 4}, {"max_tokens": 30}, [4, 2, "max_tokens"]),
+    ({"max_calls": 2}, {}, [50, 50, "max_calls"]),
 ]
 
 
 @pytest.mark.parametrize(("limits", "options", "expected"), LIMITS)
 def test_the_smallest_limit_of_tokens_counts(endpoint, limits, options, expected):
-    client = endpoint("x", **limits)
-    ask(client, **options)
-    assert client.submitted.get().limit == expected
-
-
-@pytest.mark.parametrize(("limits", "code"), [({"calls": 2}, "max_calls"), ({"rollout_tokens": 4}, "max_tokens")])
-def test_limits_of_a_rollout_end_its_calls(endpoint, limits, code):
     client = endpoint("x", "y", "z", **limits)
-    ask(client)
-    ask(client)  # two tokens each
-    with pytest.raises(openai.BadRequestError) as e:
-        ask(client)
-    assert e.value.body["code"] == code
-
-
-def test_a_key_expires_with_its_rollout(endpoint):
-    client = endpoint("x")
-    client.server.endpoints.clear()
-    with pytest.raises(openai.AuthenticationError):
-        ask(client)
+    for limit in expected:
+        if isinstance(limit, int):
+            ask(client, **options)
+            assert client.submitted.get().limit == limit
+        else:
+            with pytest.raises(openai.BadRequestError) as e:
+                ask(client, **options)
+            assert e.value.body["code"] == limit
 
 
 def test_a_retry_waits_for_the_call_that_it_repeats(endpoint):
-    """The first request ends before its completion, which the retry receives. Nothing is sampled twice."""
+    """The requests end before their completions, and the retry of the second receives it. The first is not trained."""
     client = endpoint(answers=False)
-
-    async def run():
-        own = openai.AsyncOpenAI(base_url=client.base_url, api_key="key", timeout=0.5, max_retries=0)
+    for i in range(2):
         with pytest.raises(openai.APITimeoutError):
-            await ask(own)
-        retry = asyncio.create_task(ask(own.with_options(timeout=60), extra_headers={"x-stainless-retry-count": "1"}))
-        call = client.submitted.get()
-        client.finish(call, "late")
-        return call, await retry
-
-    call, response = asyncio.run(run())
-    assert response.choices[0].message.content == "late"
-    assert call.delivered
-    assert client.submitted.empty()
-
-
-def test_a_completion_that_nobody_received_is_not_in_a_sequence(endpoint):
-    client = endpoint(answers=False)
-    with pytest.raises(openai.APITimeoutError):
-        ask(client.with_options(timeout=0.5, max_retries=0))
-    client.finish(client.submitted.get(), "late")
-    assert client.sequences.rows() == []
+            ask(client.with_options(timeout=0.5, max_retries=0), [{"role": "user", "content": str(i)}])
+    lost, call = client.submitted.get(), client.submitted.get()
+    client.finish(lost, "late")
+    with ThreadPoolExecutor(1) as pool:
+        again = [{"role": "user", "content": "1"}]
+        retry = pool.submit(ask, client, again, extra_headers={"x-stainless-retry-count": "1"})
+        time.sleep(0.2)
+        client.finish(call, "received")
+        assert retry.result().choices[0].message.content == "received"
+    assert client.sequences.rows() == [[call]]
+    assert client.submitted.empty()  # Nothing is sampled twice.
 
 
 def test_a_reply_that_ended_without_a_stop_token_gets_one(endpoint):
@@ -278,7 +260,7 @@ def test_smolagents(endpoint):
     """An agent of a framework calls a tool and gives an answer."""
     smolagents = pytest.importorskip("smolagents")
     answer = '<tool_call>{"name": "final_answer", "arguments": {"answer": "rainy"}}</tool_call>'
-    client = endpoint(CALL, answer, prompt_tokens=10000)
+    client = endpoint(CALL, answer, room=10000)
     asked = []
 
     @smolagents.tool

@@ -20,11 +20,11 @@ from megatron_brorl.families import shape as shapes
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.remote.engine import RemoteEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.remote.process import Connection, address
 from megatron_brorl.rollout.remote.protocol import EngineOptions, Message
-from megatron_brorl.rollout.remote.weights_send import NodeRanks, WeightUpdate, unchanged, write_update
+from megatron_brorl.rollout.remote.remote_engine import RemoteEngine
+from megatron_brorl.rollout.remote.weights_in_trainer import NodeRanks, WeightUpdate, unchanged, write_update
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
 
@@ -121,14 +121,14 @@ def test_the_engine(model, tmp_path):
     options = EngineOptions("transformers", str(directory), shape.vocab, 40, "float32", 8, (2,), {})
     made = module("megatron_brorl/rollout/remote/transformers/llm.py").TransformersBackend(options)
     update = WeightUpdate(0, hf_shapes(shape), torch.float32, unchanged)
-    weights = write_update(tiny.weights(directory).items(), update, NodeRanks.single(), tmp_path / "weights")
+    weights = write_update(tiny.weights(directory).items(), update, NodeRanks(), tmp_path / "weights")
     with served(made, tmp_path):
         engine = RemoteEngine(EngineConfig(), options, hf_shapes(shape), tmp_path, None, tmp_path / "log")
         leader = Connection(address(tmp_path))
         ask(leader, Message("begin"))
         for bucket in weights.buckets(20_000):
             ask(leader, Message("load", {"bucket": {"path": str(weights.path), "records": bucket}}))
-        ask(leader, Message("finish", {"names": list(hf_shapes(shape)), "version": 0}))
+        ask(leader, Message("finish", {"version": 0}))
         engine.update_weights([], 0)
         requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 4)]
         sampling = Sampling(0.8, 1.0, 0, 12, (2,))

@@ -10,7 +10,7 @@ import pytest
 from megatron_brorl.config.load import load_table
 from megatron_brorl.config.rules import check_model, parse_benchmark
 from megatron_brorl.errors import UserError
-from megatron_brorl.rollout.remote.engine import connect_engine
+from megatron_brorl.rollout.remote.remote_engine import connect_engine
 from megatron_brorl.train.sampling_params import training_sampling_params
 
 GAE = ["algo.advantage=gae"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from unit.rollout.native.test_engine import STOPS, Drawer, make_engine, prompts
+from unit.rollout.native.test_torch_engine import STOPS, Drawer, make_engine, prompts
 
 from megatron_brorl.config.environment import EnvironmentConfig
 from megatron_brorl.environments.pool import Reply

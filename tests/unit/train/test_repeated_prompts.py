@@ -18,7 +18,7 @@ from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.sampler import make_groups, requests
 from megatron_brorl.train.evaluate import sample_answers
 

@@ -14,7 +14,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.reference.sampling import sample_tokens
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 
 CUTS = [(0.8, 0), (1.0, 5), (0.9, 20)]  # (top_p, top_k)
 

@@ -6,36 +6,29 @@ hence the prefix. Not yet run on a GPU; tests run it on a fake tensorrt_llm (tes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tensorrt_llm._torch.pyexecutor.resource_manager import ResourceManagerType
 from tensorrt_llm._torch.utils import get_device_uuid
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 from torch import Tensor
 
 from megatron_brorl.rollout.remote.protocol import WorkerBucket
-from megatron_brorl.rollout.remote.weights_receive import BucketReader
+from megatron_brorl.rollout.remote.weights_in_worker import read_bucket
 
 
 class TrtllmWorkerExtension(WorkerExtension):
     """Methods that TrtllmBackend calls in every worker by AsyncLLM.collective_rpc."""
 
-    def brorl_begin(self) -> None:
-        """Start loading a new version of the weights."""
-        self._brorl_reader = BucketReader(self.device_id)
-
     def brorl_load(self, bucket: WorkerBucket) -> None:
-        """Load a bucket. Raises ValueError as BucketReader.read."""
-        tensors = self._brorl_reader.read(bucket)
+        """Load a bucket. Raises ValueError as read_bucket."""
+        tensors = read_bucket(bucket, self.device_id)
 
         # TensorRT-LLM expects CUDA IPC handles (function, arguments), and replaces the seventh argument by the device.
         # These handles return the tensors that this worker already has.
         handles = [(name, (_held, (tensor, *[None] * 6))) for name, tensor in tensors.items()]
         self.update_weights({get_device_uuid(self.device_id): handles})
 
-    def brorl_finish(self, names: Sequence[str]) -> None:
-        """Finish loading. Raises ValueError unless exactly `names` were loaded."""
-        self._brorl_reader.check_complete(names)
+    def brorl_finish(self) -> None:
+        """Finish loading."""
         self.update_weights(None)
 
     def brorl_reset_prefix_cache(self) -> None:

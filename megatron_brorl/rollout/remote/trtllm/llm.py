@@ -24,18 +24,13 @@ from tensorrt_llm.sampling_params import LogprobMode
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.registry import graph_sizes
-from megatron_brorl.rollout.remote.protocol import (
-    Capabilities,
-    Completion,
-    EngineBackend,
-    EngineOptions,
-    check_sampling,
-)
+from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions
 from megatron_brorl.rollout.remote.trtllm import ray_node
-from megatron_brorl.rollout.remote.trtllm.settings import KV_CACHE, restore_modes, rows_at_a_time, sleep_tags
 
+_KV_CACHE = "kv_cache"  # memory tag
+_WEIGHTS = ("model_weights", "draft_model_weights")  # memory tags
 EXTENSION = "megatron_brorl.rollout.remote.trtllm.extension.TrtllmWorkerExtension"
-# Weights in FP8 with a scale per 128 x 128 block (weights_send.to_fp8_blocks).
+# Weights in FP8 with a scale per 128 x 128 block (weights_in_trainer.to_fp8_blocks).
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -46,16 +41,31 @@ class TrtllmBackend(EngineBackend):
         """Start Ray and TensorRT-LLM. Raises ValueError if not even one response fits."""
         self.options = options
         self.config = EngineConfig(**options.section)
-        self.tags = sleep_tags(str(tag.value) for tag in ExecutorMemoryType)
+        # Memory that a sleep frees. Tags that start with _ are internal.
+        self.tags = [tag for tag in (str(tag.value) for tag in ExecutorMemoryType) if not tag.startswith("_")]
 
         # Log-probability buffers and CUDA graphs have this batch size, so it must not exceed the number that fits.
         config = self.config
         self.rows = options.max_rows
         if options.max_kv_tokens:
-            self.rows = rows_at_a_time(options.max_kv_tokens, options.context, options.max_rows)
+            self.rows = self._fitting(options.max_kv_tokens)
 
         self.ray = ray_node.start(config.tensor)
         self._llm = self._build()
+
+    def _fitting(self, kv_tokens: int) -> int:
+        """Return how many requests run together if keys and values of `kv_tokens` tokens fit.
+
+        The scheduler reserves the whole context for each request. Raises ValueError if not even one request fits.
+        """
+        fitting = kv_tokens // self.options.context
+        if not fitting:
+            raise ValueError(
+                f"keys and values of {kv_tokens} tokens fit, and one response with its prompt may take "
+                f"{self.options.context}: raise engine.memory_fraction or engine.tensor, set train.offload = true, or "
+                "lower rollout.max_tokens"
+            )
+        return min(self.rows, fitting)
 
     def _build(self) -> Any:
         options = self.options
@@ -92,8 +102,12 @@ class TrtllmBackend(EngineBackend):
             cuda_graph_config=(
                 CudaGraphConfig(batch_sizes=graph_sizes(self.rows), enable_padding=True) if config.cuda_graphs else None
             ),
+            # Weights are sent again after a sleep, and the KV cache is empty. All other memory is restored, for example
+            # rotary embeddings (tag "model") and the sampler's state.
             sleep_config=SleepConfig(
-                restore_modes={ExecutorMemoryType(tag): mode for tag, mode in restore_modes(self.tags).items()}
+                restore_modes={
+                    ExecutorMemoryType(tag): "NONE" if tag in (_KV_CACHE, *_WEIGHTS) else "CPU" for tag in self.tags
+                }
             ),
             ray_worker_extension_cls=EXTENSION,  # adds the brorl_ methods to every worker
         )
@@ -101,13 +115,11 @@ class TrtllmBackend(EngineBackend):
     async def start(self) -> Capabilities:
         """See EngineBackend."""
         await self._llm
-        name = f"TensorRT-LLM {tensorrt_llm.__version__}"
-        await check_sampling(self, name)
         tokens = min(await self.call_workers("brorl_kv_tokens"))
         return Capabilities(
-            engine=name,
+            engine=f"TensorRT-LLM {tensorrt_llm.__version__}",
             kv_tokens=tokens,
-            rows=rows_at_a_time(tokens, self.options.context, self.rows),
+            rows=self._fitting(tokens),
         )
 
     def params(self, sampling: Sampling, tokens: int, seed: int) -> SamplingParams:
@@ -162,8 +174,8 @@ class TrtllmBackend(EngineBackend):
 
     async def wake(self) -> None:
         """See EngineBackend."""
-        await self._llm.resume([tag for tag in self.tags if tag != KV_CACHE])
+        await self._llm.resume([tag for tag in self.tags if tag != _KV_CACHE])
 
     async def wake_caches(self) -> None:
         """See EngineBackend."""
-        await self._llm.resume([KV_CACHE])
+        await self._llm.resume([_KV_CACHE])

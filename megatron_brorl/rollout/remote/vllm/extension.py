@@ -6,17 +6,15 @@ prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_brorl.rollout.remote.protocol import WorkerBucket
-from megatron_brorl.rollout.remote.weights_receive import BucketReader
+from megatron_brorl.rollout.remote.weights_in_worker import read_bucket
 
 
 class VllmWorkerExtension:
@@ -30,7 +28,6 @@ class VllmWorkerExtension:
 
     def brorl_begin(self) -> None:
         """Start loading a new version of the weights."""
-        self._brorl_reader = BucketReader(self.device.index or 0)
         self._brorl_loaded: set[str] = set()
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
@@ -39,14 +36,13 @@ class VllmWorkerExtension:
             _drop_expert_kernels(model)
 
     def brorl_load(self, bucket: WorkerBucket) -> None:
-        """Load a bucket. Raises ValueError as BucketReader.read."""
-        tensors = self._brorl_reader.read(bucket)
+        """Load a bucket. Raises ValueError as read_bucket."""
+        tensors = read_bucket(bucket, self.device.index or 0)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             self._brorl_loaded |= set(self.model_runner.get_model().load_weights(tensors.items()) or ())
 
-    def brorl_finish(self, names: Sequence[str]) -> None:
-        """Finish loading. Raises ValueError unless exactly `names` and all parameters of the model were loaded."""
-        self._brorl_reader.check_complete(names)
+    def brorl_finish(self) -> None:
+        """Finish loading. Raises ValueError unless all parameters of the model were loaded."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -61,11 +57,6 @@ class VllmWorkerExtension:
     def brorl_kv_tokens(self) -> int:
         """Return the number of tokens whose keys and values fit in this worker's memory."""
         return int(self.cache_config.num_gpu_blocks * self.cache_config.block_size)
-
-    def brorl_tensor(self, name: str) -> list[float]:
-        """Return the values of a parameter by vLLM's name, for tests."""
-        found: Tensor = dict(self.model_runner.get_model().named_parameters())[name]
-        return [float(x) for x in found.flatten()]
 
 
 def _drop_expert_kernels(model: torch.nn.Module) -> None:

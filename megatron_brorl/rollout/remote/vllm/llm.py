@@ -26,13 +26,7 @@ from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.registry import graph_sizes
-from megatron_brorl.rollout.remote.protocol import (
-    Capabilities,
-    Completion,
-    EngineBackend,
-    EngineOptions,
-    check_sampling,
-)
+from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions
 
 EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.VllmWorkerExtension"
 _SPARE_TOKENS = 2 * 512  # for cache pages that are partly filled
@@ -133,12 +127,9 @@ class VllmBackend(EngineBackend):
     async def start(self) -> Capabilities:
         """See EngineBackend."""
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments()))
-
-        name = f"vLLM {vllm.__version__}"
-        await check_sampling(self, name)
         self._watching = asyncio.create_task(self._watch())
         return Capabilities(
-            engine=name,
+            engine=f"vLLM {vllm.__version__}",
             kv_tokens=min(await self.call_workers("brorl_kv_tokens")),
             rows=self.options.max_rows,
         )
@@ -221,9 +212,13 @@ class VllmBackend(EngineBackend):
         found: list[Any] = await self._llm.collective_rpc(method, args=args)
         return found
 
-    async def finish(self, names: Sequence[str]) -> None:
+    async def begin(self) -> None:
         """See EngineBackend."""
-        await super().finish(names)
+        await self.call_workers("brorl_begin")
+
+    async def finish(self) -> None:
+        """See EngineBackend."""
+        await super().finish()
         if not await self._llm.reset_prefix_cache():
             raise ValueError("vLLM kept the prefix cache of the old weights, because a request is in flight")
 

@@ -9,8 +9,8 @@ import sentencepiece
 import tiny
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, trainers
-from unit.rollout.native.test_engine import make_engine
+from unit.data.test_tokenizers import make_hf
+from unit.rollout.native.test_torch_engine import make_engine
 
 from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.tokenizers import load_tokenizer
@@ -29,52 +29,41 @@ def texts():
 
 
 def make_sentencepiece(directory):
-    """Return a decoder of the directory, written with sentencepiece only."""
+    """Return a decoder of the directory and its size, written with sentencepiece only."""
     assert train_sentencepiece(texts(), directory, SIZE).vocab_size == SIZE
     library = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
-    return lambda ids: library.decode([i for i in ids if i < SIZE and not library.is_control(i)])
+    return lambda ids: library.decode([i for i in ids if i < SIZE and not library.is_control(i)]), SIZE
 
 
-def make_hf(directory):
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=SIZE, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    inner.train_from_iterator(texts(), trainer)
-    directory.mkdir(exist_ok=True)
-    inner.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}'
-    )
-    assert inner.get_vocab_size() == SIZE
-    return lambda ids: inner.decode([i for i in ids if i < SIZE], skip_special_tokens=True)
+def make_bytes(directory):
+    inner = tokenizers.Tokenizer.from_file(str(make_hf(directory) / "tokenizer.json"))
+    size = inner.get_vocab_size()
+    return lambda ids: inner.decode([i for i in ids if i < size], skip_special_tokens=True), size
 
 
-@pytest.fixture(scope="module", params=[make_sentencepiece, make_hf], ids=["sentencepiece", "hf"])
+@pytest.fixture(scope="module", params=[make_sentencepiece, make_bytes], ids=["sentencepiece", "hf"])
 def padded(request, tmp_path_factory):
-    """Return a tokenizer, the library's decoder of its ids, and a model with a larger vocabulary."""
+    """Return a tokenizer with its size, the library's decoder of its ids, and a model with a larger vocabulary."""
     directory = tmp_path_factory.mktemp("padded")
     module = tiny.make_model(directory, "qwen2", True, vocab_size=PADDED)
-    decode = request.param(directory)
-    return directory, load_tokenizer(directory), decode, module
+    decode, size = request.param(directory)
+    return directory, load_tokenizer(directory), size, decode, module
 
 
 def test_ids_beyond_the_tokenizer_decode_to_nothing(padded):
     """At every position of a text, also inside a character of several bytes."""
-    _, tokenizer, decode, _ = padded
+    _, tokenizer, size, decode, _ = padded
     for text in ("abc 12", "naïve é", "", "\U0001f642 x"):
         ids = tokenizer.encode(text)
         assert decode(ids) == text
         for place in range(len(ids) + 1):
-            assert tokenizer.decode([*ids[:place], SIZE, PADDED - 1, 10**6, *ids[place:]]) == text
-    assert tokenizer.decode([SIZE]) == tokenizer.decode([PADDED - 1, SIZE]) == ""
+            assert tokenizer.decode([*ids[:place], size, PADDED - 1, 10**6, *ids[place:]]) == text
+    assert tokenizer.decode([size]) == tokenizer.decode([PADDED - 1, size]) == ""
 
 
 def test_padded_ids_are_sampled_with_the_models_probabilities(padded):
     """Log-probs equal transformers' softmax over the whole vocabulary, and additional ids end no response."""
-    directory, tokenizer, decode, module = padded
+    directory, tokenizer, size, decode, module = padded
     engine = make_engine(directory, module, 100, fused_decode.sample_tokens, decode=tokenizer.decode)
     prompt = Prompt("p", "", (5, 9, 14), None, "exact")
     asked = [Request(prompt, 7, 64)]
@@ -88,4 +77,4 @@ def test_padded_ids_are_sampled_with_the_models_probabilities(padded):
         expected = tiny.log_probs(module, prompt.token_ids, ids)
         torch.testing.assert_close(a.log_probs, expected, atol=1e-4, rtol=0)
     assert {b.finish for b in group} == {"stop", "length"}
-    assert sum(int((r.token_ids >= SIZE).sum()) for r in free) > 50
+    assert sum(int((r.token_ids >= size).sum()) for r in free) > 50

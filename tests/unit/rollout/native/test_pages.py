@@ -1,12 +1,116 @@
-"""Metrics of the built-in engine's cache, against arithmetic."""
+"""The KV cache: metrics against arithmetic, shared prefixes against brute force, the engine against transformers."""
 
 from __future__ import annotations
 
-import pytest
-from unit.rollout.native.test_engine import make_engine
+import random
 
+import pytest
+import tiny
+import torch
+from unit.rollout.native.test_torch_engine import make_engine
+
+from megatron_brorl.families.shape import read_shape
+from megatron_brorl.ops.fused import decode as fused_decode
 from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native import decoder
+from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import Prompt
+
+COUNTS = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5]
+
+
+def branching(draw, length):
+    """Return tokens that are constant within a block, so that prompts diverge at blocks."""
+    kinds = [draw.randrange(2) for _ in range(-(-length // BLOCK))]
+    return tuple(7 + kinds[i // BLOCK] for i in range(length))
+
+
+@pytest.fixture
+def pool(model):
+    return PagePool(read_shape(model[0]), 200, torch.float32, torch.device("cpu"))
+
+
+def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
+    """A random sequence of added and removed prompts with few pages; `written` has the tokens of each page."""
+    pages = 26
+    pool.size = pages
+    pool.reset()
+    prefixes = PrefixCache(pool)
+    draw = random.Random(5)
+    held = []
+    written: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to the last one of the page
+    found_some = 0
+    for _ in range(600):
+        prompt = branching(draw, draw.choice(COUNTS))
+        before = {p for _, given in held for p in given.tolist()}
+        if pool.free >= prefixes.pages_needed(prompt) and draw.random() < 0.6:
+            free = pool.free - prefixes.pages_needed(prompt)
+            given, found = prefixes.add(prompt)
+            assert pool.free == free
+            assert len(given) == pages_for(len(prompt)) == len(set(given.tolist()))
+            assert found % BLOCK == 0
+            assert found < len(prompt)
+            page = given.tolist()
+            for i in range(found // 16):
+                assert written[page[i]] == prompt[: 16 * (i + 1)]
+            # Only pages of no other prompt are written.
+            assert not before & set(page[found // 16 :])
+            written |= {page[i]: prompt[: 16 * (i + 1)] for i in range(found // 16, len(page))}
+            # The cache finds all blocks of the prompts in memory.
+            entered = {p[:n] for p, _ in held for n in range(0, len(p), BLOCK)}
+            assert found == max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
+            found_some += found > 0
+            held.append((prompt, given))
+        elif held:
+            prefixes.remove(*held.pop(draw.randrange(len(held))))
+    assert found_some > 50
+    for prompt, given in held:
+        prefixes.remove(prompt, given)
+    assert pool.free == pages
+    assert sorted(pool.allocate(pages).tolist()) == list(range(pages))  # each once
+
+
+def instruction(counts, shared, seed=0):
+    """Return prompts of `counts` tokens that share the first `shared` ones."""
+    g = torch.Generator().manual_seed(seed)
+    begin = torch.randint(3, tiny.VOCAB, (shared,), generator=g).tolist()
+    return [
+        Prompt(f"p{i}", "", (*begin, *torch.randint(3, tiny.VOCAB, (n - shared,), generator=g).tolist()), None, "exact")
+        for i, n in enumerate(counts)
+    ]
+
+
+@pytest.mark.parametrize("family", [("qwen2", True), ("gemma3", False)], ids=str)
+@pytest.mark.parametrize(("rows", "queries"), [(64, 1024), (3, 1024), (64, 7)])
+def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, rows, queries, monkeypatch):
+    """For prompts that start together or later than others, also with few queries at a time."""
+    monkeypatch.setattr(decoder, "QUERIES", queries)
+    model = tmp_path, tiny.make_model(tmp_path, *family)
+    asked = instruction((150, 170, 131, 215, 140), 130)
+    engine = make_engine(*model, rows, fused_decode.sample_tokens)
+    groups = engine.generate([Request(p, 5, 4) for p in asked], Sampling(1.0, 1.0, 0, 12, (2,)))
+    usage = engine.kv_usage()
+    # Two blocks are computed once, and the rest of a prompt once for its four rollouts.
+    shared = usage.cached_prompt_tokens - sum(3 * len(p.token_ids) for p in asked)
+    # With three rows a prompt may start when no other is in memory.
+    assert shared == 4 * 2 * BLOCK if rows == 64 else 3 * 2 * BLOCK <= shared <= 4 * 2 * BLOCK
+    for prompt, group in zip(asked, groups, strict=True):
+        for rollout in group:
+            expected = tiny.log_probs(model[1], prompt.token_ids, rollout.token_ids)
+            torch.testing.assert_close(rollout.log_probs, expected, atol=2e-4, rtol=0)
+
+
+def test_continued_rollouts_reuse_the_shared_prefix(model):
+    """Rollouts cut after 5 tokens continue with the greedy tokens of an uncut call and reuse the shared prefix."""
+    asked = instruction((140, 150), 128)
+    engine = make_engine(*model, 64, fused_decode.sample_tokens)
+    greedy = Sampling(0.0, 1.0, 0, 20, ())
+    whole = engine.generate([Request(p, 1, 1) for p in asked], greedy)
+    cut = engine.generate([Request(p, 1, 1) for p in asked], Sampling(0.0, 1.0, 0, 20, (), tokens_per_call=5))
+    on = engine.generate([Request(p, 1, 1, 0, (r,)) for p, (r,) in zip(asked, cut, strict=True)], greedy)
+    assert engine.kv_usage().cached_prompt_tokens == 128  # the second prompt's
+    for (a,), (b,) in zip(whole, on, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
 
 
 def test_kv_usage_counts_pages(model):

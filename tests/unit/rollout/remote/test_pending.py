@@ -13,9 +13,9 @@ import torch
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.remote.engine import _check_stop_strings
 from megatron_brorl.rollout.remote.pending import PendingRollouts, sibling_seed
 from megatron_brorl.rollout.remote.protocol import Message, decode, encode
+from megatron_brorl.rollout.remote.remote_engine import _check_stop_strings
 from megatron_brorl.types import Episode, Rollout
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.registry import ENGINES, graph_sizes
 from megatron_brorl.rollout.remote import process
 from megatron_brorl.rollout.remote.process import kill_group
 from megatron_brorl.rollout.remote.protocol import EngineOptions
@@ -82,6 +82,16 @@ def test_old_versions_are_refused(engine, old, new):
     for version in old:
         assert kind.too_old(version) == f"{kind.name} {version} is too old: install {kind.min_version} or newer"
     assert [kind.too_old(version) for version in new] == [""] * len(new)
+
+
+def test_graph_sizes_pad_by_at_most_a_quarter():
+    for rows in (1, 2, 3, 4, 5, 8, 31, 250, 257, 1024):
+        sizes = graph_sizes(rows)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == rows
+        for batch in range(33, rows + 1):
+            assert min(s for s in sizes if s >= batch) <= 1.25 * batch
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
 
 
 def test_folders_of_dead_trainers_are_removed(tmp_path):

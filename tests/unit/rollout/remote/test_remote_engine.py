@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
+import torch
+import zmq
 from unit.rollout.test_turns import Pool, Reply, says, text_of, tokens_of
 
 from megatron_brorl.config.environment import EnvironmentConfig
@@ -18,10 +20,18 @@ from megatron_brorl.config.schema import EngineConfig, RolloutConfig
 from megatron_brorl.rollout import remote
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.registry import ENGINES
-from megatron_brorl.rollout.remote.engine import RemoteEngine
 from megatron_brorl.rollout.remote.pending import sibling_seed
 from megatron_brorl.rollout.remote.process import Connection, address
-from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions, Message
+from megatron_brorl.rollout.remote.protocol import (
+    Capabilities,
+    Completion,
+    EngineBackend,
+    EngineOptions,
+    Message,
+    decode,
+    encode,
+)
+from megatron_brorl.rollout.remote.remote_engine import RemoteEngine
 from megatron_brorl.rollout.remote.server import Server
 from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.types import Prompt, ScoreResult
@@ -69,8 +79,8 @@ class Backend(EngineBackend):
     async def load(self, bucket):
         self.heard.append(bucket)
 
-    async def finish(self, names):
-        self.heard.append(list(names))
+    async def finish(self):
+        self.heard.append("finish")
 
     async def sleep(self):
         self.heard.append("sleep")
@@ -130,7 +140,7 @@ def engine(backend, tmp_path):
     """Return an engine of the backend with weights of version 3."""
     engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     leader = Connection(address(tmp_path))
-    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    ask(leader, Message("finish", {"version": 3}))
     engine.update_weights([], 3)
     yield engine
     leader.close()
@@ -144,8 +154,8 @@ def test_generate_sleep_and_weight_sync(backend, tmp_path):
     leader = Connection(address(tmp_path))
     ask(leader, Message("begin"))
     ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
-    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
-    assert backend.heard == ["begin", {"path": "x", "records": []}, ["a"]]
+    ask(leader, Message("finish", {"version": 3}))
+    assert backend.heard == ["begin", {"path": "x", "records": []}, "finish"]
     engine.update_weights([], 3)
     requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)]
     (group,) = engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
@@ -160,10 +170,10 @@ def test_generate_sleep_and_weight_sync(backend, tmp_path):
     assert backend.heard[3:] == ["sleep", "wake"]
 
     # The caches wake at the first generation, because the trainer uses the memory during weight sync.
-    ask(leader, Message("finish", {"names": ["a"], "version": 3}))
+    ask(leader, Message("finish", {"version": 3}))
     for _ in range(2):
         engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
-    assert backend.heard[5:] == [["a"], "wake caches"]
+    assert backend.heard[5:] == ["finish", "wake caches"]
     leader.close()
     engine.close()
 
@@ -244,3 +254,31 @@ def test_every_engine_has_a_backend():
         module, _, name = kind.backend.partition(":")
         assert module == f"{remote.__name__}.{engine}.llm"
         assert f"class {name}(EngineBackend)" in (FOLDER / engine / "llm.py").read_text()
+
+
+def test_busy_rank_loses_no_answers(tmp_path):
+    """By default a ROUTER socket drops messages beyond 1,000 per peer."""
+    count = 5000
+
+    async def answer_all() -> None:
+        server = Server(Backend(OPTIONS), Capabilities("none", 1000, 10), address(tmp_path))
+        # A rank with a short receive queue, which does not read yet.
+        rank = zmq.Context.instance().socket(zmq.DEALER)
+        rank.setsockopt(zmq.RCVHWM, 1)
+        rank.setsockopt(zmq.RCVBUF, 4096)
+        rank.connect(address(tmp_path))
+        rank.send_multipart(encode(Message("hello")))
+        client, *_ = await server.socket.recv_multipart()
+
+        ids = torch.arange(64)
+        for number in range(count):
+            await server._send(client, Message("rollout", {"call": 1, "number": number}, {"ids": ids}))
+
+        found = []
+        while rank.poll(2000):
+            found.append(decode(rank.recv_multipart()).fields["number"])
+        assert found == list(range(count))
+        rank.close(0)
+        server.socket.close(0)
+
+    asyncio.run(answer_all())

@@ -20,7 +20,7 @@ from megatron_brorl.ops import philox
 from megatron_brorl.ops.fp8_blocks import dequantize
 from megatron_brorl.ops.reference.sampling import sample, sampling_log_probs
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt, Rollout
 from tensorrt_llm._double import fault_point
 from tensorrt_llm._torch.pyexecutor.resource_manager import KVCacheManager, ResourceManager, ResourceManagerType

@@ -21,8 +21,8 @@ from megatron_brorl.ops.reference.decode import ReferenceDecode
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native import graphs
-from megatron_brorl.rollout.native.engine import TorchEngine
 from megatron_brorl.rollout.native.pages import page_bytes
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt, Rollout
 
 STOPS = (2, 5, 7, 11)
@@ -108,30 +108,15 @@ def same_tokens(a, b) -> float:
     return sum(x.token_ids.tolist() == y.token_ids.tolist() for x, y in pairs) / len(pairs)
 
 
-def test_rollouts_do_not_depend_on_the_batch(one):
-    """Rollouts are the same if sampled alone, in a batch, in waves or in several requests."""
-    sampling = Sampling(1.0, 0.95, 0, 30, STOPS)
-    asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
-    together = make_engine(*one).generate(asked, sampling)
-    waves = make_engine(*one, max_rows=50).generate(asked, sampling)
-    for i, request in enumerate(asked):
-        (alone,) = make_engine(*one).generate([request], sampling)
-        parts = [Request(request.prompt, request.key, 24, 0), Request(request.prompt, request.key, 40, 24)]
-        first, second = make_engine(*one).generate(parts, sampling)
-        assert [r.index for r in second] == list(range(24, 64))
-        for other in (alone, waves[i], first + second):
-            assert same_tokens(together[i], other) >= 0.98  # others differ by rounding
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_batch(one, dtype):
-    """Decode one rollout of a prompt or several, with one or two threads, in one call or in several."""
-    prompt = prompts()[1]
+    """Decode one rollout of a prompt or several, next to others, with one or two threads, in one call or several."""
+    first, prompt, *others = prompts()
 
-    def bits(n, tokens_per_call=0, max_rows=1000):
+    def bits(n, tokens_per_call=0, max_rows=1000, before=(), after=()):
         engine = make_engine(*one, dtype=dtype, max_rows=max_rows)
-        sampling = Sampling(1.0, 1, 0, 24, (), tokens_per_call=tokens_per_call)
-        (group,) = engine.generate([Request(prompt, 3, n)], sampling)
+        sampling = Sampling(1.0, 0.95, 0, 24, (), tokens_per_call=tokens_per_call)
+        group = engine.generate([*before, Request(prompt, 3, n), *after], sampling)[len(before)]
         while group[0].finish == "cut":
             (group,) = engine.generate([Request(prompt, 3, n, 0, tuple(group))], sampling)
         return [(r.token_ids.tolist(), r.log_probs.tolist()) for r in group]
@@ -141,6 +126,9 @@ def test_a_row_has_the_same_bits_in_any_batch(one, dtype):
         assert bits(n) == whole[:n]
         assert bits(n, tokens_per_call=9) == continued[:n]
     assert bits(8, max_rows=1) == whole[:8]
+    others = [Request(p, stream_key(0, 4, p.id), 50) for p in others]
+    assert bits(9, before=[Request(first, 7, 40)], after=others, max_rows=50) == whole[:9]
+    assert bits(9, before=[Request(prompt, 3, 8, first=9)]) == whole[:9]
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)
     try:

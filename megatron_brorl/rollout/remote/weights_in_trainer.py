@@ -1,4 +1,4 @@
-"""Send weights from the trainer to engines through one file in shared memory per node.
+"""The weights of an update in the trainer, which sends them to engines through one file in shared memory per node.
 
 The ranks of a node write an update together. Every rank receives every tensor, because producing tensors is a
 collective, but only one rank of the node writes it to the file, in a thread that also computes its checksum. The file
@@ -23,8 +23,8 @@ from torch import Tensor
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import checksum
 from megatron_brorl.ops.fp8_blocks import quantize
-from megatron_brorl.rollout.remote.weights_receive import TensorRecord, map_file, tensor_at
-from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive_each
+from megatron_brorl.rollout.remote.weights_in_worker import TensorRecord, map_file, tensor_at
+from megatron_brorl.rollout.weight_stream import UpdateRefused, receive_each
 
 BUCKET_BYTES = 256 << 20  # size of the tensors that a worker loads together
 THREADS = 4  # per rank
@@ -87,14 +87,9 @@ class HostWeights:
 class NodeRanks:
     """The ranks of a node, which write updates together."""
 
-    rank: int  # index of this rank in the node
-    size: int
-    exchange: Callable[[Any], list[Any]]  # all-gather of objects among the ranks
-
-    @staticmethod
-    def single() -> NodeRanks:
-        """Return a node that consists of this rank only."""
-        return NodeRanks(0, 1, lambda own: [own])
+    rank: int = 0  # index of this rank in the node
+    size: int = 1
+    exchange: Callable[[Any], list[Any]] = lambda own: [own]  # all-gather of objects among the ranks
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The main module of a process of environments or agents: `python -m megatron_brorl.environments.worker KIND NAME
+"""The main module of a process of environments or agents: `python -m megatron_brorl.environments.worker_main KIND NAME
 MEMORY_MB PARENT_PID`.
 
 KIND is Episodes or Agents, and NAME the user's class or function. The parent sends (number of the call, method,
@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.episodes import Episodes
-from megatron_brorl.rewards.worker import READY, isolate, json_line, silence_stderr
+from megatron_brorl.rewards.worker_main import READY, isolate, json_line, silence_stderr
 from megatron_brorl.user_functions import import_function
 
 

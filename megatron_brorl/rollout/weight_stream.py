@@ -1,4 +1,4 @@
-"""Receive a weight update and check all of it before any tensor is used."""
+"""The stream of a weight update in the trainer: check all of it before any tensor is used."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ def receive(
     Copies of ChecksummedTensor pairs are compared with their checksums. Raises UpdateRefused as receive_each.
     """
     staged: dict[str, Tensor] = {}
-    sums: list[Tensor] = []  # expected and found, in the order of `staged`
+    sums: list[tuple[str, Tensor, Tensor]] = []  # name, expected checksum, and that of the copy
 
     def store(name: str, tensor: Tensor, expected: Tensor | None) -> None:
         # The tensor is always copied, because the stream's tensors are views of reused buffers. The expected checksum
         # applies to the stream's dtype, so it cannot be compared with a copy in another dtype.
         staged[name] = tensor.detach().to(device, dtype, copy=True)
         if expected is not None:
-            found = checksum(name, staged[name] if dtype == tensor.dtype else tensor)
-            sums.extend([expected.to(device), found.to(device)])
+            copied = checksum(name, staged[name] if dtype == tensor.dtype else tensor)
+            sums.append((name, expected.to(device), copied.to(device)))
 
     receive_each(tensors, names, store, staged.clear)
 
     # Compare all checksums at once, because each comparison synchronises with the device.
     if sums:
-        expected, found = torch.stack(sums).view(-1, 2).unbind(1)
-        wrong = [name for name, same in zip(staged, (expected == found).tolist(), strict=True) if not same]
+        sent, expected, copied = zip(*sums, strict=True)
+        equal = (torch.stack(expected) == torch.stack(copied)).tolist()
+        wrong = [name for name, is_equal in zip(sent, equal, strict=True) if not is_equal]
         if wrong:
             what = f"{len(wrong)} tensors do not match their checksums, for example {wrong[0]}"
             raise UpdateRefused(f"weight update: {what}")
@@ -55,47 +56,34 @@ def receive_each(
 ) -> None:
     """Pass every tensor of an update [any shape] to `store`, with its checksum or None.
 
-    The update must hold each tensor of `names` exactly once, and either all or none of them with a checksum. clear:
-    called at the first fault, after which nothing is stored. Raises UpdateRefused with the first fault, after reading
-    the stream to its end, because the stream is a collective.
+    The update must hold each tensor of `names` exactly once. clear: called at the first fault, after which nothing is
+    stored. Raises UpdateRefused with the first fault, after reading the stream to its end, because the stream is a
+    collective.
     """
-    stored: set[str] = set()
-    has_checksums: bool | None = None  # whether the first pair has a checksum
+    missing = dict(names)
     fault = ""
     received = 0
-
     try:
         for pair in tensors:
             received += 1
+            name, tensor = pair
             if fault:
                 continue
-            name, tensor = pair
-
-            # Refuse a stream in which only some of the tensors have a checksum.
-            expected = pair.checksum if isinstance(pair, ChecksummedTensor) else None
-            has_checksums = expected is not None if has_checksums is None else has_checksums
-            fault = _fault(name, tensor, names, stored, has_checksums == (expected is not None))
+            if name not in missing:
+                fault = f"{name} is {'sent twice' if name in names else 'unknown'}"
+            elif tuple(tensor.shape) != names[name]:
+                fault = f"{name} has shape {list(tensor.shape)}, not {names[name]}"
             if fault:
                 clear()
                 continue
-            stored.add(name)
-            store(name, tensor, expected)
+            del missing[name]
+            store(name, tensor, pair.checksum if isinstance(pair, ChecksummedTensor) else None)
     except Exception as e:  # raised by the producer of the stream or by store
         what = f"{type(e).__name__}: {e}"
         raise UpdateRefused(f"weight update: failed after {received} of {len(names)} tensors: {what}") from e
 
     # The stream may end early without an exception.
-    missing = names.keys() - stored
-    if not fault and missing:
+    if missing and not fault:
         fault = f"{len(missing)} tensors missing, for example {min(missing)}"
-
     if fault:
         raise UpdateRefused(f"weight update: {fault}")
-
-
-def _fault(name: str, tensor: Tensor, names: Mapping[str, tuple[int, ...]], stored: set[str], consistent: bool) -> str:
-    if name not in names or name in stored:
-        return f"{name} is {'sent twice' if name in stored else 'unknown'}"
-    if tuple(tensor.shape) != names[name]:
-        return f"{name} has shape {list(tensor.shape)}, not {names[name]}"
-    return "" if consistent else f"{name} comes {'without a' if stored else 'with a'} checksum, unlike those before it"

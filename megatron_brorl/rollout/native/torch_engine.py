@@ -25,7 +25,7 @@ from megatron_brorl.rollout.native.graphs import StepGraphs, move
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, page_bytes, pages_for, spare_memory, to_device
 from megatron_brorl.rollout.native.scheduler import Scheduler
 from megatron_brorl.rollout.native.stopping import StopCriteria
-from megatron_brorl.rollout.weight_receiver import receive
+from megatron_brorl.rollout.weight_stream import receive
 from megatron_brorl.types import FinishReason, Rollout
 
 SAMPLED_ROWS = 128  # rows sampled at a time on a CPU, so that their logits stay in its cache

@@ -15,8 +15,8 @@ from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native.engine import TorchEngine
-from megatron_brorl.rollout.weight_receiver import UpdateRefused, receive
+from megatron_brorl.rollout.native.torch_engine import TorchEngine
+from megatron_brorl.rollout.weight_stream import UpdateRefused, receive
 from megatron_brorl.types import Prompt
 
 CPU = torch.device("cpu")
@@ -62,10 +62,6 @@ def cut(pairs):
     return [ChecksummedTensor(pairs[0][0], pairs[0][1][:-1], pairs[0].checksum), *pairs[1:]]
 
 
-def unsealed(pairs):
-    return [*pairs[:3], tuple(pairs[3]), *pairs[4:]]
-
-
 def killed(pairs):
     yield from pairs[:6]
     raise RuntimeError("Connection closed by peer")
@@ -79,7 +75,6 @@ FAULTS = [
     (flipped, r"1 tensors do not match their checksums"),
     (renamed, "model.other is unknown"),
     (cut, r"model.embed_tokens.weight has shape \[102, 48\]"),
-    (unsealed, "comes without a checksum"),
     (lambda pairs: [*pairs, pairs[2]], "is sent twice"),
     (killed, r"failed after 6 of 50 tensors: RuntimeError: Connection closed by peer"),
 ]

@@ -1,4 +1,4 @@
-"""The main module of a worker process: `python -m megatron_brorl.rewards.worker FACTORY MEMORY_MB PARENT_PID`.
+"""The main module of a worker process: `python -m megatron_brorl.rewards.worker_main FACTORY MEMORY_MB PARENT_PID`.
 
 It never imports torch, and the kernel ends it when its parent ends.
 """

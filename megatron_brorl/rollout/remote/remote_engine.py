@@ -31,7 +31,7 @@ from megatron_brorl.rollout.registry import ENGINES
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
 from megatron_brorl.rollout.remote.process import Connection, EngineError, Supervisor, address, make_folder
 from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message
-from megatron_brorl.rollout.remote.weights_send import (
+from megatron_brorl.rollout.remote.weights_in_trainer import (
     HostWeights,
     NodeRanks,
     WeightUpdate,
@@ -39,7 +39,7 @@ from megatron_brorl.rollout.remote.weights_send import (
     unchanged,
     write_update,
 )
-from megatron_brorl.rollout.weight_receiver import UpdateRefused
+from megatron_brorl.rollout.weight_stream import UpdateRefused
 from megatron_brorl.types import Rollout
 
 _POLL_S = 0.05
@@ -79,7 +79,7 @@ class RemoteEngine:
         self.version = -1
         self.is_leader = devices is not None
         self.supervisor: Supervisor | None = None
-        self.node = node or (NodeRanks.single() if self.is_leader else None)
+        self.node = node or (NodeRanks() if self.is_leader else None)
         self._barrier = barrier
         self._calls = 0
         self._open_calls: set[int] = set()  # calls of the current generate that have not ended

@@ -1,0 +1,32 @@
+"""Tests of the ports of Ray."""
+
+from __future__ import annotations
+
+import socket
+
+from megatron_brorl.rollout.remote.trtllm import ray_node
+
+BASE = 61_000 - ray_node.PORTS * 20  # above the kernel's default ephemeral ports
+
+
+def ports(first: int) -> list[int]:
+    """Return every port in the arguments of a Ray that uses this block."""
+    given = dict(a.removeprefix("--").split("=") for a in ray_node.arguments(first, 1) if "=" in a)
+    services = [int(value) for name, value in given.items() if name.endswith("port") and "worker" not in name]
+    return [*services, *range(int(given["min-worker-port"]), int(given["max-worker-port"]) + 1)]
+
+
+def test_engines_have_separate_ports():
+    """The second engine skips a block in which another program listens."""
+    first, held = ray_node.find_block(BASE)
+    with held, socket.create_server(("127.0.0.1", first + ray_node.PORTS + 3)):
+        second, also = ray_node.find_block(BASE)
+        with also:
+            assert second >= first + 2 * ray_node.PORTS
+            for block in (first, second):
+                own = ports(block)
+                assert len(set(own)) == len(own)
+                assert set(own) <= set(range(block, block + ray_node.PORTS - 1))
+    again, held = ray_node.find_block(BASE)  # a released block is free again
+    held.close()
+    assert again == first
