@@ -97,7 +97,7 @@ def agent_engine(engine: TorchEngine, n: int, slots: int) -> AgentEngine:
     """Return an engine whose rollouts are agents, for a model without a tokenizer."""
     tokens = len(PROMPT) + TURNS * (TURN_TOKENS + len(OBSERVATION))
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    limits = Limits(tokens, TURN_TOKENS, 0, TURNS, None, decode, (STOP,), ())
+    limits = Limits(tokens, TURN_TOKENS, TURNS, None, decode, (STOP,), ())
     pool = EnvironmentPool(AGENT, 1, 600.0, kind=Agents)
     config = AgentConfig(function=AGENT)
     return AgentEngine(engine, pool, AgentServer(), config, limits, lambda *_: [*PROMPT], lambda *_: [*OBSERVATION])

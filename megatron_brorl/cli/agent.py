@@ -78,7 +78,6 @@ class Agent:
         limits = Limits(
             prompt_tokens=context - max_tokens,
             call_tokens=max_tokens,
-            rollout_tokens=config.max_tokens,
             calls=config.max_calls,
             format=self.format,
             decode=self.tokenizer.decode,
@@ -86,7 +85,7 @@ class Agent:
             stop_strings=self.config.stop_strings,
         )
         server = AgentServer()
-        pool = EnvironmentPool(self.function, config.workers, config.max_seconds + GRACE_S, kind=Agents)
+        pool = EnvironmentPool(self.function, self.config.reward.workers, config.max_seconds + GRACE_S, kind=Agents)
 
         def close() -> None:
             pool.close()

@@ -41,7 +41,7 @@ def evaluate(args: argparse.Namespace) -> int:
         sampling = Sampling(
             evaluation.temperature,
             evaluation.top_p,
-            evaluation.top_k,
+            0,
             rollout.max_tokens,
             session.stop_ids,
             config.stop_strings,
@@ -73,7 +73,6 @@ def evaluate(args: argparse.Namespace) -> int:
             "sampling": {
                 "temperature": evaluation.temperature,
                 "top_p": evaluation.top_p,
-                "top_k": evaluation.top_k,
                 "max_tokens": rollout.max_tokens,
             },
         }

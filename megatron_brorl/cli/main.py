@@ -208,7 +208,7 @@ def finished(config: Config) -> str:
     """
     folder = Path(config.run.dir).absolute()
     recorded = run_info.read(folder).get("config")
-    if config.train.resume == "never" or not recorded or not all((folder / name).exists() for name in _LEFT):
+    if not recorded or not all((folder / name).exists() for name in _LEFT):
         return ""
 
     # Compare as JSON, so that tuples equal lists, and without run.dir, because the folder may have been moved.

@@ -8,6 +8,7 @@ import time
 from megatron_brorl.cli.session import Session
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
+from megatron_brorl.data.source import SFT_STREAM
 from megatron_brorl.tracking.progress import progress
 from megatron_brorl.train.sft import sft, sft_optim
 
@@ -21,7 +22,7 @@ def execute(config: Config) -> int:
     """Train on the reference answers of the training prompts, and write run.dir/model. Returns 0."""
     began = time.time()
     optim = sft_optim(config.sft, config.optim)
-    with progress(config.sft.steps, "sft") as p, Session(config) as session:
+    with progress(config.sft.steps, "sft") as p, Session(config, stream=SFT_STREAM) as session:
         worker = session.worker(optim)
         writer = session.writer(resume_step=None)
         p.begin(config.sft.steps)

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +40,7 @@ from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sampling_params import context, training_sampling_params
 from megatron_brorl.train.state import RunState, mark_last_as_best, read_run_json
 from megatron_brorl.train.trainer import Trainer
-from megatron_brorl.train.update import update_policy, zero_rate
+from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import OptimizerStep, Worker
 from megatron_brorl.types import Experience, Prompt
 
@@ -69,7 +68,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     with progress(config.train.steps, "train") as p, Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
-        found = session.newest_checkpoint()
+        found = checkpoint.find(session.dir / "checkpoints")
         changes = Changes()
         if found:
             saved = read_run_json(found)["fingerprint"]
@@ -94,8 +93,6 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         p.note(f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {updates} optimizer steps")
         if trainer.held_out and (differences := _evaluation_differences(config)):
             p.note(differences)
-        if advice := zero_rate(config, trainer.state):
-            p.note(f"warning: {advice}")
         if found:
             p.note(f"resumed from {found} with step {trainer.state.step}")
         if changes:
@@ -161,8 +158,12 @@ def build_trainer(session: Session, started: float) -> Trainer:
 
 def _evaluation_differences(config: Config) -> str:
     """Return the settings with which evaluations sample in another way than training, or "" without any."""
-    keys = ("temperature", "top_p", "top_k")
-    pairs = [(key, getattr(config.evaluate, key), getattr(config.rollout, key)) for key in keys]
+    evaluation, rollout = config.evaluate, config.rollout
+    pairs = [
+        ("temperature", evaluation.temperature, rollout.temperature),
+        ("top_p", evaluation.top_p, rollout.top_p),
+        ("top_k", 0, rollout.top_k),
+    ]
     found = [f"{key} {ours:g} instead of {training:g}" for key, ours, training in pairs if ours != training]
     return f"evaluations sample with {', '.join(found)} in training" if found else ""
 
@@ -225,13 +226,8 @@ def dry_run(config: Config, program: Program) -> int:
 
     _print_check("algorithm", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.own_algorithm.items()))
     _print_check("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
-    resumes = config.train.resume != "never"
-    found = session.share_errors(lambda: checkpoint.find(session.dir / "checkpoints") if resumes else None)
+    found = session.share_errors(lambda: checkpoint.find(session.dir / "checkpoints"))
     _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session, found)))
-    run = read_run_json(found) if found else {}
-    state = RunState(**{name: run[name] for name in ("step", "updates", "critic_updates", "critic_steps") if run})
-    if (advice := zero_rate(config, state)) and session.is_main_rank:
-        print(f"warning: {advice}", file=sys.stderr, flush=True)
     _print_check(
         "engine", session.share_errors(lambda: preflight.engine_line(config.rollout.engine, config.engine.python))
     )
@@ -259,8 +255,6 @@ def _print_check(name: str, value: str) -> None:
 
 def _checkpoint(session: Session, found: Path | None) -> str:
     """Return the checkpoint that the run would continue from, in words. Raises UserError if it could not."""
-    if session.config.train.resume == "never":
-        return 'train.resume = "never": the run starts from the beginning'
     if not found:
         return "none: the run starts from the beginning"
     accept = session.program.accept_changed_functions

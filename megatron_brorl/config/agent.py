@@ -22,6 +22,4 @@ class AgentConfig:
         "the chat template, which may drop thoughts of earlier turns, gives the same tokens.",
     )
     max_calls: int = key(64, "Maximum number of calls of a rollout.", ge=1)
-    max_tokens: int = key(0, "Maximum number of sampled tokens of a rollout. 0 limits only each call.", ge=0)
     max_seconds: float = key(300.0, "Seconds that a rollout may take. After that, it scores 0.", gt=0)
-    workers: int = key(2, "Number of processes per rank that run agents.", ge=1)

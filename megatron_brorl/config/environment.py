@@ -20,11 +20,4 @@ class EnvironmentConfig:
         'of it, which also gives the reward. "" samples single turns, which verifiers score.',
     )
     max_turns: int = key(8, "Maximum number of turns of the model.", ge=1)
-    max_turn_tokens: int = key(
-        0,
-        "Maximum number of tokens of a turn. A turn that reaches it ends the rollout. 0 limits only the whole rollout, "
-        "with its observations, to rollout.max_tokens.",
-        ge=0,
-    )
     max_tool_seconds: float = key(10.0, "Seconds per call of an environment. After that, it is lost.", gt=0)
-    workers: int = key(2, "Number of processes per rank that run environments.", ge=1)

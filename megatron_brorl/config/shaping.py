@@ -16,15 +16,12 @@ class ShapingConfig:
     )
     cosine_coef: float = key(
         0.0,
-        "Coefficient of the length reward of a correct response with t tokens, cosine_min + (cosine_max - "
-        "cosine_min) (1 + cos(pi t / rollout.max_tokens)) / 2.",
+        "Coefficient of ProRLv2's length reward, which is added in the first 100 of every 600 steps: (cos(pi t / "
+        "rollout.max_tokens) - 1) / 4 for a correct response with t tokens.",
     )
-    cosine_min: float = key(-0.5, "Length reward of the longest possible response.")
-    cosine_max: float = key(0.0, "Length reward of the shortest possible response.")
-    cosine_on_steps: int = key(100, "Consecutive steps with the length reward.", ge=0)
-    cosine_off_steps: int = key(500, "Steps without the length reward after these. 0 always applies it.", ge=0)
-    repetition_ngram: int = key(0, "Length of n-grams whose repetition is penalised, in tokens. 0 disables it.", ge=0)
-    repetition_penalty: float = key(0.001, "Penalty for each repeated n-gram.", ge=0)
+    repetition_ngram: int = key(
+        0, "Length of n-grams in tokens. Each repetition of one costs a reward of 0.001. 0 disables it.", ge=0
+    )
 
     @property
     def is_on(self) -> bool:

@@ -62,9 +62,8 @@ class TurnEngine:
         if requests and requests[0].prompt.verifier != ENVIRONMENT:
             return self.engine.generate(requests, sampling, callbacks, supply)
         call = _Call(self, requests, sampling, callbacks, supply)
-        turn_tokens = self.config.max_turn_tokens or sampling.max_tokens
         try:
-            self.engine.generate([], replace(sampling, turn_tokens=turn_tokens), call, call)
+            self.engine.generate([], replace(sampling, turn_tokens=sampling.max_tokens), call, call)
         finally:
             call.close()
         return call.results()

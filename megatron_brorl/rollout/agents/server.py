@@ -31,7 +31,6 @@ class Limits:
 
     prompt_tokens: int  # most tokens of the messages of a call, which leave room for rollout.max_tokens
     call_tokens: int  # rollout.max_tokens
-    rollout_tokens: int  # agent.max_tokens; 0: no limit
     calls: int  # agent.max_calls
     format: Format | None  # of tool calls; None: the chat template reads no tools
     decode: Callable[[Sequence[int]], str]
@@ -96,12 +95,7 @@ class Endpoint:
         if len(call.prompt_ids) > limits.prompt_tokens:
             text = f"the messages have {len(call.prompt_ids)} tokens, more than {limits.prompt_tokens}"
             raise BadRequest(f"{text}, which leave room for a reply", "messages", code="context_length_exceeded")
-        numbers = [limits.call_tokens, request.max_tokens or limits.call_tokens]
-        if limits.rollout_tokens:
-            numbers.append(limits.rollout_tokens - sum(len(c.ids) for c in self.sequences.calls))
-            if numbers[-1] <= 0:
-                raise BadRequest(f"agent.max_tokens = {limits.rollout_tokens} is reached", code="max_tokens")
-        return min(numbers)
+        return min(limits.call_tokens, request.max_tokens or limits.call_tokens)
 
     def _text(self, call: Call) -> str:
         """Return the text of a completion without its stop token or stop string."""

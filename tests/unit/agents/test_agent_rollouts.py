@@ -56,7 +56,7 @@ def agents(model, function, max_rows=1000, inner=None):
     """
     directory, module = model
     tokenizer = load_tokenizer(directory)
-    limits = Limits(240, SAMPLING.max_tokens, 0, 64, "hermes", tokenizer.decode, (1,), ())
+    limits = Limits(240, SAMPLING.max_tokens, 64, "hermes", tokenizer.decode, (1,), ())
     server = AgentServer()
     with contextlib.closing(server), EnvironmentPool(function, 1, 60.0, kind=Agents) as pool:
         inner = inner or make_engine(directory, module, max_rows, decode=tokenizer.decode_all)

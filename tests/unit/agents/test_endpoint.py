@@ -56,7 +56,7 @@ def opened(folder, texts, template=TEMPLATE, answers=True, format="hermes", hist
         call.finish, call.stopped = reason.removesuffix(" string"), reason == "stop"
         call.done()
 
-    numbers = {"prompt_tokens": 400, "call_tokens": 50, "rollout_tokens": 0, "calls": 9, **limits}
+    numbers = {"prompt_tokens": 400, "call_tokens": 50, "calls": 9, **limits}
     limits = Limits(format=format, decode=tokenizer.decode, stop_ids=(1,), stop_strings=(), **numbers)
     sequences = Sequences(*chat_functions(tokenizer), history, 0)
     warnings = []
@@ -175,7 +175,6 @@ LIMITS = [
     ({"call_tokens": 20}, {}, 20),
     ({}, {"max_tokens": 7}, 7),
     ({}, {"max_completion_tokens": 8}, 8),
-    ({"rollout_tokens": 9}, {"max_tokens": 30}, 9),
 ]
 
 
@@ -186,14 +185,13 @@ def test_the_smallest_limit_of_tokens_counts(endpoint, limits, options, expected
     assert client.submitted.get().limit == expected
 
 
-@pytest.mark.parametrize(("limits", "code"), [({"calls": 2}, "max_calls"), ({"rollout_tokens": 4}, "max_tokens")])
-def test_limits_of_a_rollout_end_its_calls(endpoint, limits, code):
-    client = endpoint("x", "y", "z", **limits)
+def test_the_limit_of_calls_ends_them(endpoint):
+    client = endpoint("x", "y", "z", calls=2)
     ask(client)
-    ask(client)  # two tokens each
+    ask(client)
     with pytest.raises(openai.BadRequestError) as e:
         ask(client)
-    assert e.value.body["code"] == code
+    assert e.value.body["code"] == "max_calls"
 
 
 def test_a_key_expires_with_its_rollout(endpoint):

@@ -128,7 +128,7 @@ def ask(link: Connection, message: Message) -> None:
 @pytest.fixture
 def engine(backend, tmp_path):
     """Return an engine of the backend with weights of version 3."""
-    engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
+    engine = RemoteEngine(EngineConfig(), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     leader = Connection(address(tmp_path))
     ask(leader, Message("finish", {"names": ["a"], "version": 3}))
     engine.update_weights([], 3)
@@ -138,8 +138,7 @@ def engine(backend, tmp_path):
 
 
 def test_generate_sleep_and_weight_sync(backend, tmp_path):
-    settings = EngineConfig(start_timeout_s=30.0)
-    engine = RemoteEngine(settings, OPTIONS, {}, tmp_path, None, tmp_path / "log")
+    engine = RemoteEngine(EngineConfig(), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     assert engine.duplicate_advice == 'Other 1.0; start a new run with rollout.engine = "torch"'
     leader = Connection(address(tmp_path))
     ask(leader, Message("begin"))
