@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_brorl.config.shaping import ShapingConfig
+from megatron_brorl.config.schema import ShapingConfig
 
 # The cosine length reward of ProRLv2: its bounds, and the steps that are on and off in turn.
 _COSINE_LOW = -0.5

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
-from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
-from megatron_brorl.config.schema import AlgoConfig, Config
+from megatron_brorl.config.schema import CALL_END, AgentConfig, AlgoConfig, Config, EnvironmentConfig
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import is_function
 

@@ -6,22 +6,33 @@ file into these classes, and config/rules.py checks what keys require of each ot
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import dataclass_transform
 
-from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
-from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
-from megatron_brorl.config.fp8 import Fp8Config
-from megatron_brorl.config.section import key, section
-from megatron_brorl.config.shaping import ShapingConfig
 
+T = TypeVar("T")
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CALL_END = "</call>"  # ends a tool call in the plain format
+# Values are not converted between types, and unknown keys, inf and nan are rejected.
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def section(cls: type[T]) -> type[T]:
+    """Make a class of keys a frozen dataclass that checks its values."""
+    made: Any = dataclass(frozen=True, config=_STRICT)(cls)
+    return cast("type[T]", made)
+
+
+def key(default: Any, description: str, **bounds: Any) -> Any:
+    """Return a field with its default, its description and bounds such as ge=1."""
+    return Field(default, description=description, **bounds)
 
 
 @section
@@ -82,6 +93,20 @@ class ParallelConfig:
     timeout_s: float = key(
         600.0, "Timeout of a collective operation in seconds. rollout.timeout_s is added during sampling.", gt=0
     )
+
+
+@section
+class Fp8Config:
+    """Training in FP8 with Transformer Engine, on GPUs that support it."""
+
+    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = key(
+        "none",
+        'Scaling recipe. "tensorwise" scales by the current maximum of a tensor, "delayed" by past maxima, and '
+        '"blockwise" per block of 128 x 128. "mxfp8" needs a Blackwell GPU.',
+    )
+    format: Literal["e4m3", "hybrid"] = key("hybrid", 'FP8 number format. "hybrid" stores gradients in e5m2.')
+    parameters: bool = key(False, "Store the weights of linear layers in FP8. The optimizer keeps fp32 weights.")
+    bf16_layers: int = key(0, 'Layers at each end of the model that stay in bf16; 0 with recipe = "delayed".', ge=0)
 
 
 @section
@@ -223,6 +248,40 @@ class RolloutConfig:
 
 
 @section
+class EnvironmentConfig:
+    """A rollout of several turns: the model calls tools, or answers observations of an environment.
+
+    Tool calls have the format of the chat template with data.chat, and else a plain format with tags.
+    """
+
+    factory: str = key(
+        "",
+        'Class of the environment, "my_env.py:Calculator" or "package.module:Calculator". Each rollout has an object '
+        'of it, which also gives the reward. "" samples single turns, which verifiers score.',
+    )
+    max_turns: int = key(8, "Maximum number of turns of the model.", ge=1)
+    max_tool_seconds: float = key(10.0, "Seconds per call of an environment. After that, it is lost.", gt=0)
+
+
+@section
+class AgentConfig:
+    """A rollout is a run of a function of yours, which calls the policy through an OpenAI-compatible endpoint."""
+
+    function: str = key(
+        "",
+        'Function that solves a row, "my_agent.py:solve" or "package.module:solve". Each rollout is a call of it. "" '
+        "samples responses or environments.",
+    )
+    history: Literal["keep", "template"] = key(
+        "keep",
+        '"keep": a call that repeats an earlier one and its reply continues its tokens. "template": it does so only if '
+        "the chat template, which may drop thoughts of earlier turns, gives the same tokens.",
+    )
+    max_calls: int = key(64, "Maximum number of calls of a rollout.", ge=1)
+    max_seconds: float = key(300.0, "Seconds that a rollout may take. After that, it scores 0.", gt=0)
+
+
+@section
 class EngineConfig:
     """The engine processes of rollout.engine = "vllm" or "trtllm". The built-in engine has no such process."""
 
@@ -275,6 +334,30 @@ class RewardConfig:
         ge=0,
         le=1,
     )
+
+
+@section
+class ShapingConfig:
+    """Terms that are added to rewards before advantages are computed. Groups are selected by the unshaped rewards."""
+
+    overlong_tokens: int = key(
+        0,
+        "Tokens below rollout.max_tokens over which a length penalty grows linearly from 0 to 1. 0 disables it.",
+        ge=0,
+    )
+    cosine_coef: float = key(
+        0.0,
+        "Coefficient of ProRLv2's length reward, which is added in the first 100 of every 600 steps: (cos(pi t / "
+        "rollout.max_tokens) - 1) / 4 for a correct response with t tokens.",
+    )
+    repetition_ngram: int = key(
+        0, "Length of n-grams in tokens. Each repetition of one costs a reward of 0.001. 0 disables it.", ge=0
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether any term is added."""
+        return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
 
 
 @section
@@ -509,30 +592,3 @@ class Config:
         """Return the strings that end a response, or a turn of it."""
         ends_calls = self.environment.factory and not self.data.chat
         return (*self.rollout.stop_strings, *([CALL_END] if ends_calls else []))
-
-
-@functools.cache
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a configuration file."""
-    return TypeAdapter(Config).json_schema() | {"title": "brorl"}
-
-
-@functools.cache
-def keys() -> dict[str, dict[str, Any]]:
-    """Return the JSON Schema of every key by its path: "rollout.n", and "data.tasks[].name" in a list of tables."""
-    return {path: found for path, found in _walk(json_schema(), "") if "." in path}
-
-
-def table_of(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the schema of the table that a key holds, directly or as items of a list; None if it holds a value."""
-    reference = found.get("items", found).get("$ref", "")
-    table: dict[str, Any] | None = json_schema()["$defs"].get(reference.rpartition("/")[2])
-    return table
-
-
-def _walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, found in table["properties"].items():
-        yield prefix + name, found
-        inner = table_of(found)
-        if inner:
-            yield from _walk(inner, f"{prefix}{name}{'[]' if 'items' in found else ''}.")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_brorl.config.environment import EnvironmentConfig
+from megatron_brorl.config.schema import EnvironmentConfig
 from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rollout.engine import GenerateCallbacks, Request, RolloutEngine, Sampling, Supply, extend_spans
 from megatron_brorl.types import Episode, FinishReason, Rollout, ScoreResult

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_brorl.config.agent import AgentConfig
+from megatron_brorl.config.schema import AgentConfig
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.agents.sequences import Call, Continue, Render, Sequences, tokens
 from megatron_brorl.rollout.agents.server import MODEL, AgentServer, Endpoint, Limits

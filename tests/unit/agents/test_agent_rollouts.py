@@ -14,7 +14,7 @@ from unit.data.test_call_formats import template
 from unit.data.test_tokenizers import make_hf
 from unit.rollout.native.test_engine import make_engine
 
-from megatron_brorl.config.agent import AgentConfig
+from megatron_brorl.config.schema import AgentConfig
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.pool import EnvironmentPool

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_brorl.algo.shaping import repeated_ngrams, shaped
-from megatron_brorl.config.schema import OptimConfig
-from megatron_brorl.config.shaping import ShapingConfig
+from megatron_brorl.config.schema import OptimConfig, ShapingConfig
 from megatron_brorl.train.learning_rate import learning_rate, scaled
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_brorl
-from megatron_brorl.config.schema import keys, table_of
+from megatron_brorl.config.load import keys, table_of
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -11,7 +11,7 @@ import tiny
 import torch
 from unit.rollout.native.test_engine import STOPS, Drawer, make_engine, prompts
 
-from megatron_brorl.config.environment import EnvironmentConfig
+from megatron_brorl.config.schema import EnvironmentConfig
 from megatron_brorl.environments.pool import Reply
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.philox import stream_key

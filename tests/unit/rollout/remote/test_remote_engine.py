@@ -13,8 +13,7 @@ from typing import Any, ClassVar, get_args, get_type_hints
 import pytest
 from unit.rollout.test_turns import Pool, Reply, says, text_of, tokens_of
 
-from megatron_brorl.config.environment import EnvironmentConfig
-from megatron_brorl.config.schema import EngineConfig, RolloutConfig
+from megatron_brorl.config.schema import EngineConfig, EnvironmentConfig, RolloutConfig
 from megatron_brorl.rollout import remote
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.registry import ENGINES
