@@ -1,4 +1,7 @@
-"""`brorl train`: reinforcement learning, with an evaluation before and after; `--dry-run`: all checks before a run."""
+"""`brorl train`: reinforcement learning, with an evaluation before and after; `--dry-run`: all checks before a run.
+
+`brorl sft`: supervised training on solved examples, a warm start for reinforcement learning.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from megatron_brorl.cli.session import Program, Session
 from megatron_brorl.cli.teacher import teacher_directory
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
+from megatron_brorl.data.source import SFT_STREAM
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_json
 from megatron_brorl.parallel import cpu_bridge, grid
@@ -38,6 +42,7 @@ from megatron_brorl.train.console import evaluation_line, evaluation_metrics
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sampling_params import context, training_sampling_params
+from megatron_brorl.train.sft import sft, sft_optim
 from megatron_brorl.train.state import RunState, mark_last_as_best, read_run_json
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import update_policy
@@ -119,6 +124,22 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 show(session.dir)
                 program.callbacks.call("on_end", summary)
         program.callbacks.raise_if_failed(f"the run is complete in {session.dir}")
+    return 0
+
+
+def run_sft(args: argparse.Namespace) -> int:
+    """Train on the reference answers of the training prompts, and write run.dir/model. Returns 0."""
+    config = load(args.config, args.overrides)
+    began = time.time()
+    optim = sft_optim(config.sft, config.optim)
+    with progress(config.sft.steps, "sft") as p, Session(config, stream=SFT_STREAM) as session:
+        worker = session.worker(optim)
+        writer = session.writer(resume_step=None)
+        p.begin(config.sft.steps)
+        p.note(session.report)
+        sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
+        sizes = {"optimizer steps": config.sft.steps, "examples per step": config.sft.examples_per_step}
+        session.export(worker, session.card("supervised training on solved examples", "sft", sizes, began))
     return 0
 
 

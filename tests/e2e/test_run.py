@@ -52,7 +52,7 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
     assert summary["job_seconds"] > 0
     assert summary["peak_rss_mib"] > 100
-    assert all((directory / name).stat().st_size > 10_000 for name in ("curves.png", "theory.png"))
+    assert (directory / "curves.png").stat().st_size > 10_000
     assert list((directory / "tensorboard").glob("events.*"))
     assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
