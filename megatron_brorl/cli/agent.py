@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.environments.agents import Agents, describe_agent
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.environments.pool import EnvironmentPool
+from megatron_brorl.errors import warn
 from megatron_brorl.rollout.agents.engine import GRACE_S, AgentEngine, FixedText
 from megatron_brorl.rollout.agents.server import AgentServer, Limits
 from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
@@ -111,6 +111,5 @@ class Agent:
         if episode.score is None:
             return f"{result}; verifier {prompt.verifier} scores {one_line(episode.text or '', 60)!r}"
         if episode.score.status != "ok":
-            text = f"{self.config.agent.function}: {result}: {episode.score.reason}"
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            warn(f"{self.config.agent.function}: {result}: {episode.score.reason}")
         return f"{result}; score {episode.score.reward:g}"

@@ -6,7 +6,6 @@ import functools
 import os
 import resource
 import shutil
-import sys
 import time
 import typing
 from collections import deque
@@ -34,7 +33,7 @@ from megatron_brorl.data.source import TEMPLATE_DATE, TRAIN_STREAM, Sources, loa
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.environments.interface import Format, describe
 from megatron_brorl.environments.pool import EnvironmentPool
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, warn
 from megatron_brorl.families.shape import ModelShape, read_shape
 from megatron_brorl.models import fp8
 from megatron_brorl.models.gpt import DTYPES, RECOMPUTE_ATTENTION
@@ -231,7 +230,7 @@ class Session:
             else:
                 found, warnings = check_references(self.pool, prompts, self.config.reward)
             for warning in warnings:
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
+                warn(warning)
             return found
 
         return self.share_errors(score_references)
@@ -268,7 +267,7 @@ class Session:
                 variables["tools"] = list(self.environment.tools)
             elif int(os.environ.get("RANK", "0")) == 0:
                 text = "has no variable tools, so prompts do not list the tools: describe them in data.system_prompt"
-                print(f"warning: the chat template of {self.config.model.path} {text}", file=sys.stderr, flush=True)
+                warn(f"the chat template of {self.config.model.path} {text}")
         return replace(data, verifier=ENVIRONMENT, chat_template_kwargs=variables)
 
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
@@ -335,7 +334,7 @@ class Session:
         if reward:
             started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: source_sha256(reward)})
         if started.unsandboxed and self.is_main_rank:
-            print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
+            warn(probe.WARNING)
         return started
 
     @functools.cached_property

@@ -24,6 +24,7 @@ from megatron_brorl.data.hub import data_file
 from megatron_brorl.data.prompts import Row, RowFormat, check_round_trip, read_rows, tokenize
 from megatron_brorl.data.tokenizers import Tokenizer, transformers_stop_ids
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import sha256
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.types import Prompt
 
@@ -135,7 +136,7 @@ def tokenizer_digest(directory: Path) -> str:
     for name in TOKENIZER_FILES:
         path = directory / name
         if path.is_file():
-            digest.update(f"{name}:{hashlib.sha256(path.read_bytes()).hexdigest()};".encode())
+            digest.update(f"{name}:{sha256(path)};".encode())
     digest.update(f"stop:{sorted(transformers_stop_ids(directory))}".encode())
     return digest.hexdigest()
 
