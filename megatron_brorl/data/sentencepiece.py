@@ -196,8 +196,8 @@ def write_tokenizer_json(source: Path, target: Path) -> None:
             reason = f"transformers cannot convert it: {type(e).__name__}: {shown(e)}"
         if reason:
             warn(
-                f"{source / MODEL}: no {CONVERTED} written: {reason}; transformers may use other ids than this model was "
-                "trained on: tokenize with sentencepiece"
+                f"{source / MODEL}: no {CONVERTED} written: {reason}; transformers may use other ids than this model "
+                "was trained on: tokenize with sentencepiece"
             )
             return
         for path in aside.iterdir():
