@@ -23,8 +23,7 @@ from bench_common import MODELS, options, write_model, write_rows
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_brorl.config.agent import AgentConfig
-from megatron_brorl.config.environment import EnvironmentConfig
+from megatron_brorl.config.schema import AgentConfig, EnvironmentConfig
 from megatron_brorl.environments.agents import Agents
 from megatron_brorl.environments.pool import EnvironmentPool
 from megatron_brorl.families.shape import WEIGHTS, read_shape

@@ -36,8 +36,7 @@ def measure(args: tuple[dict[str, Any]]) -> dict[str, Any]:
     (job,) = args
     if job["without_te"]:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # so that its import fails
-    from megatron_brorl.config.fp8 import Fp8Config
-    from megatron_brorl.config.schema import AlgoConfig, LoraConfig, OptimConfig, ParallelConfig
+    from megatron_brorl.config.schema import AlgoConfig, Fp8Config, LoraConfig, OptimConfig, ParallelConfig
     from megatron_brorl.families.shape import read_shape
     from megatron_brorl.models import fp8
     from megatron_brorl.ops.backend import backend

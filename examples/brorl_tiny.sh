@@ -14,7 +14,7 @@ if [ ! -f "$RUN/sft/model/config.json" ]; then
   echo "== 1/3 a random model and a tokenizer: $RUN/init"
   python tools/make_tiny_model.py "$CONFIG" "$RUN/init" "$@"
   echo "== 2/3 warm start on solved examples: $RUN/sft"
-  brorl sft --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/init" run.dir="$RUN/sft" data.train_seed=3
+  brorl sft --processes "$PROCESSES" "$CONFIG" "$@" model.path="$RUN/init" run.dir="$RUN/sft"
 fi
 if [ -n "${SFT_ONLY:-}" ]; then exit; fi
 echo "== 3/3 reinforcement learning: $RUN"

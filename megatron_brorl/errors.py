@@ -1,7 +1,8 @@
-"""The one exception that ends a command with one line and exit code 2."""
+"""The one exception that ends a command with one line and exit code 2, and warnings, which do not end it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -25,6 +26,12 @@ class UserError(Exception):
 
 class StepError(UserError):
     """A UserError that all ranks raise together during a step or an evaluation, so that they can save the state."""
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr, which may be a closed pipe or a file on a full disk."""
+    with contextlib.suppress(OSError):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def shown(value: object, most: int = 200) -> str:

@@ -17,7 +17,7 @@ from megatron_brorl.errors import UserError, shown
 
 _TRAINED = "model .model.writing .model.old tensorboard wandb mlflow.db .trackers.json metrics.jsonl"
 WRITTEN = {  # files and folders that each command writes to run.dir
-    "train": f"{_TRAINED} checkpoints engines rollouts summary.json curves.png theory.png run.json",
+    "train": f"{_TRAINED} checkpoints engines rollouts summary.json curves.png run.json",
     "sft": _TRAINED,
     "evaluate": "engines evaluation.json evaluation.jsonl evaluation.md evaluation.png",
 }

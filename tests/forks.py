@@ -25,7 +25,7 @@ from megatron_brorl.rollout.remote import process as remote_process
 from megatron_brorl.signals import LISTENER
 
 IMPORTED = [
-    *("megatron_brorl.cli.train", "megatron_brorl.cli.sft", "megatron_brorl.cli.report"),
+    *("megatron_brorl.cli.train", "megatron_brorl.cli.report"),
     *("megatron_brorl.ops.fused.backend", "reasoning_gym", "transformers"),
     *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "gemma3")),
     "megatron.core.dist_checkpointing.strategies.torch",
@@ -208,7 +208,7 @@ def _main_without_plots(arguments: list[str]) -> None:
     from megatron_brorl.report import plots
 
     FigureCanvasAgg.print_figure = lambda _, file, **__: Path(file).touch()
-    plots.curves_figure = plots.theory_figure = lambda *_: Figure()
+    plots.curves_figure = lambda *_: Figure()
     _main(arguments)
 
 

@@ -16,7 +16,7 @@ from mkdocs.structure.files import File
 
 from megatron_brorl.cli.config import bounds, description, section_description, to_toml, type_text
 from megatron_brorl.config.foreign_keys import FOREIGN_KEYS
-from megatron_brorl.config.schema import json_schema, keys
+from megatron_brorl.config.load import json_schema, keys
 from megatron_brorl.tracking import metric_docs
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -53,7 +53,7 @@ else:
     import tomli as tomllib
 
 FAILED = "failed.txt"  # in the directory of a tuning run whose weights stopped being finite
-DIVERGED = "train.max_nonfinite_steps"  # named by the error of such a run
+DIVERGED = "steps in a row skipped an update"  # in the error of such a run
 
 
 class _Table(BaseModel):

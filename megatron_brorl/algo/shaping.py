@@ -7,7 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_brorl.config.shaping import ShapingConfig
+from megatron_brorl.config.schema import ShapingConfig
+
+# The cosine length reward of ProRLv2: its bounds, and the steps that are on and off in turn.
+_COSINE_LOW = -0.5
+_COSINE_HIGH = 0.0
+_COSINE_ON_STEPS = 100
+_COSINE_OFF_STEPS = 500
+_REPETITION_PENALTY = 0.001  # of ProRLv2, for each repeated n-gram
 
 
 def shaped(
@@ -27,11 +34,11 @@ def shaped(
     result = rewards
     if config.overlong_tokens:
         result = result + soft_overlong(tokens, max_tokens, config.overlong_tokens).to(rewards.dtype)
-    if config.cosine_coef and cycle_is_on(step, config.cosine_on_steps, config.cosine_off_steps):
-        bonus = config.cosine_coef * cosine_length(tokens, max_tokens, config.cosine_min, config.cosine_max)
+    if config.cosine_coef and step % (_COSINE_ON_STEPS + _COSINE_OFF_STEPS) < _COSINE_ON_STEPS:
+        bonus = config.cosine_coef * cosine_length(tokens, max_tokens, _COSINE_LOW, _COSINE_HIGH)
         result = torch.where(right, result + bonus.to(rewards.dtype), result)
     if config.repetition_ngram:
-        result = result - config.repetition_penalty * repeats.to(rewards.dtype)
+        result = result - _REPETITION_PENALTY * repeats.to(rewards.dtype)
     return result
 
 
@@ -49,11 +56,6 @@ def cosine_length(tokens: Tensor, max_tokens: int, low: float, high: float) -> T
     tokens: of each response, [...]; the result [...] is float64.
     """
     return low + (high - low) * (1 + (math.pi * tokens.double() / max_tokens).cos()) / 2
-
-
-def cycle_is_on(step: int, on: int, off: int) -> bool:
-    """Return whether a cycle of `on` and then `off` steps, which begins at step 0, is on."""
-    return not off or step % (on + off) < on
 
 
 def repeated_ngrams(token_ids: Tensor, n: int, sampled: Tensor | None = None) -> int:

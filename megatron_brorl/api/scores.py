@@ -18,7 +18,7 @@ from megatron_brorl.rewards.preflight import check_verifiers
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import final_reward, scores_cut_off
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
-from megatron_brorl.types import Prompt, ScoreResult
+from megatron_brorl.types import Prompt
 
 _NO_PROMPT = "-"  # the prompt of a reference answer that is given without one
 _CUT_OFF = Found(None, "cut off")
@@ -62,7 +62,8 @@ def score(
         custom.check_parameters(function, "reward")
 
     prompts = [_prompt(row, i, RowFormat(name, config)) for i, row in enumerate(rows)]
-    flat = [(p, r) for p, given in zip(prompts, responses, strict=True) for r in _as_list(given)]
+    groups = [[given] if isinstance(given, (str, Sample)) else given for given in responses]
+    flat = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
     found = [_find_answer(prompt, response, config) for prompt, response in flat]
 
     # The same worker processes as in a run. They end with this call.
@@ -72,7 +73,12 @@ def score(
     with RewardPool(config.workers, config.timeout_s, impure=impure, function=function) as pool:
         results = pool.score(requests)
 
-    rewards = iter([_reward(r, f, result, config) for (_, r), f, result in zip(flat, found, results, strict=True)])
+    scored = []
+    for (_, response), f, result in zip(flat, found, results, strict=True):
+        reward, right = final_reward(result, _is_cut_off(response), config)
+        answer, status = (f.answer, result.status) if f else (None, "length")
+        scored.append(Reward(reward, right, result.reason, status, answer, result.parts))
+    rewards = iter(scored)
     return [
         next(rewards) if isinstance(given, (str, Sample)) else [next(rewards) for _ in given] for given in responses
     ]
@@ -87,10 +93,6 @@ def _prompt(row: str | Mapping[str, Any] | None, i: int, row_format: RowFormat) 
     return Prompt(checked.id, text, (), checked.answer, checked.verifier, metadata, columns=columns)
 
 
-def _as_list(given: Any) -> Sequence[str | Sample]:
-    return [given] if isinstance(given, (str, Sample)) else given
-
-
 def _is_cut_off(response: str | Sample) -> bool:
     return isinstance(response, Sample) and response.finish == "length"
 
@@ -102,9 +104,3 @@ def _find_answer(prompt: Prompt, response: str | Sample, config: RewardConfig) -
         return None
     text = response.text if isinstance(response, Sample) else response
     return extract(text, verifier.find, verifier.max_chars)
-
-
-def _reward(response: str | Sample, found: Found | None, result: ScoreResult, config: RewardConfig) -> Reward:
-    reward, right = final_reward(result, _is_cut_off(response), config)
-    answer, status = (found.answer, result.status) if found else (None, "length")
-    return Reward(reward, right, result.reason, status, answer, result.parts)

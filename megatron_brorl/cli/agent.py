@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.environments.agents import Agents, describe_agent
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.environments.pool import EnvironmentPool
+from megatron_brorl.errors import warn
 from megatron_brorl.rollout.agents.agent_engine import GRACE_S, AgentEngine, FixedText
 from megatron_brorl.rollout.agents.sequences import Chat
 from megatron_brorl.rollout.engine import Request, RolloutEngine, Sampling
@@ -71,7 +71,7 @@ class Agent:
         config = self.config.agent
         room = context - self.config.rollout.max_tokens
         chat = Chat(config, room, self.format, self.tokenizer.decode, self.render, self.proceed)
-        pool = EnvironmentPool(self.function, config.workers, config.max_seconds + GRACE_S, kind=Agents)
+        pool = EnvironmentPool(self.function, self.config.reward.workers, config.max_seconds + GRACE_S, kind=Agents)
         return AgentEngine(engine, pool, chat)
 
     def trial(self, prompt: Prompt, sampling: Sampling, context: int) -> str:
@@ -88,6 +88,5 @@ class Agent:
         if episode.score is None:
             return f"{result}; verifier {prompt.verifier} scores {one_line(episode.text or '', 60)!r}"
         if episode.score.status != "ok":
-            text = f"{self.config.agent.function}: {result}: {episode.score.reason}"
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            warn(f"{self.config.agent.function}: {result}: {episode.score.reason}")
         return f"{result}; score {episode.score.reward:g}"

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.load import suggestion
+from megatron_brorl.config.load import json_schema, keys, suggestion, table_of
 from megatron_brorl.config.rules import fixed_keys
-from megatron_brorl.config.schema import ColumnsConfig, json_schema, keys, table_of
+from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.chat import has_chat_template
 from megatron_brorl.data.hub import data_file
 from megatron_brorl.errors import UserError

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_brorl.config.load import load
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, warn
 from megatron_brorl.files import read_object, write_json, write_text
 from megatron_brorl.tracking.progress import progress
 
@@ -41,7 +40,7 @@ def evaluate(args: argparse.Namespace) -> int:
         sampling = Sampling(
             evaluation.temperature,
             evaluation.top_p,
-            evaluation.top_k,
+            0,
             rollout.max_tokens,
             session.stop_ids,
             config.stop_strings,
@@ -73,7 +72,6 @@ def evaluate(args: argparse.Namespace) -> int:
             "sampling": {
                 "temperature": evaluation.temperature,
                 "top_p": evaluation.top_p,
-                "top_k": evaluation.top_k,
                 "max_tokens": rollout.max_tokens,
             },
         }
@@ -114,7 +112,7 @@ def _compare(args: argparse.Namespace) -> int:
     folders = (args.before, args.after)
     dates = [read_object(folder / "evaluation.json", remedy).get("template_date") for folder in folders]
     if dates[0] != dates[1]:
-        print(f"warning: the chat templates wrote other dates: {dates[0]} and {dates[1]}", file=sys.stderr)
+        warn(f"the chat templates wrote other dates: {dates[0]} and {dates[1]}")
     before, after = (read_answers(directory.absolute() / ANSWERS) for directory in folders)
     result = compare(before, after, str(args.before), str(args.after))
 

@@ -142,7 +142,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     # Commands that run on several ranks and take a configuration.
     for name, function, text in [
         ("train", _lazily("train", "run"), "train by reinforcement learning, with an evaluation before and after"),
-        ("sft", _lazily("sft", "run"), "train on solved examples (supervised warm start)"),
+        ("sft", _lazily("train", "run_sft"), "train on solved examples (supervised warm start)"),
         ("evaluate", evaluate_cli.evaluate, "measure pass@1 and pass@k of a model on held-out prompts or benchmarks"),
     ]:
         command = commands.add_parser(name, help=text, description=text)
@@ -208,7 +208,7 @@ def finished(config: Config) -> str:
     """
     folder = Path(config.run.dir).absolute()
     recorded = run_info.read(folder).get("config")
-    if config.train.resume == "never" or not recorded or not all((folder / name).exists() for name in _LEFT):
+    if not recorded or not all((folder / name).exists() for name in _LEFT):
         return ""
 
     # Compare as JSON, so that tuples equal lists, and without run.dir, because the folder may have been moved.

@@ -82,9 +82,8 @@ def show(directory: Path, page: str = "") -> None:
     page: path of its report, or "" to print the command that writes it.
     """
     from megatron_brorl.report.content import SUMMARY
-    from megatron_brorl.report.plots import plot_run, plot_theory
+    from megatron_brorl.report.plots import plot_run
 
-    theory = plot_theory(directory)
     figure = plot_run(directory)  # last, because main.finished reads it as the end of a run
     found: dict[str, str] = {}
     path = directory / SUMMARY
@@ -97,8 +96,6 @@ def show(directory: Path, page: str = "") -> None:
         except KeyError as e:
             raise UserError(f"{path}: the key {e} is missing: another version wrote the file; {remedy}") from None
     print(f"curves   {figure}")
-    if theory:
-        print(f"theory   {theory}")
     print(f"model    {directory / 'model'}")
     print(f"report   {page or shlex.join(['brorl', 'report', str(directory)])}")
     for sentence in found.values():  # print warnings last, where they are noticed

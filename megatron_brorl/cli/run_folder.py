@@ -177,7 +177,7 @@ def check_fingerprint(saved: Fingerprint, current: Fingerprint, where: Path, acc
             if fixed or key not in before or not may_change(path, old, new, saved.get("rollout", {})):
                 raise UserError(
                     f"{where}: was written with {_difference(section, key, old, new)}, or start a new run with another "
-                    "run.dir or train.resume=never"
+                    "run.dir"
                 )
             changes[path] = (old, new)
     return changes

@@ -6,7 +6,6 @@ import functools
 import os
 import resource
 import shutil
-import sys
 import time
 import typing
 from collections import deque
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from megatron_brorl import rollout_log, signals
 from megatron_brorl.algo import trial
 from megatron_brorl.checkpoints import adapters, hugging_face
-from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, model_card
 from megatron_brorl.cli import memory_plan, run_folder
 from megatron_brorl.cli.agent import Agent
@@ -31,13 +29,12 @@ from megatron_brorl.config.rules import check_model, replays_routes
 from megatron_brorl.config.schema import Config, DataConfig, OptimConfig
 from megatron_brorl.data.chat import Message
 from megatron_brorl.data.hub import model_directory
-from megatron_brorl.data.source import TEMPLATE_DATE, Sources, load_benchmarks, load_sources
+from megatron_brorl.data.source import TEMPLATE_DATE, TRAIN_STREAM, Sources, load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer, stop_ids
 from megatron_brorl.environments.interface import Format, describe
 from megatron_brorl.environments.pool import EnvironmentPool
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, warn
 from megatron_brorl.families.shape import ModelShape, read_shape
-from megatron_brorl.files import rename_aside
 from megatron_brorl.models import fp8
 from megatron_brorl.models.gpt import DTYPES, RECOMPUTE_ATTENTION
 from megatron_brorl.models.weights.names import hf_shapes
@@ -93,10 +90,13 @@ class Session:
     report: str  # summary of the data that was loaded, for the user
 
     @span("reading the data")
-    def __init__(self, config: Config, benchmarks: bool = False, program: Program | None = None) -> None:
+    def __init__(
+        self, config: Config, benchmarks: bool = False, program: Program | None = None, stream: int = TRAIN_STREAM
+    ) -> None:
         """Read the model's configuration and the data, and join the other ranks. Raises UserError.
 
-        benchmarks: read the files of evaluate.benchmarks, if there are any, instead of training data.
+        benchmarks: read the files of evaluate.benchmarks, if there are any, instead of training data. stream: of
+        generated prompts, see load_sources.
         """
         self.base = config.model.path  # as the user wrote it
         self.program = program = program or Program()
@@ -104,10 +104,8 @@ class Session:
         self.config = config = replace(config, model=replace(config.model, path=model))
         self.dir = Path(config.run.dir).absolute()
 
-        # A new run uses today's date in the chat template.
         self.shape = read_shape(config.model.path)
-        today = None if config.train.resume == "never" and not benchmarks else run_folder.template_date(self.dir)
-        self.tokenizer = load_tokenizer(Path(config.model.path), today)
+        self.tokenizer = load_tokenizer(Path(config.model.path), run_folder.template_date(self.dir))
         self.template_date = self.tokenizer.template_date if config.data.chat else None
         if self.tokenizer.vocab_size > self.shape.vocab:
             raise UserError(
@@ -138,7 +136,7 @@ class Session:
             self.benchmarks, self.report = load_benchmarks(files, data, self.tokenizer, limit, config.reward)
             verifiers = {prompt.verifier for prompts in self.benchmarks.values() for prompt in prompts}
         else:
-            self.sources = load_sources(data, self.tokenizer, limit, config.run.seed, config.reward)
+            self.sources = load_sources(data, self.tokenizer, limit, config.run.seed, config.reward, stream)
             verifiers = set(self.sources.verifiers)
             self.benchmarks = {"held_out": self.sources.held_out} if self.sources.held_out else {}
             self.report = self.sources.report
@@ -232,7 +230,7 @@ class Session:
             else:
                 found, warnings = check_references(self.pool, prompts, self.config.reward)
             for warning in warnings:
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
+                warn(warning)
             return found
 
         return self.share_errors(score_references)
@@ -269,7 +267,7 @@ class Session:
                 variables["tools"] = list(self.environment.tools)
             elif int(os.environ.get("RANK", "0")) == 0:
                 text = "has no variable tools, so prompts do not list the tools: describe them in data.system_prompt"
-                print(f"warning: the chat template of {self.config.model.path} {text}", file=sys.stderr, flush=True)
+                warn(f"the chat template of {self.config.model.path} {text}")
         return replace(data, verifier=ENVIRONMENT, chat_template_kwargs=variables)
 
     def worker(self, optim: OptimConfig | None, kind: type[Worker] = Worker) -> Worker:
@@ -336,7 +334,7 @@ class Session:
         if reward:
             started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: source_sha256(reward)})
         if started.unsandboxed and self.is_main_rank:
-            print(f"warning: {probe.WARNING}", file=sys.stderr, flush=True)
+            warn(probe.WARNING)
         return started
 
     @functools.cached_property
@@ -406,7 +404,8 @@ class Session:
     def environment_pool(self) -> EnvironmentPool:
         """The processes of environments, which end with the session."""
         config = self.config.environment
-        pool = EnvironmentPool(self._environment_class, config.workers, config.max_tool_seconds, self._tool_format)
+        workers = self.config.reward.workers
+        pool = EnvironmentPool(self._environment_class, workers, config.max_tool_seconds, self._tool_format)
         self._closing.append(pool.close)
         return pool
 
@@ -438,17 +437,6 @@ class Session:
         )
         self._closing.append(engine.close)
         return engine
-
-    def newest_checkpoint(self) -> Path | None:
-        """Return the checkpoint to continue from, or None. With train.resume = "never", rename older checkpoints."""
-        root = self.dir / "checkpoints"
-        if self.config.train.resume == "auto":
-            return checkpoint.find(root)
-        if self.is_main_rank and root.exists():
-            rename_aside(root)
-
-        dist.barrier()
-        return None
 
     def writer(self, resume_step: int | None) -> MetricsWriter | None:
         """Return the writer of metrics on the main rank. resume_step: see MetricsWriter."""

@@ -1,4 +1,7 @@
-"""`brorl train`: reinforcement learning, with an evaluation before and after; `--dry-run`: all checks before a run."""
+"""`brorl train`: reinforcement learning, with an evaluation before and after; `--dry-run`: all checks before a run.
+
+`brorl sft`: supervised training on solved examples, a warm start for reinforcement learning.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import argparse
 import dataclasses
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from megatron_brorl.cli.session import Program, Session
 from megatron_brorl.cli.teacher import teacher_directory
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
+from megatron_brorl.data.source import SFT_STREAM
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_json
 from megatron_brorl.parallel import cpu_bridge, grid
@@ -39,9 +42,10 @@ from megatron_brorl.train.console import evaluation_line, evaluation_metrics
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sampling_params import context, training_sampling_params
+from megatron_brorl.train.sft import sft, sft_optim
 from megatron_brorl.train.state import RunState, mark_last_as_best, read_run_json
 from megatron_brorl.train.trainer import Trainer
-from megatron_brorl.train.update import update_policy, zero_rate
+from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import OptimizerStep, Worker
 from megatron_brorl.types import Experience, Prompt
 
@@ -69,7 +73,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     with progress(config.train.steps, "train") as p, Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
-        found = session.newest_checkpoint()
+        found = checkpoint.find(session.dir / "checkpoints")
         changes = Changes()
         if found:
             saved = read_run_json(found)["fingerprint"]
@@ -94,8 +98,6 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         p.note(f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {updates} optimizer steps")
         if trainer.held_out and (differences := _evaluation_differences(config)):
             p.note(differences)
-        if advice := zero_rate(config, trainer.state):
-            p.note(f"warning: {advice}")
         if found:
             p.note(f"resumed from {found} with step {trainer.state.step}")
         if changes:
@@ -122,6 +124,22 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
                 show(session.dir)
                 program.callbacks.call("on_end", summary)
         program.callbacks.raise_if_failed(f"the run is complete in {session.dir}")
+    return 0
+
+
+def run_sft(args: argparse.Namespace) -> int:
+    """Train on the reference answers of the training prompts, and write run.dir/model. Returns 0."""
+    config = load(args.config, args.overrides)
+    began = time.time()
+    optim = sft_optim(config.sft, config.optim)
+    with progress(config.sft.steps, "sft") as p, Session(config, stream=SFT_STREAM) as session:
+        worker = session.worker(optim)
+        writer = session.writer(resume_step=None)
+        p.begin(config.sft.steps)
+        p.note(session.report)
+        sft(worker, session.sources.train, session.tokenizer, config.sft, optim, writer, p)
+        sizes = {"optimizer steps": config.sft.steps, "examples per step": config.sft.examples_per_step}
+        session.export(worker, session.card("supervised training on solved examples", "sft", sizes, began))
     return 0
 
 
@@ -161,8 +179,12 @@ def build_trainer(session: Session, started: float) -> Trainer:
 
 def _evaluation_differences(config: Config) -> str:
     """Return the settings with which evaluations sample in another way than training, or "" without any."""
-    keys = ("temperature", "top_p", "top_k")
-    pairs = [(key, getattr(config.evaluate, key), getattr(config.rollout, key)) for key in keys]
+    evaluation, rollout = config.evaluate, config.rollout
+    pairs = [
+        ("temperature", evaluation.temperature, rollout.temperature),
+        ("top_p", evaluation.top_p, rollout.top_p),
+        ("top_k", 0, rollout.top_k),
+    ]
     found = [f"{key} {ours:g} instead of {training:g}" for key, ours, training in pairs if ours != training]
     return f"evaluations sample with {', '.join(found)} in training" if found else ""
 
@@ -225,13 +247,8 @@ def dry_run(config: Config, program: Program) -> int:
 
     _print_check("algorithm", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.own_algorithm.items()))
     _print_check("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
-    resumes = config.train.resume != "never"
-    found = session.share_errors(lambda: checkpoint.find(session.dir / "checkpoints") if resumes else None)
+    found = session.share_errors(lambda: checkpoint.find(session.dir / "checkpoints"))
     _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session, found)))
-    run = read_run_json(found) if found else {}
-    state = RunState(**{name: run[name] for name in ("step", "updates", "critic_updates", "critic_steps") if run})
-    if (advice := zero_rate(config, state)) and session.is_main_rank:
-        print(f"warning: {advice}", file=sys.stderr, flush=True)
     _print_check(
         "engine", session.share_errors(lambda: preflight.engine_line(config.rollout.engine, config.engine.python))
     )
@@ -259,8 +276,6 @@ def _print_check(name: str, value: str) -> None:
 
 def _checkpoint(session: Session, found: Path | None) -> str:
     """Return the checkpoint that the run would continue from, in words. Raises UserError if it could not."""
-    if session.config.train.resume == "never":
-        return 'train.resume = "never": the run starts from the beginning'
     if not found:
         return "none: the run starts from the beginning"
     accept = session.program.accept_changed_functions

@@ -6,10 +6,11 @@ Rules that need the model or the number of ranks are checked where those are kno
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_brorl.config.foreign_keys import foreign_key_hint
 from megatron_brorl.config.rules import check
-from megatron_brorl.config.schema import Config, json_schema, keys
+from megatron_brorl.config.schema import Config
 from megatron_brorl.errors import UserError, shown
 
 if sys.version_info >= (3, 11):
@@ -137,3 +138,30 @@ def _describe_error(error: ValidationError) -> tuple[str, str]:
     message = found["msg"].replace("Input should be", "must be")
     message = message.replace("an object", "a table").replace("array", "list")
     return path, f"{path} = {shown(found['input'])}: {message}"
+
+
+@functools.cache
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a configuration file."""
+    return TypeAdapter(Config).json_schema() | {"title": "brorl"}
+
+
+@functools.cache
+def keys() -> dict[str, dict[str, Any]]:
+    """Return the JSON Schema of every key by its path: "rollout.n", and "data.tasks[].name" in a list of tables."""
+    return {path: found for path, found in _walk(json_schema(), "") if "." in path}
+
+
+def table_of(found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the schema of the table that a key holds, directly or as items of a list; None if it holds a value."""
+    reference = found.get("items", found).get("$ref", "")
+    table: dict[str, Any] | None = json_schema()["$defs"].get(reference.rpartition("/")[2])
+    return table
+
+
+def _walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, found in table["properties"].items():
+        yield prefix + name, found
+        inner = table_of(found)
+        if inner:
+            yield from _walk(inner, f"{prefix}{name}{'[]' if 'items' in found else ''}.")

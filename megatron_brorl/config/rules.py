@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
-from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
-from megatron_brorl.config.schema import AlgoConfig, Config
+from megatron_brorl.config.schema import CALL_END, AgentConfig, AlgoConfig, Config, EnvironmentConfig
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import is_function
 
@@ -78,13 +76,12 @@ def _functions(config: Config) -> Iterator[Rule]:
         choices = ", ".join(known)
         unknown = value not in known and not is_function(value)
         yield f"algo.{name}", unknown, f'known: {choices}; a function of your own is "my_algo.py:{name}"'
-    group, share = config.reward.group_function, config.reward.majority_share
+    group = config.reward.group_function
     unknown = group not in ("", "majority") and not is_function(group)
     yield "reward.group_function", unknown, 'known: majority; a function of your own is "my.py:score"'
-    yield "reward.majority_share", share > 0 and group != "majority", 'must be 0 without group_function = "majority"'
-    # A critic does not see the group. The boost and the length reward would train on the judgement of verifiers.
+    # A critic does not see the group. Strict and length rewards would train on the judgement of verifiers.
     why = f"cannot be combined with reward.group_function = {group}"
-    for path in ("reward.strict", "algo.correct_boost", "shaping.cosine_coef", "environment.factory", "agent.function"):
+    for path in ("reward.strict", "shaping.cosine_coef", "environment.factory", "agent.function"):
         section, key = path.split(".")
         yield path, bool(group and getattr(getattr(config, section), key)), why
     yield "algo.advantage", bool(group) and (algo.advantage == "gae" or advantage(algo.advantage).binary), why
@@ -111,16 +108,6 @@ def _rollout(config: Config) -> Iterator[Rule]:
         rollout.engine == "trtllm" and bool(rollout.stop_strings),
         'rollout.engine = "trtllm" stops only at tokens: leave it empty',
     )
-
-    # The longest response must finish before its group is dropped as too old.
-    if rollout.partial_tokens:
-        steps = -(-rollout.max_tokens // rollout.partial_tokens)
-        yield (
-            "rollout.max_carried_steps",
-            rollout.max_carried_steps < steps - 1,
-            f"a response of rollout.max_tokens = {rollout.max_tokens} is carried over {steps - 1} steps at "
-            f"rollout.partial_tokens = {rollout.partial_tokens}: must be at least {steps - 1}",
-        )
     # Groups that wait for the next step have log-probabilities of older weights than the actor's.
     waiting = "rollout.partial_tokens" if rollout.partial_tokens else "rollout.refills" if rollout.refills else ""
     yield "algo.old_log_probs", bool(waiting) and algo.old_log_probs != "actor", f'must be "actor" with {waiting}'
@@ -146,11 +133,6 @@ def _environment(config: Config) -> Iterator[Rule]:
     for field in dataclasses.fields(environment)[1:]:
         changed = getattr(environment, field.name) != getattr(EnvironmentConfig(), field.name)
         yield f"environment.{field.name}", changed and not on, "needs environment.factory"
-    yield (
-        "environment.max_turn_tokens",
-        environment.max_turn_tokens > rollout.max_tokens,
-        f"must be at most rollout.max_tokens = {rollout.max_tokens}, which limits all turns together",
-    )
     # An unfinished rollout of a checkpoint would lack the object of its environment.
     yield "rollout.partial_tokens", on and bool(rollout.partial_tokens), f"must be 0 with {name}"
     yield (
@@ -322,11 +304,6 @@ def _updates(config: Config) -> Iterator[Rule]:
     for name, value in dataclasses.asdict(config.reference).items():
         yield f"reference.{name}", bool(value) and algo.kl_coef == 0, "needs algo.kl_coef above 0"
 
-    yield (
-        "algo.mismatch_bounds",
-        not 0 <= algo.mismatch_bounds[0] < algo.mismatch_bounds[1],
-        "the first must be at least 0, and the second larger",
-    )
     masked = algo.mismatch_mask != "off"
     from_engine = algo.old_log_probs == "rollout"
     yield "algo.mismatch_mask", masked and from_engine, 'needs algo.old_log_probs = "actor" to compare with'
@@ -361,17 +338,8 @@ def _is_unscored(config: Config) -> bool:
 
 def _learning_rate(config: Config) -> Iterator[Rule]:
     optim = config.optim
-    gae = config.algo.advantage == "gae"
-    yield "optim.lr_counts", optim.lr_counts == "kept" and not optim.lr_for_rollouts, "needs optim.lr_for_rollouts"
-    for key, value in (("optim.min_lr_ratio", optim.min_lr_ratio), ("optim.lr_decay_steps", optim.lr_decay_steps)):
-        yield key, value != 0 and optim.lr_schedule == "constant", 'must be 0 with optim.lr_schedule = "constant"'
-    # The decay begins when the warm-up is over.
-    warmup = max(optim.warmup_steps, config.critic.lr_warmup_steps if gae else 0)
-    yield (
-        "optim.lr_decay_steps",
-        0 < optim.lr_decay_steps <= warmup,
-        f"must be 0, or above the {warmup} steps of the warm-up (optim.warmup_steps, critic.lr_warmup_steps)",
-    )
+    decays = optim.lr_schedule != "constant"
+    yield "optim.min_lr_ratio", optim.min_lr_ratio > 0 and not decays, 'must be 0 with optim.lr_schedule = "constant"'
 
 
 def _data(config: Config) -> Iterator[Rule]:
@@ -390,8 +358,8 @@ def _data(config: Config) -> Iterator[Rule]:
 # content of a checkpoint. Rows are compared by content, so the files may move.
 _MAY_CHANGE = {  # no other keys
     "data": {"train", "held_out"},
-    "environment": {"max_tool_seconds", "workers"},
-    "agent": {"max_seconds", "workers"},
+    "environment": {"max_tool_seconds"},
+    "agent": {"max_seconds"},
     "reward": {"workers", "timeout_s", "unsandboxed"},
 }
 _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sections, may change
@@ -402,7 +370,7 @@ _MUST_NOT_CHANGE = {  # all other keys of these sections, and those of other sec
     "algo": {"gamma"},
     "optim": {"betas"},
     "train": {"freeze_router"},
-    "evaluate": {"temperature", "top_p", "top_k"},
+    "evaluate": {"temperature", "top_p"},
 }
 # A resumed run must also keep these if a step carries rollouts over to the next one, because checkpoints then store the
 # groups and log-probabilities of these rollouts.

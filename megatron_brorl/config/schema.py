@@ -6,22 +6,33 @@ file into these classes, and config/rules.py checks what keys require of each ot
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import dataclass_transform
 
-from megatron_brorl.config.agent import AgentConfig
 from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
-from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
-from megatron_brorl.config.fp8 import Fp8Config
-from megatron_brorl.config.section import key, section
-from megatron_brorl.config.shaping import ShapingConfig
 
+T = TypeVar("T")
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CALL_END = "</call>"  # ends a tool call in the plain format
+# Values are not converted between types, and unknown keys, inf and nan are rejected.
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def section(cls: type[T]) -> type[T]:
+    """Make a class of keys a frozen dataclass that checks its values."""
+    made: Any = dataclass(frozen=True, config=_STRICT)(cls)
+    return cast("type[T]", made)
+
+
+def key(default: Any, description: str, **bounds: Any) -> Any:
+    """Return a field with its default, its description and bounds such as ge=1."""
+    return Field(default, description=description, **bounds)
 
 
 @section
@@ -85,6 +96,20 @@ class ParallelConfig:
 
 
 @section
+class Fp8Config:
+    """Training in FP8 with Transformer Engine, on GPUs that support it."""
+
+    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = key(
+        "none",
+        'Scaling recipe. "tensorwise" scales by the current maximum of a tensor, "delayed" by past maxima, and '
+        '"blockwise" per block of 128 x 128. "mxfp8" needs a Blackwell GPU.',
+    )
+    format: Literal["e4m3", "hybrid"] = key("hybrid", 'FP8 number format. "hybrid" stores gradients in e5m2.')
+    parameters: bool = key(False, "Store the weights of linear layers in FP8. The optimizer keeps fp32 weights.")
+    bf16_layers: int = key(0, 'Layers at each end of the model that stay in bf16; 0 with recipe = "delayed".', ge=0)
+
+
+@section
 class LoraConfig:
     """Low-rank adapters of the actor's linear layers (LoRA), as in PEFT. The model's own weights are frozen."""
 
@@ -111,9 +136,6 @@ class ColumnsConfig:
         "whole column.",
     )
     target: str = key("", 'Column with the response that `brorl sft` learns. "" means the column "target".')
-    verifier: str = key("", 'Column with the name of the verifier. "" means the column "verifier".')
-    id: str = key("", 'Column with an identifier that is unique in the file. "" means the column "id".')
-    metadata: str = key("", 'Column with additional data for the verifier. "" means the column "metadata".')
     task: str = key("", 'Column with the name under which results are shown. "" means metadata.task.')
 
 
@@ -153,7 +175,6 @@ class DataConfig:
     held_out: tuple[str, ...] = key((), "Evaluation files. Their rows are never trained on.")
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     tasks: tuple[TaskConfig, ...] = key((), "Tasks that generate prompts instead of files.")
-    train_seed: int = key(1, "Seed of the generated training prompts.")
     held_out_prompts: int = key(512, "Number of generated held-out prompts. Files are used completely.", ge=1)
     verifier: str = key(
         "exact",
@@ -224,7 +245,41 @@ class RolloutConfig:
         "rollout.prompts groups. Surplus groups are trained on in the next step.",
         ge=0,
     )
-    max_carried_steps: int = key(8, "Steps after which an unfinished carried-over group is lost.", ge=0)
+
+
+@section
+class EnvironmentConfig:
+    """A rollout of several turns: the model calls tools, or answers observations of an environment.
+
+    Tool calls have the format of the chat template with data.chat, and else a plain format with tags.
+    """
+
+    factory: str = key(
+        "",
+        'Class of the environment, "my_env.py:Calculator" or "package.module:Calculator". Each rollout has an object '
+        'of it, which also gives the reward. "" samples single turns, which verifiers score.',
+    )
+    max_turns: int = key(8, "Maximum number of turns of the model.", ge=1)
+    max_tool_seconds: float = key(10.0, "Seconds per call of an environment. After that, it is lost.", gt=0)
+
+
+@section
+class AgentConfig:
+    """A rollout is a run of a function of yours, which calls the policy through an OpenAI-compatible endpoint."""
+
+    function: str = key(
+        "",
+        'Function that solves a row, "my_agent.py:solve" or "package.module:solve". Each rollout is a call of it. "" '
+        "samples responses or environments.",
+    )
+    history: Literal["keep", "template"] = key(
+        "keep",
+        '"keep": a call that repeats an earlier one and its reply continues its tokens. "template": it does so only if '
+        "the chat template, which may drop thoughts of earlier turns, gives the same tokens.",
+    )
+    max_calls: int = key(64, "Maximum number of calls of a rollout.", ge=1)
+    max_tokens: int = key(0, "Maximum number of sampled tokens of a rollout. 0 limits only each call.", ge=0)
+    max_seconds: float = key(300.0, "Seconds that a rollout may take. After that, it scores 0.", gt=0)
 
 
 @section
@@ -246,30 +301,18 @@ class EngineConfig:
         "Quantization of the engine's weights. vLLM quantizes the weights that it receives. TensorRT-LLM receives"
         " FP8 weights with one scale per block of 128 x 128.",
     )
-    max_num_tokens: int = key(8192, "Maximum number of tokens that an engine processes in one of its steps.", ge=1)
     cuda_graphs: bool = key(True, "Use CUDA graphs (and compilation in vLLM) on a GPU.")
     shared_memory: str = key(
         "/dev/shm", "Folder in shared memory for weights: one copy per node, two during an update."
     )
-    start_timeout_s: float = key(1200.0, "Maximum time in seconds until a new engine process answers.", gt=0)
-    heartbeat_timeout_s: float = key(
-        60.0,
-        "Restart an engine process that sends no heartbeat, or does not finish one part of a weight update, for "
-        "this many seconds. It must exceed the duration of the engine's longest step.",
-        ge=5,
-    )
-    max_restarts: int = key(3, "Consecutive restarts without a completed call before the run aborts.", ge=0)
 
 
 @section
 class RewardConfig:
     """Scoring of responses."""
 
-    workers: int = key(2, "Number of scoring processes per rank.", ge=1)
+    workers: int = key(2, "Processes per rank that score responses, and as many for environments or agents.", ge=1)
     timeout_s: float = key(5.0, "Seconds per answer. After that, its worker is killed and the reward is 0.", gt=0)
-    max_chars: int = key(
-        65536, "Maximum length of an answer. A longer one gets reward 0. Some verifiers allow less.", ge=1
-    )
     extract: Literal["verifier", "full", "answer_tag", "boxed"] = key(
         "verifier",
         'How the answer is extracted from a response. "verifier" uses the method of the row\'s verifier.',
@@ -285,7 +328,6 @@ class RewardConfig:
         'Function that scores all responses to a prompt together, "my.py:score" (docs/verifiers.md), or "majority": 1 '
         'for the most frequent answer. Verifiers still decide what is correct. "" trains on the scores of verifiers.',
     )
-    majority_share: float = key(0.0, 'Minimum share of "majority", below which a group has no signal.', ge=0, le=1)
     strict: bool = key(False, "Train on 1 for a correct response and 0 for any other instead of the verifier's reward.")
     cut_off_factor: float = key(
         0.0,
@@ -293,6 +335,30 @@ class RewardConfig:
         ge=0,
         le=1,
     )
+
+
+@section
+class ShapingConfig:
+    """Terms that are added to rewards before advantages are computed. Groups are selected by the unshaped rewards."""
+
+    overlong_tokens: int = key(
+        0,
+        "Tokens below rollout.max_tokens over which a length penalty grows linearly from 0 to 1. 0 disables it.",
+        ge=0,
+    )
+    cosine_coef: float = key(
+        0.0,
+        "Coefficient of ProRLv2's length reward, which is added in the first 100 of every 600 steps: (cos(pi t / "
+        "rollout.max_tokens) - 1) / 4 for a correct response with t tokens.",
+    )
+    repetition_ngram: int = key(
+        0, "Length of n-grams in tokens. Each repetition of one costs a reward of 0.001. 0 disables it.", ge=0
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether any term is added."""
+        return bool(self.overlong_tokens or self.cosine_coef or self.repetition_ngram)
 
 
 @section
@@ -311,7 +377,6 @@ class AlgoConfig:
     train_on: int = key(
         0, "Rollouts of a group in the update: those with the largest variance of rewards. 0 uses all.", ge=0
     )
-    correct_boost: float = key(0.0, "Constant that is added to the advantages of correct responses.")
     overlong_filter: bool = key(False, "Exclude cut-off responses from the loss, but not from the baselines.")
     kl_coef: float = key(0.0, "Coefficient of the KL divergence from the reference policy. 0 disables it.", ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = key(
@@ -340,9 +405,8 @@ class AlgoConfig:
     mismatch_mask: Literal["off", "token", "sequence"] = key(
         "off",
         "Exclude tokens (or sequences, by the geometric mean of their tokens) from the loss if pi_old / "
-        "pi_rollout lies outside mismatch_bounds. They still count in the divisor of the loss.",
+        "pi_rollout is below 0.5 or above 5. They still count in the divisor of the loss.",
     )
-    mismatch_bounds: tuple[float, float] = key((0.5, 5.0), "Lower and upper bound of mismatch_mask.")
     entropy_coef: float = key(0.0, "Coefficient of the entropy bonus in the loss.", ge=0)
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = key(
         "token_mean",
@@ -382,7 +446,6 @@ class ReferenceConfig:
     reset_patience: int = key(
         0, "Consecutive evaluations without a new best pass@1 before a reset. 0 disables it.", ge=0
     )
-    reset_optimizer: bool = key(False, "Also reset the optimizer state of the actor.")
 
 
 @section
@@ -412,26 +475,16 @@ class OptimConfig:
     lr: float = key(1e-6, "Learning rate.", ge=0)
     lr_for_rollouts: int = key(
         0,
-        "Number of rollouts per step for which lr was chosen. The learning rate is lr multiplied by the square "
-        "root of the rollouts of a step over this number (BroRL, section 4.2.1). 0 uses lr unchanged.",
+        "Number of trained rollouts per step for which lr was chosen. The learning rate is lr multiplied by the square "
+        "root of the rollouts that a step trains on over this number (BroRL, section 4.2.1). 0 uses lr unchanged.",
         ge=0,
-    )
-    lr_counts: Literal["asked", "kept"] = key(
-        "asked",
-        'Which rollouts lr_for_rollouts is compared with. "asked": rollout.prompts x rollout.n. "kept": the '
-        "rollouts that dynamic sampling keeps.",
     )
     warmup_steps: int = key(0, "Linear warm-up in optimizer steps. Skipped updates do not count.", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Learning-rate schedule after the warm-up, for actor, critic and `brorl sft`."
+        "constant",
+        "Learning-rate schedule after the warm-up, to the end of the run, for actor, critic and `brorl sft`.",
     )
     min_lr_ratio: float = key(0.0, 'Final learning rate of "linear" and "cosine" as a fraction of lr.', ge=0, le=1)
-    lr_decay_steps: int = key(
-        0,
-        'Number of optimizer steps, including the warm-up, after which "linear" and "cosine" reach the final '
-        "learning rate. 0 uses those of the whole run. `brorl sft` uses sft.steps.",
-        ge=0,
-    )
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "Decay rates of the two moment estimates.")
     eps: float = key(1e-8, "Constant that is added to the denominator of the update.")
     weight_decay: float = key(0.01, "Coefficient of the decoupled weight decay.")
@@ -465,13 +518,6 @@ class TrainConfig:
         "Also keep the checkpoint with the best held-out pass@1, or pass@k for the largest k, as "
         "checkpoints/best. Of equal results, the first is kept.",
     )
-    checkpoint_async: bool = key(
-        True, "Write checkpoints in the background from a copy in host memory. The run waits for the last one."
-    )
-    resume: Literal["auto", "never"] = key(
-        "auto", '"auto" resumes from the newest checkpoint in run.dir. "never" starts from the beginning.'
-    )
-    max_nonfinite_steps: int = key(5, "Abort the run after this many consecutive steps with non-finite values.", ge=1)
     verify_reshard: Literal["auto", "always", "never"] = key(
         "auto",
         "Compare the log-probabilities of a few sampled tokens between engine and actor after each weight update."
@@ -491,8 +537,6 @@ class TheoryConfig:
     """The live mass balance: metrics theory_* (docs/theory.md). They do not influence training."""
 
     every: int = key(1, "Number of steps between measurements. 0 disables them.", ge=0)
-    prompts: int = key(8, "Number of prompts of a step that are analysed token by token.", ge=1)
-    positions: int = key(8, "Positions per prompt at which the full softmax is computed. 0 disables it.", ge=0)
 
 
 @section
@@ -506,7 +550,6 @@ class EvaluateConfig:
     )
     temperature: float = key(0.6, "Sampling temperature as in BroRL, appendix D. 0 is greedy decoding.", ge=0)
     top_p: float = key(0.95, "Sample from the most likely tokens whose probabilities add up to top_p.", gt=0, le=1)
-    top_k: int = key(0, "See rollout.top_k.", ge=0)
 
 
 @section
@@ -550,30 +593,3 @@ class Config:
         """Return the strings that end a response, or a turn of it."""
         ends_calls = self.environment.factory and not self.data.chat
         return (*self.rollout.stop_strings, *([CALL_END] if ends_calls else []))
-
-
-@functools.cache
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a configuration file."""
-    return TypeAdapter(Config).json_schema() | {"title": "brorl"}
-
-
-@functools.cache
-def keys() -> dict[str, dict[str, Any]]:
-    """Return the JSON Schema of every key by its path: "rollout.n", and "data.tasks[].name" in a list of tables."""
-    return {path: found for path, found in _walk(json_schema(), "") if "." in path}
-
-
-def table_of(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the schema of the table that a key holds, directly or as items of a list; None if it holds a value."""
-    reference = found.get("items", found).get("$ref", "")
-    table: dict[str, Any] | None = json_schema()["$defs"].get(reference.rpartition("/")[2])
-    return table
-
-
-def _walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, found in table["properties"].items():
-        yield prefix + name, found
-        inner = table_of(found)
-        if inner:
-            yield from _walk(inner, f"{prefix}{name}{'[]' if 'items' in found else ''}.")

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_brorl.config.environment import CALL_END
-from megatron_brorl.config.schema import DataConfig
+from megatron_brorl.config.schema import CALL_END, DataConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 

@@ -35,7 +35,7 @@ def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tupl
     row: dict[str, Any] = {} if is_mapped else dict(raw)
     others = dict(raw) if is_mapped else {}
     for key in (*KEYS, "task") if is_mapped else ():
-        name = getattr(columns, key)
+        name = getattr(columns, key, "")  # identifiers, verifiers and metadata cannot be renamed
         value = _find(raw, name or key)
         # A named column must be in every row, although it may be null. Others may be missing.
         if name and value is _MISSING:

@@ -13,7 +13,6 @@ import io
 import json
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from megatron_brorl.data.chat import NONE, Message, Variables, plain_ids
 from megatron_brorl.environments.interface import Format
-from megatron_brorl.errors import UserError, shown
+from megatron_brorl.errors import UserError, shown, warn
 from megatron_brorl.families.shape import CONFIG
 from megatron_brorl.files import read_object
 
@@ -196,11 +195,9 @@ def write_tokenizer_json(source: Path, target: Path) -> None:
         except Exception as e:  # The converter of another release of transformers may raise anything.
             reason = f"transformers cannot convert it: {type(e).__name__}: {shown(e)}"
         if reason:
-            print(
-                f"warning: {source / MODEL}: no {CONVERTED} written: {reason}; transformers may use other ids than "
-                "this model was trained on: tokenize with sentencepiece",
-                file=sys.stderr,
-                flush=True,
+            warn(
+                f"{source / MODEL}: no {CONVERTED} written: {reason}; transformers may use other ids than this model "
+                "was trained on: tokenize with sentencepiece"
             )
             return
         for path in aside.iterdir():

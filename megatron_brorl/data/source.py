@@ -24,10 +24,13 @@ from megatron_brorl.data.hub import data_file
 from megatron_brorl.data.prompts import Row, RowFormat, check_round_trip, read_rows, tokenize
 from megatron_brorl.data.tokenizers import Tokenizer, transformers_stop_ids
 from megatron_brorl.errors import UserError
+from megatron_brorl.files import sha256
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.types import Prompt
 
 TEMPLATE_DATE = "template_date"
+TRAIN_STREAM = 1  # number of a random stream of generated prompts
+SFT_STREAM = 3  # `brorl sft` learns from other generated prompts than those of `brorl train`
 # Files that determine how text is tokenized.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -133,7 +136,7 @@ def tokenizer_digest(directory: Path) -> str:
     for name in TOKENIZER_FILES:
         path = directory / name
         if path.is_file():
-            digest.update(f"{name}:{hashlib.sha256(path.read_bytes()).hexdigest()};".encode())
+            digest.update(f"{name}:{sha256(path)};".encode())
     digest.update(f"stop:{sorted(transformers_stop_ids(directory))}".encode())
     return digest.hexdigest()
 
@@ -154,13 +157,15 @@ def load_sources(
     max_prompt_tokens: int,
     seed: int,
     reward: RewardConfig = RewardConfig(),  # noqa: B008  (frozen)
+    stream: int = TRAIN_STREAM,
 ) -> Sources:
     """Return the training and held-out prompts of a run. Held-out prompts do not depend on the seed.
 
+    stream: number of the random stream of generated training prompts, TRAIN_STREAM or SFT_STREAM.
     Generated held-out prompts never occur in the training stream. Raises UserError for invalid data.
     """
     if config.tasks:
-        return _generated(config, tokenizer, max_prompt_tokens, seed)
+        return _generated(config, tokenizer, max_prompt_tokens, seed, stream)
     if not (config.train or config.mixture):
         raise UserError("data: nothing to train on; set data.train (files), data.mixture or data.tasks")
     reader = _Reader(config, reward, tokenizer, max_prompt_tokens)
@@ -197,9 +202,9 @@ def load_benchmarks(
     return found, "\n".join(reader.report)
 
 
-def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int) -> Sources:
+def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int, stream: int) -> Sources:
     held_out_seed = hash_int("held_out", 2, size=4)
-    train_seed = hash_int("train", config.train_seed, seed, size=4)
+    train_seed = hash_int("train", stream, seed, size=4)
     held_out = GeneratedPrompts(config, held_out_seed, tokenizer, max_prompt_tokens).held_out(config.held_out_prompts)
     verifier = "none" if config.verifier == "none" else VERIFIER
     train = GeneratedPrompts(config, train_seed, tokenizer, max_prompt_tokens, held_out.keys(), verifier)

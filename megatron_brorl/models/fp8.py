@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import get_fp8_align_size
 
-from megatron_brorl.config.fp8 import Fp8Config
+from megatron_brorl.config.schema import Fp8Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.parallel import cpu_bridge

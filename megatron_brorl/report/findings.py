@@ -84,8 +84,7 @@ def _no_signal(why: Cause, config: Config, rows: Sequence[Row]) -> str:
     count = f"{sum(row.get('rollouts') or 0 for row in rows):,.0f}"
     rollout = config.rollout
     extract = config.reward.extract
-    turn = config.environment.max_turn_tokens
-    limit = f"rollout.max_tokens = {rollout.max_tokens}" + (f" or environment.max_turn_tokens = {turn}" if turn else "")
+    limit = f"rollout.max_tokens = {rollout.max_tokens}"
     cut = _mean(rows, "cut_off_share") or 0.0
     reward = _mean(rows, "reward") or 0.0
     # Rewards above 0 that never reach reward.correct_at are a separate cause.

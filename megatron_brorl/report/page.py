@@ -28,7 +28,7 @@ from megatron_brorl.report.content import RecordedRun, Row, content
 from megatron_brorl.rollout_log import FOLDER, LogEntry, filter_rows, one_line, prompt_sort_key, read_rollouts
 
 FILES = Path(__file__).parent / "page"
-SCRIPTS = ("dom.js", "charts.js", "sections.js", "prompts.js", "browser.js", "app.js")
+SCRIPTS = ("dom.js", "charts.js", "sections.js", "browser.js")
 MAX_MB = 5.0  # of a page, in 10^6 bytes
 MAX_MOMENTS = 60  # in the list of moments
 MAX_SIBLINGS = 16  # rollouts of one group

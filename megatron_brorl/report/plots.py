@@ -1,4 +1,4 @@
-"""PNG figures of a run (curves.png, theory.png), of `brorl pass-rates` and `brorl simulate`, and their shared parts.
+"""PNG figures of a run (curves.png), of `brorl pass-rates` and `brorl simulate`, and their shared parts.
 
 Steps count from 1, one more than in metrics.jsonl. An evaluation is drawn at the number of steps done before it.
 pyplot is not used: no state is global.
@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter, ScalarFormatter
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import writing
@@ -105,32 +105,6 @@ def curves_figure(rows: Sequence[Row], summary: Row, evaluated: Sequence[Recorde
     last = max([*steps.tolist(), *places, 1])
     for axes in figure.axes:
         axes.set_xlim(-0.03 * last - 0.5, last * 1.03 + 0.5)
-    return figure
-
-
-def plot_theory(run_dir: Path) -> Path | None:
-    """Draw run_dir/theory.png and return its path, or None for a run without theory metrics."""
-    rows = [row for row in read_run(run_dir).rows if any(k.startswith("theory_") for k in row)]
-    return save(theory_figure(rows), run_dir / "theory.png") if rows else None
-
-
-def theory_figure(rows: Sequence[Row]) -> Figure:
-    """Draw the unsampled mass over steps and the last hold-out curve. Missing or null values leave gaps."""
-    figure, (mass, curve) = figure_of(1, 2, 10, 4.3)
-    steps = np.array([row["step"] + 1 for row in rows])
-    panel(mass, "Not sampled", "probability mass")
-    low, middle, high = (column(rows, f"theory_good_turing/{k}") for k in ("low", "unseen_mass", "high"))
-    if np.isfinite(middle).any():
-        mass.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0)
-        mass.plot(steps, middle, color=BLUE, label="answers (Good-Turing, 95%)")
-        mass.plot(steps, column(rows, "theory_exact/unsampled_mass"), color=ORANGE, label="next tokens (exact)")
-        mass.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        mass.set_ylim(bottom=0)
-        mass.legend(frameon=False, fontsize=9)
-    else:
-        draw_text(mass, "no group with answers")
-    panel(curve, "Answers of held-out siblings", "share that the others lack", "siblings held out")
-    _hold_out(curve, rows)
     return figure
 
 
@@ -253,28 +227,6 @@ def _health(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> No
         return
     axes.set_yscale("log")
     _curve(axes, steps, np.where(gap > 0, gap, np.nan), SKY, smooth=False)  # A log scale has no 0.
-
-
-def _hold_out(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw the curve of the last step that has one, with 95% intervals."""
-    prefix = "theory_hold_out/unsampled_mass_"
-    names = [[k.removeprefix(prefix) for k in row if k.startswith(prefix)] for row in rows]
-    found = [(row, sorted(int(n) for n in own if n.isdigit())) for row, own in zip(rows, names, strict=True)]
-    row, held = next(((row, held) for row, held in reversed(found) if held), ({}, []))
-    if not held:
-        draw_text(axes, "not recorded")
-        return
-    values, low, high = (
-        np.concatenate([column([row], f"{prefix}{h}{e}") for h in held]) for e in ("", "_low", "_high")
-    )
-    bars = np.maximum([values - low, high - values], 0.0)  # Rounding may put a bound on the wrong side of the mean.
-    axes.errorbar(held, values, yerr=bars, fmt="o-", color=BLUE, markersize=4, capsize=3)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(held))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([str(h) for h in held])
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.set_ylim(bottom=0)
 
 
 # `brorl pass-rates`

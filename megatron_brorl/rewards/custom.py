@@ -26,9 +26,8 @@ _TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}
 
 def entry(name: str) -> Entry:
     """Return the entry of a function, without importing it."""
-    # The limit on characters is reward.max_chars.
     return Entry(
-        lambda: import_function(name, "verifier")[0], full, lambda row, where: None, max_chars=1 << 20, is_custom=True
+        lambda: import_function(name, "verifier")[0], full, lambda row, where: None, max_chars=1 << 16, is_custom=True
     )
 
 

@@ -47,7 +47,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry:  # noqa: B008  (frozen)
-    """Return the entry of a verifier, with reward.extract and reward.max_chars applied.
+    """Return the entry of a verifier, with reward.extract applied.
 
     where: the file and row, or the key, that names the verifier. Raises UserError for an unknown name.
     """
@@ -59,9 +59,9 @@ def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry
         close = difflib.get_close_matches(name, sorted(ENTRIES), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(ENTRIES))}."
         raise UserError(f'{where}: no verifier is called {name!r}; {hint} A function of your own is "file.py:function"')
-    if config.extract != "verifier":
-        found = dataclasses.replace(found, find=extract.FINDERS[config.extract])
-    return dataclasses.replace(found, max_chars=min(found.max_chars, config.max_chars))
+    if config.extract == "verifier":
+        return found
+    return dataclasses.replace(found, find=extract.FINDERS[config.extract])
 
 
 def judge(name: str) -> Callable[..., list[Any]]:

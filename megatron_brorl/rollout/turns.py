@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_brorl.config.environment import EnvironmentConfig
+from megatron_brorl.config.schema import EnvironmentConfig
 from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rollout.engine import GenerateCallbacks, Request, RolloutEngine, Sampling, Supply, extend_spans
 from megatron_brorl.rollout.interaction import Interaction, Running, in_thought
@@ -53,7 +53,7 @@ class TurnEngine:
         if requests and requests[0].prompt.verifier != ENVIRONMENT:
             return self.engine.generate(requests, sampling, callbacks, supply)
         episodes = _Episodes(self, requests, sampling, callbacks, supply)
-        return episodes.generate(self.engine, self.config.max_turn_tokens or sampling.max_tokens, self.config.factory)
+        return episodes.generate(self.engine, sampling.max_tokens, self.config.factory)
 
 
 class _Episodes(Interaction[Running]):

@@ -13,14 +13,13 @@ import contextlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, shown, warn
 from megatron_brorl.files import rename_aside
-from megatron_brorl.tracking.trackers import Tracker, tag, warn
+from megatron_brorl.tracking.trackers import Tracker, tag
 
 METRICS_FILE = "metrics.jsonl"
 _RESERVED = {"step", "nonfinite", "time"}
@@ -91,18 +90,13 @@ class MetricsWriter:
                 rest = rest[self._file.write(rest) or 0 :]
             os.fsync(self._file.fileno())
         except OSError as e:
-            self._warn(e)
+            if not self._warned:
+                consequence = "training continues; missing lines are written when the disk allows it"
+                warn(f"{self._path}: {e.strerror or e}; {consequence}")
+            self._warned = True
         else:
             self._size += len(self._pending)
             self._pending = b""
-
-    def _warn(self, error: OSError) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        consequence = "training continues; missing lines are written when the disk allows it"
-        with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
-            print(f"warning: {self._path}: {error.strerror or error}; {consequence}", file=sys.stderr, flush=True)
 
     def _for_each(self, call: Callable[[Tracker], None]) -> None:
         """Call every tracker, and drop those that fail: a display must not end the run."""
@@ -111,7 +105,7 @@ class MetricsWriter:
                 call(tracker)
             except Exception as e:
                 self._trackers.remove(tracker)
-                warn(tracker.name, e)
+                warn(f"run.log: {tracker.name}: {shown(e)}; it gets no more metrics")
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl import __version__
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, warn
 from megatron_brorl.files import write_text
 from megatron_brorl.signals import LAUNCHER
 
@@ -59,8 +58,7 @@ def write(
     try:
         write_text(folder / FILE, json.dumps({"config": config, "starts": [*earlier, start]}, indent=1) + "\n")
     except UserError as e:
-        with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
-            print(f"warning: {e}; training continues", file=sys.stderr, flush=True)
+        warn(f"{e}; training continues")
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -155,9 +154,3 @@ class _Mlflow:
 
 
 _KINDS: Mapping[str, Any] = {kind.name: kind for kind in (_TensorBoard, _Wandb, _Mlflow)}
-
-
-def warn(tracker: str, error: Exception) -> None:
-    """Print that a tracker is closed."""
-    with suppress(OSError):  # stderr may be a file on a full disk
-        print(f"warning: run.log: {tracker}: {shown(error)}; it gets no more metrics", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The first half of a training step: prompts -> N rollouts each -> rewards -> groups whose rewards differ.
 
 With rollout.partial_tokens, a rollout may continue over several steps. A rollout is lost if its engine does not
-deliver it in time, or if it is still unfinished when its group is rollout.max_carried_steps steps old. A group is
+deliver it in time, or if it is still unfinished when its group is max_carried_steps() steps old. A group is
 closed when none of its rollouts continues, and its survivors are the rollouts that are not lost. A closed group is
 kept, which means trained on, if the rewards of its survivors differ, or with algo.dynamic_sampling = false if it has
 any survivors. With rollout.refills, kept groups beyond rollout.prompts are surplus: they are reopened and trained on
@@ -44,6 +44,7 @@ from megatron_brorl.types import PromptGroup, ScoredRollout
 
 SAFETY = 3.0  # margin of a round's size in standard deviations: 1 of 740 rounds keeps too few groups
 MAX_OVERSAMPLE = 4  # largest round, in units of rollout.prompts
+MAX_CARRIED_STEPS = 8  # steps after which an unfinished group is lost
 DECAY = 0.5  # weight of a step's counts one step later
 
 
@@ -98,6 +99,12 @@ def round_size(missing: int, position: SourcePosition, config: RolloutConfig) ->
         return largest  # No number is safe: the kept share is too low for an estimate from so few prompts.
     m = (linear + math.sqrt(max(linear**2 - 4 * square * missing**2, 0.0))) / (2 * square)
     return min(math.ceil(m - 1e-9), largest)  # 1e-9: floating-point rounding must not add a prompt if p is 1.
+
+
+def max_carried_steps(config: RolloutConfig) -> int:
+    """Return after how many steps an unfinished group is lost: MAX_CARRIED_STEPS, or more for the longest response."""
+    needed = math.ceil(config.max_tokens / config.partial_tokens) - 1 if config.partial_tokens else 0
+    return max(MAX_CARRIED_STEPS, needed)
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ class Collector:
 
             # Only runs without refills have unfinished groups. Their steps have one round each, so a difference of
             # rounds is an age in steps.
-            limit = config.rollout.max_carried_steps
+            limit = max_carried_steps(config.rollout)
             too_old = [i for i, g in enumerate(groups) if start.rounds - int(g.round) >= limit]
             outcomes = gather_outcomes(scored, len(groups), config.rollout.n, config.shaping.repetition_ngram)
             outcomes, given_up = mark_unfinished_as_lost(outcomes, too_old)

@@ -28,6 +28,8 @@ from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.train.worker import Worker
 
 MAX_POSITION = 32  # positions are among the first tokens of a response, because siblings soon diverge
+PROMPTS = 8  # of a step that are analysed token by token
+POSITIONS = 8  # per prompt at which the full softmax is computed
 _KINDS = {
     **dict.fromkeys(("unsampled_mass", "unsampled_2", "s_r", "a2", "b2", "siblings"), "exact"),
     **dict.fromkeys(("success", "sampled", "policy_gradient"), "estimate"),
@@ -46,7 +48,7 @@ def mass_balance_metrics(
     # The first tokens of agents' rollouts follow prompts of their own, and the replicas have only the rollouts of
     # algo.train_on, which are not a random sample.
     is_sample = not (config.agent.function or config.algo.train_on)
-    if config.theory.positions and collected.outcomes.kept and is_sample:
+    if collected.outcomes.kept and is_sample:
         metrics |= _TokenMetrics(config, step, collected, worker, sampling).compute()
     return metrics
 
@@ -64,13 +66,13 @@ class _TokenMetrics:
     def __post_init__(self) -> None:
         kept = self.collected.outcomes.kept
         draws = self._uniforms(0, len(kept)).tolist()
-        self.chosen = sorted(g for _, g in sorted(zip(draws, kept, strict=True))[: self.config.theory.prompts])
+        self.chosen = sorted(g for _, g in sorted(zip(draws, kept, strict=True))[:PROMPTS])
 
     def compute(self) -> dict[str, float]:
         """Return means over the shared tokens of the chosen groups."""
         tokens, sampled = self._first_tokens()
         # All ranks draw the same positions.
-        draws = self._uniforms(1, len(tokens) * self.config.theory.positions).view(len(tokens), -1)
+        draws = self._uniforms(1, len(tokens) * POSITIONS).view(len(tokens), -1)
         drawn = [draw_positions(*each) for each in zip(tokens, draws, sampled, strict=True)]
         found = self._at_positions(tokens, drawn)
 

@@ -40,6 +40,7 @@ from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, PromptGroup, ScoredRollout
 
 Rows = tuple[Tensor, ...]  # [G] of each row
+MISMATCH_BOUNDS = (0.5, 5.0)  # smallest and largest pi_old / pi_rollout that algo.mismatch_mask leaves
 _ROUNDING = 1e-6  # largest error of an advantage in float32, in units of the standard deviation
 
 
@@ -182,7 +183,7 @@ def make_experience(
     # Masked tokens stay in the row, because later tokens attend to them.
     mask = None
     if algo.mismatch_mask != "off" and old is not None:
-        bounds = algo.mismatch_mask, *algo.mismatch_bounds
+        bounds = algo.mismatch_mask, *MISMATCH_BOUNDS
         both = zip(*(_flat(x).cpu().split(lengths) for x in (old, from_engine)), strict=True)
         mask = _column([mismatch_mask(o, s, *bounds) for o, s in both])
         metrics["masked_share"] = 1 - _token_mean(mask, actor)
@@ -191,12 +192,8 @@ def make_experience(
     per_token, returns, critic_metrics = token_advantages(
         per_rollout, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp
     )
-    # The boost comes after whitening, which would rescale it and subtract its mean.
-    if algo.correct_boost:
-        boosts = torch.tensor([algo.correct_boost if r.right else 0.0 for r in rollouts])
-        per_token = (_flat(per_token) + _repeated(boosts, lengths)).split(lengths)
-
-    # Subtract the sampled tokens' reverse KL (Agarwal et al. 2024, section 3), also after whitening.
+    # Subtract the sampled tokens' reverse KL (Agarwal et al. 2024, section 3). It comes after whitening, which would
+    # rescale it and subtract its mean.
     if teacher is not None and old is not None:
         gaps = _flat(old) - _flat(teacher)
         metrics["teacher_kl"] = _token_mean([gaps], actor)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_brorl.config.schema import Config, OptimConfig
+from megatron_brorl.config.schema import AlgoConfig, OptimConfig
 
 # optim.lr_schedule -> the decay from 1 to 0 as a function of x, from 0 to 1
 _SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -16,36 +16,31 @@ _SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
-def learning_rate(optim: OptimConfig, update: int) -> float:
+def learning_rate(optim: OptimConfig, update: int, total: int = 0) -> float:
     """Return the learning rate of the next optimizer step, a function of the number of steps taken before it.
 
-    With lr = optim.lr, W = optim.warmup_steps, T = optim.lr_decay_steps and m = optim.min_lr_ratio: lr (update + 1) / W
-    for update < W, then lr (m + (1 - m) schedule(x)) with x = (update - W) / (T - W), at most 1.
+    With lr = optim.lr, W = optim.warmup_steps, T = total and m = optim.min_lr_ratio: lr (update + 1) / W for
+    update < W, then lr (m + (1 - m) schedule(x)) with x = (update - W) / (T - W), at most 1. total: optimizer steps of
+    the run; a constant learning rate does not need them.
     """
     if update < optim.warmup_steps:
         return optim.lr * ((update + 1) / optim.warmup_steps)
     # A warm-up that lasts as long as the run leaves no steps for the decay.
-    length = max(optim.lr_decay_steps - optim.warmup_steps, 1)
+    length = max(total - optim.warmup_steps, 1)
     x = min((update - optim.warmup_steps) / length, 1.0)
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * _SCHEDULES[optim.lr_schedule](x))
 
 
-def with_decay_steps(optim: OptimConfig, config: Config, steps: int) -> OptimConfig:
-    """Fill in optim.lr_decay_steps where it is 0: the optimizer steps of `steps` training steps.
+def optimizer_steps(algo: AlgoConfig, steps: int) -> int:
+    """Return the number of optimizer steps of `steps` training steps.
 
     Steps without an update are not known beforehand. They leave the schedule where it is.
     """
-    optimizer_steps = max(steps, 0) * config.algo.mini_batches * config.algo.epochs
-    return replace(optim, lr_decay_steps=optim.lr_decay_steps or optimizer_steps)
+    return max(steps, 0) * algo.mini_batches * algo.epochs
 
 
-def scaled(optim: OptimConfig, asked: int, kept: int) -> OptimConfig:
-    """Scale the learning rate for a step of B rollouts: lr sqrt(B / B_0), B_0 = optim.lr_for_rollouts.
-
-    asked: rollouts that every step requests. kept: rollouts that this step trains on. optim.lr_counts selects which of
-    them is B.
-    """
+def scaled(optim: OptimConfig, rollouts: int) -> OptimConfig:
+    """Scale the learning rate for a step that trains on B rollouts: lr sqrt(B / B_0), B_0 = optim.lr_for_rollouts."""
     if not optim.lr_for_rollouts:
         return optim
-    rollouts = kept if optim.lr_counts == "kept" else asked
     return replace(optim, lr=optim.lr * math.sqrt(rollouts / optim.lr_for_rollouts))

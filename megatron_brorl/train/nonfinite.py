@@ -18,6 +18,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 
+MAX_STEPS = 5  # steps in a row that skip an update, after which a run ends
 _NAMED = 16  # rows that a message names
 
 
@@ -52,14 +53,14 @@ def count_nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:
     return before + 1 if skipped or metrics["nonfinite_rows"] > metrics["finite_rows"] else 0
 
 
-def raise_if_too_many_nonfinite(steps: int, most: int, state: str) -> None:
-    """Raise UserError if `steps`, from count_nonfinite_steps, reaches train.max_nonfinite_steps.
+def raise_if_too_many_nonfinite(steps: int, state: str) -> None:
+    """Raise UserError if `steps`, from count_nonfinite_steps, reaches MAX_STEPS.
 
     state: text on the saved state, for the message.
     """
-    if steps >= most:
+    if steps >= MAX_STEPS:
         raise UserError(
-            f"{steps} steps in a row (train.max_nonfinite_steps = {most}) skipped an update because its gradient was "
+            f"{steps} steps in a row skipped an update because its gradient was "
             "not finite, or left out most of their rollouts because log-probabilities were not finite (updates_skipped "
             f"and nonfinite_rows in metrics.jsonl): {state}; find out whether the engine or the trainer returns them, "
             "or start a new run from the saved weights (brorl convert to-hf) with a lower learning rate"

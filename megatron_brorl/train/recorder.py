@@ -82,8 +82,7 @@ class Recorder:
         """Write the rollouts of a step. rollouts: from select_recorded. advantages: [groups, N]."""
         algo = self.config.algo
         is_trained = choose_subset(outcomes, algo).mask
-        # These are the advantages of make_experience, which adds the boost to those of the estimator.
-        advantages = (advantages + algo.correct_boost * outcomes.right).masked_fill(~is_trained, float("nan"))
+        advantages = advantages.masked_fill(~is_trained, float("nan"))
         where = choose_recorded(groups, outcomes, self.config.run)
         log_entry = rollout_log.LogEntry("step", step)
         self._write(log_entry, groups, outcomes, where, outcomes.closed, rollouts, advantages)

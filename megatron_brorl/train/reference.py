@@ -69,8 +69,6 @@ class ReferencePolicy:
         self.reload()
         for name, p in self._of_actor().items():
             self.weights[name].copy_(p.detach())
-        if self.config.reset_optimizer:
-            self.worker.reset_optimizer()
         self.early_stopping.count = 0
 
     def _of_actor(self) -> dict[str, torch.nn.Parameter]:

@@ -35,5 +35,5 @@ def training_sampling_params(config: Config, stop_ids: tuple[int, ...], experts:
 def evaluation_sampling_params(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
     """Return the sampling parameters of evaluation."""
     e, r = config.evaluate, config.rollout
-    sampling = Sampling(e.temperature, e.top_p, e.top_k, r.max_tokens, stop_ids, config.stop_strings, log_probs=False)
+    sampling = Sampling(e.temperature, e.top_p, 0, r.max_tokens, stop_ids, config.stop_strings, log_probs=False)
     return replace(sampling, shares_prefixes=not config.agent.function)

@@ -38,7 +38,6 @@ def sft_optim(config: SftConfig, optim: OptimConfig) -> OptimConfig:
         optim,
         lr=config.lr,
         warmup_steps=WARMUP_STEPS,
-        lr_decay_steps=config.steps,
         weight_decay=WEIGHT_DECAY,
     )
 
@@ -70,7 +69,7 @@ def sft(
         own = float(sum(int(mask.sum()) for mask in trained))
         tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
 
-        lr = learning_rate(optim, step)
+        lr = learning_rate(optim, step, config.steps)
         update, losses = worker.train(prompts, responses, _loss(trained, tokens), 1.0, lr)
         # Only the last pipeline stage has losses; the others add 0.
         loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]

@@ -121,7 +121,7 @@ def read_run_json(directory: Path) -> dict[str, Any]:
     if strange:
         raise UserError(
             f"{directory / checkpoint.RUN}: {strange[0]} is missing or of another type: another version wrote it; "
-            "continue with that version, or start a new run with another run.dir or train.resume=never"
+            "continue with that version, or start a new run with another run.dir"
         )
     return run
 

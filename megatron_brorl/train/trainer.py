@@ -27,7 +27,7 @@ from megatron_brorl.errors import StepError
 from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import empty_routes
-from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.registry import ENGINES, START_TIMEOUT_S
 from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
@@ -40,7 +40,7 @@ from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, sharing_metrics
 from megatron_brorl.train.groups import Outcomes, choose_subset, group_metrics, mini_batches
 from megatron_brorl.train.models import CriticWorker, TrainingModels
-from megatron_brorl.train.nonfinite import count_nonfinite_steps, raise_if_too_many_nonfinite
+from megatron_brorl.train.nonfinite import MAX_STEPS, count_nonfinite_steps, raise_if_too_many_nonfinite
 from megatron_brorl.train.recorder import Recorder, sample_lines
 from megatron_brorl.train.redistribute import cost_model
 from megatron_brorl.train.reference import ReferencePolicy
@@ -58,7 +58,7 @@ class Ending(Enum):
     """The reasons to end a run after a step. If several apply, the first one listed counts."""
 
     ENGINE_STUCK = "a rollout engine hangs"
-    NONFINITE = "train.max_nonfinite_steps is reached"
+    NONFINITE = "too many steps in a row had non-finite values"
     COMPLETE = "train.steps, train.max_seconds or train.patience is reached"
     STOPPED = "a signal, the end of the Slurm job, or a callback"
 
@@ -105,7 +105,7 @@ class Trainer:
         """Train until the run is complete (Ending.COMPLETE), with evaluations and checkpoints between steps.
 
         Returns False if stop() ended the run early. stop is called after every step and must also report
-        callbacks.stop. Raises UserError if a rollout engine hangs, if train.max_nonfinite_steps is reached, or if a
+        callbacks.stop. Raises UserError if a rollout engine hangs, if nonfinite.MAX_STEPS is reached, or if a
         callback fails before the last step. The completed steps are saved before.
         """
         try:
@@ -240,7 +240,7 @@ class Trainer:
         """Send the actor's weights to the engines; see weight_sync.sync_engines."""
         # Ranks may wait here for the restart of an engine process, which must not count as a hang. The built-in engine
         # ("torch") has no process.
-        allowance_s = 0.0 if self.config.rollout.engine == "torch" else self.config.engine.start_timeout_s
+        allowance_s = 0.0 if self.config.rollout.engine == "torch" else START_TIMEOUT_S
         with span("refit", allowance_s=allowance_s):
             return sync_engines(self.models(), self.runner, self.state.updates, self.config)
 
@@ -294,7 +294,7 @@ class Trainer:
         applies = {
             Ending.STOPPED: stop(),
             Ending.ENGINE_STUCK: self.runner.stuck(),
-            Ending.NONFINITE: self._nonfinite_steps >= self.config.train.max_nonfinite_steps,
+            Ending.NONFINITE: self._nonfinite_steps >= MAX_STEPS,
             Ending.COMPLETE: self.state.is_complete(self.config.train),
         }
         return next((ending for ending in Ending if applies[ending]), None)
@@ -305,7 +305,7 @@ class Trainer:
         if ending is Ending.ENGINE_STUCK:
             self.runner.raise_if_stuck(saved)
         elif ending is Ending.NONFINITE:
-            raise_if_too_many_nonfinite(self._nonfinite_steps, self.config.train.max_nonfinite_steps, saved)
+            raise_if_too_many_nonfinite(self._nonfinite_steps, saved)
         self.callbacks.raise_if_failed(saved)
 
     def _save_and_raise(self, error: StepError, before: RunState, steps_taken: int, progress: Progress) -> NoReturn:
@@ -338,7 +338,7 @@ class Trainer:
         if not (is_due or self._must_save_again or best):
             return
         try:
-            self.save(best, in_background=config.checkpoint_async and not ending)
+            self.save(best, in_background=not ending)
             self._must_save_again = False
         except NotWritten as e:
             # A run that stops early is resumed from this checkpoint. A complete run still exports its model.

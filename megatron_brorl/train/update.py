@@ -21,7 +21,7 @@ from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
 from megatron_brorl.tracking.timeline import count
-from megatron_brorl.train.learning_rate import learning_rate, scaled, with_decay_steps
+from megatron_brorl.train.learning_rate import learning_rate, optimizer_steps, scaled
 from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.nonfinite import log_rows
 from megatron_brorl.train.state import RunState
@@ -50,8 +50,15 @@ def update_models(
     metrics = {}
     steps = config.train.steps
     if models.critic:
-        optim = with_decay_steps(critic_optim(config.critic, config.optim), config, steps)
-        metrics = update_critic(models.critic, experience, batches, config.critic.clip, optim, state.critic_updates)
+        metrics = update_critic(
+            models.critic,
+            experience,
+            batches,
+            config.critic.clip,
+            critic_optim(config.critic, config.optim),
+            state.critic_updates,
+            optimizer_steps(config.algo, steps),
+        )
         # The actor's schedule has the training steps that are left after the critic's warm-up.
         steps -= config.critic.warmup_steps
         if state.critic_steps < config.critic.warmup_steps:
@@ -62,8 +69,16 @@ def update_models(
         state.critic_steps += metrics["critic_updates"] > 0
 
     rollout = config.rollout
-    optim = scaled(with_decay_steps(config.optim, config, steps), rollout.prompts * rollout.n, trained)
-    updated = update_policy(models.actor, experience, batches, config.algo, optim, rollout.temperature, state.updates)
+    updated = update_policy(
+        models.actor,
+        experience,
+        batches,
+        config.algo,
+        scaled(config.optim, trained),
+        rollout.temperature,
+        state.updates,
+        optimizer_steps(config.algo, steps),
+    )
     state.updates += int(updated["updates"])
 
     # After top-p or top-k, differences of log-probabilities do not show whether engine and trainer agree.
@@ -77,25 +92,6 @@ def critic_optim(critic: CriticConfig, optim: OptimConfig) -> OptimConfig:
     return replace(optim, lr=critic.lr, warmup_steps=critic.lr_warmup_steps)
 
 
-def zero_rate(config: Config, state: RunState) -> str:
-    """Return advice if the learning rate of actor or critic decays to 0 before the end of the run, else ""."""
-    steps, left = config.train.steps, config.train.steps - state.step
-    has_critic = config.algo.advantage == "gae"
-    warmup = config.critic.warmup_steps * has_critic
-    critic = critic_optim(config.critic, config.optim)
-    models = [("optim.lr", config.optim, steps - warmup, left - max(warmup - state.critic_steps, 0), state.updates)]
-    models += [("critic.lr", critic, steps, left, state.critic_updates)] * has_critic
-    for key, optim, steps, to_come, taken in models:
-        optim = with_decay_steps(optim, config, steps)
-        end = taken + to_come * config.algo.mini_batches * config.algo.epochs
-        if optim.lr and end > taken and learning_rate(optim, end - 1) == 0:
-            return (
-                f"{key} is 0 from optimizer step {max(optim.lr_decay_steps, taken)} of up to {end} on, so these train "
-                "nothing: set optim.lr_decay_steps = 0 (or a larger number), or optim.min_lr_ratio above 0"
-            )
-    return ""
-
-
 def update_policy(
     worker: Worker,
     experience: Experience,
@@ -104,12 +100,14 @@ def update_policy(
     optim: OptimConfig,
     temperature: float,
     first_update: int,
+    total_updates: int = 0,
 ) -> dict[str, float]:
     """Take one optimizer step per mini-batch on the actor; return metrics, the same on every rank.
 
     mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps
-    applied before. Metrics are token means over all mini-batches; logprob_gap_* are those of the first mini-batch that
-    has rows, where the actor still has the weights that the engine sampled the newest tokens from.
+    applied before. total_updates: optimizer steps of the run, see learning_rate. Metrics are token means over all
+    mini-batches; logprob_gap_* are those of the first mini-batch that has rows, where the actor still has the weights
+    that the engine sampled the newest tokens from.
     """
 
     def step(lr: float, rows: list[int]) -> StepMetrics | None:
@@ -144,7 +142,7 @@ def update_policy(
         groups = (worker.grid.groups.pp, worker.grid.groups.dp_cp)
         return result, collectives.all_reduce_sum(sums, *groups) | collectives.all_reduce_max(maxima, *groups)
 
-    done = _take_steps(step, mini_batches, optim, first_update, experience, worker.grid)
+    done = _take_steps(step, mini_batches, optim, first_update, total_updates, experience, worker.grid)
     sums = {key: done.total(key) for key in losses.SUMS}
     first = done.metrics[0] if done.metrics else {"rollout_gap": 0.0, "tokens": 0.0, "rollout_gap_max": 0.0}
 
@@ -176,6 +174,7 @@ def update_critic(
     clip: float,
     optim: OptimConfig,
     first_update: int,
+    total_updates: int = 0,
 ) -> dict[str, float]:
     """Take one optimizer step per mini-batch on the critic; return metrics, the same on every rank.
 
@@ -195,7 +194,7 @@ def update_critic(
         own = {key: sum((v.sums[key] for v in values), 0.0) for key in _VALUE_SUMS}
         return result, collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
 
-    done = _take_steps(step, mini_batches, optim, first_update, experience, critic.grid)
+    done = _take_steps(step, mini_batches, optim, first_update, total_updates, experience, critic.grid)
     return {
         "value_loss": done.total("loss") / done.steps,
         "value_clipped": done.total("clipped") / (done.total("tokens") or 1.0),
@@ -230,6 +229,7 @@ def _take_steps(
     mini_batches: list[list[int]],
     optim: OptimConfig,
     first_update: int,
+    total_updates: int,
     experience: Experience,
     grid: Grid,
 ) -> _Steps:
@@ -244,7 +244,7 @@ def _take_steps(
     lr = 0.0
     for number, rows in enumerate(mini_batches):
         count(number, len(mini_batches))
-        rate = learning_rate(optim, first_update + applied)
+        rate = learning_rate(optim, first_update + applied, total_updates)
         done = step(rate, rows)
         if done is None:
             continue

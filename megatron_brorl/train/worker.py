@@ -327,13 +327,6 @@ class Stage:
         self.steps_taken += 1
         return OptimizerStep(norm, applied=True)
 
-    def reset_optimizer(self) -> None:
-        """Reset moments and step count; the weights stay."""
-        for optimizer in self.optimizer.chained_optimizers:
-            optimizer.optimizer.state.clear()
-            for group in optimizer.optimizer.param_groups:
-                group.pop("step", None)  # the step count of Transformer Engine's Adam
-
     def tokens(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None = None
     ) -> dict[str, float]:

@@ -48,7 +48,7 @@ def make_engine(
     leader: RemoteEngine | None = None,
 ) -> RemoteEngine:
     """Start an engine, or connect another rank to the leader's engine."""
-    c = EngineConfig(**{"start_timeout_s": 120.0, "cuda_graphs": False, **(config or {})})
+    c = EngineConfig(**{"cuda_graphs": False, **(config or {})})
     sizes = {"vocab": model.shape.vocab, "context": 200, "max_rows": 600, **(options or {})}
     section = dataclasses.asdict(c)
     o = EngineOptions("trtllm", str(model.directory), dtype="float32", stop_ids=(2,), section=section, **sizes)

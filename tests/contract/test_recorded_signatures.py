@@ -90,7 +90,7 @@ def backend(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     tiny.make_model(tmp_path / "model", "qwen2", False, 0)
     sizes = {"vocab": 304, "context": 200, "max_rows": 2048, "max_kv_tokens": 4000}
-    section = dataclasses.asdict(EngineConfig(max_num_tokens=4096, kv_dtype="fp8"))
+    section = dataclasses.asdict(EngineConfig(kv_dtype="fp8"))
     model = str(tmp_path / "model")
     options = EngineOptions("vllm", model, dtype="float32", stop_ids=(2,), routes=True, section=section, **sizes)
     yield importlib.import_module(f"{OURS}.llm").VllmBackend(options)
@@ -104,7 +104,7 @@ def test_engine_starts_next_to_a_trainer(free, backend):
     arguments = backend.arguments()
     assert arguments.keys() <= set(VLLM["signatures"]["AsyncEngineArgs"])
     assert arguments["kv_cache_memory_bytes"] > 0
-    assert (arguments["max_num_batched_tokens"], arguments["kv_cache_dtype"]) == (4096, "fp8")
+    assert (arguments["max_num_batched_tokens"], arguments["kv_cache_dtype"]) == (8192, "fp8")
     assert arguments["hf_overrides"] == {"head_dtype": "float32"}
     assert arguments["sleep_mode_offload_cudagraph"]
     assert arguments["compilation_config"]["cudagraph_capture_sizes"][-1] == 2048  # By default, graphs end at 512 rows.

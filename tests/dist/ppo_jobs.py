@@ -37,13 +37,11 @@ ALGO = AlgoConfig(
     kl_estimator="k2",
     entropy_coef=0.01,
     mismatch_mask="token",
-    mismatch_bounds=(0.3, 3.0),
-    correct_boost=0.25,
 )
 # Without a critic: ratios, the mismatch and the aggregation are those of sequences, and the KL is in the reward.
 GRPO = replace(ALGO, advantage="grpo", gamma=1.0, lam=1.0, kl_in="reward", kl_estimator="k1", distill_coef=0.1)
 SEQUENCES = replace(GRPO, ratio="sequence", eps_low=0.01, eps_high=0.01, aggregation="sequence_mean")
-SEQUENCES = replace(SEQUENCES, mismatch_mask="sequence", mismatch_bounds=(0.6, 1.6))
+SEQUENCES = replace(SEQUENCES, mismatch_mask="sequence")
 STEPS = 2
 CLIP = 0.05
 TEMPERATURE = 0.9
@@ -54,7 +52,8 @@ def batch(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch
     """Return prompts, responses, the engine's log-probs and rewards of a step's 24 rollouts."""
     prompts, responses = rows(10 + step)
     g = torch.Generator().manual_seed(step)
-    sampled = [-5.0 + 0.4 * torch.randn(len(r), generator=g) for r in responses]
+    # Single tokens and whole responses differ from the trainer by more than algo.mismatch_mask accepts.
+    sampled = [-5.0 + 0.5 * torch.randn(1, generator=g) + 0.4 * torch.randn(len(r), generator=g) for r in responses]
     rewards = torch.rand(24, generator=g)
     rewards[::5] = 1.0
     return prompts, responses, sampled, rewards.tolist()

@@ -38,11 +38,11 @@ def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, case):
             continue
         own = log_probs(student, prompt, ids) if source == "actor" else row.rollout.log_probs
         gaps.append((own - log_probs(teacher, prompt, ids)).detach())
-        base = rewards[row.group, row.rollout.index] + 0.25 * row.right
+        base = rewards[row.group, row.rollout.index]
         expected[f"{row.group}/{row.rollout.index}"] = base - 0.3 * gaps[-1]
     assert (len(expected) == 24) == (more > 0)
 
-    algo = AlgoConfig(distill_coef=0.3, correct_boost=0.25, old_log_probs=source)
+    algo = AlgoConfig(distill_coef=0.3, old_log_probs=source)
     results = worlds(size).run("distillation_jobs:advantages", folders, parallel, algo)
     assert set().union(*(found for found, _ in results)) == expected.keys()
     for found, metrics in results:

@@ -115,12 +115,9 @@ def loop(directory, case):
         returns = [a + x for a, x in zip(raw, v, strict=True)]
         flat = torch.cat(raw)
         mean, std = (flat.mean(), flat.std(correction=0)) if algo.advantage == "gae" else (0.0, 1.0)
-        advantages = [
-            (a - mean) / std + algo.correct_boost * (reward >= 0.99) - algo.distill_coef * (o - f)
-            for a, reward, o, f in zip(raw, rewards, old, fixed, strict=True)
-        ]
+        advantages = [(a - mean) / std - algo.distill_coef * (o - f) for a, o, f in zip(raw, old, fixed, strict=True)]
         gaps = [o - s for o, s in zip(old, engine, strict=True)]
-        low, high = torch.tensor(algo.mismatch_bounds).double().log()
+        low, high = torch.tensor((0.5, 5.0)).double().log()
         mismatch = [g.mean().expand(len(g)) if algo.mismatch_mask == "sequence" else g for g in gaps]
         live = [(m >= low) & (m <= high) for m in mismatch]
         # The values of each metric, by token or by optimizer step.

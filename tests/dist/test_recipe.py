@@ -63,7 +63,7 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
 
 @pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
 def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, size, parallel):
-    changes = SMALL | {"algo": {"kl_coef": 0.1}, "reference": {"reset_every": 7, "reset_optimizer": True}}
+    changes = SMALL | {"algo": {"kl_coef": 0.1}, "reference": {"reset_every": 7}}
     for found in worlds(size).run("recipe_jobs:reference_follows", directory, parallel, changes, str(tmp_path)):
 
         def flat(when, which, found=found):
@@ -79,7 +79,6 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
         assert torch.equal(flat("restored", 1), flat("moved", 1))
         assert torch.equal(flat("reset", 1), flat("moved", 0))
         assert found["stepped"]
-        assert not found["stepped_after_reset"]
         # One update per step: the weights are equal before the first one; the reference is reset before the third.
         assert [f["reference_kl"] for f in found["metrics"]] == pytest.approx(
             [0, found["metrics"][1]["reference_kl"], 0]
@@ -115,7 +114,7 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
     The learning rate counts the rollouts of the kept groups."""
     changes = {
         "rollout": {"prompts": 2, "n": 3, "refills": 2},
-        "optim": {"lr": 1e-3, "lr_for_rollouts": 24, "lr_counts": "kept"},
+        "optim": {"lr": 1e-3, "lr_for_rollouts": 24},
     }
     results = worlds(size).run("steps:run_steps", directory, parallel, changes, 8, {})
     rounds = 0
@@ -173,7 +172,7 @@ def test_cut_off_responses_without_loss(worlds, directory):
 
 
 def test_shaping_reaches_the_advantages_and_not_the_selection(worlds, directory):
-    shaping = {"overlong_tokens": 6, "cosine_coef": 1.0, "repetition_ngram": 1, "repetition_penalty": 0.01}
+    shaping = {"overlong_tokens": 6, "cosine_coef": 1.0, "repetition_ngram": 1}
     ((plain, _, _a),) = worlds(1).run("steps:run_steps", directory, {}, SMALL, 1, {})
     ((shaped, _, _b),) = worlds(1).run("steps:run_steps", directory, {}, SMALL | {"shaping": shaping}, 1, {})
     assert [shaped[0][k] for k in ("reward", "kept_share", "rollouts")] == [
@@ -185,6 +184,6 @@ def test_shaping_reaches_the_advantages_and_not_the_selection(worlds, directory)
             t = row.index(fakes.STOP) + 1 if fakes.STOP in row else 12
             ids = row[:t]
             total += right * (1 - 0.5 + 0.25 * (1 + math.cos(math.pi * t / 12))) - max(0, t - 6) / 6
-            total -= 0.01 * (t - len(set(ids)))
+            total -= 0.001 * (t - len(set(ids)))
     assert shaped[0]["shaped_reward"] == pytest.approx(total / 48, rel=1e-5)
     assert shaped[0]["grad_norm"] != plain[0]["grad_norm"]

@@ -27,7 +27,6 @@ VARIANTS = {
     "whole": UNEVEN
     | {
         "algo": {"mini_batches": 2},
-        "theory": {"prompts": 2, "positions": 20},
     },
     "siblings": UNEVEN | {"algo": {"mini_batches": 3, "mini_batch_of": "siblings", "epochs": 2}},
     "one": UNEVEN,
@@ -47,7 +46,7 @@ VARIANTS = {
         },
         "optim": {"lr_for_rollouts": 24},
     },
-    "partial": {"rollout": {"prompts": 3, "partial_tokens": 4, "max_carried_steps": 2}, "algo": {"mini_batches": 2}},
+    "partial": {"rollout": {"prompts": 3, "partial_tokens": 4}, "algo": {"mini_batches": 2}},
 }
 LOST = {("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)}
 STEPS = {"partial": 5, "critic": 3}
@@ -222,7 +221,7 @@ def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, 
     assert_same(other, (whole[0][0][2:], whole[0][1], None))
 
 
-@pytest.mark.parametrize("waiting", [{"partial_tokens": 4, "max_carried_steps": 2}, {"refills": 2, "n": 8}], ids=str)
+@pytest.mark.parametrize("waiting", [{"partial_tokens": 4}, {"refills": 2, "n": 8}], ids=str)
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"tensor": 2})])
 def test_group_rewards_and_subsets_equal_those_of_one_process(worlds, directory, tmp_path, size, parallel, waiting):
     """The function sees complete groups only, also those that wait for the next step and for a resumed run."""

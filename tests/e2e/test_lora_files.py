@@ -17,7 +17,7 @@ LORA = ["lora.rank=4", "lora.alpha=16", "optim.lr=1e-2"]
 # The checkpoint after step 2 has a reference policy that was reset after step 1.
 OPTIONS = [
     *LORA,
-    *("train.steps=4", "train.checkpoint_every=2", "train.checkpoint_async=false", "evaluate.every=0"),
+    *("train.steps=4", "train.checkpoint_every=2", "evaluate.every=0"),
     *("algo.kl_coef=0.01", "reference.reset_every=1"),
 ]
 TOKENS = torch.arange(48).view(4, 12) % 29 + 3

@@ -52,7 +52,7 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert (summary["held_out_prompts"], summary["rollouts_per_prompt"], summary["steps"]) == (24, 32, 8)
     assert summary["job_seconds"] > 0
     assert summary["peak_rss_mib"] > 100
-    assert all((directory / name).stat().st_size > 10_000 for name in ("curves.png", "theory.png"))
+    assert (directory / "curves.png").stat().st_size > 10_000
     assert list((directory / "tensorboard").glob("events.*"))
     assert (directory / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
@@ -186,7 +186,7 @@ def test_benchmarks_and_their_comparison(finished, config, warm, tmp_path):
     ids = [*(("sums_of_6", f"sums.jsonl:{i}", 4) for i in range(1, 7)), ("words", "w", 4)]
     assert [(a["benchmark"], a["id"], a["samples"]) for a in prompts] == ids
     result = json.loads((tmp_path / "one" / "evaluation.json").read_text())
-    assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "max_tokens": 6}
+    assert result["sampling"] == {"temperature": 0.6, "top_p": 0.95, "max_tokens": 6}
     assert set(result["pass_at_k"]) == {"1", "2", "4"}
     for name, count in (("sums_of_6", 6), ("words", 1)):
         mine = [a for a in prompts if a["benchmark"] == name]

@@ -7,8 +7,7 @@ import tiny
 import torch
 from dist.jobs import rows
 
-from megatron_brorl.config.fp8 import Fp8Config
-from megatron_brorl.config.schema import AlgoConfig, LoraConfig, OptimConfig, ParallelConfig
+from megatron_brorl.config.schema import AlgoConfig, Fp8Config, LoraConfig, OptimConfig, ParallelConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models import fp8
 from megatron_brorl.ops.backend import backend

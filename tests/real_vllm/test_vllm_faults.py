@@ -50,8 +50,7 @@ def nothing_left_of(engine):
 def hurt(tmp_path_factory):
     """Yield a model and an engine for tests that change the weights and restart the engine."""
     model = Model(tmp_path_factory.mktemp("changing"), "qwen2", tied=True)
-    config = {"heartbeat_timeout_s": 5.0}
-    engine = make_engine(model, tmp_path_factory.mktemp("hurt") / "log", PYTHON, config=config)
+    engine = make_engine(model, tmp_path_factory.mktemp("hurt") / "log", PYTHON)
     engine.update_weights(model.stream(), 0)
     yield model, engine
     engine.close()
@@ -123,7 +122,7 @@ def test_engine_with_a_frozen_worker_is_restarted(model, start):
         def cancelled(self):
             return time.monotonic() > self.end
 
-    engine = start(model, config={"heartbeat_timeout_s": 5.0})
+    engine = start(model)
     engine.update_weights(model.stream(), 0)
     patience, pid, worker = Patience(), engine.supervisor.pid, worker_of(engine)
     patience.end = time.monotonic() + 3.0

@@ -102,7 +102,8 @@ def test_faulty_update_leaves_the_engine_unchanged(fault, model, shared):
 
 
 def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
-    engine = start(model, config={"max_restarts": 1})
+    monkeypatch.setattr(process, "MAX_RESTARTS", 1)
+    engine = start(model)
     stage = engine._write_update
 
     def spoiled(tensors, version):

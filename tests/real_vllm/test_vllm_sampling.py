@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from unit.rollout.test_turns import Pool, answer, facts, text_of, tokens_of
 from vllm_engines import GREEDY, PROMPT, SAMPLING, Model, draw, tokens
 
-from megatron_brorl.config.environment import EnvironmentConfig
+from megatron_brorl.config.schema import EnvironmentConfig
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.engine import Request
 from megatron_brorl.rollout.turns import TurnEngine

@@ -69,7 +69,7 @@ def make_engine(
     options: dict[str, Any] | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RemoteEngine:
-    c = EngineConfig(**{"python": str(python), "start_timeout_s": 600.0, **(config or {})})
+    c = EngineConfig(**{"python": str(python), **(config or {})})
     o = EngineOptions(
         **{
             "engine": "vllm",

@@ -26,7 +26,7 @@ from megatron_brorl.ops.rope import inverse_frequencies
 from megatron_brorl.train.state import read_run_json
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))
-KEYS = ["rollout.n", "optim.lr", "algo.kl_in", "optim.betas", "data.train", "train.checkpoint_async", "rollout.nn"]
+KEYS = ["rollout.n", "optim.lr", "algo.kl_in", "optim.betas", "data.train", "train.offload", "rollout.nn"]
 VALUES = st.one_of(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     st.sampled_from([2**63, -(10**400), "../x", "\x00", "x" * 10_000, [], {}, [[]], {"a": [None]}, ["x"] * 1000]),

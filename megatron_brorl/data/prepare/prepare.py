@@ -19,7 +19,7 @@ from megatron_brorl.data.prompts import check_row
 from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
-from megatron_brorl.files import write_text, writing
+from megatron_brorl.files import sha256, write_text, writing
 from megatron_brorl.rewards.answer_text import has_letters
 from megatron_brorl.rewards.extract import given_answer
 from megatron_brorl.rewards.verifiers import math
@@ -188,21 +188,17 @@ def _check(
 def _card(job: Job, counts: Counts) -> str:
     """Return the data card: source, licence and numbers of rows."""
     hub = f"https://huggingface.co/datasets/{job.data_set.hub}" if job.data_set.hub else "your own"
-    evaluations = ", ".join(f"{path} (sha256 {_sha256(path)})" for _, path in job.evaluations)
+    evaluations = ", ".join(f"{path} (sha256 {sha256(path)})" for _, path in job.evaluations)
     lines = [
         f"# {job.out.name}",
-        f"Set: {job.name} ({hub}), licence: {job.data_set.licence}, sha256 {_sha256(job.out)}",
+        f"Set: {job.name} ({hub}), licence: {job.data_set.licence}, sha256 {sha256(job.out)}",
         f"Use: {'evaluation, not training' if job.data_set.evaluation else 'training'}",
-        *(f"Input: {path}, {rows} rows, sha256 {_sha256(path)}" for path, rows in counts.read.items()),
+        *(f"Input: {path}, {rows} rows, sha256 {sha256(path)}" for path, rows in counts.read.items()),
         *([f"Problems that share {_N_GRAM} words in a row with these are dropped: {evaluations}"] * bool(evaluations)),
         *(f"Dropped, {reason}: {count} rows" for reason, count in sorted(counts.dropped.items())),
         f"Written: {counts.kept} rows",
     ]
     return "\n\n".join(lines) + "\n"
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -53,11 +53,12 @@ class DataSet:
         """Convert a published row to the keys of this project. Raises Unusable or UserError."""
         if not isinstance(raw, dict):
             raise UserError(f"{where}: a row must be an object with a value for each column")
+        if self.id:
+            if self.id not in raw:
+                raise UserError(f"{where}: not a row of {self.hub}: there is no column {self.id!r}")
+            raw = {**raw, "id": raw[self.id]}
         columns = ColumnsConfig(
-            prompt=_first(self.prompt, raw),
-            answer=_first(self.answer, raw),
-            answer_regex=self.answer_regex,
-            id=self.id,
+            prompt=_first(self.prompt, raw), answer=_first(self.answer, raw), answer_regex=self.answer_regex
         )
         row: JsonRow = {key: value for key, value in map_columns(raw, columns, where)[0].items() if value is not None}
         if self.verifier:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.config.agent import AgentConfig
+from megatron_brorl.config.schema import AgentConfig
 from megatron_brorl.environments.interface import Format
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Spans, extend_spans

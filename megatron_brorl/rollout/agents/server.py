@@ -11,13 +11,12 @@ import functools
 import hashlib
 import json
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, warn
 from megatron_brorl.rollout.agents.chat_api import BadRequest, ChatRequest, read_reply, read_request, response, stream
 from megatron_brorl.rollout.agents.sequences import Call, Sequences
 from megatron_brorl.rollout.engine import Sampling
@@ -25,6 +24,7 @@ from megatron_brorl.rollout.interaction import in_thought
 
 MODEL = "policy"
 _NO_RETRY = {"x-should-retry": "false"}
+_warn_once = functools.cache(warn)
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Endpoint:
             raise BadRequest(f"agent.max_calls = {chat.config.max_calls} is reached", code="max_calls")
         asked = request.model_dump(include=set(self.used), exclude_none=True)
         if not asked.items() <= self.used.items():
-            _warn(f"the agent asks for {asked}; the calls are sampled with {self.used}")
+            _warn_once(f"the agent asks for {asked}; the calls are sampled with {self.used}")
         try:
             call = self.sequences.begin(request.messages, tools)
         except UserError as e:
@@ -104,12 +104,6 @@ class Endpoint:
             places = [text.find(stop) for stop in (*call.stop, *self.sampling.stop_strings) if stop in text]
             text = text[: min(places, default=len(text))]
         return text
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    """Print a warning once in a process."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class AgentServer:

@@ -21,12 +21,13 @@ import zmq
 import megatron_brorl
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.registry import ENGINES, HEARTBEAT_TIMEOUT_S, START_TIMEOUT_S
 from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message, decode, encode
 from megatron_brorl.rollout.remote.weights_in_trainer import HostWeights
 from megatron_brorl.signals import LAUNCHER
 
 PREFIX = "brorl-engine-"
+MAX_RESTARTS = 3  # in a row, without a completed call, before the run ends
 _POLL_S = 0.2
 _SILENT_S = 1.5  # say hello again after this silence, because a restarted process does not know this client
 # Variables to remove, because with them an engine's workers would act as ranks of the trainer's launcher.
@@ -317,7 +318,7 @@ class Supervisor:
     def _wait(self) -> None:
         """Wait until the process answers. Raises EngineError if it ends or takes too long."""
         self._link.reconnect()
-        deadline = time.monotonic() + self.settings.start_timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not self._link.pid or self._link.capabilities is None:
             self._link.poll(_POLL_S)
             ended = self._process.ended()
@@ -325,8 +326,7 @@ class Supervisor:
                 raise EngineError(ended)
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"engine process {self.pid} did not answer within engine.start_timeout_s = "
-                    f"{self.settings.start_timeout_s:g} s; see {self.log}"
+                    f"engine process {self.pid} did not answer within {START_TIMEOUT_S:g} s; see {self.log}"
                 )
 
     def _watch(self) -> None:
@@ -349,14 +349,14 @@ class Supervisor:
         if ended:
             return ended
         silent = time.monotonic() - self._link.last_heard
-        too_long = silent > self.settings.heartbeat_timeout_s
+        too_long = silent > HEARTBEAT_TIMEOUT_S
         return f"engine process {self.pid} is silent for {silent:.0f} s" if too_long else ""
 
     def _restart(self, why: str, weights: HostWeights | None) -> None:
         while True:
             self.restarts += 1
-            if self.restarts > self.settings.max_restarts:
-                self.failure = f"{why}; gave up after engine.max_restarts = {self.settings.max_restarts}"
+            if self.restarts > MAX_RESTARTS:
+                self.failure = f"{why}; gave up after {MAX_RESTARTS} restarts without a completed call"
                 raise EngineError(self.failure)
             holding = f"with the weights of version {weights.version}" if weights else "without weights"
             _log(f"{why}; restarting it {holding}")
@@ -390,8 +390,7 @@ class Supervisor:
         if self.failure:
             raise EngineError(self.failure)
         self._link.send(message)
-        limit = self.settings.heartbeat_timeout_s
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
         while True:
             for answer in self._link.poll(_POLL_S):
                 if answer.kind == "error":
@@ -400,8 +399,7 @@ class Supervisor:
                     return
             why = self._problem()
             if not why and time.monotonic() > deadline:
-                key = "engine.heartbeat_timeout_s"
-                why = f"engine process {self.pid} did not finish '{message.kind}' within {limit:g} s ({key})"
+                why = f"engine process {self.pid} did not finish '{message.kind}' within {HEARTBEAT_TIMEOUT_S:g} s"
             if why:
                 raise EngineError(why)
 

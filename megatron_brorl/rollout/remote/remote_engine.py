@@ -27,7 +27,7 @@ from megatron_brorl.files import read_object
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import GenerateCallbacks, KvUsage, Request, Sampling, Supply, check_context
 from megatron_brorl.rollout.native.pages import host_memory
-from megatron_brorl.rollout.registry import ENGINES
+from megatron_brorl.rollout.registry import ENGINES, START_TIMEOUT_S
 from megatron_brorl.rollout.remote.pending import PendingRollout, PendingRollouts, generate_message
 from megatron_brorl.rollout.remote.process import Connection, EngineError, Supervisor, address, make_folder
 from megatron_brorl.rollout.remote.protocol import Capabilities, EngineOptions, Message
@@ -111,13 +111,12 @@ class RemoteEngine:
         return max(1, rows // self.settings.tensor)
 
     def _wait_for_capabilities(self) -> Capabilities:
-        deadline = time.monotonic() + self.settings.start_timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
         while self._link.capabilities is None:
             self._link.poll(_POLL_S)
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the engine of another rank did not start within engine.start_timeout_s = "
-                    f"{self.settings.start_timeout_s:g} s; see the error of that rank"
+                    f"the engine of another rank did not start within {START_TIMEOUT_S:g} s; see the error of that rank"
                 )
         return self._link.capabilities
 

@@ -1,14 +1,12 @@
 """Length and repetition terms and the scale of the learning rate against their equations."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 
 from megatron_brorl.algo.shaping import repeated_ngrams, shaped
-from megatron_brorl.config.schema import OptimConfig
-from megatron_brorl.config.shaping import ShapingConfig
+from megatron_brorl.config.schema import OptimConfig, ShapingConfig
 from megatron_brorl.train.learning_rate import learning_rate, scaled
 
 
@@ -33,22 +31,18 @@ def test_terms_add_up_and_the_cosine_is_for_right_responses():
     config = ShapingConfig(
         overlong_tokens=15,
         cosine_coef=2.0,
-        cosine_on_steps=2,
-        cosine_off_steps=5,
         repetition_ngram=2,
-        repetition_penalty=0.01,
     )
 
     def expected(reward, t, repeated, cosine):
         overlong = 0 if t <= 20 - 15 else (20 - 15 - t) / 15
         bonus = 2.0 * (-0.5 + 0.25 * (1 + math.cos(math.pi * t / 20))) if cosine and reward == 1.0 else 0.0
-        return reward + overlong + bonus - 0.01 * repeated
+        return reward + overlong + bonus - 0.001 * repeated
 
-    always = dataclasses.replace(config, cosine_off_steps=0)
-    for step, settings in [*((step, config) for step in range(9)), (6, always)]:
-        result = shaped(rewards, rewards == 1, tokens, repeats, settings, 20, step).flatten().tolist()
+    for step in (0, 99, 100, 599, 600, 699, 700):
+        result = shaped(rewards, rewards == 1, tokens, repeats, config, 20, step).flatten().tolist()
         cells = zip(rewards.flatten().tolist(), tokens.flatten().tolist(), repeats.flatten().tolist(), strict=True)
-        cosine = settings is always or step in (0, 1, 7, 8)
+        cosine = step in (0, 99, 600, 699)
         assert result == pytest.approx([expected(*cell, cosine) for cell in cells])
     assert config.is_on
     assert not ShapingConfig().is_on
@@ -58,18 +52,10 @@ def test_terms_add_up_and_the_cosine_is_for_right_responses():
 def test_learning_rate_grows_with_the_root_of_the_batch():
     """eta_0 sqrt(B / B_0): 512 x 16 -> 128 x 512 rollouts is 8 times the batch (BroRL, section 4.2.1)."""
     optim = OptimConfig(lr=1e-6, lr_for_rollouts=512 * 16, warmup_steps=4)
-    assert scaled(optim, 128 * 512, 7).lr == pytest.approx(1e-6 * math.sqrt(8), rel=1e-12)
-    assert scaled(optim, 512 * 16, 7).lr == 1e-6
-    assert scaled(OptimConfig(lr=1e-6), 128 * 512, 7).lr == 1e-6
-    assert [learning_rate(scaled(optim, 4 * 8192, 7), i) for i in range(6)] == pytest.approx(
+    assert scaled(optim, 128 * 512).lr == pytest.approx(1e-6 * math.sqrt(8), rel=1e-12)
+    assert scaled(optim, 512 * 16).lr == 1e-6
+    assert scaled(optim, 0).lr == 0  # no rollout is kept
+    assert scaled(OptimConfig(lr=1e-6), 128 * 512).lr == 1e-6
+    assert [learning_rate(scaled(optim, 4 * 8192), i) for i in range(6)] == pytest.approx(
         [0.5e-6, 1e-6, 1.5e-6, 2e-6, 2e-6, 2e-6]
     )
-
-
-def test_learning_rate_of_the_filtered_batch():
-    """The rule counts the kept rollouts: 62.5% of 128 groups of 512 are 80 groups, or 40,960 rollouts."""
-    optim = OptimConfig(lr=1e-6, lr_for_rollouts=512 * 16, lr_counts="kept")
-    assert scaled(optim, 128 * 512, 80 * 512).lr == pytest.approx(1e-6 * math.sqrt(5), rel=1e-12)
-    assert scaled(optim, 128 * 512, 128 * 512).lr == pytest.approx(1e-6 * math.sqrt(8), rel=1e-12)
-    assert scaled(optim, 128 * 512, 0).lr == 0  # no rollout is kept
-    assert scaled(OptimConfig(lr=1e-6, lr_counts="kept"), 128 * 512, 80 * 512).lr == 1e-6

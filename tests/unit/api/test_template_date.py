@@ -97,13 +97,10 @@ def test_a_resumed_run_and_its_evaluation_use_the_date_of_the_first_start(config
     assert compared.returncode == 0, compared.stderr
     assert "warning: the chat templates wrote other dates: 2026-01-31 and " in compared.stderr
 
-    # Without the file the run cannot be resumed. A run that starts again uses today's date.
+    # Without the file the run cannot be resumed.
     (tmp_path / "parts" / TEMPLATE_DATE).unlink()
     with pytest.raises(UserError, match=r"the date 2026-01-31 .*now 2026-02-01: write 2026-01-31 into run\.dir/"):
         train(config, overrides=[*parts, "train.steps=3"], reward=even)
-    (tmp_path / "parts" / TEMPLATE_DATE).write_text("2026-01-31\n")
-    train(config, overrides=[*parts, "train.resume=never", "train.steps=1"], reward=even)
-    assert (tmp_path / "parts" / TEMPLATE_DATE).read_text() == "2026-02-01\n"
 
 
 def test_a_damaged_date_file_is_an_error(tmp_path):

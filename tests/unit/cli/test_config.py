@@ -9,8 +9,8 @@ import pytest
 from command_line import error_line, output
 
 from megatron_brorl import __version__
-from megatron_brorl.config.load import load
-from megatron_brorl.config.schema import ColumnsConfig, keys
+from megatron_brorl.config.load import keys, load
+from megatron_brorl.config.schema import ColumnsConfig
 from megatron_brorl.data.prompts import RowFormat, read_rows
 
 

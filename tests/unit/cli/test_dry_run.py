@@ -98,13 +98,6 @@ def test_an_existing_checkpoint_is_checked_and_not_changed(folder, capfd):
     code, _, err = dry_run(capfd, "train.steps=2")
     assert code == 2
     assert "was written with other rows of data.train" in err
-    assert dry_run(capfd, "train.resume=never")[0] == 0
-
-
-def test_a_rate_of_0_before_the_end_is_a_warning(folder, capfd):
-    """test_learning_rate.py checks the steps of this warning."""
-    stderr = dry_run(capfd, "optim.lr_schedule=linear", "optim.lr_decay_steps=2", "train.steps=5")[2]
-    assert stderr.startswith("warning: optim.lr is 0 from optimizer step 2 of up to 5 on")
 
 
 def not_finite(folder: Path) -> None:

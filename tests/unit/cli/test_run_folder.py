@@ -29,12 +29,12 @@ FIXED = {
     "algo": "gamma",
     "optim": "betas",
     "train": "freeze_router",
-    "evaluate": "temperature top_p top_k",
+    "evaluate": "temperature top_p",
 }
 FREE = {
     "data": "train held_out",
-    "environment": "max_tool_seconds workers",
-    "agent": "max_seconds workers",
+    "environment": "max_tool_seconds",
+    "agent": "max_seconds",
     "reward": "workers timeout_s unsandboxed",
 }
 
@@ -139,7 +139,7 @@ def test_a_changed_file_of_a_function_is_refused_unless_it_is_accepted():
     assert check_fingerprint(before, before, WHERE) == {}
     assert check_fingerprint(before, now, WHERE, True) == {"own_functions.mine.py:score": ("a" * 64, "b" * 64)}
     version = r"another version of mine\.py:score \(sha256 aaaaaaaaaaaa, now bbbbbbbbbbbb\)"
-    with pytest.raises(UserError, match=f"^{WHERE}: .* {version}: --accept-changed-functions .* train.resume=never"):
+    with pytest.raises(UserError, match=f"^{WHERE}: .* {version}: --accept-changed-functions .* another run.dir"):
         check_fingerprint(before, now, WHERE)
 
 

@@ -11,8 +11,8 @@ import pytest
 from command_line import error_line
 
 from megatron_brorl.config.foreign_keys import FOREIGN_KEYS, foreign_key_hint
-from megatron_brorl.config.load import load, load_table, suggestion
-from megatron_brorl.config.schema import RolloutConfig, json_schema, keys
+from megatron_brorl.config.load import json_schema, keys, load, load_table, suggestion
+from megatron_brorl.config.schema import RolloutConfig
 from megatron_brorl.errors import UserError
 
 if sys.version_info >= (3, 11):

@@ -33,27 +33,21 @@ NOT_OF_THE_METHOD = {
     "reward": {"workers", "timeout_s", "unsandboxed"},
     "evaluate": {"benchmarks"},
 }
-COSINE = "shaping.cosine_min shaping.cosine_max shaping.cosine_on_steps shaping.cosine_off_steps"
 SECTIONS = ("rollout", "reward", "shaping", "algo", "critic", "reference", "optim", "evaluate")
 
 
 def without_effect(config: Config) -> set[str]:
     """Return the keys (section.key, or a whole section) that another key disables."""
-    algo, shaping = config.algo, config.shaping
+    algo = config.algo
     off = {
         "critic algo.gamma algo.lam": algo.advantage != "gae",
         "reference algo.kl_estimator algo.kl_in": not algo.kl_coef,
         "algo.distill_coef": not config.teacher.path,
         "algo.train_on": not algo.train_on,
-        "reward.group_function reward.majority_share": not config.reward.group_function,
-        "algo.mismatch_bounds": algo.mismatch_mask == "off",
+        "reward.group_function": not config.reward.group_function,
         "algo.pass_k": algo.advantage != "pass_at_k",
         "algo.aggregation_tokens": algo.aggregation != "fixed",
-        "rollout.max_carried_steps": not config.rollout.partial_tokens,
-        "optim.lr_counts": not config.optim.lr_for_rollouts,
-        "optim.min_lr_ratio optim.lr_decay_steps": config.optim.lr_schedule == "constant",
-        COSINE: not shaping.cosine_coef,
-        "shaping.repetition_penalty": not shaping.repetition_ngram,
+        "optim.min_lr_ratio": config.optim.lr_schedule == "constant",
     }
     return {key for keys, is_off in off.items() if is_off for key in keys.split()}
 
@@ -81,7 +75,7 @@ def test_a_recipe_sets_all_relevant_keys_and_cites_sources(name):
 def test_the_recipes_differ_as_published():
     prorl, brorl, dapo, ppo = (load(RECIPES / f"{name}.toml") for name in ("prorlv2", "brorl", "dapo", "ppo"))
     assert (prorl.rollout.n * prorl.rollout.prompts, brorl.rollout.n * brorl.rollout.prompts) == (8192, 65536)
-    rates = [scaled(c.optim, 0, c.rollout.n * c.rollout.prompts).lr for c in (prorl, brorl)]  # for full batches
+    rates = [scaled(c.optim, c.rollout.n * c.rollout.prompts).lr for c in (prorl, brorl)]  # for full batches
     assert rates == pytest.approx([1e-6, 1e-6 * math.sqrt(8)])
     assert prorl.algo.mini_batches == brorl.algo.mini_batches  # the same number, but each has more rollouts
     assert dapo.rollout.prompts * dapo.rollout.n / dapo.algo.mini_batches == 512

@@ -151,12 +151,11 @@ def test_named_columns_may_hold_null(tmp_path):
     """Null counts as a missing value, but a column that does not exist is an error."""
     right = {"ground_truth": "1"}
     given = [
-        {"q": "a", "reward_model": right, "why": None, "extra": STDIN, "kind": "exact", "n": 1},
-        {"q": "b", "reward_model": right, "why": "so 1", "extra": None, "kind": None, "n": None},
-        {"q": "c", "reward_model": None, "why": None, "extra": ASSERTS, "kind": "code", "n": 3},
+        {"q": "a", "reward_model": right, "why": None, "metadata": STDIN, "verifier": "exact", "id": 1},
+        {"q": "b", "reward_model": right, "why": "so 1", "metadata": None, "verifier": None, "id": None},
+        {"q": "c", "reward_model": None, "why": None, "metadata": ASSERTS, "verifier": "code", "id": 3},
     ]
-    columns = {"prompt": "q", "answer": "reward_model.ground_truth", "target": "why", "metadata": "extra"}
-    names = ColumnsConfig(**columns, verifier="kind", id="n")
+    names = ColumnsConfig(prompt="q", answer="reward_model.ground_truth", target="why")
     expected = [
         ("a", "1", None, "exact", "1", STDIN),
         ("b", "1", "so 1", "exact", "2", {}),
@@ -167,7 +166,6 @@ def test_named_columns_may_hold_null(tmp_path):
         for key, name, message in (
             ("target", "cot", r"data\.columns\.target = 'cot'"),
             ("answer", "reward_model.truth", r"data\.columns\.answer = 'reward_model\.truth'"),
-            ("answer", "reward_model.ground_truth", rf'{file}:3: verifier "exact" needs a reference'),
         ):
             with pytest.raises(UserError, match=message):
                 read_rows(file, RowFormat(columns=ColumnsConfig(prompt="q", **{key: name})))

@@ -9,8 +9,8 @@ import pytest
 from megatron.core.transformer import TransformerConfig
 from random_model import qwen2_config
 
-from megatron_brorl.config.fp8 import Fp8Config
 from megatron_brorl.config.load import load
+from megatron_brorl.config.schema import Fp8Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape, parse_shape
 from megatron_brorl.models import fp8

@@ -16,7 +16,7 @@ from matplotlib.patches import StepPatch
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.report.content import RecordedRun, evaluations
-from megatron_brorl.report.plots import curves_figure, plot_run, plot_theory, theory_figure
+from megatron_brorl.report.plots import curves_figure, plot_run
 from megatron_brorl.tracking.metrics import MetricsWriter
 
 REWARD, ACCURACY, LENGTH, KEPT, SECONDS, HEALTH = range(6)
@@ -172,31 +172,3 @@ def test_plot_run_reads_the_files_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("[]")
     with pytest.raises(UserError, match=r"summary\.json: .*delete it to report without it"):
         plot_run(tmp_path)
-
-
-def make_theory_rows() -> list[dict[str, Any]]:
-    made = []
-    for step in range(3):
-        row: dict[str, Any] = {"step": step, "theory_exact/unsampled_mass": 0.1 + step}
-        row |= {f"theory_good_turing/{k}": v + step for k, v in (("low", 0.2), ("unseen_mass", 0.3), ("high", 0.4))}
-        for h in (2, 4, 16):
-            ends = (("", h / 100), ("_low", h / 200), ("_high", h / 50))
-            row |= {f"theory_hold_out/unsampled_mass_{h}{end}": value + step for end, value in ends}
-        made.append(row)
-    return made
-
-
-def test_theory_figure_has_the_masses_and_the_last_hold_out_curve() -> None:
-    mass, curve = theory_figure(make_theory_rows()).axes
-    assert np.asarray(mass.lines[0].get_ydata()).tolist() == pytest.approx([0.3, 1.3, 2.3])
-    assert np.asarray(mass.lines[1].get_ydata()).tolist() == pytest.approx([0.1, 1.1, 2.1])
-    assert np.asarray(curve.lines[0].get_xdata()).tolist() == [2, 4, 16]
-    assert np.asarray(curve.lines[0].get_ydata()).tolist() == pytest.approx([2.02, 2.04, 2.16])
-    bars = [bar[:, 1].tolist() for bar in curve.containers[0].lines[2][0].get_segments()]
-    assert bars == [pytest.approx([h / 200 + 2, h / 50 + 2]) for h in (2, 4, 16)]
-
-
-def test_a_run_without_theory_metrics_has_no_theory_figure(tmp_path: Path) -> None:
-    assert all(axes.texts for axes in theory_figure([{"step": 0}]).axes)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward": 1.0, "time": {}}) + "\n")
-    assert plot_theory(tmp_path) is None

@@ -37,11 +37,9 @@ def test_reward_extract_overrides_the_extraction_of_a_verifier(how, answers):
     assert [registry.entry(name, "x", config).find(BOTH) for name in names] == answers
 
 
-def test_the_smaller_character_limit_applies():
-    assert registry.entry("reasoning_gym", "x").max_chars == 4096
-    assert registry.entry("reasoning_gym", "x", RewardConfig(max_chars=5000)).max_chars == 4096
-    assert registry.entry("reasoning_gym", "x", RewardConfig(max_chars=10)).max_chars == 10
-    assert registry.entry("exact", "x").max_chars == registry.entry("my.py:score", "x").max_chars == 65536
+def test_character_limits():
+    limits = {"reasoning_gym": 4096, "exact": 65536, "my.py:score": 65536}
+    assert {name: registry.entry(name, "x").max_chars for name in limits} == limits
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from megatron_brorl.algo.advantages import largest_spread
-from megatron_brorl.config.schema import AlgoConfig, Config, RolloutConfig
-from megatron_brorl.config.shaping import ShapingConfig
+from megatron_brorl.config.schema import AlgoConfig, Config, RolloutConfig, ShapingConfig
 from megatron_brorl.train.carried_groups import staleness, with_own_tensors
 from megatron_brorl.train.diagnostics import MAX_POSITION, _TokenMetrics
 from megatron_brorl.train.experience import shape_rewards

@@ -54,12 +54,11 @@ def of(*scores):
     return {step: evaluation(score) for step, score in enumerate(scores, 1)}
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_best_and_newest_checkpoints_stay(processes, model, tmp_path, at_once):
+def test_best_and_newest_checkpoints_stay(processes, model, tmp_path):
     """Steps 1 and 3 are the best of their time; 4 only equals 3, 2 and 5 are below. Only where one is, or a stop asks,
     is anything saved."""
     planted = of(0.25, 0.125, 0.5, 0.5, 0.375)
-    trainer = trainer_of(model, processes, tmp_path, planted, checkpoint_async=not at_once)
+    trainer = trainer_of(model, processes, tmp_path, planted)
     assert not run_to(trainer, 2)
     assert there(tmp_path) == ({"step_00000001", "step_00000002"}, 2, Best(1, "pass_at_1", 0.25))
     assert not run_to(trainer, 5)

@@ -14,38 +14,38 @@ from dist.steps import _Silent
 from unit.train.test_nonfinite_rows import Sums
 from unit.train.test_updates_counted import trainer_of
 
-from megatron_brorl.config.schema import Config, OptimConfig, SftConfig
+from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.train.learning_rate import learning_rate
 from megatron_brorl.train.sft import sft, sft_optim
-from megatron_brorl.train.state import RunState
-from megatron_brorl.train.update import zero_rate
 from megatron_brorl.types import Demonstration
 
 R = math.sqrt(2) / 2
 
 
 @pytest.mark.parametrize(
-    ("optim", "expected"),
+    ("optim", "total", "expected"),
     [
-        (OptimConfig(lr=8.0), [8, 8, 8]),
-        (OptimConfig(lr=8.0, warmup_steps=4), [2, 4, 6, 8, 8, 8]),
-        (OptimConfig(lr=8.0, lr_schedule="linear", lr_decay_steps=4), [8, 6, 4, 2, 0, 0]),
-        (OptimConfig(lr=8.0, lr_schedule="linear", lr_decay_steps=4, min_lr_ratio=0.5), [8, 7, 6, 5, 4, 4]),
-        (OptimConfig(lr=8.0, warmup_steps=2, lr_schedule="linear", lr_decay_steps=6), [4, 8, 8, 6, 4, 2, 0, 0]),
+        (OptimConfig(lr=8.0), 0, [8, 8, 8]),
+        (OptimConfig(lr=8.0, warmup_steps=4), 0, [2, 4, 6, 8, 8, 8]),
+        (OptimConfig(lr=8.0, lr_schedule="linear"), 4, [8, 6, 4, 2, 0, 0]),
+        (OptimConfig(lr=8.0, lr_schedule="linear", min_lr_ratio=0.5), 4, [8, 7, 6, 5, 4, 4]),
+        (OptimConfig(lr=8.0, warmup_steps=2, lr_schedule="linear"), 6, [4, 8, 8, 6, 4, 2, 0, 0]),
         # (1 + cos(pi x)) / 2 at x = 0, 1/4, 1/2, 3/4, 1
-        (OptimConfig(lr=8.0, lr_schedule="cosine", lr_decay_steps=4), [8, 4 + 4 * R, 4, 4 - 4 * R, 0, 0]),
+        (OptimConfig(lr=8.0, lr_schedule="cosine"), 4, [8, 4 + 4 * R, 4, 4 - 4 * R, 0, 0]),
         (
-            OptimConfig(lr=8.0, warmup_steps=1, lr_schedule="cosine", lr_decay_steps=5, min_lr_ratio=0.25),
+            OptimConfig(lr=8.0, warmup_steps=1, lr_schedule="cosine", min_lr_ratio=0.25),
+            5,
             [8, 8, 5 + 3 * R, 5, 5 - 3 * R, 2, 2],
         ),
-        (OptimConfig(lr=8.0, lr_schedule="cosine", lr_decay_steps=3, min_lr_ratio=1.0), [8, 8, 8, 8]),
+        (OptimConfig(lr=8.0, lr_schedule="cosine", min_lr_ratio=1.0), 3, [8, 8, 8, 8]),
         # A run that is shorter than the warm-up only warms up.
-        (OptimConfig(lr=8.0, warmup_steps=4, lr_schedule="cosine", lr_decay_steps=2), [2, 4]),
-        (OptimConfig(lr=0.0, warmup_steps=2, lr_schedule="cosine", lr_decay_steps=4), [0, 0, 0, 0]),
+        (OptimConfig(lr=8.0, warmup_steps=4, lr_schedule="cosine"), 2, [2, 4]),
+        (OptimConfig(lr=0.0, warmup_steps=2, lr_schedule="cosine"), 4, [0, 0, 0, 0]),
     ],
 )
-def test_closed_forms(optim, expected):
-    assert [learning_rate(optim, i) for i in range(len(expected))] == pytest.approx(expected, rel=1e-12, abs=1e-15)
+def test_closed_forms(optim, total, expected):
+    found = [learning_rate(optim, i, total) for i in range(len(expected))]
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def last_rates(trainer, plan):
@@ -99,7 +99,7 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     """Check the rates of all steps, and the loss and the gradient of the first step against a loop in float64."""
     monkeypatch.setattr("megatron_brorl.train.sft.WARMUP_STEPS", 1)
     config = SftConfig(steps=5, examples_per_step=4, lr=1e-3)
-    optim = sft_optim(config, OptimConfig(lr=7.0, lr_schedule="linear", min_lr_ratio=0.5, lr_decay_steps=99))
+    optim = sft_optim(config, OptimConfig(lr=7.0, lr_schedule="linear", min_lr_ratio=0.5))
     given = [*(Demonstration(ids, tuple(char == "1" for char in mask)) for ids, mask in RESPONSES[:-1]), None]
     prompts = [replace(p, answer="7", demonstration=own) for p, own in zip(fakes.prompts(4), given, strict=True)]
     source = SimpleNamespace(prompts=lambda _start, _count: prompts)
@@ -119,35 +119,3 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     norm = sum(float(p.grad.square().sum()) for p in exact.parameters()) ** 0.5
     found = rows[0]["tokens"], rows[0]["loss"], rows[0]["grad_norm"]
     assert found == pytest.approx((len(losses), float(loss.detach()), norm), rel=1e-5)
-
-
-CRITIC = {"critic": {"warmup_steps": 2}, "algo": {"advantage": "gae", "mini_batches": 1}}
-
-
-@pytest.mark.parametrize(
-    ("decay", "sections", "state", "advice"),
-    [
-        ({"lr_decay_steps": 39}, {}, {}, "optim.lr is 0 from optimizer step 39 of"),  # of 10 steps of 4 updates
-        ({"lr_decay_steps": 40}, {}, {}, ""),
-        ({"lr_decay_steps": 12, "lr_schedule": "cosine"}, {}, {}, "optim.lr is 0 from optimizer step 12 of"),
-        ({"lr_decay_steps": 12, "min_lr_ratio": 0.01}, {}, {}, ""),
-        ({"lr_decay_steps": 12, "lr": 0.0}, {}, {}, ""),
-        ({"lr_schedule": "constant"}, {}, {}, ""),
-        ({}, {}, {"step": 7, "updates": 28}, ""),  # the whole run
-        ({}, {}, {"step": 7, "updates": 70}, "optim.lr is 0 from optimizer step 70 of"),  # once more updates per step
-        ({"lr_decay_steps": 30}, {}, {"step": 9, "updates": 20}, ""),  # Steps without an update do not count.
-        ({"lr_decay_steps": 30}, {}, {"step": 10, "updates": 40}, ""),  # complete
-        # 10 updates of the critic, and 8 of the actor after the critic's warm-up
-        ({"lr_decay_steps": 7}, CRITIC, {}, "optim.lr is 0 from"),
-        ({"lr_decay_steps": 8}, CRITIC, {}, "critic.lr is 0 from"),
-        ({"lr_decay_steps": 10}, CRITIC, {}, ""),
-        ({}, CRITIC, {}, ""),
-    ],
-)
-def test_advice_if_a_rate_is_0_before_the_end(decay, sections, state, advice):
-    config = Config()
-    base = {"optim": {"lr_schedule": "linear"} | decay, "algo": {"mini_batches": 4}, "train": {"steps": 10}}
-    changed = {name: replace(getattr(config, name), **keys) for name, keys in (base | sections).items()}
-    found = zero_rate(replace(config, **changed), RunState(**state))
-    assert found.startswith(advice)
-    assert bool(found) == bool(advice)

@@ -58,7 +58,7 @@ def in_order_of_hash(prompts) -> list[str]:
 
 def test_step_is_recorded(processes, model, tmp_path):
     """All groups are listed. Two of them have all rollouts with their advantages over the kept rollouts of the step."""
-    trainer = trainer_of(model, processes, tmp_path / "rollouts", {"record_groups": 2}, algo={"correct_boost": 0.25})
+    trainer = trainer_of(model, processes, tmp_path / "rollouts", {"record_groups": 2})
     figures, seconds = [trainer.train_step() for _ in range(2)][1]
     assert seconds["record"] > 0
     prompts = fakes.prompts(PROMPTS, PROMPTS)
@@ -81,7 +81,7 @@ def test_step_is_recorded(processes, model, tmp_path):
 
     # Advantages are relative to the group's mean and whitened over the trained rollouts.
     centred = rewards[kept] - rewards[kept].mean(1, keepdims=True)
-    advantages = dict(zip(kept, centred / centred.std() + 0.25 * rewards[kept], strict=True))
+    advantages = dict(zip(kept, centred / centred.std(), strict=True))
     found = read_rollouts(tmp_path / "rollouts", LogEntry("step", 1)).to_pylist()
     assert len(found) == 2 * N
     for r in found:

@@ -11,26 +11,24 @@ from megatron_brorl.config.schema import ReferenceConfig
 from megatron_brorl.train.reference import ReferencePolicy
 
 
-def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch.nn.Linear, list[str]]:
+def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch.nn.Linear]:
     actor = torch.nn.Linear(2, 1)
-    calls = []
     worker: Any = SimpleNamespace(
         actor=actor,
         reload=lambda: None,
-        reset_optimizer=lambda: calls.append("optimizer"),
         options=SimpleNamespace(offload=offload),
         log_probs=lambda *_: [actor.weight.detach().clone()],
     )
-    return ReferencePolicy(worker, ReferenceConfig(**settings)), actor, calls
+    return ReferencePolicy(worker, ReferenceConfig(**settings)), actor
 
 
 def test_reset_every_n_steps():
-    reference, _, _ = make(reset_every=3)
+    reference, _ = make(reset_every=3)
     assert [step for step in range(1, 8) if reference.reset_reason(step)] == [3, 6]
 
 
 def test_reset_after_evaluations_without_improvement():
-    reference, _, _ = make(reset_patience=2)
+    reference, _ = make(reset_patience=2)
     found = []
     for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
         reference.early_stopping.record(score)
@@ -41,23 +39,21 @@ def test_reset_after_evaluations_without_improvement():
     assert found == [False, False, False, False, True, False, False, False, True]
 
 
-def test_reset_copies_the_actor_and_optionally_resets_the_optimizer():
-    for asked in (False, True):
-        reference, actor, calls = make(reset_every=1, reset_optimizer=asked)
-        before = actor.weight.detach().clone()
-        with torch.no_grad():
-            actor.weight += 1.0
-        assert torch.equal(reference.weights["weight"], before)
-        reference.reset()
-        assert torch.equal(reference.weights["weight"], before + 1.0)
-        assert reference.weights["weight"].data_ptr() != actor.weight.data_ptr()
-        assert calls == (["optimizer"] if asked else [])
+def test_reset_copies_the_actor():
+    reference, actor = make(reset_every=1)
+    before = actor.weight.detach().clone()
+    with torch.no_grad():
+        actor.weight += 1.0
+    assert torch.equal(reference.weights["weight"], before)
+    reference.reset()
+    assert torch.equal(reference.weights["weight"], before + 1.0)
+    assert reference.weights["weight"].data_ptr() != actor.weight.data_ptr()
 
 
 def test_the_reference_is_in_host_memory_with_offload():
     """Offloading frees the memory. log_probs restores the weights, and the actor's weights do not change."""
     for offload in (True, False):
-        reference, actor, _ = make(offload)
+        reference, actor = make(offload)
         before = actor.weight.detach().clone()
         with torch.no_grad():
             actor.weight.add_(1)

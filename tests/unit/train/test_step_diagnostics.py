@@ -22,7 +22,6 @@ DEPTH = 3
 TEMPERATURE = 0.8
 CHANGES = {
     "rollout": {"n": N, "prompts": 3, "temperature": TEMPERATURE},
-    "theory": {"prompts": 2, "positions": POSITIONS},
 }
 
 
@@ -33,6 +32,8 @@ def step(processes, model):
     trainer.sync_weights()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diagnostics, "MAX_POSITION", DEPTH)
+        patch.setattr(diagnostics, "PROMPTS", 2)
+        patch.setattr(diagnostics, "POSITIONS", POSITIONS)
         return trainer.train_step()[0]
 
 

@@ -9,7 +9,7 @@ import torch
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.train import update
+from megatron_brorl.train import collect, update
 
 N, PROMPTS, BUDGET, MOST = 16, 2, 4, 12
 
@@ -22,7 +22,7 @@ def response(seed: int, step: int, prompt, sibling: int) -> list[int]:
 @pytest.mark.parametrize("updates", [1, 2])
 def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch, updates):
     """Loss (one update) and old log-probs (two) of every step against transformers with the weights at its start."""
-    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": BUDGET, "max_carried_steps": 2}
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": BUDGET}
     config = configured({"rollout": rollout, "algo": {"mini_batches": updates}})
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.sync_weights()
@@ -67,7 +67,7 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
 
 def test_rollouts_cut_by_the_watchdog_continue(processes, model):
     """A rollout that makes no progress for two steps is requested again, and ends in the third step."""
-    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "max_carried_steps": 3, "timeout_s": 0.5}
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
     trainer.sync_weights()
@@ -84,8 +84,9 @@ def test_rollouts_cut_by_the_watchdog_continue(processes, model):
     assert not trainer.state.carried.groups
 
 
-def test_old_group_closes_without_unfinished_rollouts(processes, model):
-    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "max_carried_steps": 1, "timeout_s": 0.5}
+def test_old_group_closes_without_unfinished_rollouts(processes, model, monkeypatch):
+    monkeypatch.setattr(collect, "MAX_CARRIED_STEPS", 1)
+    rollout = {"n": N, "prompts": PROMPTS, "partial_tokens": MOST, "timeout_s": 0.5}
     engine = fakes.Engine(stall={("p/1", 5)})
     trainer = make_trainer(model[0], processes, configured({"rollout": rollout}), engine)
     trainer.sync_weights()

@@ -72,8 +72,8 @@ def test_sft_follows_optim_weight_decay():
     optim = OptimConfig(lr=1.0, weight_decay=0.5, betas=(0.5, 0.6), eps=1e-3, clip_grad=7.0)
     found = sft_optim(SftConfig(lr=0.25), optim)
     differing = {f.name for f in dataclasses.fields(optim) if getattr(found, f.name) != getattr(optim, f.name)}
-    assert differing == {"lr", "warmup_steps", "lr_decay_steps", "weight_decay"}
-    assert (found.lr, found.warmup_steps, found.lr_decay_steps, found.weight_decay) == (0.25, 10, 200, 0.01)
+    assert differing == {"lr", "warmup_steps", "weight_decay"}
+    assert (found.lr, found.warmup_steps, found.weight_decay) == (0.25, 10, 0.01)
 
 
 def test_resumed_run_uses_its_own_weight_decay(processes, model, tmp_path):

@@ -23,7 +23,7 @@ from tensorrt_llm.sampling_params import LogprobMode
 
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.registry import graph_sizes
+from megatron_brorl.rollout.registry import MAX_NUM_TOKENS, graph_sizes
 from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions
 from megatron_brorl.rollout.remote.trtllm import ray_node
 
@@ -84,7 +84,7 @@ class TrtllmBackend(EngineBackend):
             # Prompts, continued rollouts included, may be as long as the context.
             max_input_len=options.context,
             max_seq_len=options.context,
-            max_num_tokens=max(config.max_num_tokens, options.context),
+            max_num_tokens=max(MAX_NUM_TOKENS, options.context),
             # Siblings share the cache blocks of their prompt. The smaller of both limits applies; max_tokens leaves the
             # memory that the trainer allocates later.
             kv_cache_config=KvCacheConfig(

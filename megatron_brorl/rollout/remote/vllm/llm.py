@@ -25,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from megatron_brorl.config.schema import EngineConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.registry import graph_sizes
+from megatron_brorl.rollout.registry import HEARTBEAT_TIMEOUT_S, MAX_NUM_TOKENS, graph_sizes
 from megatron_brorl.rollout.remote.protocol import Capabilities, Completion, EngineBackend, EngineOptions
 
 EXTENSION = "megatron_brorl.rollout.remote.vllm.extension.VllmWorkerExtension"
@@ -111,7 +111,7 @@ class VllmBackend(EngineBackend):
             "max_model_len": options.context,
             "max_num_seqs": options.max_rows,
             # No prompt, continued rollouts included, may be split into chunks.
-            "max_num_batched_tokens": max(config.max_num_tokens, options.context, options.max_rows),
+            "max_num_batched_tokens": max(MAX_NUM_TOKENS, options.context, options.max_rows),
             # Siblings share the cache blocks of their prompt.
             "enable_prefix_caching": True,
             "kv_cache_memory_bytes": self._kv_bytes(),
@@ -187,12 +187,11 @@ class VllmBackend(EngineBackend):
         The core answers between two steps, and each step waits for all workers. Without this check, this process would
         keep sending heartbeats while a worker hangs.
         """
-        limit = self.config.heartbeat_timeout_s
         while True:
             try:
-                await asyncio.wait_for(self._llm.is_paused(), limit)
+                await asyncio.wait_for(self._llm.is_paused(), HEARTBEAT_TIMEOUT_S)
             except TimeoutError:
-                _end(f"vLLM's engine core or a worker is silent for {limit:g} s (engine.heartbeat_timeout_s)")
+                _end(f"vLLM's engine core or a worker is silent for {HEARTBEAT_TIMEOUT_S:g} s")
             except EngineDeadError as e:
                 _end(f"vLLM's engine core is gone: {e}")
             await asyncio.sleep(_WATCH_S)

@@ -15,8 +15,7 @@ import torch
 import zmq
 from unit.rollout.test_turns import Pool, Reply, says, text_of, tokens_of
 
-from megatron_brorl.config.environment import EnvironmentConfig
-from megatron_brorl.config.schema import EngineConfig, RolloutConfig
+from megatron_brorl.config.schema import EngineConfig, EnvironmentConfig, RolloutConfig
 from megatron_brorl.rollout import remote
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.registry import ENGINES
@@ -138,7 +137,7 @@ def ask(link: Connection, message: Message) -> None:
 @pytest.fixture
 def engine(backend, tmp_path):
     """Return an engine of the backend with weights of version 3."""
-    engine = RemoteEngine(EngineConfig(start_timeout_s=30.0), OPTIONS, {}, tmp_path, None, tmp_path / "log")
+    engine = RemoteEngine(EngineConfig(), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     leader = Connection(address(tmp_path))
     ask(leader, Message("finish", {"version": 3}))
     engine.update_weights([], 3)
@@ -148,8 +147,7 @@ def engine(backend, tmp_path):
 
 
 def test_generate_sleep_and_weight_sync(backend, tmp_path):
-    settings = EngineConfig(start_timeout_s=30.0)
-    engine = RemoteEngine(settings, OPTIONS, {}, tmp_path, None, tmp_path / "log")
+    engine = RemoteEngine(EngineConfig(), OPTIONS, {}, tmp_path, None, tmp_path / "log")
     assert engine.duplicate_advice == 'Other 1.0; start a new run with rollout.engine = "torch"'
     leader = Connection(address(tmp_path))
     ask(leader, Message("begin"))
