@@ -1,4 +1,4 @@
-"""The functions that algo.advantage and algo.policy_loss name: those of this package and those of users.
+"""The functions of users that algo.advantage, algo.policy_loss and reward.group_function name.
 
 Every mistake of a function ends the run with one line that names its file.
 """
@@ -70,7 +70,7 @@ def find(key: str, value: str) -> AlgorithmFunction:
     return _found[value]
 
 
-def start(values: Mapping[str, str], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+def import_functions(values: Mapping[str, str], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
     """Import the users' functions of a run, also files that have changed since the last run of this process.
 
     values: algo.advantage and algo.policy_loss. given: the functions of a Python program, by key. Returns the SHA-256

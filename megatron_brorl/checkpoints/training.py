@@ -135,10 +135,8 @@ def begin(
     run: content of run.json, to which the step is added. keep: number of newest checkpoints to keep, up to this step.
     files: additional files of this rank, under names that no other rank uses. copy: copy the state, because it may
     change before it is written.
-    Raises UserError if a weight is not finite, and NotWritten, on all ranks, if the folder cannot be created.
+    Raises NotWritten, on all ranks, if the folder cannot be created. The caller has checked that weights are finite.
     """
-    check_finite(models, step)
-
     # Without the distributed optimizer, Megatron cannot save the state of an optimizer that has not stepped.
     for model in models:
         if model.optimizer and is_distributed(model.optimizer):

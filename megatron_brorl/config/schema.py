@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, TypeAdapter
 
 from megatron_brorl.config.agent import AgentConfig
-from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
+from megatron_brorl.config.algorithms import ADVANTAGE_NAMES, POLICY_LOSS_NAMES, listed
 from megatron_brorl.config.environment import CALL_END, EnvironmentConfig
 from megatron_brorl.config.fp8 import Fp8Config
 from megatron_brorl.config.section import key, section
@@ -301,8 +301,8 @@ class AlgoConfig:
 
     advantage: str = key(
         "reinforce_pp_baseline",
-        f"Advantage estimator. {listed({k: v.meaning for k, v in ADVANTAGES.items()}, 'my_algo.py:advantage')}",
-        examples=list(ADVANTAGES),
+        f"Advantage estimator. {listed(ADVANTAGE_NAMES, 'my_algo.py:advantage')}",
+        examples=list(ADVANTAGE_NAMES),
     )
     pass_k: int = key(0, 'The k of advantage = "pass_at_k", below rollout.n; 0 otherwise.', ge=0)
     gamma: float = key(1.0, 'Discount factor per token of advantage = "gae".', ge=0, le=1)
@@ -325,7 +325,7 @@ class AlgoConfig:
         ge=0,
     )
     policy_loss: str = key(
-        "clip", f"Policy loss. {listed(POLICY_LOSSES, 'my_algo.py:loss')}", examples=list(POLICY_LOSSES)
+        "clip", f"Policy loss. {listed(POLICY_LOSS_NAMES, 'my_algo.py:loss')}", examples=list(POLICY_LOSS_NAMES)
     )
     eps_low: float = key(0.2, "The ratio is clipped below at 1 - eps_low.", gt=0, lt=1)
     eps_high: float = key(0.28, "The ratio is clipped above at 1 + eps_high.", gt=0)
@@ -472,7 +472,7 @@ class TrainConfig:
         "auto", '"auto" resumes from the newest checkpoint in run.dir. "never" starts from the beginning.'
     )
     max_nonfinite_steps: int = key(5, "Abort the run after this many consecutive steps with non-finite values.", ge=1)
-    verify_reshard: Literal["auto", "always", "never"] = key(
+    verify_weights: Literal["auto", "always", "never"] = key(
         "auto",
         "Compare the log-probabilities of a few sampled tokens between engine and actor after each weight update."
         ' "auto" does so if the engines are separate processes.',

@@ -349,7 +349,7 @@ def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
     parameters = dict(global_parameters(model))
     for entry in table:
         parameter = parameters.get(entry.megatron)
-        is_split = entry.layout != "replicated" or entry.expert is not None
+        is_split = entry.layout != "whole" or entry.expert is not None
         if parameter is not None and is_split and not hasattr(parameter, "tensor_model_parallel"):
             # "columns" are the weights of row-parallel linears, which split dim 1 of [out, in]. All others split dim 0.
             dim = int(entry.layout == "columns")

@@ -97,10 +97,10 @@ class _TokenMetrics:
         table = torch.zeros(len(self.chosen), self.config.rollout.n, MAX_POSITION, dtype=torch.int64)
         for r in self.collected.rollouts:
             if r.group in index:
-                ids = r.rollout.token_ids[:MAX_POSITION]
-                sign = 1 if (episode := r.rollout.episode) is None else episode.sampled[:MAX_POSITION] * 2 - 1
+                ids = r.token_ids[:MAX_POSITION]
+                sign = 1 if r.sampled is None else r.sampled[:MAX_POSITION] * 2 - 1
                 # Tokens of an environment are negative.
-                table[index[r.group], r.rollout.index, : len(ids)] = sign * (ids + 1)
+                table[index[r.group], r.index, : len(ids)] = sign * (ids + 1)
         table = table.to(cpu_bridge.default_device())
         # Each rollout is on one replica, so the sum adds its tokens to zeros.
         dist.all_reduce(table, group=self.worker.grid.groups.dp)

@@ -115,8 +115,8 @@ def update_policy(
     def step(lr: float, rows: list[int]) -> StepMetrics | None:
         part = experience.select(rows)
         # A rollout of an agent has several rows.
-        units = part.units or tuple(range(len(part)))
-        lengths: dict[int, int] = Counter()
+        units: Sequence[Any] = part.slots or range(len(part))
+        lengths: dict[Any, int] = Counter()
         for unit, tokens in zip(units, part.sampled_tokens(), strict=True):
             lengths[unit] += tokens
         own = {"tokens": float(sum(lengths.values())), "sequences": float(sum(n > 0 for n in lengths.values()))}

@@ -30,10 +30,10 @@ def steps(
         return output.masked_fill(kwargs["input_ids"].T.eq(token)[..., None], NAN)
 
     if trainer.grid.first_stage:
-        trainer.worker.actor.embedding.register_forward_hook(hook, with_kwargs=True)
+        trainer.models.actor.actor.embedding.register_forward_hook(hook, with_kwargs=True)
     trainer.sync_weights()
     metrics = [trainer.train_step()[0] for _ in range(2)]
-    return metrics, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+    return metrics, {name: tensor.clone() for name, tensor in trainer.models.actor.hf_tensors()}
 
 
 def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> str:
@@ -43,7 +43,7 @@ def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> s
     trainer.save()
     if rank == torch.distributed.get_world_size() - 1:
         with torch.no_grad():
-            trainer.worker.actor.decoder.layers[-1].mlp.linear_fc1.weight[-1, -1] = NAN
+            trainer.models.actor.actor.decoder.layers[-1].mlp.linear_fc1.weight[-1, -1] = NAN
     trainer.state.step = 2
     try:
         trainer.save()

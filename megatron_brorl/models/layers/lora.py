@@ -202,7 +202,7 @@ def add_adapters(actor: Any, lora: LoraConfig, seed: int) -> None:
         adapter = Adapter(a.contiguous(), torch.zeros(len(rows), lora.rank), rows)
         # Read by megatron.core.distributed.finalize_model_grads.
         for entry, parameter in ((of_a, adapter.a), (of_b, adapter.b)):
-            parameter.sequence_parallel = grid.sequence_parallel and entry.layout == "replicated"  # type: ignore[attr-defined]
+            parameter.sequence_parallel = grid.sequence_parallel and entry.layout == "whole"  # type: ignore[attr-defined]
         layer = modules[name]
         if layer.lora is None:
             layer.lora = Adapters(len(layer.weight), lora.alpha / lora.rank)

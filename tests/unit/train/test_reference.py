@@ -9,6 +9,7 @@ import torch
 
 from megatron_brorl.config.schema import ReferenceConfig
 from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.state import EarlyStopping
 
 
 def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch.nn.Linear, list[str]]:
@@ -26,17 +27,18 @@ def make(offload: bool = False, **settings: Any) -> tuple[ReferencePolicy, torch
 
 def test_reset_every_n_steps():
     reference, _, _ = make(reset_every=3)
-    assert [step for step in range(1, 8) if reference.reset_reason(step)] == [3, 6]
+    assert [step for step in range(1, 8) if reference.reset_reason(step, 0)] == [3, 6]
 
 
 def test_reset_after_evaluations_without_improvement():
     reference, _, _ = make(reset_patience=2)
     found = []
+    counter = EarlyStopping()
     for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
-        reference.early_stopping.record(score)
-        found.append(bool(reference.reset_reason(1)))
+        counter.record(score)
+        found.append(bool(reference.reset_reason(1, counter.count)))
         if found[-1]:
-            reference.reset()
+            counter.count = 0
     # 0.4 is the best until 0.41. The second evaluation without a new best resets the reference and the count.
     assert found == [False, False, False, False, True, False, False, False, True]
 
