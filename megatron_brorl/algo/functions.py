@@ -29,15 +29,13 @@ PARAMETERS = {  # each is passed by name
 class AlgorithmFunction:
     """A function with the checks of its results. `label` begins its messages."""
 
-    def __init__(self, label: str, function: Callable[..., Any], sha256: str) -> None:
+    def __init__(self, label: str, function: Callable[..., Any], sha256: str, parameters: Sequence[str]) -> None:
+        """Raise UserError unless the function can be called with the names `parameters`."""
         self.sha256 = sha256
         self._label = label
         self.function = function
-
-    def check_parameters(self, parameters: Sequence[str]) -> None:
-        """Raise UserError unless the function can be called with these names."""
         try:
-            inspect.signature(self.function).bind(**dict.fromkeys(parameters))
+            inspect.signature(function).bind(**dict.fromkeys(parameters))
         except (TypeError, ValueError) as e:
             self.refuse(f"must take ({', '.join(parameters)}): {e}")
 
@@ -64,9 +62,8 @@ _found: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this pr
 def find(key: str, value: str) -> AlgorithmFunction:
     """Return the function that a key names, which is imported on first use. Raises UserError."""
     if value not in _found:
-        found = AlgorithmFunction(f"{key} = {value}", *import_function(value, f"{key} ="))
-        found.check_parameters(PARAMETERS[key])
-        _found[value] = found
+        imported = import_function(value, f"{key} =")
+        _found[value] = AlgorithmFunction(f"{key} = {value}", *imported, PARAMETERS[key])
     return _found[value]
 
 
@@ -78,6 +75,5 @@ def import_functions(values: Mapping[str, str], given: Mapping[str, Callable[...
     """
     _found.clear()
     for key, function in given.items():
-        _found[IN_PROCESS[key]] = AlgorithmFunction(key, function, source_sha256(function))
-        _found[IN_PROCESS[key]].check_parameters(PARAMETERS[key])
+        _found[IN_PROCESS[key]] = AlgorithmFunction(key, function, source_sha256(function), PARAMETERS[key])
     return {value: find(key, value).sha256 for key, value in values.items() if is_function(value)}

@@ -141,7 +141,7 @@ class Collector:
         self.runner.pool.reset()
         # Carried groups come first, because ScoredRollout.group of their rollouts is an index into carried.groups.
         groups = list(carried.groups)
-        scored = carried.finished_rollouts()
+        scored = [r for r in carried.rollouts if r.rollout.finish != "cut"]
         surplus_groups = set(range(len(groups)) if config.rollout.refills else ())
         group_rewards = GroupRewards(self.runner, self.sampling.stop_ids, surplus_groups)
         position = start

@@ -9,12 +9,17 @@ Tokens of an environment are left out: all columns are restricted to the sampled
 other directly, and Experience has 0 in the places of the others. A chain of values and rewards therefore passes from
 the last token of a turn to the first token of the next one, and its value includes the observation between them.
 
+A row with a NaN or infinite value, or log-probability of the engine, the actor, the reference or the teacher, does not
+count in losses and their divisors. Its reward still counts in the baseline of its group and in whitening.
+
 A column is a tuple of one tensor per row, on the device of this process. On a GPU an operation per row would take
 longer to launch than to run, so columns are concatenated for arithmetic, and rows are views of the result.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress, pairwise
@@ -25,20 +30,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantages import explained_variance, group_advantages, is_whitened, merge
-from megatron_brorl.algo.kl import kl_estimate
-from megatron_brorl.algo.policy_loss import mismatch_mask
+from megatron_brorl.algo.policy_loss import kl_estimate, mismatch_mask
 from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.interface import Backend
 from megatron_brorl.parallel import collectives, cpu_bridge
+from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import copies_by_routes
 from megatron_brorl.train.groups import Outcomes, Subset
 from megatron_brorl.train.models import TrainingModels
-from megatron_brorl.train.nonfinite import finite_rows, log_rows
 from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Experience, PromptGroup, TrainingRollout
 
 Rows = tuple[Tensor, ...]  # [G] of each row
+_NAMED = 16  # rows that a message names
 _ROUNDING = 1e-6  # largest error of an advantage in float32, in units of the standard deviation
 
 
@@ -220,6 +225,31 @@ def make_experience(
             columns[name] = None if columns[name] is None else _filled(sampled, columns[name])
         columns["mask"] = columns.get("mask") or sampled
     return Experience(**columns, weights=subset.weights(slots) if subset else ()), metrics | critic_metrics
+
+
+def finite_rows(columns: Sequence[Sequence[Tensor]], grid: Grid) -> list[bool]:
+    """Return whether all values of each row are finite on all ranks of the replica. Collective of the replica.
+
+    columns: [G] per row each; all ranks of a replica have the same rows.
+    """
+    if not columns[0]:
+        return []
+    row_of = torch.arange(len(columns[0])).repeat_interleave(torch.tensor([len(row) for row in columns[0]]))
+    broken = torch.zeros(len(columns[0]), dtype=torch.int32)
+    for column in columns:
+        broken[row_of[~torch.cat(list(column)).isfinite().cpu()]] = 1
+    broken = broken.to(cpu_bridge.default_device())
+    dist.all_reduce(broken, dist.ReduceOp.MAX, group=grid.replica)
+    return (broken == 0).tolist()
+
+
+def log_rows(what: str, rows: Sequence[int], ids: Sequence[str], grid: Grid) -> None:
+    """Print the ids of the first of these rows to stderr, once per replica."""
+    if rows and dist.get_rank(grid.replica) == 0:
+        named = ", ".join(ids[row] if ids else f"row {row}" for row in rows[:_NAMED])
+        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+        with contextlib.suppress(OSError):  # A closed stderr does not end the run.
+            print(f"rank {grid.rank}: {what}: {named}{more}", file=sys.stderr, flush=True)
 
 
 def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dict[str, float]:

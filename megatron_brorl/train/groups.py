@@ -17,11 +17,10 @@ from megatron_brorl.algo.advantages import has_signal, largest_spread
 from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.types import FinishReason, Rollout, RowWeight, ScoredRollout
+from megatron_brorl.types import RowWeight, ScoredRollout
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; no rank has a lost rollout
-FINISH: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", CUT: "cut"}
-_STATE = {finish: state for state, finish in FINISH.items()}
+_STATE = {"stop": STOP, "length": LENGTH, "cut": CUT}  # by Rollout.finish
 _NAN = float("nan")
 
 Pieces = Literal["prompts", "siblings"]  # config key algo.mini_batch_of
@@ -80,11 +79,12 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
                 r.right,
                 len(r.rollout.token_ids),
                 r.rollout.sampled_tokens,
-                _repeats(r.rollout, ngram) if ngram else 0,
+                repeated_ngrams(r.rollout.token_ids, ngram, mask) if ngram else 0,
                 r.answer,
                 dist.get_rank() + 1,  # 0 for a lost rollout
             )
             for r in rollouts
+            for mask in [r.rollout.episode.sampled if r.rollout.episode else None]
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
 
@@ -94,11 +94,6 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     state, rewards, right, tokens, sampled, repeats, answers, holder = table.cpu()
     counts = tokens.long(), sampled.long(), repeats.long(), answers.long()
     return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
-
-
-def _repeats(rollout: Rollout, ngram: int) -> int:
-    sampled = rollout.episode.sampled if rollout.episode else None
-    return repeated_ngrams(rollout.token_ids, ngram, sampled)
 
 
 def mark_unfinished_as_lost(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -198,8 +193,10 @@ def mini_batches(
     """
     place = {group: i for i, group in enumerate(kept)}
     batches: list[list[int]] = [[] for _ in range(count)]
+    # A list, because reading one element of a tensor takes microseconds.
+    numbers = None if siblings is None else siblings.tolist()
     for i, (group, index) in enumerate(slots):
-        sibling = index if siblings is None else int(siblings[group, index])
+        sibling = index if numbers is None else numbers[group][index]
         batches[mini_batch_of(place[group], sibling, count, of)].append(i)
     return batches
 

@@ -159,7 +159,12 @@ def send(
     found: dict[tuple[int, int], Tensor] = {}
     for i in range(messages):
         found |= _exchange(transfers.select(slice(i, None, messages)), held, dtype, grid)
-    return found, dtype.itemsize * _elements_sent(transfers, grid)
+    # A tensor goes to each rank of its replica except its holder.
+    is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
+    for i, ranks in enumerate(grid.replicas):
+        is_member[ranks, i] = True
+    copies = grid.mp_size - is_member[transfers.source, transfers.target].long()
+    return found, dtype.itemsize * int((transfers.length * copies).sum())
 
 
 def _exchange(
@@ -185,12 +190,3 @@ def _exchange(
 
 def _sums(index: Tensor, values: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64).index_add(0, index, values)
-
-
-def _elements_sent(transfers: Transfers, grid: Grid) -> int:
-    """Return the numbers sent between all ranks: a rollout goes to each rank of its replica except its holder."""
-    is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
-    for i, ranks in enumerate(grid.replicas):
-        is_member[ranks, i] = True
-    copies = grid.mp_size - is_member[transfers.source, transfers.target].long()
-    return int((transfers.length * copies).sum())

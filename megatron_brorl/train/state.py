@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+from pydantic import BaseModel, Field, InstanceOf, ValidationError
 
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
@@ -42,8 +42,6 @@ class EarlyStopping(BaseModel):
 class RunState(BaseModel):
     """Progress of a run. Every step updates it, and run.json of every checkpoint stores it."""
 
-    model_config = ConfigDict(strict=True)
-
     step: int = 0  # steps done
     source_position: SourcePosition = SourcePosition()
     updates: int = 0  # optimizer steps taken; the version of the actor's weights
@@ -71,11 +69,6 @@ class RunState(BaseModel):
             or bool(config.max_seconds and self.trained_s >= config.max_seconds)
             or bool(config.patience and self.early_stopping.count >= config.patience)
         )
-
-    def record_evaluation(self, pass_at_1: float) -> None:
-        """Count an evaluation for train.patience and for resetting the reference policy."""
-        self.early_stopping.record(pass_at_1)
-        self.reference_stopping.record(pass_at_1)
 
 
 def begin_save(
@@ -109,8 +102,10 @@ def read_state(directory: Path) -> RunState:
     """Return the state in a checkpoint's run.json, without its groups. Raises UserError if another version wrote it."""
     run = checkpoint.read_run(directory)
     try:
-        state = RunState.model_validate_json(json.dumps(run))
-        wrong = [name for name, value in state.model_dump().items() if _keys(run.get(name)) != _keys(value)]
+        state = RunState.model_validate_json(json.dumps(run), strict=True)
+        # pydantic would take the defaults for missing keys.
+        saved = state.model_dump().items()
+        wrong = [name for name, value in saved if name not in run or _keys(run[name]) != _keys(value)]
     except ValidationError as e:
         wrong = [".".join(map(str, e.errors()[0]["loc"]))]
     if wrong:
@@ -122,8 +117,8 @@ def read_state(directory: Path) -> RunState:
 
 
 def _keys(value: Any) -> Any:
-    """Return the keys of nested dicts, to detect missing ones, for which pydantic would take the defaults."""
-    return {key: _keys(inner) for key, inner in value.items()} if isinstance(value, dict) else value is None
+    """Return the keys of nested dicts, with None in place of other values."""
+    return {key: _keys(inner) for key, inner in value.items()} if isinstance(value, dict) else None
 
 
 def restore(
@@ -136,6 +131,8 @@ def restore(
     # Read and check run.json before any weight changes.
     restored = read_state(directory)
     checkpoint.load(directory, models.checkpoint_parts())
+    latest = directory.parent / folders.LATEST
+    models.require_finite(str(directory), f"delete it and {latest} to continue from an older checkpoint")
     restored.fingerprint = state.fingerprint
     restored.carried = read_checkpoint(directory, source, grid)
     restored.best = folders.best_so_far(directory.parent, restored.best, restored.step, config.train.keep_best)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_brorl import rollout_log, signals
-from megatron_brorl.algo.first_update import large_first_update
+from megatron_brorl.algo.advice import large_first_update
 from megatron_brorl.checkpoints import folders
-from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
-from megatron_brorl.errors import StepError
+from megatron_brorl.errors import StepError, UserError
 from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import empty_routes
@@ -41,7 +40,6 @@ from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, sharing_metrics
 from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches
 from megatron_brorl.train.models import TrainingModels
-from megatron_brorl.train.nonfinite import count_nonfinite_steps, raise_if_too_many_nonfinite
 from megatron_brorl.train.recorder import Recorder, sample_lines
 from megatron_brorl.train.redistribute import cost_model
 from megatron_brorl.train.sample_and_score import RolloutRunner
@@ -84,7 +82,7 @@ class Trainer:
         self._startup_seconds = max(0.0, time.time() - self.started)
         self._clock_start = time.monotonic()
         self._must_save_again = False  # True: a checkpoint could not be written; save after a step even if none is due
-        self._nonfinite_steps = 0  # consecutive ones, see nonfinite.count_nonfinite_steps
+        self._nonfinite_steps = 0  # consecutive ones, see count_nonfinite_steps
         self._gaps: list[float] | None = []  # logprob_gap_mean of the steps of this process, until a warning
         self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
@@ -222,7 +220,11 @@ class Trainer:
         # New weights for the engine. Weights that are not finite are neither saved nor sent.
         state.step += 1
         with _timed(seconds, "weight_sync"):
-            checkpoint.check_finite(self.models.checkpoint_parts(), state.step)
+            self.models.require_finite(
+                f"the state {after_steps_text(state.step)}",
+                "no checkpoint is written, and older ones stay; start a new run from the weights of the last one "
+                "(brorl convert to-hf) with a lower learning rate",
+            )
             if is_idle:
                 self.models.offload()  # the diagnostics have loaded the actor
                 metrics["weight_sync_again"] = 0.0
@@ -286,7 +288,8 @@ class Trainer:
         # The actor does not change during the warm-up of the critic, so these evaluations count
         # neither towards train.patience nor towards resets of the reference policy.
         if not self.state.in_critic_warmup(self.config.critic):
-            self.state.record_evaluation(metrics["pass_at_1"])
+            self.state.early_stopping.record(metrics["pass_at_1"])
+            self.state.reference_stopping.record(metrics["pass_at_1"])
         return metrics
 
     def _ending(self, stop: Callable[[], bool]) -> Ending | None:
@@ -305,7 +308,13 @@ class Trainer:
         if ending is Ending.ENGINE_STUCK:
             self.runner.raise_if_stuck(saved)
         elif ending is Ending.NONFINITE:
-            raise_if_too_many_nonfinite(self._nonfinite_steps, self.config.train.max_nonfinite_steps, saved)
+            raise UserError(
+                f"{self._nonfinite_steps} steps in a row (train.max_nonfinite_steps = "
+                f"{self.config.train.max_nonfinite_steps}) skipped an update because its gradient was not finite, or "
+                "left out most of their rollouts because log-probabilities were not finite (updates_skipped and "
+                f"nonfinite_rows in metrics.jsonl): {saved}; find out whether the engine or the trainer returns them, "
+                "or start a new run from the saved weights (brorl convert to-hf) with a lower learning rate"
+            )
         self.callbacks.raise_if_failed(saved)
 
     def _save_and_raise(self, error: StepError, before: RunState, steps_taken: int, progress: Progress) -> NoReturn:
@@ -397,6 +406,12 @@ class Trainer:
             if self.state.best and folders.read_best(directory.parent) != self.state.best:
                 folders.write_best(directory.parent, self.state.best)
             folders.repair(directory.parent, self.state.step, self.config.train.keep_checkpoints)
+
+
+def count_nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:
+    """Return how many steps in a row, the one with these metrics included, skipped an update or left out most rows."""
+    skipped = metrics["updates_skipped"] + metrics.get("critic_updates_skipped", 0.0)
+    return before + 1 if skipped or metrics["nonfinite_rows"] > metrics["finite_rows"] else 0
 
 
 @contextlib.contextmanager

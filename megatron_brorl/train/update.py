@@ -21,9 +21,9 @@ from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
 from megatron_brorl.tracking.timeline import count
+from megatron_brorl.train.experience import log_rows
 from megatron_brorl.train.learning_rate import learning_rate, scaled, with_decay_steps
 from megatron_brorl.train.models import CriticWorker, TrainingModels
-from megatron_brorl.train.nonfinite import log_rows
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.worker import LossFunction, OptimizerStep, Worker
 from megatron_brorl.types import Experience

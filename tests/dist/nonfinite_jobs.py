@@ -29,7 +29,7 @@ def steps(
     def hook(_module: Any, _args: Any, kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
         return output.masked_fill(kwargs["input_ids"].T.eq(token)[..., None], NAN)
 
-    if trainer.grid.first_stage:
+    if trainer.grid.pp_rank == 0:
         trainer.models.actor.actor.embedding.register_forward_hook(hook, with_kwargs=True)
     trainer.sync_weights()
     metrics = [trainer.train_step()[0] for _ in range(2)]

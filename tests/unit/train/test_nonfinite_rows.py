@@ -11,12 +11,13 @@ import tiny
 import torch
 from by_hand import responses, update
 from dist.steps import _Silent, configured, make_trainer
+from unit.train.test_updates_counted import poison_gradients
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.train.nonfinite import count_nonfinite_steps
 from megatron_brorl.train.sft import sft
+from megatron_brorl.train.trainer import count_nonfinite_steps
 
 N = 32
 TOKENS = 12
@@ -62,14 +63,6 @@ def poison(module, token, active=lambda: True):
         return output.masked_fill(kwargs["input_ids"].T.eq(token)[..., None], NAN) if active() else output
 
     module.embedding.register_forward_hook(hook, with_kwargs=True)
-
-
-def poison_gradients(module, active=lambda: True):
-    def hook(_module, _args, output):
-        if output.requires_grad and active():
-            output.register_hook(lambda gradient: gradient * NAN)
-
-    module.embedding.register_forward_hook(hook)
 
 
 def assert_step_without(values, trainer, model, left_out):
@@ -157,7 +150,7 @@ def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, 
         every = {(f"p/{i}", s): NAN for i in range(60) for s in range(N) if i // 3 != 2}
         trainer.runner.engine.engine.nonfinite = every
     else:
-        poison_gradients(trainer.models.actor.actor, lambda: trainer.state.step != 2)
+        poison_gradients(trainer.models.actor, lambda: trainer.state.step != 2)
     with pytest.raises(UserError) as caught:
         trainer.run(None, _Silent(), lambda: False)
     said = str(caught.value)
@@ -188,23 +181,6 @@ def break_weight(trainer, value=NAN):
     with torch.no_grad():
         trainer.models.actor.actor.get_parameter(name)[1, 2] = value
     return name
-
-
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_checkpoints_are_finite(processes, model, tmp_path, value):
-    trainer = trainer_of(model, processes, {"run": {"seed": 3, "dir": str(tmp_path)}, **PPO})
-    trainer.state.step = 1
-    trainer.save()
-    files = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
-    trainer.state.step = 2
-    name = break_weight(trainer, value)
-    with pytest.raises(UserError) as caught:
-        trainer.save()
-    assert str(caught.value).startswith(
-        f"the state after 2 steps, actor: weights that are not finite: {name}; no checkpoint is written"
-    )
-    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == files
-    assert checkpoint.find(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_00000001"
 
 
 def breaking(trainer):

@@ -43,19 +43,6 @@ def test_reset_after_evaluations_without_improvement():
     assert found == [False, False, False, False, True, False, False, False, True]
 
 
-def test_reset_copies_the_actor_and_optionally_resets_the_optimizer():
-    for asked in (False, True):
-        reference, actor, calls = make(reset_every=1, reset_optimizer=asked)
-        before = actor.weight.detach().clone()
-        with torch.no_grad():
-            actor.weight += 1.0
-        assert torch.equal(reference.weights["weight"], before)
-        reference.reset()
-        assert torch.equal(reference.weights["weight"], before + 1.0)
-        assert reference.weights["weight"].data_ptr() != actor.weight.data_ptr()
-        assert calls == (["optimizer"] if asked else [])
-
-
 def test_the_reference_is_in_host_memory_with_offload():
     """Offloading frees the memory. log_probs restores the weights, and the actor's weights do not change."""
     for offload in (True, False):

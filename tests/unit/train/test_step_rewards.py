@@ -13,7 +13,7 @@ from by_hand import responses, update
 from dist.steps import configured, make_trainer
 from step_verifiers import RULES
 
-from megatron_brorl.algo.group_signal import why_no_signal
+from megatron_brorl.algo.advice import why_no_signal
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rewards import registry

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import fakes
 import pytest
-import torch
 from dist.steps import _Silent, configured, make_trainer
 
 NAN = float("nan")
@@ -168,21 +167,3 @@ def test_staleness_counts_updates(processes, model):
     spans = [row.rollout.spans for row in trainer.state.carried.rollouts]
     assert spans
     assert {version for own in spans for version, _ in own} == {0}
-
-
-def test_resumed_run_continues_counting(processes, model, tmp_path):
-    trainer = trainer_of(model, processes, {}, tmp_path)
-    for all_right in (True, False, True):
-        trainer.runner.pool.all_right = all_right
-        trainer.train_step()
-    trainer.save()
-    again = trainer_of(model, processes, {}, tmp_path)
-    again.restore(tmp_path / "checkpoints" / "step_00000003")
-    again.sync_weights()
-    assert versions(again) == (2, 2, 2)
-    values, _ = again.train_step()
-    assert values["lr"] == pytest.approx(1e-3 * 4 / 100)
-    weights = dict(again.models.actor.hf_tensors())
-    trainer.runner.pool.all_right = False
-    trainer.train_step()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.models.actor.hf_tensors())
