@@ -72,6 +72,7 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     table = torch.zeros(8, groups, n, dtype=torch.float64)
     if rollouts:
         at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
+        masks = [r.rollout.episode.sampled if r.rollout.episode else None for r in rollouts]
         values = [
             (
                 _STATE[r.rollout.finish],
@@ -83,8 +84,7 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
                 r.answer,
                 dist.get_rank() + 1,  # 0 for a lost rollout
             )
-            for r in rollouts
-            for mask in [r.rollout.episode.sampled if r.rollout.episode else None]
+            for r, mask in zip(rollouts, masks, strict=True)
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
 
