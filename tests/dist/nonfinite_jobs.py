@@ -37,16 +37,24 @@ def steps(
 
 
 def refused(rank: int, directory: str, parallel: dict[str, Any], root: str) -> str:
-    """Return the error of saving a checkpoint if only the last rank has a NaN, in its last layer."""
+    """Return the error of a step after which only the last rank has a NaN, in its last layer."""
     trainer = make_trainer(directory, grid_of(**parallel), configured({"run": {"dir": root}}), fakes.Engine())
     trainer.state.step = 1
     trainer.save()
-    if rank == torch.distributed.get_world_size() - 1:
-        with torch.no_grad():
-            trainer.models.actor.actor.decoder.layers[-1].mlp.linear_fc1.weight[-1, -1] = NAN
-    trainer.state.step = 2
+    trainer.sync_weights()
+    worker = trainer.models.actor
+    train = worker.train
+
+    def breaks_a_weight(*arguments: Any) -> Any:
+        result = train(*arguments)
+        if rank == torch.distributed.get_world_size() - 1:
+            with torch.no_grad():
+                worker.actor.decoder.layers[-1].mlp.linear_fc1.weight[-1, -1] = NAN
+        return result
+
+    worker.train = breaks_a_weight  # type: ignore[method-assign]
     try:
-        trainer.save()
+        trainer.train_step()
     except UserError as e:
         return str(e)
-    return "saved"
+    return "no error"
