@@ -28,7 +28,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.families.shape import parse_shape
 from megatron_brorl.parallel.balance import CostModel, pair_cost
 from megatron_brorl.rollout.sampler import deal
-from megatron_brorl.train.groups import STOP, Outcomes, mini_batch_of, trained_mask
+from megatron_brorl.train.groups import STOP, Outcomes, choose_subset, mini_batch_of, trained_mask
 from megatron_brorl.train.redistribute import assign_replicas
 
 PROMPTS = 128
@@ -101,7 +101,8 @@ def measure(n: int, replicas: int, of: Any, costs: CostModel) -> dict[str, Any]:
     holder = dealt(outcomes, replicas)
 
     begun = time.thread_time()
-    replica, balance = assign_replicas(outcomes, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
+    subset = choose_subset(outcomes, algo)
+    replica, balance = assign_replicas(outcomes, subset, [PROMPT_TOKENS] * PROMPTS, algo, costs, replicas)
     seconds = time.thread_time() - begun
 
     # Rows that are trained where they were sampled are not sent.

@@ -41,7 +41,9 @@ MODELS = {
 }
 
 
-def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pipeline: int, repeat: int) -> list[Any]:
+def weight_sync_rank(
+    rank: int, world: int, port: int, directory: str, tensor: int, pipeline: int, repeat: int
+) -> list[Any]:
     """Return one rank's (seconds, extra MiB) of each update, and the bytes of the weights."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
@@ -69,19 +71,20 @@ def refit_rank(rank: int, world: int, port: int, directory: str, tensor: int, pi
     return [rows[1:], size]
 
 
-def refit_row(directory: str, tensor: int, pipeline: int, repeat: int) -> dict[str, Any]:
+def weight_sync_row(directory: str, tensor: int, pipeline: int, repeat: int) -> dict[str, Any]:
     world = tensor * pipeline
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with ProcessPoolExecutor(world, mp_context=multiprocessing.get_context("spawn")) as pool:
         ranks = [
-            pool.submit(refit_rank, rank, world, port, directory, tensor, pipeline, repeat) for rank in range(world)
+            pool.submit(weight_sync_rank, rank, world, port, directory, tensor, pipeline, repeat)
+            for rank in range(world)
         ]
         results = [r.result() for r in ranks]
     seconds = max(statistics.median(s for s, _ in rows) for rows, _ in results)
     return {
-        "what": "refit",
+        "what": "weight_sync",
         "layout": f"tensor {tensor} x pipeline {pipeline}",
         "bytes": results[0][1],
         "seconds": seconds,
@@ -156,7 +159,7 @@ def main() -> None:
         small = str(root / "small")
         alone(make, "30m", small, "float32")
         for tensor, pipeline in ((1, 1), (2, 1), (1, 2)):
-            rows.append(refit_row(small, tensor, pipeline, repeat))
+            rows.append(weight_sync_row(small, tensor, pipeline, repeat))
             show(rows[-1])
 
         # To Megatron, to another layout and back, each in a fresh process.

@@ -16,8 +16,8 @@ peak_mib: peak resident set of the engine's process, runtime and weights include
 fma_peak_share: two operations for each weight of the layers' matrices and the LM head per generated token (nothing for
 the prompt, attention or sampling), against the machine's peak in the same dtype (bench_common.peak_flops).
 others_cpu_share: the share of the machine that other processes used during the run; above a few percent, measure again.
-brorl also reports refit_ms, a whole update_weights, and prompt_kv_copies: the growth of the keys and values alive in
-the second decoding step when the prompt is twice as long, over the size of one copy of the prompt's keys and values
+brorl also reports weight_sync_ms, a whole update_weights, and prompt_kv_copies: the growth of the keys and values alive
+in the second decoding step when the prompt is twice as long, over the size of one copy of the prompt's keys and values
 (exact for prompts of a multiple of 16 tokens, the size of a page). Linux only.
 """
 
@@ -83,8 +83,8 @@ def measure(
             "others_cpu_share": found["others_cpu_share"],
             "version": found.get("version"),
         }
-        if "refit_ms" in found:
-            row["refit_ms"] = found["refit_ms"]
+        if "weight_sync_ms" in found:
+            row["weight_sync_ms"] = found["weight_sync_ms"]
         if "prompt_kv_bytes" in found:
             row["prompt_kv_bytes"] = found["prompt_kv_bytes"]
             row["prompt_kv_copies"] = found["prompt_kv_bytes"] / kv_bytes(shape, job["dtype"], prompt)
@@ -97,7 +97,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     ours = next((r["tokens_per_s"] for r in rows if r["engine"] == "brorl"), None)
     for r in rows:
         ratio = f"{ours / r['tokens_per_s']:.2f}x" if ours else "-"
-        forms = {"refit_ms": "refit {:.1f} ms", "prompt_kv_copies": "prompt KV {:.2f}x"}
+        forms = {"weight_sync_ms": "weight sync {:.1f} ms", "prompt_kv_copies": "prompt KV {:.2f}x"}
         extra = "  " + ", ".join(form.format(r[key]) for key, form in forms.items() if key in r)
         print(
             f"{r['model']:<14}{r['dtype']:<6}{r['prompt']:>6}{r['n']:>5}{r['lengths']:>8}  {r['engine']:<13}"

@@ -41,7 +41,7 @@ from transformers import Qwen2Tokenizer
 
 from megatron_brorl.families.shape import read_shape
 
-PHASES = ("generate", "score", "train", "refit", "step")
+PHASES = ("generate", "score", "train", "weight_sync", "step")
 WORDS_PER_ANSWER = 32  # Half of the answers are right.
 BYTES = 256
 END = "<|endoftext|>"
@@ -158,7 +158,7 @@ def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, we
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(
-        "prompt    N  dtype  engine   samples/s  brorl is peak MiB peak share others  generate   score   train   refit"
+        "prompt    N  dtype  engine   samples/s  brorl is peak MiB peak share others  generate   score   train    sync"
         "    step"
     )
     ours = {(r["prompt"], r["dtype"]): r["samples_per_s"] for r in rows if r["engine"] == "brorl"}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from measure import REFITS, answer, read_job, time_rollouts
+from measure import SYNCS, answer, read_job, time_rollouts
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -64,11 +64,11 @@ def main() -> None:
         return [r.token_ids.tolist() for r in group]
 
     found: dict[str, Any] = time_rollouts(job, generate)
-    refits = []
-    for version in range(1, 1 + REFITS):
+    syncs = []
+    for version in range(1, 1 + SYNCS):
         start = time.perf_counter()
         engine.update_weights(weights.items(), version)
-        refits.append(time.perf_counter() - start)
+        syncs.append(time.perf_counter() - start)
 
     # Memory per prompt token, from two prompts of which one is twice as long, at the second draw.
     prompt = job["prompts"][0]
@@ -77,7 +77,7 @@ def main() -> None:
     for times in (1, 2):
         generate(prompt * times, [2] * len(job["lengths"]), 0)
         seen.append(sampler.seen)
-    answer(**found, refit_ms=1000 * statistics.median(refits), prompt_kv_bytes=seen[1] - seen[0])
+    answer(**found, weight_sync_ms=1000 * statistics.median(syncs), prompt_kv_bytes=seen[1] - seen[0])
 
 
 if __name__ == "__main__":

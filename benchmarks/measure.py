@@ -22,7 +22,7 @@ with contextlib.suppress(ImportError):  # the environment of llama.cpp may lack 
 
 # (prompt, a length for each sibling, seed) -> the new tokens of each sibling
 Generate = Callable[[list[int], list[int], int], Sequence[Sequence[int]]]
-REFITS = 5  # the median of them is reported
+SYNCS = 5  # the median of them is reported
 
 
 def status_kib(key: str) -> int:

@@ -60,7 +60,6 @@ class Episode:
     """The part of a rollout that comes from its environment."""
 
     sampled: Tensor  # [G] bool; false: a token of the environment, which has log-probability 0 and is not trained on
-    # The counts are 0 and the score is None after train.redistribute.
     turns: int  # turns of the model
     calls: int = 0  # tool calls, with malformed ones
     malformed: int = 0  # tool calls that could not be parsed or executed with their arguments
@@ -82,7 +81,7 @@ class Rollout:
     token_ids: Tensor  # [G] int64, with the end-of-sequence token if finish == "stop"
     log_probs: Tensor  # [G] float32 under the sampling distribution (temperature, top-p, top-k)
     finish: FinishReason
-    # (version of the weights, number of tokens) in order; the numbers sum to G. Empty after train.redistribute.
+    # (version of the weights, number of tokens) in order; the numbers sum to G.
     spans: tuple[tuple[int, int], ...] = ()
     episode: Episode | None = None  # None: a single turn without an environment
     # [prompt + G - 1, layers, k] uint8 or int16: the experts of every token but the last. None: not recorded.
@@ -136,8 +135,22 @@ class ScoredRollout:
     reward: float  # nan while the rollout is "cut"
     right: bool  # whether the response counts as correct (rewards.scoring.final_reward); false while it is "cut"
     answer: int = 0  # rewards.extract.answer_hash of the final answer
-    # For the rollout log; None while the rollout is "cut" and after train.redistribute.
+    # For the rollout log; None while the rollout is "cut".
     score: ScoreResult | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class TrainingRollout:
+    """A rollout on the replica that trains on it, as train.redistribute delivers it."""
+
+    group: int  # index among the groups of the step
+    index: int  # 0 <= index < N among the siblings of its prompt
+    token_ids: Tensor  # [G] int64
+    log_probs: Tensor  # [G] float32, from the engine
+    right: bool
+    sampled: Tensor | None = None  # [G] bool; false: a token of an environment. None: the model sampled all
+    starts: tuple[int, ...] = ()  # see Episode.starts
+    routes: Tensor | None = None  # see Rollout.routes
 
 
 class RowWeight(NamedTuple):
@@ -172,8 +185,9 @@ class Experience:
     sampled: tuple[Tensor, ...] | None = None  # None: all true
     # [prompt + G - 1, layers, k] each, experts that the actor must use; None: its routers choose.
     routes: tuple[Tensor, ...] | None = None
-    # Rows with the same number are the sequences of one rollout, which counts once in means. (): each is a rollout.
-    units: tuple[int, ...] = ()
+    # Group and sibling index of each row. Rows with the same slot are the sequences of one rollout, which counts once
+    # in means. (): each row is a rollout.
+    slots: tuple[tuple[int, int], ...] = ()
     weights: tuple[RowWeight, ...] = ()  # with algo.train_on; (): each row stands for itself
     ids: tuple[str, ...] = ()  # prompt id and rollout index of each, for messages
 

@@ -191,7 +191,7 @@ def _run(what: str, settings: dict[str, Any], folder: Path, *overrides: str) -> 
     wrong = "" if gap < GAP[settings["dtype"]] else f"log-probabilities of engine and trainer differ by {gap:.3g} nats"
     if any(not step["updates"] or step["updates_skipped"] for step in found["steps"]):
         wrong = "an update was skipped, or there was none"
-    phases = {f"{phase} s": last[phase] for phase in ("generate", "train", "refit")}
+    phases = {f"{phase} s": last[phase] for phase in ("generate", "train", "weight_sync")}
     rate = {"generated tokens/s": last["tokens"] / last["generate"], "MiB": found["peak_mib"]}
     return judged(what, wrong, s=last["step"], **phases, **rate, gap=gap)
 

@@ -1,6 +1,6 @@
 """Advantages of rollouts against their group, and the moments that whiten them over the global batch.
 
-A new estimator is a function here and an entry of config.algorithms.ADVANTAGES.
+A new estimator is a function here with an entry in ADVANTAGES, and a name in config.algorithms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_brorl.algo import functions
 from megatron_brorl.algo.pass_at_k import pass_at_k_advantages
-from megatron_brorl.config import algorithms
 from megatron_brorl.config.schema import AlgoConfig
 
 
@@ -75,55 +74,34 @@ def explained_variance(returns: Moments, residuals: Moments) -> float:
     return 1 - residuals.m2 / returns.m2 if returns.m2 else float("nan")
 
 
-def largest_spread(rewards: Tensor, count: int) -> Tensor:
-    """Return which of the rewards [N] form the subset of size `count` with the largest variance, bool [N].
+def largest_spread(rewards: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Return which rewards of each group form the subset of size `count` with the largest variance, bool [groups, N].
 
-    It consists of the i highest and the count - i lowest rewards for some i (PODS, Xu et al. 2025, arXiv 2504.13818,
-    theorem 1). The smallest such i is taken, and the first ones of equal rewards. All are chosen if N <= count.
+    rewards: [groups, N]. mask: bool [groups, N], the n rewards of each group to choose from. The subset consists of the
+    i highest and the count - i lowest of them for some i (PODS, Xu et al. 2025, arXiv 2504.13818, theorem 1). The
+    smallest such i is taken, and the first ones of equal rewards. All are chosen if n <= count.
     """
-    n = len(rewards)
-    if n <= count:
-        return torch.ones(n, dtype=torch.bool)
-    x, order = rewards.double().sort(stable=True)
-    x = x - x.mean()
-    sums, squares = (torch.cat((x.new_zeros(1), t.cumsum(0))) for t in (x, x.square()))
-    high = torch.arange(count + 1)
-    total, square = (t[count - high] + t[n] - t[n - high] for t in (sums, squares))
+    groups, width = rewards.shape
+    n = mask.sum(1, keepdim=True)
+    rewards = rewards.double()
+    mean = torch.where(mask, rewards, 0.0).sum(1, keepdim=True) / n
+    x, ascending = rewards.masked_fill(~mask, torch.inf).sort(dim=1, stable=True)
+    x = torch.where(torch.arange(width) < n, x - mean, 0.0)
+    # Sums over the first k rewards in ascending order, k = 0 ... N.
+    sums, squares = (torch.cat((x.new_zeros(groups, 1), t.cumsum(1)), dim=1) for t in (x, x.square()))
+
+    high = torch.arange(min(count, width) + 1).repeat(groups, 1)  # the candidates for i
+    low_end, high_start = high.flip(1), (n - high).clamp(min=0)
+    total, square = (t.gather(1, low_end) + t[:, -1:] - t.gather(1, high_start) for t in (sums, squares))
     variance = square / count - (total / count).square()
-    i = int((variance >= variance.max() * (1 - 1e-12)).nonzero()[0])  # 1e-12: equal up to rounding
+    # argmax finds the first one. 1e-12: equal up to rounding.
+    i = (variance >= variance.amax(1, keepdim=True) * (1 - 1e-12)).byte().argmax(1, keepdim=True)
 
-    chosen = torch.zeros(n, dtype=torch.bool)
-    chosen[order[: count - i]] = True
-    order = rewards.argsort(stable=True, descending=True)
-    chosen[order[~chosen[order]][:i]] = True
-    return chosen
-
-
-def group_advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, Any]], algo: AlgoConfig) -> Tensor:
-    """Return the advantages by algo.advantage before whitening, float64 [groups, N]; 0 where the mask is false.
-
-    rewards: [groups, N]. mask: bool [groups, N], false where a rollout is lost. rows: the data row of each group's
-    prompt. Raises UserError if a function of the user fails.
-    """
-    entry = algorithms.advantage(algo.advantage)
-    function = functions.find("algo.advantage", entry.function)
-    k = {"k": algo.pass_k} if entry.takes_k else {}
-    found = function(rewards.shape, "an advantage per reward", rewards=rewards.double(), mask=mask, rows=rows, **k)
-    for group, rollout in (mask & ~found.isfinite()).nonzero()[:1].tolist():
-        function.refuse(f"returned {found[group, rollout]:g} for rollout {rollout} of row {rows[group]['id']!r}")
-    return torch.where(mask, found.detach().double(), 0.0)
-
-
-def _by_group(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a function of the rewards [survivors] of a group a function of the table of all groups."""
-
-    def advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, Any]], **settings: Any) -> Tensor:
-        table = torch.zeros_like(rewards)
-        for result, earned, ended in zip(table, rewards, mask, strict=True):
-            result[ended] = formula(earned[ended], **settings)
-        return table
-
-    return advantages
+    positions = torch.arange(width).repeat(groups, 1)
+    lowest = torch.zeros_like(mask).scatter(1, ascending, positions < count - i)
+    descending = rewards.masked_fill(~mask | lowest, -torch.inf).argsort(dim=1, stable=True, descending=True)
+    highest = torch.zeros_like(mask).scatter(1, descending, positions < i)
+    return torch.where(n > count, lowest | highest, mask)
 
 
 def _deviations(rewards: Tensor) -> Tensor:
@@ -174,10 +152,52 @@ def over_group_mean(rewards: Tensor) -> Tensor:
     return (x / x.mean() - 1).to(rewards.dtype)
 
 
-# The functions that config.algorithms.ADVANTAGES names.
-reinforce_pp_baseline = _by_group(group_baseline)
-grpo = _by_group(group_normalised)
-rloo = _by_group(leave_one_out)
-maxrl = _by_group(over_group_mean)
-pass_at_k = _by_group(pass_at_k_advantages)
-gae = _by_group(lambda rewards: rewards)  # The critic's values take the place of a group baseline.
+@dataclass(frozen=True)
+class Advantage:
+    """One value of the config key algo.advantage."""
+
+    # (rewards [survivors] of a group, float64) -> their advantages [survivors]
+    formula: Callable[..., Tensor]
+    whitened: bool = False  # over the global batch; false for advantages that are in units of their own group
+    takes_k: bool = False  # the formula also receives k, the config key algo.pass_k
+
+
+# Their meanings are in config.algorithms.
+ADVANTAGES = {
+    # REINFORCE++-baseline (Hu et al. 2025, section 3.2), per trajectory as in BroRL, section 3.1.
+    "reinforce_pp_baseline": Advantage(group_baseline, whitened=True),
+    "grpo": Advantage(group_normalised),
+    "rloo": Advantage(leave_one_out),
+    # Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2) does not divide by a standard deviation.
+    "dr_grpo": Advantage(group_baseline),
+    "maxrl": Advantage(over_group_mean),
+    "pass_at_k": Advantage(pass_at_k_advantages, whitened=True, takes_k=True),
+    # The critic's values take the place of a group baseline.
+    "gae": Advantage(lambda rewards: rewards, whitened=True),
+}
+
+
+def is_whitened(name: str) -> bool:
+    """Return whether the advantage with this name is whitened over the global batch; a user's function is not."""
+    return name in ADVANTAGES and ADVANTAGES[name].whitened
+
+
+def group_advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, Any]], algo: AlgoConfig) -> Tensor:
+    """Return the advantages by algo.advantage before whitening, float64 [groups, N]; 0 where the mask is false.
+
+    rewards: [groups, N]. mask: bool [groups, N], false where a rollout is lost. rows: the data row of each group's
+    prompt. Raises UserError if a function of the user fails.
+    """
+    rewards = rewards.double()
+    if entry := ADVANTAGES.get(algo.advantage):
+        settings = {"k": algo.pass_k} if entry.takes_k else {}
+        table = torch.zeros_like(rewards)
+        for result, earned, ended in zip(table, rewards, mask, strict=True):
+            result[ended] = entry.formula(earned[ended], **settings)
+        return table
+
+    function = functions.find("algo.advantage", algo.advantage)
+    found = function(rewards.shape, "an advantage per reward", rewards=rewards, mask=mask, rows=rows)
+    for group, rollout in (mask & ~found.isfinite()).nonzero()[:1].tolist():
+        function.refuse(f"returned {found[group, rollout]:g} for rollout {rollout} of row {rows[group]['id']!r}")
+    return torch.where(mask, found.detach().double(), 0.0)

@@ -1,4 +1,4 @@
-"""The functions that algo.advantage and algo.policy_loss name: those of this package and those of users.
+"""The functions of users that algo.advantage, algo.policy_loss and reward.group_function name.
 
 Every mistake of a function ends the run with one line that names its file.
 """
@@ -29,15 +29,13 @@ PARAMETERS = {  # each is passed by name
 class AlgorithmFunction:
     """A function with the checks of its results. `label` begins its messages."""
 
-    def __init__(self, label: str, function: Callable[..., Any], sha256: str) -> None:
+    def __init__(self, label: str, function: Callable[..., Any], sha256: str, parameters: Sequence[str]) -> None:
+        """Raise UserError unless the function can be called with the names `parameters`."""
         self.sha256 = sha256
         self._label = label
         self.function = function
-
-    def check_parameters(self, parameters: Sequence[str]) -> None:
-        """Raise UserError unless the function can be called with these names."""
         try:
-            inspect.signature(self.function).bind(**dict.fromkeys(parameters))
+            inspect.signature(function).bind(**dict.fromkeys(parameters))
         except (TypeError, ValueError) as e:
             self.refuse(f"must take ({', '.join(parameters)}): {e}")
 
@@ -64,13 +62,12 @@ _found: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this pr
 def find(key: str, value: str) -> AlgorithmFunction:
     """Return the function that a key names, which is imported on first use. Raises UserError."""
     if value not in _found:
-        found = AlgorithmFunction(f"{key} = {value}", *import_function(value, f"{key} ="))
-        found.check_parameters(PARAMETERS[key])
-        _found[value] = found
+        imported = import_function(value, f"{key} =")
+        _found[value] = AlgorithmFunction(f"{key} = {value}", *imported, PARAMETERS[key])
     return _found[value]
 
 
-def start(values: Mapping[str, str], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+def import_functions(values: Mapping[str, str], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
     """Import the users' functions of a run, also files that have changed since the last run of this process.
 
     values: algo.advantage and algo.policy_loss. given: the functions of a Python program, by key. Returns the SHA-256
@@ -78,6 +75,5 @@ def start(values: Mapping[str, str], given: Mapping[str, Callable[..., Any]]) ->
     """
     _found.clear()
     for key, function in given.items():
-        _found[IN_PROCESS[key]] = AlgorithmFunction(key, function, source_sha256(function))
-        _found[IN_PROCESS[key]].check_parameters(PARAMETERS[key])
+        _found[IN_PROCESS[key]] = AlgorithmFunction(key, function, source_sha256(function), PARAMETERS[key])
     return {value: find(key, value).sha256 for key, value in values.items() if is_function(value)}

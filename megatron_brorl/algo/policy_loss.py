@@ -1,9 +1,9 @@
 """Losses of the actor, as pure functions of tensors of R response tokens.
 
-A new policy loss is one function of ratio and advantage with an entry in POLICY_LOSSES and in config.algorithms, and
-one of the same name in csrc/policy/ppo_loss_math.h, where dual numbers give the derivative. A user's loss is a function
-of log-probabilities, without a counterpart in csrc. `policy_loss` adds the terms that all of them share: importance
-weight, KL and entropy.
+A new policy loss is one function of ratio and advantage with an entry in POLICY_LOSSES, a name in config.algorithms,
+and one of the same name in csrc/policy/ppo_loss_math.h, where dual numbers give the derivative. A user's loss is a
+function of log-probabilities, without a counterpart in csrc. `policy_loss` adds the terms that all of them share:
+importance weight, KL and entropy.
 """
 
 from __future__ import annotations
@@ -16,8 +16,23 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo import functions
-from megatron_brorl.algo.kl import MAX_LOG_RATIO, KlEstimator, kl_estimate
 from megatron_brorl.user_functions import is_function
+
+MAX_LOG_RATIO = 20.0  # exp(20) is far outside of any clip range and far from overflow in float32
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(log_ratio: Tensor, estimator: KlEstimator) -> Tensor:
+    """Return estimates [R] of KL(pi || pi_ref) from log pi - log pi_ref [R] of tokens drawn from pi (Schulman 2020).
+
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d within +-MAX_LOG_RATIO. As a loss, the mean gradient of k1 is
+    zero, that of k2 is the gradient of the KL, that of k3 the gradient of the reverse KL(pi_ref || pi).
+    """
+    d = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return d
+    return d.square() / 2 if estimator == "k2" else (-d).exp() - 1 + d
 
 
 @dataclass(frozen=True)
@@ -266,14 +281,6 @@ def _mean_of_sequences(values: Tensor, sequences: Tensor) -> Tensor:
     _, index, count = sequences.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, index, values)
     return (sums / count)[index]
-
-
-def token_cross_entropy(log_probs: Tensor, divisor: float) -> Tensor:
-    """Return -sum log p / divisor, the loss of supervised training, from log-probabilities [R] in nats.
-
-    divisor: tokens of the global batch.
-    """
-    return -log_probs.sum() / divisor
 
 
 def mismatch_mask(old: Tensor, rollout: Tensor, by: Literal["token", "sequence"], low: float, high: float) -> Tensor:

@@ -32,30 +32,19 @@ def shaped(
     max_tokens. repeats: number of repeated n-grams of each response (repeated_ngrams).
     """
     result = rewards
+    sampled = tokens.double()
     if config.overlong_tokens:
-        result = result + soft_overlong(tokens, max_tokens, config.overlong_tokens).to(rewards.dtype)
+        # 0 up to max_tokens - overlong_tokens, then linearly down to -1 at max_tokens (DAPO, Yu et al. 2025, eq. 13).
+        penalty = ((max_tokens - config.overlong_tokens - sampled) / config.overlong_tokens).clamp(-1.0, 0.0)
+        result = result + penalty.to(rewards.dtype)
     if config.cosine_coef and step % (_COSINE_ON_STEPS + _COSINE_OFF_STEPS) < _COSINE_ON_STEPS:
-        bonus = config.cosine_coef * cosine_length(tokens, max_tokens, _COSINE_LOW, _COSINE_HIGH)
+        # From _COSINE_HIGH at 0 tokens to _COSINE_LOW at max_tokens (ProRLv2).
+        share = (1 + (math.pi * sampled / max_tokens).cos()) / 2
+        bonus = config.cosine_coef * (_COSINE_LOW + (_COSINE_HIGH - _COSINE_LOW) * share)
         result = torch.where(right, result + bonus.to(rewards.dtype), result)
     if config.repetition_ngram:
         result = result - _REPETITION_PENALTY * repeats.to(rewards.dtype)
     return result
-
-
-def soft_overlong(tokens: Tensor, max_tokens: int, cache: int) -> Tensor:
-    """Return 0 up to max_tokens - cache tokens, then linearly down to -1 at max_tokens (DAPO, Yu et al. 2025, eq. 13).
-
-    tokens: of each response, [...]; the result [...] is float64.
-    """
-    return ((max_tokens - cache - tokens.double()) / cache).clamp(-1.0, 0.0)
-
-
-def cosine_length(tokens: Tensor, max_tokens: int, low: float, high: float) -> Tensor:
-    """Return low + (high - low) (1 + cos(pi t / max_tokens)) / 2 for t tokens (ProRLv2): high at 0, low at max_tokens.
-
-    tokens: of each response, [...]; the result [...] is float64.
-    """
-    return low + (high - low) * (1 + (math.pi * tokens.double() / max_tokens).cos()) / 2
 
 
 def repeated_ngrams(token_ids: Tensor, n: int, sampled: Tensor | None = None) -> int:

@@ -14,15 +14,17 @@ from megatron_brorl.config.schema import Config
 from megatron_brorl.user_functions import is_function
 
 
-def start(config: Config, rows: Sequence[Mapping[str, Any]], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
-    """Import the users' functions of a run, call two of them, and return their SHA-256 by name (functions.start).
+def check_user_functions(
+    config: Config, rows: Sequence[Mapping[str, Any]], given: Mapping[str, Callable[..., Any]]
+) -> dict[str, str]:
+    """Import the users' functions of a run, call two of them, and return their SHA-256 by name.
 
     The advantage is called with rollout.n rollouts for each of `rows`, every second one right, and the policy loss with
     two responses of three tokens. Raises UserError.
     """
     algo, n, group = config.algo, config.rollout.n, config.reward.group_function
     values = {"algo.advantage": algo.advantage, "algo.policy_loss": algo.policy_loss, "reward.group_function": group}
-    hashes = functions.start(values, given)
+    hashes = functions.import_functions(values, given)
     if is_function(algo.advantage):
         rewards = (torch.arange(n) % 2).float().repeat(len(rows), 1)
         group_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool), rows, algo)

@@ -29,7 +29,7 @@ LATEST = "latest"
 BEST = "best"
 MANIFEST = "manifest.json"
 RUN = "run.json"
-# Keys of run.json. `best` has [step, metric, value] or null.
+# Keys of run.json.
 STEP = "step"
 LAYOUT = "optimizer_layout"  # the parallel sizes that a distributed optimizer's state needs, or null
 STEPPED = "optimizers_that_have_stepped"  # names of the models whose optimizer has stepped
@@ -141,13 +141,12 @@ def read_best(root: Path) -> Best | None:
     return None
 
 
-def best_so_far(root: Path, run: dict[str, Any], step: int, metric: str) -> Best | None:
+def best_so_far(root: Path, stored: Best | None, step: int, metric: str) -> Best | None:
     """Return the best checkpoint on the disk up to `step`, for a run that continues from there.
 
-    run: the run.json of the checkpoint of that step. metric: checkpoints kept for another metric do not count.
+    stored: in run.json of the checkpoint of that step. metric: checkpoints kept for another metric do not count.
     """
-    stored = run.get(BEST)
-    found = [read_best(root), Best(*stored) if stored else None]
+    found = [read_best(root), stored]
     on_disk = by_step(root)
     valid = [b for b in found if b and b.metric == metric and b.step <= step and b.step in on_disk]
     return max(valid, key=lambda b: (b.value, -b.step), default=None)

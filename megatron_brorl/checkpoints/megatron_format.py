@@ -108,7 +108,7 @@ def write(
 
             # Each chunk goes to the file of the rank that will read it; replicated tensors are stored once.
             full = read(entry)
-            for rank in range(1 if entry.layout == "replicated" else tensor):
+            for rank in range(1 if entry.layout == "whole" else tensor):
                 for offsets, data in _chunks(entry, full, shape, rank, tensor):
                     chunk = ChunkStorageMetadata(torch.Size(offsets), data.shape)
                     index = MetadataIndex(key, chunk.offsets, len(meta.chunks))
@@ -168,7 +168,7 @@ def _chunks(
         offsets = [0] * piece.dim()
         if entry.layout == "gate_up":
             offsets[0] = (number * size + rank) * len(piece)
-        elif entry.layout != "replicated":
+        elif entry.layout != "whole":
             along = 1 if entry.layout == "columns" else 0
             offsets[along] = rank * piece.shape[along]
         yield (*place, *offsets), piece[(None,) * len(place)]

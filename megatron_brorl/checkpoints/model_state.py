@@ -23,8 +23,6 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.layers.lora import Adapters
-from megatron_brorl.models.nonfinite import require_finite
-from megatron_brorl.models.weights.names import global_parameters
 
 _FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
 _EXPERTS = "experts_optimizer"  # key of the tensors of the experts' optimizer
@@ -43,14 +41,6 @@ class ModelState:
     def prefix(self) -> str:
         """The prefix of its tensors' names in the checkpoint."""
         return f"{self.name}." if self.name else ""
-
-    def require_finite(self, what: str, then: str) -> None:
-        """Raise UserError if a weight is NaN or infinite; a collective.
-
-        what, then: text before and after the name of the weight in the message.
-        """
-        named = global_parameters(self.module) if self.weights is None else self.weights
-        require_finite(named, f"{what}, {self.name or 'actor'}", then)
 
     def sharded(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
         """Return Megatron's sharded state. An optimizer that has not stepped has none."""
@@ -102,11 +92,6 @@ class ModelState:
 def is_distributed(optimizer: Any) -> bool:
     """Return whether Megatron's optimizer is distributed over the data-parallel ranks."""
     return any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
-
-
-def has_stepped(optimizer: Any) -> bool:
-    """Return whether an optimizer has a state."""
-    return any(part.optimizer.state for part in optimizer.chained_optimizers)
 
 
 def _distributed_state(optimizer: Any, model_state: dict[str, Any], prefix: str, loading: bool) -> dict[str, Any]:

@@ -29,20 +29,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints.folders import LATEST, LAYOUT, RUN, STEP, STEPPED, Best, read_run
 from megatron_brorl.checkpoints.hugging_face import replace_directory
-from megatron_brorl.checkpoints.model_state import ModelState, has_stepped, initialise, is_distributed
+from megatron_brorl.checkpoints.model_state import ModelState, initialise, is_distributed
 from megatron_brorl.checkpoints.writer import Shards, plan, write_verified
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives, cpu_bridge
-
-
-def check_finite(models: Sequence[ModelState], step: int) -> None:
-    """Raise UserError if a weight after `step` steps is NaN or infinite. Collective."""
-    for model in models:
-        model.require_finite(
-            f"the state after {step} step{'' if step == 1 else 's'}",
-            "no checkpoint is written, and older ones stay; start a new run from the weights of the last one "
-            "(brorl convert to-hf) with a lower learning rate",
-        )
 
 
 class NotWritten(UserError):
@@ -135,15 +125,17 @@ def begin(
     run: content of run.json, to which the step is added. keep: number of newest checkpoints to keep, up to this step.
     files: additional files of this rank, under names that no other rank uses. copy: copy the state, because it may
     change before it is written.
-    Raises UserError if a weight is not finite, and NotWritten, on all ranks, if the folder cannot be created.
+    Raises NotWritten, on all ranks, if the folder cannot be created. The caller has checked that weights are finite.
     """
-    check_finite(models, step)
-
     # Without the distributed optimizer, Megatron cannot save the state of an optimizer that has not stepped.
     for model in models:
         if model.optimizer and is_distributed(model.optimizer):
             initialise(model.optimizer)
-    stepped = [model.name for model in models if model.optimizer and has_stepped(model.optimizer)]
+    stepped = [
+        model.name
+        for model in models
+        if model.optimizer and any(part.optimizer.state for part in model.optimizer.chained_optimizers)
+    ]
     states = _states(models, stepped)
 
     # Create the folder before any rank allocates memory for a copy.
@@ -274,7 +266,7 @@ def load(directory: Path, models: Sequence[ModelState]) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one.
 
     With the distributed optimizer, only the data-parallel size may differ. Raises UserError if the layout differs in
-    another way or a weight is not finite.
+    another way.
     """
     run = read_run(directory)
     stepped = run[STEPPED]
@@ -298,10 +290,6 @@ def load(directory: Path, models: Sequence[ModelState]) -> None:
             raise UserError(f"{directory}: {why}; {remedy}") from None
         for model in models:
             model.restore(state[model.name] if model.name else state, directory)
-    for model in models:
-        model.require_finite(
-            str(directory), f"delete it and {directory.parent / LATEST} to continue from an older checkpoint"
-        )
 
 
 def _optimizer_layout(models: Sequence[ModelState]) -> dict[str, int] | None:

@@ -120,7 +120,7 @@ def _lines(s: dict[str, Any]) -> list[str]:
         if r["mean"] != p["mean"]:
             lines.append(f"reward {name:6}  {r['mean']:.4g}  95% interval {r['low']:.4g} to {r['high']:.4g}")
     if best := s.get("best_checkpoint"):
-        name = best["figure"].replace("_at_", "@")
+        name = best["metric"].replace("_at_", "@")
         lines.append(f"best     after {best['step']} steps, {name} {best['value']:.4f}: checkpoints/best")
     tasks = _task_lines(s["before"], s["after"]) if s["before"] and s["after"] else []
     return [*lines, *tasks, f"job {s['job_seconds']:.0f} s, peak memory {s['peak_rss_mib']:.0f} MiB over all processes"]

@@ -345,7 +345,7 @@ class Session:
         """
         rows = [prompt.row() for prompt in self.sources.representative_prompts()[:2]]
         given = self.program.algorithm
-        return self.share_errors(lambda: trial.start(self.config, rows, given))
+        return self.share_errors(lambda: trial.check_user_functions(self.config, rows, given))
 
     def fingerprint(self) -> Fingerprint:
         """Return the configuration and input hashes that a resumed run compares with those of its checkpoint."""

@@ -43,7 +43,7 @@ from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sampling_params import context, training_sampling_params
 from megatron_brorl.train.sft import sft, sft_optim
-from megatron_brorl.train.state import RunState, mark_last_as_best, read_run_json
+from megatron_brorl.train.state import RunState, mark_last_as_best, read_state
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import update_policy
 from megatron_brorl.train.worker import OptimizerStep, Worker
@@ -76,8 +76,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         found = checkpoint.find(session.dir / "checkpoints")
         changes = Changes()
         if found:
-            saved = read_run_json(found)["fingerprint"]
-            changes = check_fingerprint(saved, trainer.fingerprint, found, program.accept_changed_functions)
+            saved = read_state(found).fingerprint
+            changes = check_fingerprint(saved, trainer.state.fingerprint, found, program.accept_changed_functions)
             with span("loading the checkpoint"):
                 trainer.restore(found)
         resume_step = trainer.state.step if found else None  # None creates new files
@@ -112,7 +112,7 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         if after:
             p.note(f"held-out after: {evaluation_line(after)}")
 
-        differs = session.export(trainer.worker, _card(session, trainer.state, after))
+        differs = session.export(trainer.models.actor, _card(session, trainer.state, after))
         peak = session.peak_rss_mib()  # a collective
         p.stop()
         if session.is_main_rank:
@@ -162,18 +162,14 @@ def build_trainer(session: Session, started: float) -> Trainer:
     return Trainer(
         config=config,
         grid=session.grid,
-        worker=worker,
+        models=models,
         runner=session.rollouts(),
         train_source=session.sources.train,
         held_out=session.sources.held_out,
         callbacks=session.program.callbacks if session.is_main_rank else Callbacks(),
         stop_ids=session.stop_ids,
-        fingerprint=session.fingerprint(),
         started=started,
-        state=RunState(began=started),
-        critic=models.critic,
-        reference=models.reference,
-        teacher=models.teacher,
+        state=RunState(started_at=started, fingerprint=session.fingerprint()),
     )
 
 
@@ -197,7 +193,7 @@ def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> Tr
     if session.config.teacher.path:
         teacher = InitialModel.of(session.config.teacher.path, teacher_directory(session.config))
         how = f"on-policy distillation from {teacher.name}", "on-policy-distillation"
-    card = session.card(*how, sizes, state.began)
+    card = session.card(*how, sizes, state.started_at)
     verifiers = sorted(session.sources.verifiers - {"none"})
     return dataclasses.replace(card, verifiers=verifiers, before=state.initial_evaluation, after=after)
 
@@ -221,7 +217,7 @@ def _summary(
         "held_out_prompts": len(trainer.held_out),
         "rollouts_per_prompt": session.config.rollout.n,
         "steps": trainer.state.step,
-        "best_checkpoint": {"step": best.step, "figure": best.metric, "value": best.value} if best else None,
+        "best_checkpoint": {"step": best.step, "metric": best.metric, "value": best.value} if best else None,
         "job_seconds": trainer.run_seconds(),
         "peak_rss_mib": peak_rss_mib,
         "before": before,
@@ -279,7 +275,7 @@ def _checkpoint(session: Session, found: Path | None) -> str:
     if not found:
         return "none: the run starts from the beginning"
     accept = session.program.accept_changed_functions
-    changes = check_fingerprint(read_run_json(found)["fingerprint"], session.fingerprint(), found, accept)
+    changes = check_fingerprint(read_state(found).fingerprint, session.fingerprint(), found, accept)
     return f"continues from {found}" + (f"\nchanged since that checkpoint: {change_line(changes)}" if changes else "")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, advantage
+from megatron_brorl.config.algorithms import ADVANTAGE_NAMES, BINARY_ADVANTAGES, POLICY_LOSS_NAMES
 from megatron_brorl.config.schema import CALL_END, AgentConfig, AlgoConfig, Config, EnvironmentConfig
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import is_function
@@ -70,8 +70,8 @@ def parse_benchmark(benchmark: str) -> tuple[str, str]:
 def _functions(config: Config) -> Iterator[Rule]:
     algo = config.algo
     for name, value, known in (
-        ("advantage", algo.advantage, ADVANTAGES),
-        ("policy_loss", algo.policy_loss, POLICY_LOSSES),
+        ("advantage", algo.advantage, ADVANTAGE_NAMES),
+        ("policy_loss", algo.policy_loss, POLICY_LOSS_NAMES),
     ):
         choices = ", ".join(known)
         unknown = value not in known and not is_function(value)
@@ -84,7 +84,7 @@ def _functions(config: Config) -> Iterator[Rule]:
     for path in ("reward.strict", "shaping.cosine_coef", "environment.factory", "agent.function"):
         section, key = path.split(".")
         yield path, bool(group and getattr(getattr(config, section), key)), why
-    yield "algo.advantage", bool(group) and (algo.advantage == "gae" or advantage(algo.advantage).binary), why
+    yield "algo.advantage", bool(group) and algo.advantage in ("gae", *BINARY_ADVANTAGES), why
 
     # A user's loss computes its own ratio and its own bounds, so these keys would have no effect.
     own = is_function(algo.policy_loss)
@@ -255,7 +255,7 @@ def _advantages(config: Config) -> Iterator[Rule]:
     yield "algo.pass_k", not at_k and algo.pass_k != 0, 'must be 0 without algo.advantage = "pass_at_k"'
 
     # These estimators divide by the mean reward, or count correct responses.
-    if advantage(algo.advantage).binary:
+    if algo.advantage in BINARY_ADVANTAGES:
         why = f'with algo.advantage = "{algo.advantage}", which needs rewards of 0 and 1'
         yield "reward.strict", not reward.strict, f"must be true {why}"
         yield "reward.cut_off_factor", reward.cut_off_factor not in (0, 1), f"must be 0 or 1 {why}"

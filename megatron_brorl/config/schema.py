@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
 
-from megatron_brorl.config.algorithms import ADVANTAGES, POLICY_LOSSES, listed
+from megatron_brorl.config.algorithms import ADVANTAGE_NAMES, POLICY_LOSS_NAMES, listed
 
 T = TypeVar("T")
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -367,8 +367,8 @@ class AlgoConfig:
 
     advantage: str = key(
         "reinforce_pp_baseline",
-        f"Advantage estimator. {listed({k: v.meaning for k, v in ADVANTAGES.items()}, 'my_algo.py:advantage')}",
-        examples=list(ADVANTAGES),
+        f"Advantage estimator. {listed(ADVANTAGE_NAMES, 'my_algo.py:advantage')}",
+        examples=list(ADVANTAGE_NAMES),
     )
     pass_k: int = key(0, 'The k of advantage = "pass_at_k", below rollout.n; 0 otherwise.', ge=0)
     gamma: float = key(1.0, 'Discount factor per token of advantage = "gae".', ge=0, le=1)
@@ -390,7 +390,7 @@ class AlgoConfig:
         ge=0,
     )
     policy_loss: str = key(
-        "clip", f"Policy loss. {listed(POLICY_LOSSES, 'my_algo.py:loss')}", examples=list(POLICY_LOSSES)
+        "clip", f"Policy loss. {listed(POLICY_LOSS_NAMES, 'my_algo.py:loss')}", examples=list(POLICY_LOSS_NAMES)
     )
     eps_low: float = key(0.2, "The ratio is clipped below at 1 - eps_low.", gt=0, lt=1)
     eps_high: float = key(0.28, "The ratio is clipped above at 1 + eps_high.", gt=0)
@@ -518,7 +518,7 @@ class TrainConfig:
         "Also keep the checkpoint with the best held-out pass@1, or pass@k for the largest k, as "
         "checkpoints/best. Of equal results, the first is kept.",
     )
-    verify_reshard: Literal["auto", "always", "never"] = key(
+    verify_weights: Literal["auto", "always", "never"] = key(
         "auto",
         "Compare the log-probabilities of a few sampled tokens between engine and actor after each weight update."
         ' "auto" does so if the engines are separate processes.',

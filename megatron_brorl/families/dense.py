@@ -9,14 +9,14 @@ from megatron_brorl.families.family import ModelFamily, Parameter, Requirement
 from megatron_brorl.families.rope import one_rope
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, "vocab")
-FINAL_NORM = Parameter("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, "replicated", "ones")
+FINAL_NORM = Parameter("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, "whole", "ones")
 HEAD = Parameter("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, "vocab")
 
 # Parameters of one layer.
 ATTENTION_NORM = Parameter(
     "input_layernorm.weight",
     {"input_layernorm.weight": ("hidden",)},
-    "replicated",
+    "whole",
     "ones",
     fused="self_attention.linear_qkv.layer_norm_weight",
 )
@@ -35,15 +35,15 @@ QKV_BIAS = Parameter(
     "qkv",
     "zeros",
 )
-Q_NORM = Parameter("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head",)}, "replicated", "ones")
-K_NORM = Parameter("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head",)}, "replicated", "ones")
+Q_NORM = Parameter("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head",)}, "whole", "ones")
+K_NORM = Parameter("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head",)}, "whole", "ones")
 ATTENTION_OUT = Parameter(
     "self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, "columns", "residual"
 )
 MLP_NORM = Parameter(
     "pre_mlp_layernorm.weight",
     {"post_attention_layernorm.weight": ("hidden",)},
-    "replicated",
+    "whole",
     "ones",
     fused="mlp.linear_fc1.layer_norm_weight",
 )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megatron_brorl.errors import UserError, shown
 
-Layout = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]  # see models.weights.layouts
+Layout = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up"]  # see models.weights.layouts
 # q, kv: heads and kv heads times head size; head: one head; ffn: intermediate size (of an expert if there are any).
 Dimension = Literal["one", "vocab", "hidden", "q", "kv", "head", "ffn", "experts", "shared_ffn"]
 # Initialization of a new model. residual: like normal, for a matrix that writes to the residual stream.

@@ -20,13 +20,13 @@ from megatron_brorl.families.rope import read_rope
 POST_ATTENTION_NORM = Parameter(
     "self_attention.linear_proj.post_layernorm.weight",
     {"post_attention_layernorm.weight": ("hidden",)},
-    "replicated",
+    "whole",
     "zeros",
 )
 POST_MLP_NORM = Parameter(
     "mlp.linear_fc2.post_layernorm.weight",
     {"post_feedforward_layernorm.weight": ("hidden",)},
-    "replicated",
+    "whole",
     "zeros",
 )
 _KINDS = ("sliding_attention", "full_attention")

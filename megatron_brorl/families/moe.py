@@ -11,7 +11,7 @@ from megatron_brorl.families import dense
 from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement
 from megatron_brorl.families.rope import one_rope
 
-ROUTER = Parameter("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, "replicated")
+ROUTER = Parameter("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, "whole")
 # Parameters of one expert, which is on one rank as a whole.
 EXPERT_GATE_UP = Parameter(
     "mlp.experts.local_experts.{expert}.linear_fc1.weight",
@@ -19,12 +19,12 @@ EXPERT_GATE_UP = Parameter(
         "mlp.experts.{expert}.gate_proj.weight": ("ffn", "hidden"),
         "mlp.experts.{expert}.up_proj.weight": ("ffn", "hidden"),
     },
-    "replicated",
+    "whole",
 )
 EXPERT_DOWN = Parameter(
     "mlp.experts.local_experts.{expert}.linear_fc2.weight",
     {"mlp.experts.{expert}.down_proj.weight": ("hidden", "ffn")},
-    "replicated",
+    "whole",
     "residual",
 )
 # The shared expert of Qwen2-MoE computes every token. Its gate scales its output.
@@ -38,9 +38,7 @@ SHARED_DOWN = replace(
     megatron="mlp.shared_experts.linear_fc2.weight",
     hf={"mlp.shared_expert.down_proj.weight": ("hidden", "shared_ffn")},
 )
-SHARED_GATE = Parameter(
-    "mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": ("one", "hidden")}, "replicated"
-)
+SHARED_GATE = Parameter("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": ("one", "hidden")}, "whole")
 
 
 def _rest(config: ConfigJson) -> Mapping[str, Any]:

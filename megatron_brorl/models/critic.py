@@ -41,12 +41,6 @@ class Critic(Actor):
         if self.post_process:
             self.output_layer = ValueHead(config)
 
-    @torch.no_grad()
-    def zero_value_head(self) -> None:
-        """Set the value head to 0, so that every value is 0."""
-        if self.post_process:
-            self.output_layer.weight.zero_()
-
     def values(self, hidden: Tensor, batch: Packed) -> Tensor:
         """Return values [R] at the batch's predicting positions, from hidden [T, 1, H] (last stage only)."""
         return self.output_layer(predicting(hidden, batch))

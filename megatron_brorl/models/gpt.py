@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -28,7 +28,6 @@ from megatron_brorl.models.layers.attention import PackedAttention, Segments
 from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear, add_adapters, mlp_submodules
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
 from megatron_brorl.models.layers.repeated_rows import RepeatedRows
-from megatron_brorl.models.layers.replay import ReplayLayer
 from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.models.weights.names import adapter_entries, entries, global_parameters
 from megatron_brorl.ops import rope
@@ -48,6 +47,35 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 RECOMPUTE_ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Given experts of a router's tokens (router replay; Ma et al. 2025, R3).
+
+    Engine and trainer round differently. Where two experts have almost equal scores, their routers choose different
+    ones, and the log-probabilities of such tokens differ by much more than rounding. The router calls this class in
+    place of Megatron's RouterReplay.
+    """
+
+    experts: Tensor  # [tokens, k] int64
+
+    def get_replay_topk(self, scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Return the experts' scores [tokens, k] from scores [tokens, experts], differentiable, and the experts."""
+        return scores.gather(1, self.experts), self.experts
+
+
+class ReplayLayer(TransformerLayer):
+    """A layer whose router takes the experts of Segments.routes [tokens, layers, k]; with None, it chooses them.
+
+    The routes are an argument of the call, so a recomputed call has those of its own micro-batch.
+    """
+
+    def forward(self, *args: Any, packed_seq_params: Segments, **kwargs: Any) -> Any:
+        """See TransformerLayer."""
+        routes = packed_seq_params.routes
+        self.mlp.router.router_replay = None if routes is None else Replay(routes[:, self.layer_number - 1].long())
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
 class Actor(GPTModel):
     """One pipeline stage of the actor. The last stage returns hidden states instead of logits.
 
@@ -61,7 +89,7 @@ class Actor(GPTModel):
             transformer_layer_spec=_layers(shape, config, grid, fused_layers),
             vocab_size=padded_vocab(shape.vocab, grid.tp_size),
             max_sequence_length=shape.context,
-            pre_process=grid.first_stage,
+            pre_process=grid.pp_rank == 0,
             post_process=grid.last_stage,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="none",  # forward_packed and _preprocess pass the angles of RoPE
@@ -349,7 +377,7 @@ def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
     parameters = dict(global_parameters(model))
     for entry in table:
         parameter = parameters.get(entry.megatron)
-        is_split = entry.layout != "replicated" or entry.expert is not None
+        is_split = entry.layout != "whole" or entry.expert is not None
         if parameter is not None and is_split and not hasattr(parameter, "tensor_model_parallel"):
             # "columns" are the weights of row-parallel linears, which split dim 1 of [out, in]. All others split dim 0.
             dim = int(entry.layout == "columns")

@@ -55,11 +55,6 @@ class Grid:
         return self.mp_size * self.dp_size
 
     @property
-    def first_stage(self) -> bool:
-        """True if this rank has the embedding."""
-        return self.pp_rank == 0
-
-    @property
     def last_stage(self) -> bool:
         """True if this rank has the LM head."""
         return self.pp_rank == self.pp_size - 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from megatron_brorl.algo.first_update import large_first_update
-from megatron_brorl.algo.group_signal import METRICS, Cause, why_no_signal
+from megatron_brorl.algo.advice import METRICS, Cause, large_first_update, why_no_signal
 from megatron_brorl.config.schema import Config
 
 Row = Mapping[str, Any]

@@ -29,7 +29,7 @@ from megatron_brorl.theory.simulator import MOVED, PREDICTED, Curves, Settings
 # The palette of Okabe and Ito, which is safe for colour-blind readers.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#8C8C8C"
-PHASES = {"generate": BLUE, "score": ORANGE, "train": GREEN, "refit": PURPLE}
+PHASES = {"generate": BLUE, "score": ORANGE, "train": GREEN, "weight_sync": PURPLE}
 _ENDS = ("low", "high")
 _TASK_COLORS = (GREEN, ORANGE, PURPLE, BLUE)
 _COLORS = (RED, ORANGE, GREEN, SKY, BLUE, PURPLE)

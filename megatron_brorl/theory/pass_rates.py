@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -20,12 +19,11 @@ def mixed_share(counts: Sequence[Sequence[int]], n: int) -> float:
     estimate: the share of subsets of n rollouts whose rewards differ. For larger n it is whether any of them differ,
     which is a lower bound in expectation, because rare rewards may not have been recorded.
     """
-    return float(np.mean([_mixed(np.array(own), n) for own in counts]))
-
-
-def _mixed(counts: Ints, n: int) -> float:
-    total = counts.sum()
-    drawn = np.arange(min(n, total))
-    # The products are C(count, n) / C(total, n): the n rollouts all have this reward.
-    large = counts[counts >= len(drawn), None]
-    return float(1 - np.prod((large - drawn) / (total - drawn), axis=1).sum())
+    shares = []
+    for own in map(np.array, counts):
+        total = own.sum()
+        drawn = np.arange(min(n, total))
+        # The products are C(count, n) / C(total, n): the n rollouts all have this reward.
+        large = own[own >= len(drawn), None]
+        shares.append(1 - np.prod((large - drawn) / (total - drawn), axis=1).sum())
+    return float(np.mean(shares))

@@ -198,12 +198,3 @@ def _prefixes(tokens: Tensor) -> tuple[Tensor, Tensor]:
             break  # A longer prefix cannot be shared either.
         _, node = torch.unique(node * kinds + tokens[:, t], return_inverse=True)
     return nodes, shared
-
-
-def draws_at(positions: Positions, tokens: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments position, token and reward of `token_level` for one group; positions count from 0.
-
-    tokens: as in `draw_positions`; right [N] bool.
-    """
-    position, sibling = positions.together.nonzero().unbind(1)
-    return position, tokens[sibling, positions.depth[position]], right[sibling].double()

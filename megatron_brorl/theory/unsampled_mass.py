@@ -103,17 +103,14 @@ def unseen_weights(counts: Ints, n: int, sampled: Ints, order: int) -> Floats:
     tuples = np.ones(len(counts))
     for i in range(order):
         tuples = tuples * (counts - i) / (n - i)
-    return tuples * _absent(n - order, counts - order, sampled)
-
-
-def _absent(n: int, counts: Ints, sampled: Ints) -> Floats:
-    """Return C(n - c, m) / C(n, m), [H, K]: the probability that m of n miss all c; 0 where c < 0."""
+    # C(n - c, m) / C(n, m), the probability that m of the n others miss all c; 0 where c < 0.
+    n, counts = n - order, counts - order
     logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])  # log of factorials
     m = sampled[:, None]
     possible = (counts >= 0) & (n - counts - m >= 0)
     c = np.where(possible, counts, 0)
     rest = np.where(possible, n - c - m, 0)
-    result: Floats = np.exp(np.where(possible, logs[n - c] - logs[rest] - logs[n] + logs[n - m], -np.inf))
+    result: Floats = tuples * np.exp(np.where(possible, logs[n - c] - logs[rest] - logs[n] + logs[n - m], -np.inf))
     return result
 
 

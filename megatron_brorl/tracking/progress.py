@@ -31,7 +31,7 @@ _PHASES = {
     "score": "scoring",
     "experience": "computing log-probabilities",
     "update": "updating, {} optimizer steps",
-    "refit": "sending weights",
+    "weight_sync": "sending weights",
 }
 
 Clock = Callable[[], float]

@@ -38,10 +38,6 @@ class CarriedGroups:
         """Return this rank's partial rollouts by group and rollout index."""
         return {(r.group, r.rollout.index): r.rollout for r in self.rollouts if r.rollout.finish == "cut"}
 
-    def finished_rollouts(self) -> list[ScoredRollout]:
-        """Return this rank's other rollouts."""
-        return [r for r in self.rollouts if r.rollout.finish != "cut"]
-
     def partial_per_rank(self) -> list[int]:
         """Return the number of partial rollouts of each rank. Collective."""
         return collectives.all_gather(len(self.partial_rollouts()))

@@ -32,6 +32,8 @@ from megatron_brorl.train.group_rewards import GroupRewards
 from megatron_brorl.train.groups import (
     CUT,
     Outcomes,
+    Subset,
+    choose_subset,
     gather_outcomes,
     group_metrics,
     mark_unfinished_as_lost,
@@ -40,7 +42,7 @@ from megatron_brorl.train.groups import (
 from megatron_brorl.train.recorder import choose_recorded, select_recorded
 from megatron_brorl.train.redistribute import assign_replicas, send_to_replicas
 from megatron_brorl.train.sample_and_score import RolloutRunner, check_lost, check_scored
-from megatron_brorl.types import PromptGroup, ScoredRollout
+from megatron_brorl.types import PromptGroup, ScoredRollout, TrainingRollout
 
 SAFETY = 3.0  # margin of a round's size in standard deviations: 1 of 740 rounds keeps too few groups
 MAX_OVERSAMPLE = 4  # largest round, in units of rollout.prompts
@@ -53,13 +55,13 @@ class SourcePosition:
     """Position in the prompt source and the recent share of kept groups. The same on every rank."""
 
     rounds: int = 0  # sampling rounds so far; each one has its own random streams
-    prompts: int = 0  # prompts read from the source
+    prompts_read: int = 0  # from the source
     recent_prompts: float = 0.0  # prompts of recent steps, with weight DECAY per step
     recent_kept: float = 0.0  # kept groups among these
 
     def after_round(self, prompts: int) -> SourcePosition:
         """Return the position after one more round of this many prompts."""
-        return replace(self, rounds=self.rounds + 1, prompts=self.prompts + prompts)
+        return replace(self, rounds=self.rounds + 1, prompts_read=self.prompts_read + prompts)
 
     def with_kept(self, start: SourcePosition, kept: int) -> SourcePosition:
         """Return the position with the share of kept groups updated by all rounds of the step so far.
@@ -67,7 +69,7 @@ class SourcePosition:
         start: the position before the step. kept: kept groups whose prompts were sampled since, without carried groups.
         The share is computed from `start`, so that a call after every round counts each round once.
         """
-        prompts = DECAY * start.recent_prompts + (self.prompts - start.prompts)
+        prompts = DECAY * start.recent_prompts + (self.prompts_read - start.prompts_read)
         return replace(self, recent_prompts=prompts, recent_kept=DECAY * start.recent_kept + kept)
 
 
@@ -112,8 +114,9 @@ class Collected:
     """The groups of a step, the rollouts to train on, and metrics."""
 
     groups: list[PromptGroup]  # all of the step, also those that are carried over or not kept
-    rollouts: list[ScoredRollout]  # those that this replica trains on; any rank may have sampled them
+    rollouts: list[TrainingRollout]  # those that this replica trains on; any rank may have sampled them
     outcomes: Outcomes  # of all groups, with the choice of groups to train on
+    subset: Subset  # the rollouts to train on
     carried: CarriedGroups
     source_position: SourcePosition
     metrics: dict[str, float]  # the same on every rank
@@ -123,7 +126,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Collector:
-    """Collects the groups of one step."""
+    """Collects the groups of each step."""
 
     config: Config
     grid: Grid
@@ -145,7 +148,7 @@ class Collector:
         self.runner.pool.reset()
         # Carried groups come first, because ScoredRollout.group of their rollouts is an index into carried.groups.
         groups = list(carried.groups)
-        scored = carried.finished_rollouts()
+        scored = [r for r in carried.rollouts if r.rollout.finish != "cut"]
         surplus_groups = set(range(len(groups)) if config.rollout.refills else ())
         group_rewards = GroupRewards(self.runner, self.sampling.stop_ids, surplus_groups)
         position = start
@@ -156,8 +159,8 @@ class Collector:
         missing = target - len(groups)
         # All ranks have the same outcomes, so they leave this loop together.
         for _ in range(1 + config.rollout.refills):
-            prompts = self.source.prompts(position.prompts, round_size(missing, position, config.rollout))
-            groups += make_groups(prompts, position.rounds, position.prompts)
+            prompts = self.source.prompts(position.prompts_read, round_size(missing, position, config.rollout))
+            groups += make_groups(prompts, position.rounds, position.prompts_read)
             position = position.after_round(len(prompts))
             rollouts, own_counts, own_seconds = self._sample(carried, groups, len(prompts))
             scored += rollouts
@@ -192,7 +195,10 @@ class Collector:
         with span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
             # replica: int64 [groups, N], -1 for rollouts that no replica trains on
-            replica, balance = assign_replicas(outcomes, prompt_tokens, config.algo, self.costs, self.grid.dp_size)
+            subset = choose_subset(outcomes, config.algo)
+            replica, balance = assign_replicas(
+                outcomes, subset, prompt_tokens, config.algo, self.costs, self.grid.dp_size
+            )
             received, moved_bytes = send_to_replicas(
                 scored, outcomes, replica, self.grid, prompt_tokens, self.no_routes
             )
@@ -213,6 +219,7 @@ class Collector:
             groups=groups,
             rollouts=received,
             outcomes=outcomes,
+            subset=subset,
             carried=carry_over(groups, sort_rollouts(scored), outcomes.closed),
             source_position=position,
             metrics=metrics,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_brorl.algo.group_signal import why_no_signal
+from megatron_brorl.algo.advice import why_no_signal
 from megatron_brorl.algo.pass_at_k import widest
 from megatron_brorl.train.evaluate import Evaluation
 

@@ -21,7 +21,7 @@ from megatron_brorl.ops.philox import stream_key, uniforms
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.theory.token_level import Positions, TokenLevel, draw_positions, draws_at, token_level
+from megatron_brorl.theory.token_level import Positions, TokenLevel, draw_positions, token_level
 from megatron_brorl.theory.unsampled_mass import good_turing, hold_out
 from megatron_brorl.train.collect import Collected
 from megatron_brorl.train.groups import Outcomes
@@ -99,10 +99,10 @@ class _TokenMetrics:
         table = torch.zeros(len(self.chosen), self.config.rollout.n, MAX_POSITION, dtype=torch.int64)
         for r in self.collected.rollouts:
             if r.group in index:
-                ids = r.rollout.token_ids[:MAX_POSITION]
-                sign = 1 if (episode := r.rollout.episode) is None else episode.sampled[:MAX_POSITION] * 2 - 1
+                ids = r.token_ids[:MAX_POSITION]
+                sign = 1 if r.sampled is None else r.sampled[:MAX_POSITION] * 2 - 1
                 # Tokens of an environment are negative.
-                table[index[r.group], r.rollout.index, : len(ids)] = sign * (ids + 1)
+                table[index[r.group], r.index, : len(ids)] = sign * (ids + 1)
         table = table.to(cpu_bridge.default_device())
         # Each rollout is on one replica, so the sum adds its tokens to zeros.
         dist.all_reduce(table, group=self.worker.grid.groups.dp)
@@ -116,8 +116,9 @@ class _TokenMetrics:
         responses: list[Tensor] = []
         parts = []
         for g, t, p in zip(self.chosen, tokens, drawn, strict=True):
-            position, token, right = draws_at(p, t, self.collected.outcomes.right[g])
-            parts.append((len(prompts) + position, token, right))
+            position, sibling = p.together.nonzero().unbind(1)
+            right = self.collected.outcomes.right[g, sibling].double()
+            parts.append((len(prompts) + position, t[sibling, p.depth[position]], right))
             prompts += [torch.tensor(self.collected.groups[g].prompt.token_ids)] * len(p.depth)
             # last_logits returns the distribution of the last token of a row.
             responses += [t[i, : d + 1] for i, d in zip(p.sibling.tolist(), p.depth.tolist(), strict=True)]

@@ -9,12 +9,17 @@ Tokens of an environment are left out: all columns are restricted to the sampled
 other directly, and Experience has 0 in the places of the others. A chain of values and rewards therefore passes from
 the last token of a turn to the first token of the next one, and its value includes the observation between them.
 
+A row with a NaN or infinite value, or log-probability of the engine, the actor, the reference or the teacher, does not
+count in losses and their divisors. Its reward still counts in the baseline of its group and in whitening.
+
 A column is a tuple of one tensor per row, on the device of this process. On a GPU an operation per row would take
 longer to launch than to run, so columns are concatenated for arithmetic, and rows are views of the result.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress, pairwise
@@ -24,23 +29,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_brorl.algo.advantages import explained_variance, group_advantages, merge
-from megatron_brorl.algo.kl import kl_estimate
-from megatron_brorl.algo.policy_loss import mismatch_mask
+from megatron_brorl.algo.advantages import explained_variance, group_advantages, is_whitened, merge
+from megatron_brorl.algo.policy_loss import kl_estimate, mismatch_mask
 from megatron_brorl.algo.shaping import shaped
-from megatron_brorl.config.algorithms import advantage
 from megatron_brorl.config.schema import AlgoConfig, Config
 from megatron_brorl.ops.interface import Backend
 from megatron_brorl.parallel import collectives, cpu_bridge
+from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import copies_by_routes
 from megatron_brorl.train.groups import Outcomes, Subset
 from megatron_brorl.train.models import TrainingModels
-from megatron_brorl.train.nonfinite import finite_rows, log_rows
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import Experience, PromptGroup, ScoredRollout
+from megatron_brorl.types import Experience, PromptGroup, TrainingRollout
 
 Rows = tuple[Tensor, ...]  # [G] of each row
 MISMATCH_BOUNDS = (0.5, 5.0)  # smallest and largest pi_old / pi_rollout that algo.mismatch_mask leaves
+_NAMED = 16  # rows that a message names
 _ROUNDING = 1e-6  # largest error of an advantage in float32, in units of the standard deviation
 
 
@@ -60,8 +64,8 @@ def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: 
     """Return the advantages of all survivors of the kept groups by algo.advantage, float32 [groups, N]; 0 elsewhere.
 
     groups: one for each row of the table. The advantages are whitened over all survivors of kept groups, which are the
-    global batch (BroRL, section 3.1), unless the estimator is relative to its own group (config.algorithms.Advantage)
-    or token_advantages whitens later.
+    global batch (BroRL, section 3.1), unless the estimator is relative to its own group (algo.advantages.Advantage) or
+    token_advantages whitens later.
     """
     table = torch.zeros_like(outcomes.rewards)
     kept = outcomes.kept
@@ -71,7 +75,7 @@ def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: 
     mask = outcomes.ended[kept]
     rows = [groups[g].prompt.row() for g in kept]
     advantages = group_advantages(outcomes.rewards[kept], mask, rows, algo)[mask].float()
-    if advantage(algo.advantage).whitened and algo.advantage != "gae" and not kl_in_reward(algo):
+    if is_whitened(algo.advantage) and algo.advantage != "gae" and not kl_in_reward(algo):
         own = advantages.to(cpu_bridge.default_device())
         advantages = ops.whiten(own, ops.moments(own)).cpu()
         # The mean of the batch is 0 up to rounding, and tokens whose advantage is only rounding would count as clipped.
@@ -111,7 +115,7 @@ def token_advantages(
 
     # An advantage is the residual of the critic: the return minus the value.
     of_returns, of_residuals = (merge(collectives.all_gather(ops.moments(x), replicas)) for x in (returns, advantages))
-    if advantage(algo.advantage).whitened:
+    if is_whitened(algo.advantage):
         advantages = ops.whiten(advantages, of_residuals)
 
     if values is None:
@@ -125,72 +129,85 @@ def token_advantages(
 
 
 def make_experience(
-    rollouts: Sequence[ScoredRollout],
+    rollouts: Sequence[TrainingRollout],
     groups: Sequence[PromptGroup],
     advantages: Tensor,
     models: TrainingModels,
     algo: AlgoConfig,
     temperature: float,
     subset: Subset | None = None,
-) -> tuple[list[ScoredRollout], Experience, dict[str, float]]:
-    """Return this replica's rollouts, their experience, and metrics, the same on every rank. Collective.
+) -> tuple[Experience, dict[str, float]]:
+    """Return the experience of this replica's rollouts, and metrics, the same on every rank. Collective.
 
-    Each sequence of an agent's rollout is a row, and a rollout of its own in the result. A rollout with a
-    log-probability or value that is NaN or infinite is left out and counted. advantages: [groups, N] of the whole step,
-    from rollout_advantages. subset: the rollouts of the step; None without algo.train_on.
+    Each sequence of an agent's rollout is a row. A row with a log-probability or value that is NaN or infinite is left
+    out and counted. advantages: [groups, N] of the whole step, from rollout_advantages. subset: the rollouts of the
+    step; None without algo.train_on.
     """
     actor = models.actor
     rollouts, prompts = _rows(rollouts, groups)
-    responses = tuple(r.rollout.token_ids for r in rollouts)
-    routes = tuple(r.rollout.routes for r in rollouts if r.rollout.routes is not None) or None  # of all or none
+    responses = tuple(r.token_ids for r in rollouts)
+    routes = tuple(r.routes for r in rollouts if r.routes is not None) or None  # of all or none
     # From here to Experience, all columns have the sampled tokens only.
-    sampled = _sampled_masks(rollouts)
-    from_engine = _column([r.rollout.log_probs for r in rollouts], sampled)
-
+    sampled = None
+    if any(r.sampled is not None for r in rollouts):
+        sampled = tuple(torch.ones_like(r.token_ids).bool() if r.sampled is None else r.sampled for r in rollouts)
+    numbers = {"rollout_log_probs": _column([r.log_probs for r in rollouts], sampled)}
     # With a single update, the old policy is the current one, so no old log-probabilities are needed.
-    old = from_engine if algo.old_log_probs == "rollout" else None
-    if old is None and _needs_old(algo):
-        old = _column(actor.log_probs(prompts, responses, temperature, routes), sampled)
-    reference, teacher, values = None, None, None
+    if algo.old_log_probs == "rollout":
+        numbers["old_log_probs"] = numbers["rollout_log_probs"]
+    elif (
+        algo.mini_batches * algo.epochs > 1
+        or algo.mismatch_mask != "off"
+        or kl_in_reward(algo)
+        or algo.distill_coef > 0
+    ):
+        numbers["old_log_probs"] = _column(actor.log_probs(prompts, responses, temperature, routes), sampled)
     if models.reference:
-        reference = _column(models.reference.log_probs(prompts, responses, temperature), sampled)
+        numbers["reference_log_probs"] = _column(models.reference.log_probs(prompts, responses, temperature), sampled)
     if models.teacher:
-        teacher = _column(_teacher_log_probs(models.teacher, prompts, responses, temperature), sampled)
+        log_probs = _teacher_log_probs(models.teacher, prompts, responses, temperature)
+        numbers["teacher_log_probs"] = _column(log_probs, sampled)
     if models.critic:
-        values = _column(models.critic.values(prompts, responses), sampled)
+        numbers["values"] = _column(models.critic.values(prompts, responses), sampled)
 
     # Leave out rows with a NaN, which would spread to all rows through moments and means.
-    known = [column for column in (from_engine, old, reference, teacher, values) if column is not None]
-    finite = finite_rows(known, actor.grid)
-    ids = tuple(f"{groups[r.group].prompt.id}/{r.rollout.index}" for r in rollouts)
+    finite = finite_rows(list(numbers.values()), actor.grid)
+    ids = tuple(f"{groups[r.group].prompt.id}/{r.index}" for r in rollouts)
     broken = [row for row, fine in enumerate(finite) if not fine]
     log_rows("left out of the step, log-probabilities or values are not finite", broken, ids, actor.grid)
-    ids, rollouts, prompts, responses, from_engine = (
-        _select(x, finite) for x in (ids, rollouts, prompts, responses, from_engine)
-    )
-    sampled, old, reference, teacher, values, routes = (
-        None if x is None else _select(x, finite) for x in (sampled, old, reference, teacher, values, routes)
-    )
+    inputs = {
+        "prompts": prompts,
+        "responses": responses,
+        "sampled": sampled,
+        "routes": routes,
+        "slots": tuple((r.group, r.index) for r in rollouts),
+        "ids": ids,
+    }
+    columns: dict[str, Any] = {
+        name: None if column is None else tuple(compress(column, finite))
+        for name, column in {**inputs, **numbers}.items()
+    }
+    old, reference = columns.setdefault("old_log_probs", None), columns.get("reference_log_probs")
+    teacher, sampled, slots = columns.pop("teacher_log_probs", None), columns["sampled"], columns["slots"]
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
     metrics = collectives.all_reduce_sum(counts, actor.grid.groups.dp)
-    lengths = [len(x) for x in from_engine]
+    lengths = [len(x) for x in columns["rollout_log_probs"]]
     kl = None
     if kl_in_reward(algo) and old is not None and reference is not None:
         kl = kl_estimate(_flat(old) - _flat(reference), algo.kl_estimator).split(lengths)
         metrics["reference_kl"] = _token_mean(kl, actor)
 
     # Masked tokens stay in the row, because later tokens attend to them.
-    mask = None
     if algo.mismatch_mask != "off" and old is not None:
         bounds = algo.mismatch_mask, *MISMATCH_BOUNDS
-        both = zip(*(_flat(x).cpu().split(lengths) for x in (old, from_engine)), strict=True)
-        mask = _column([mismatch_mask(o, s, *bounds) for o, s in both])
-        metrics["masked_share"] = 1 - _token_mean(mask, actor)
+        both = zip(*(_flat(x).cpu().split(lengths) for x in (old, columns["rollout_log_probs"])), strict=True)
+        columns["mask"] = _column([mismatch_mask(o, s, *bounds) for o, s in both])
+        metrics["masked_share"] = 1 - _token_mean(columns["mask"], actor)
 
-    per_rollout = advantages[[r.group for r in rollouts], [r.rollout.index for r in rollouts]]
-    per_token, returns, critic_metrics = token_advantages(
-        per_rollout, lengths, values, kl, algo, actor.options.ops, actor.grid.groups.dp
+    per_rollout = advantages[[group for group, _ in slots], [index for _, index in slots]]
+    per_token, columns["returns"], critic_metrics = token_advantages(
+        per_rollout, lengths, columns.get("values"), kl, algo, actor.options.ops, actor.grid.groups.dp
     )
     # Subtract the sampled tokens' reverse KL (Agarwal et al. 2024, section 3). It comes after whitening, which would
     # rescale it and subtract its mean.
@@ -198,24 +215,38 @@ def make_experience(
         gaps = _flat(old) - _flat(teacher)
         metrics["teacher_kl"] = _token_mean([gaps], actor)
         per_token = (_flat(per_token) - algo.distill_coef * gaps).split(lengths)
+    columns["advantages"] = per_token
 
-    columns: dict[str, Any] = {
-        "rollout_log_probs": from_engine,
-        "old_log_probs": old,
-        "advantages": per_token,
-        "values": values,
-        "returns": returns,
-        "reference_log_probs": reference,
-        "mask": mask,
-    }
     if sampled is not None:
-        columns = {name: None if x is None else _filled(sampled, x) for name, x in columns.items()}
-        columns["mask"] = columns["mask"] or sampled
-    columns["weights"] = subset.weights(rollouts) if subset else ()
-    slots = {slot: i for i, slot in enumerate(dict.fromkeys((r.group, r.rollout.index) for r in rollouts))}
-    columns["units"] = tuple(slots[r.group, r.rollout.index] for r in rollouts)
-    experience = Experience(prompts, responses, sampled=sampled, routes=routes, ids=ids, **columns)
-    return list(rollouts), experience, metrics | critic_metrics
+        for name in columns.keys() - inputs.keys():
+            columns[name] = None if columns[name] is None else _filled(sampled, columns[name])
+        columns["mask"] = columns.get("mask") or sampled
+    return Experience(**columns, weights=subset.weights(slots) if subset else ()), metrics | critic_metrics
+
+
+def finite_rows(columns: Sequence[Sequence[Tensor]], grid: Grid) -> list[bool]:
+    """Return whether all values of each row are finite on all ranks of the replica. Collective of the replica.
+
+    columns: [G] per row each; all ranks of a replica have the same rows.
+    """
+    if not columns[0]:
+        return []
+    row_of = torch.arange(len(columns[0])).repeat_interleave(torch.tensor([len(row) for row in columns[0]]))
+    broken = torch.zeros(len(columns[0]), dtype=torch.int32)
+    for column in columns:
+        broken[row_of[~torch.cat(list(column)).isfinite().cpu()]] = 1
+    broken = broken.to(cpu_bridge.default_device())
+    dist.all_reduce(broken, dist.ReduceOp.MAX, group=grid.replica)
+    return (broken == 0).tolist()
+
+
+def log_rows(what: str, rows: Sequence[int], ids: Sequence[str], grid: Grid) -> None:
+    """Print the ids of the first of these rows to stderr, once per replica."""
+    if rows and dist.get_rank(grid.replica) == 0:
+        named = ", ".join(ids[row] if ids else f"row {row}" for row in rows[:_NAMED])
+        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+        with contextlib.suppress(OSError):  # A closed stderr does not end the run.
+            print(f"rank {grid.rank}: {what}: {named}{more}", file=sys.stderr, flush=True)
 
 
 def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dict[str, float]:
@@ -234,8 +265,8 @@ def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dic
 
 
 def _rows(
-    rollouts: Sequence[ScoredRollout], groups: Sequence[PromptGroup]
-) -> tuple[list[ScoredRollout], tuple[Tensor, ...]]:
+    rollouts: Sequence[TrainingRollout], groups: Sequence[PromptGroup]
+) -> tuple[list[TrainingRollout], tuple[Tensor, ...]]:
     """Return the rollouts with one sequence each, and their prompts [tokens]. Equal prompts of a group are one tensor.
 
     Packing recognises a shared prompt by its tensor.
@@ -244,27 +275,17 @@ def _rows(
     of_group = {g: torch.tensor(groups[g].prompt.token_ids, dtype=torch.int64) for g in {r.group for r in rollouts}}
     rows, columns = [], []
     for r in rollouts:
-        rollout, episode = r.rollout, r.rollout.episode
-        if episode is None or not episode.starts:
+        if r.sampled is None or not r.starts:
             rows.append(r)
             columns.append(of_group[r.group])
             continue
-        for begin, end in pairwise((*episode.starts, len(rollout.token_ids))):
-            first = begin + int(episode.sampled[begin:end].int().argmax())
-            prompt = rollout.token_ids[begin:first]
+        for begin, end in pairwise((*r.starts, len(r.token_ids))):
+            first = begin + int(r.sampled[begin:end].int().argmax())
+            prompt = r.token_ids[begin:first]
             columns.append(prompts.setdefault((r.group, prompt.numpy().tobytes()), prompt))
-            own = replace(episode, sampled=episode.sampled[first:end], starts=())
-            ids, log_probs = rollout.token_ids[first:end], rollout.log_probs[first:end]
-            rows.append(replace(r, rollout=replace(rollout, token_ids=ids, log_probs=log_probs, episode=own)))
+            parts = {name: getattr(r, name)[first:end] for name in ("token_ids", "log_probs", "sampled")}
+            rows.append(replace(r, **parts, starts=()))
     return rows, tuple(columns)
-
-
-def _sampled_masks(rollouts: Sequence[ScoredRollout]) -> Rows | None:
-    """Return which tokens of each rollout the model sampled, or None if it sampled all tokens of all rollouts."""
-    if not any(r.rollout.episode for r in rollouts):
-        return None
-    episodes = [(r.rollout.episode, r.rollout.token_ids) for r in rollouts]
-    return tuple(torch.ones_like(ids, dtype=torch.bool) if e is None else e.sampled for e, ids in episodes)
 
 
 def _column(rows: Sequence[Tensor], sampled: Rows | None = None) -> Rows:
@@ -291,16 +312,6 @@ def _flat(column: Sequence[Tensor]) -> Tensor:
 def _repeated(per_row: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the value of each row for all of its tokens, [tokens] on this process's device."""
     return per_row.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(cpu_bridge.default_device())
-
-
-def _select(column: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:
-    return tuple(compress(column, chosen))
-
-
-def _needs_old(algo: AlgoConfig) -> bool:
-    """Return whether the actor must compute log-probabilities before its first update."""
-    several = algo.mini_batches * algo.epochs > 1
-    return several or algo.mismatch_mask != "off" or kl_in_reward(algo) or algo.distill_coef > 0
 
 
 def _teacher_log_probs(teacher: Worker, prompts: Rows, responses: Rows, temperature: float) -> Rows:

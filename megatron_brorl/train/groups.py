@@ -17,11 +17,10 @@ from megatron_brorl.algo.advantages import has_signal, largest_spread
 from megatron_brorl.algo.shaping import repeated_ngrams
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.types import FinishReason, Rollout, RowWeight, ScoredRollout
+from megatron_brorl.types import RowWeight, ScoredRollout
 
 LOST, STOP, LENGTH, CUT = range(4)  # states; no rank has a lost rollout
-FINISH: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length", CUT: "cut"}
-_STATE = {finish: state for state, finish in FINISH.items()}
+_STATE = {"stop": STOP, "length": LENGTH, "cut": CUT}  # by Rollout.finish
 _NAN = float("nan")
 
 Pieces = Literal["prompts", "siblings"]  # config key algo.mini_batch_of
@@ -73,6 +72,7 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     table = torch.zeros(8, groups, n, dtype=torch.float64)
     if rollouts:
         at = torch.tensor([(r.group, r.rollout.index) for r in rollouts]).T
+        masks = [r.rollout.episode.sampled if r.rollout.episode else None for r in rollouts]
         values = [
             (
                 _STATE[r.rollout.finish],
@@ -80,11 +80,11 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
                 r.right,
                 len(r.rollout.token_ids),
                 r.rollout.sampled_tokens,
-                _repeats(r.rollout, ngram) if ngram else 0,
+                repeated_ngrams(r.rollout.token_ids, ngram, mask) if ngram else 0,
                 r.answer,
                 dist.get_rank() + 1,  # 0 for a lost rollout
             )
-            for r in rollouts
+            for r, mask in zip(rollouts, masks, strict=True)
         ]
         table[:, at[0], at[1]] = torch.tensor(values, dtype=torch.float64).T
 
@@ -94,11 +94,6 @@ def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngra
     state, rewards, right, tokens, sampled, repeats, answers, holder = table.cpu()
     counts = tokens.long(), sampled.long(), repeats.long(), answers.long()
     return Outcomes(state.long(), rewards.float(), right.bool(), *counts, holder.long() - 1)
-
-
-def _repeats(rollout: Rollout, ngram: int) -> int:
-    sampled = rollout.episode.sampled if rollout.episode else None
-    return repeated_ngrams(rollout.token_ids, ngram, sampled)
 
 
 def mark_unfinished_as_lost(outcomes: Outcomes, groups: Sequence[int]) -> tuple[Outcomes, int]:
@@ -142,10 +137,10 @@ class Subset:
     place: Tensor  # int64: deals siblings to mini-batches; in the order of rewards with algo.train_on, for equal shares
     weight: Tensor | None = None  # float64 [groups, N, 3]: the fields of RowWeight; None without algo.train_on
 
-    def weights(self, rollouts: Sequence[ScoredRollout]) -> tuple[RowWeight, ...]:
-        """Return the weight of each rollout, or () without algo.train_on."""
+    def weights(self, slots: Sequence[tuple[int, int]]) -> tuple[RowWeight, ...]:
+        """Return the weight of each rollout, or () without algo.train_on. slots: group and sibling index of each."""
         table = [] if self.weight is None else self.weight.tolist()
-        return tuple(RowWeight(*table[r.group][r.rollout.index]) for r in rollouts if table)
+        return tuple(RowWeight(*table[group][sibling]) for group, sibling in slots if table)
 
 
 def choose_subset(outcomes: Outcomes, algo: AlgoConfig) -> Subset:
@@ -158,21 +153,25 @@ def choose_subset(outcomes: Outcomes, algo: AlgoConfig) -> Subset:
     if not algo.train_on:
         return Subset(mask, place)
 
+    chosen = largest_spread(outcomes.rewards, mask, algo.train_on)
+    # Number the different rewards of each group in ascending order, and count them: [groups, N].
+    ordered, order = outcomes.rewards.masked_fill(~mask, torch.inf).sort(dim=1)
+    is_new = torch.zeros_like(mask)
+    is_new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    reward_class = torch.zeros_like(place).scatter(1, order, is_new.long().cumsum(1))
+    available, used = (torch.zeros_like(place).scatter_add(1, reward_class, x.long()) for x in (mask, chosen))
+
     weight = torch.zeros(*mask.shape, len(RowWeight._fields), dtype=torch.float64)
-    for group in outcomes.kept:
-        rows = mask[group].nonzero()[:, 0]
-        rewards = outcomes.rewards[group, rows]
-        chosen = largest_spread(rewards, algo.train_on)
-        reward_class = rewards.unique(return_inverse=True)[1]
-        own, at = reward_class[chosen], rows[chosen]
-        counts = torch.bincount(own, minlength=len(rows))
-        tokens = outcomes.sampled[group, rows][counts[reward_class] > 0]
-        mask[group, rows] = chosen
-        place[group, at[own.argsort(stable=True)]] = torch.arange(len(at))
-        weight[group, at, 0] = torch.bincount(reward_class)[own].double() / counts[own]
-        weight[group, at, 1] = float(tokens.sum()) / max(len(at), 1)
-        weight[group, at, 2] = float((tokens > 0).sum()) / max(len(at), 1)
-    return Subset(mask, place, weight)
+    tokens = outcomes.sampled * (mask & (used.gather(1, reward_class) > 0))
+    size = chosen.sum(1, keepdim=True)
+    weight[..., 0] = available.gather(1, reward_class) / used.gather(1, reward_class).double()
+    weight[..., 1] = tokens.sum(1, keepdim=True) / size.double()
+    weight[..., 2] = (tokens > 0).sum(1, keepdim=True) / size.double()
+    weight[~chosen] = 0
+
+    by_reward = reward_class.masked_fill(~chosen, mask.shape[1]).argsort(dim=1, stable=True)
+    ranks = torch.zeros_like(place).scatter(1, by_reward, place)
+    return Subset(chosen, torch.where(chosen, ranks, place), weight)
 
 
 def mini_batch_of(place: Index, sibling: Index, count: int, of: Pieces) -> Index:
@@ -186,14 +185,19 @@ def mini_batch_of(place: Index, sibling: Index, count: int, of: Pieces) -> Index
 
 
 def mini_batches(
-    rows: Sequence[ScoredRollout], kept: Sequence[int], count: int, of: Pieces, siblings: Tensor | None = None
+    slots: Sequence[tuple[int, int]], kept: Sequence[int], count: int, of: Pieces, siblings: Tensor | None = None
 ) -> list[list[int]]:
-    """Return this replica's rows of each mini-batch, see mini_batch_of. siblings: numbers in place of indices."""
+    """Return this replica's rows of each mini-batch, see mini_batch_of.
+
+    slots: group and sibling index of each row. siblings: numbers [groups, N] in place of indices.
+    """
     place = {group: i for i, group in enumerate(kept)}
     batches: list[list[int]] = [[] for _ in range(count)]
-    for i, row in enumerate(rows):
-        sibling = row.rollout.index if siblings is None else int(siblings[row.group, row.rollout.index])
-        batches[mini_batch_of(place[row.group], sibling, count, of)].append(i)
+    # A list, because reading one element of a tensor takes microseconds.
+    numbers = None if siblings is None else siblings.tolist()
+    for i, (group, index) in enumerate(slots):
+        sibling = index if numbers is None else numbers[group][index]
+        batches[mini_batch_of(place[group], sibling, count, of)].append(i)
     return batches
 
 

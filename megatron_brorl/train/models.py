@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_brorl.checkpoints import hugging_face
@@ -34,7 +35,8 @@ class CriticWorker(Stage):
         te_names = self.critic.uses_te
         body_shape = body(self.shape)
         read = hugging_face.load(self.critic, body_shape, self.grid, directory, te_names, own, keep=self._keeps_read)
-        self.critic.zero_value_head()
+        if self.critic.post_process:
+            torch.nn.init.zeros_(self.critic.output_layer.weight)
         self._fill_masters(read)
 
     def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:
@@ -57,13 +59,18 @@ class TrainingModels:
     reference: ReferencePolicy | None = None  # for algo.kl_coef > 0
     teacher: Worker | None = None  # for algo.distill_coef > 0
 
-    def stages(self) -> list[Stage]:
-        """Return the models that have an optimizer."""
-        return [self.actor, *([self.critic] if self.critic else [])]
+    def stages(self) -> dict[str, Stage]:
+        """Return the models that have an optimizer, by name."""
+        return {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
+
+    def require_finite(self, what: str, then: str) -> None:
+        """Raise UserError if a trained weight is NaN or infinite, see Stage.require_finite. Collective."""
+        for name, stage in self.stages().items():
+            stage.require_finite(f"{what}, {name}", then)
 
     def offload(self, actor_weights: bool = True) -> None:
         """Free device memory for the engine. actor_weights: whether the actor's weights may move, too."""
-        for stage in self.stages():
+        for stage in self.stages().values():
             stage.offload(weights=actor_weights or stage is not self.actor)
         if self.reference:
             self.reference.offload()
@@ -72,7 +79,7 @@ class TrainingModels:
 
     def checkpoint_parts(self) -> list[ModelState]:
         """Return the states that a checkpoint stores, in device memory."""
-        for stage in self.stages():
+        for stage in self.stages().values():
             stage.reload()
         if self.reference:
             self.reference.reload()

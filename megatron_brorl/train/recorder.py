@@ -26,7 +26,7 @@ from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
 from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, one_line
 from megatron_brorl.train.carried_groups import with_own_tensors
-from megatron_brorl.train.groups import Outcomes, choose_subset
+from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
 
 MAX_TOKENS = 2**20  # tokens recorded per step and per evaluation
@@ -78,10 +78,9 @@ class Recorder:
         outcomes: Outcomes,
         rollouts: Sequence[ScoredRollout],
         advantages: Tensor,
+        is_trained: Tensor,
     ) -> None:
-        """Write the rollouts of a step. rollouts: from select_recorded. advantages: [groups, N]."""
-        algo = self.config.algo
-        is_trained = choose_subset(outcomes, algo).mask
+        """Write the rollouts of a step. rollouts: from select_recorded. advantages, is_trained: [groups, N]."""
         advantages = advantages.masked_fill(~is_trained, float("nan"))
         where = choose_recorded(groups, outcomes, self.config.run)
         log_entry = rollout_log.LogEntry("step", step)

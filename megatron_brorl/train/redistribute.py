@@ -21,9 +21,9 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.balance import CostModel, assign, loads_of, pair_cost
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.groups import FINISH, Outcomes, choose_subset, mini_batch_of
+from megatron_brorl.train.groups import Outcomes, Subset, mini_batch_of
 from megatron_brorl.train.worker import Worker
-from megatron_brorl.types import Episode, Rollout, ScoredRollout
+from megatron_brorl.types import Rollout, ScoredRollout, TrainingRollout
 
 _START = 1 << 30
 MESSAGE_BYTES = 2**28  # bytes that a rank sends or receives per message, approximately
@@ -37,15 +37,14 @@ def cost_model(worker: Worker) -> CostModel:
 
 
 def assign_replicas(
-    outcomes: Outcomes, prompt_tokens: Sequence[int], algo: AlgoConfig, costs: CostModel, replicas: int
+    outcomes: Outcomes, subset: Subset, prompt_tokens: Sequence[int], algo: AlgoConfig, costs: CostModel, replicas: int
 ) -> tuple[Tensor, float]:
-    """Return the replica that trains on each rollout, int64 [groups, N] with -1 for none, and the balance.
+    """Return the replica of each rollout of the subset, int64 [groups, N] with -1 for others, and the balance.
 
     The balance is the mean over replicas of the predicted cost divided by its maximum, summed over optimizer steps; 1
     without rollouts. prompt_tokens: of each group. The result is the same on every rank.
     """
     replica = torch.full_like(outcomes.state, -1)
-    subset = choose_subset(outcomes, algo)
     group, sibling = subset.mask.nonzero(as_tuple=True)
     prompts = torch.tensor(prompt_tokens, dtype=torch.int64)[group]
     responses = outcomes.tokens[group, sibling]
@@ -94,7 +93,7 @@ def send_to_replicas(
     grid: Grid,
     prompt_tokens: Sequence[int] = (),
     no_routes: Tensor | None = None,
-) -> tuple[list[ScoredRollout], int]:
+) -> tuple[list[TrainingRollout], int]:
     """Send every rollout to all ranks of its replica. Collective.
 
     Returns the rollouts of this replica in order, the same on all of its ranks, and the bytes sent between all ranks.
@@ -131,18 +130,18 @@ def send_to_replicas(
 
     result = []
     # Lists, because reading one element of a tensor takes microseconds.
-    tables = (outcomes.state, outcomes.rewards, outcomes.right, outcomes.answers, outcomes.sampled < outcomes.tokens)
-    state, rewards, is_right, answers, with_environment = (table.tolist() for table in tables)
+    is_right, with_environment = outcomes.right.tolist(), (outcomes.sampled < outcomes.tokens).tolist()
     for g, s in sorted(found):
         ids, bits = found[g, s].chunk(2)
-        finish = FINISH[state[g][s]]
-        rollout = Rollout(s, ids.long(), bits.view(torch.float32), finish, routes=routes.get((g, s)))
+        ids = ids.long()
+        sampled, starts = None, ()
         if with_environment[g][s]:
-            sampled = rollout.token_ids >= 0
-            ids = torch.where(sampled, rollout.token_ids, ~rollout.token_ids)
+            sampled = ids >= 0
+            ids = torch.where(sampled, ids, ~ids)
             starts = tuple((ids >= _START).nonzero()[:, 0].tolist())
-            rollout = replace(rollout, token_ids=ids % _START, episode=Episode(sampled, turns=0, starts=starts))
-        result.append(ScoredRollout(g, rollout, rewards[g][s], is_right[g][s], answers[g][s]))
+            ids = ids % _START
+        log_probs = bits.view(torch.float32)
+        result.append(TrainingRollout(g, s, ids, log_probs, is_right[g][s], sampled, starts, routes.get((g, s))))
     return result, moved
 
 
@@ -160,7 +159,12 @@ def send(
     found: dict[tuple[int, int], Tensor] = {}
     for i in range(messages):
         found |= _exchange(transfers.select(slice(i, None, messages)), held, dtype, grid)
-    return found, dtype.itemsize * _elements_sent(transfers, grid)
+    # A tensor goes to each rank of its replica except its holder.
+    is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
+    for i, ranks in enumerate(grid.replicas):
+        is_member[ranks, i] = True
+    copies = grid.mp_size - is_member[transfers.source, transfers.target].long()
+    return found, dtype.itemsize * int((transfers.length * copies).sum())
 
 
 def _exchange(
@@ -186,12 +190,3 @@ def _exchange(
 
 def _sums(index: Tensor, values: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64).index_add(0, index, values)
-
-
-def _elements_sent(transfers: Transfers, grid: Grid) -> int:
-    """Return the numbers sent between all ranks: a rollout goes to each rank of its replica except its holder."""
-    is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
-    for i, ranks in enumerate(grid.replicas):
-        is_member[ranks, i] = True
-    copies = grid.mp_size - is_member[transfers.source, transfers.target].long()
-    return int((transfers.length * copies).sum())

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.config.schema import ReferenceConfig
-from megatron_brorl.tracking.progress import Progress
-from megatron_brorl.train.console import after_steps_text
-from megatron_brorl.train.early_stopping import EarlyStopping
 from megatron_brorl.train.offload import Offload
 from megatron_brorl.train.worker import Worker
 
@@ -25,7 +22,6 @@ class ReferencePolicy:
         self.worker = worker
         self.config = config
         self.weights = {name: p.detach().clone() for name, p in self._of_actor().items()}
-        self.early_stopping = EarlyStopping()  # by held-out pass@1
         self._offload = Offload(self.weights.values) if worker.options.offload else None
 
     def offload(self) -> None:
@@ -46,30 +42,24 @@ class ReferencePolicy:
         finally:
             self._swap()
 
-    def reset_if_due(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
-        """Reset after `step` steps if that is due; set the metric reference_reset to 1 or 0."""
-        why = self.reset_reason(step)
-        metrics["reference_reset"] = float(bool(why))
-        if why:
-            self.reset()
-            progress.note(f"{after_steps_text(step)} the reference is now the policy: {why}")
+    def reset_reason(self, step: int, evaluations: int) -> str:
+        """Return the reason to reset the reference after `step` steps, or "" if no reset is due.
 
-    def reset_reason(self, step: int) -> str:
-        """Return the reason to reset the reference after `step` steps, or "" if no reset is due."""
+        evaluations: those without a new best since the last one or the last reset.
+        """
         c = self.config
         if c.reset_every and step % c.reset_every == 0:
             return f"reference.reset_every = {c.reset_every} steps"
-        if c.reset_patience and self.early_stopping.count >= c.reset_patience:
-            return f"{self.early_stopping.count} evaluations without a new best (reference.reset_patience)"
+        if c.reset_patience and evaluations >= c.reset_patience:
+            return f"{evaluations} evaluations without a new best (reference.reset_patience)"
         return ""
 
     def reset(self) -> None:
-        """Copy the actor's weights to the reference, and reset the count of evaluations without a new best."""
+        """Copy the actor's weights to the reference."""
         self.worker.reload()
         self.reload()
         for name, p in self._of_actor().items():
             self.weights[name].copy_(p.detach())
-        self.early_stopping.count = 0
 
     def _of_actor(self) -> dict[str, torch.nn.Parameter]:
         """Return the actor's parameters that are trained."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_brorl.algo.policy_loss import token_cross_entropy
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.data.prompts import sft_examples
 from megatron_brorl.data.source import PromptSource
@@ -90,12 +89,12 @@ def sft(
 
 
 def _loss(trained: Sequence[Tensor], divisor: float) -> Any:
-    """Return the loss of examples; trained: [G] bool each."""
+    """Return the loss -sum log p / divisor of examples; trained: [G] bool each; divisor: tokens of the global batch."""
 
     def loss(batch: Packed, head: Head) -> tuple[Tensor, float]:
         log_probs = head.log_probs()[0]
         where = batch.gather(trained).bool().to(log_probs.device)
-        value = token_cross_entropy(log_probs[where], divisor)
+        value = -log_probs[where].sum() / divisor
         return value, float(value.detach())
 
     return loss

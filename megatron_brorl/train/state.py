@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, Field, InstanceOf, ValidationError
 
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
@@ -19,44 +21,42 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.carried_groups import CarriedGroups, checkpoint_files, read_checkpoint
 from megatron_brorl.train.collect import SourcePosition
 from megatron_brorl.train.console import passes
-from megatron_brorl.train.early_stopping import EarlyStopping
 from megatron_brorl.train.models import TrainingModels
 
-# Keys of a checkpoint's run.json and the types of their values, apart from those that checkpoints.training adds.
-_SAVED = {
-    "updates": (int,),
-    "critic_updates": (int,),
-    "critic_steps": (int,),
-    "taken": (int,),
-    "prompts_taken": (int,),
-    "recently": (list,),
-    "trained_s": (int, float),
-    "spent": (int, float),
-    "stalls": (list,),
-    "before": (dict, type(None)),
-    "fingerprint": (dict,),
-    "began": (int, float),
-}
-_BEST = (int, str, float)  # types in its list
-_PLAIN = ("updates", "critic_updates", "critic_steps", "trained_s", "began")  # saved without conversion
+
+class EarlyStopping(BaseModel):
+    """The best score, and the number of evaluations in a row that did not exceed it."""
+
+    best: float | None = None
+    count: int = 0
+
+    def record(self, score: float) -> None:
+        """Count an evaluation with this score."""
+        if self.best is None or score > self.best:
+            self.best = score
+            self.count = 0
+        else:
+            self.count += 1
 
 
-@dataclass
-class RunState:
-    """Progress of a run. Every step updates it, and every checkpoint stores it."""
+class RunState(BaseModel):
+    """Progress of a run. Every step updates it, and run.json of every checkpoint stores it."""
 
-    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)  # by held-out pass@1
     step: int = 0  # steps done
-    source_position: SourcePosition = field(default_factory=SourcePosition)
+    source_position: SourcePosition = SourcePosition()
     updates: int = 0  # optimizer steps taken; the version of the actor's weights
     critic_updates: int = 0  # optimizer steps taken of the critic
     critic_steps: int = 0  # training steps in which the critic was updated
-    carried: CarriedGroups = field(default_factory=CarriedGroups)  # groups that the next step continues or trains on
+    early_stopping: EarlyStopping = Field(default_factory=EarlyStopping)  # by held-out pass@1, for train.patience
+    reference_stopping: EarlyStopping = Field(default_factory=EarlyStopping)  # also, for reference.reset_patience
     initial_evaluation: dict[str, Any] | None = None  # before the first step
     trained_s: float = 0.0  # seconds of the steps done, each of the slowest rank
-    spent: float = 0.0  # wall-clock seconds of the processes before this one
+    elapsed_s: float = 0.0  # wall-clock seconds of the processes before this one
+    started_at: float = 0.0  # Unix time at which the first process of the job started; 0 if unknown
     best: Best | None = None  # the best checkpoint on the disk (train.keep_best)
-    began: float = 0.0  # Unix time at which the first process of the job began; 0 if unknown
+    fingerprint: dict[str, Any] = {}  # settings that a resumed run must share, see cli.run_folder
+    # Groups that the next step continues or trains on. They have files of their own.
+    carried: InstanceOf[CarriedGroups] = Field(default_factory=CarriedGroups, exclude=True)
 
     def in_critic_warmup(self, critic: CriticConfig) -> bool:
         """Return whether the critic has been updated, but not yet the actor (critic.warmup_steps)."""
@@ -76,33 +76,20 @@ def begin_save(
     models: TrainingModels,
     config: Config,
     grid: Grid,
-    fingerprint: dict[str, Any],
     seconds: float,
     copy: bool = False,
     new_best: Best | None = None,
 ) -> checkpoint.Save:
     """Capture the state of the run for a checkpoint; Save.write writes it. Collective.
 
-    fingerprint: see cli.run_folder. seconds: those of the job so far. copy: copy the state, because the run continues
-    before it is written. new_best: set if this is the best checkpoint so far.
+    seconds: those of the job so far. copy: copy the state, because the run continues before it is written. new_best:
+    set if this is the best checkpoint so far.
     """
-    best = new_best or state.best
-    run = {
-        **{name: getattr(state, name) for name in _PLAIN},
-        "before": state.initial_evaluation,
-        "taken": state.source_position.rounds,
-        "prompts_taken": state.source_position.prompts,
-        "recently": [state.source_position.recent_prompts, state.source_position.recent_kept],
-        "stalls": [[counter.best, counter.count] for counter in _counters(state, models)],
-        "fingerprint": fingerprint,
-        "spent": seconds,
-        folders.BEST: [best.step, best.metric, best.value] if best else None,
-    }
     save = checkpoint.begin(
         root=Path(config.run.dir) / "checkpoints",
         step=state.step,
         models=models.checkpoint_parts(),
-        run=run,
+        run=state.model_copy(update={"elapsed_s": seconds, "best": new_best or state.best}).model_dump(),
         keep=config.train.keep_checkpoints,
         files=checkpoint_files(state.carried, grid),
         copy=copy,
@@ -111,19 +98,27 @@ def begin_save(
     return save
 
 
-def read_run_json(directory: Path) -> dict[str, Any]:
-    """Return a checkpoint's run.json. Raises UserError if another version wrote it."""
+def read_state(directory: Path) -> RunState:
+    """Return the state in a checkpoint's run.json, without its groups. Raises UserError if another version wrote it."""
     run = checkpoint.read_run(directory)
-    found = run.get(folders.BEST)
-    strange = [key for key, kinds in _SAVED.items() if key not in run or type(run[key]) not in kinds]
-    if found is not None and not (isinstance(found, list) and tuple(map(type, found)) == _BEST):
-        strange.append(folders.BEST)
-    if strange:
+    try:
+        state = RunState.model_validate_json(json.dumps(run), strict=True)
+        # pydantic would take the defaults for missing keys.
+        saved = state.model_dump().items()
+        wrong = [name for name, value in saved if name not in run or _keys(run[name]) != _keys(value)]
+    except ValidationError as e:
+        wrong = [".".join(map(str, e.errors()[0]["loc"]))]
+    if wrong:
         raise UserError(
-            f"{directory / checkpoint.RUN}: {strange[0]} is missing or of another type: another version wrote it; "
+            f"{directory / checkpoint.RUN}: {wrong[0]} is missing or of another type: another version wrote it; "
             "continue with that version, or start a new run with another run.dir"
         )
-    return run
+    return state
+
+
+def _keys(value: Any) -> Any:
+    """Return the keys of nested dicts, with None in place of other values."""
+    return {key: _keys(inner) for key, inner in value.items()} if isinstance(value, dict) else None
 
 
 def restore(
@@ -134,33 +129,14 @@ def restore(
     The caller has checked the fingerprint. state: that of a run before its first step.
     """
     # Read and check run.json before any weight changes.
-    run = read_run_json(directory)
+    restored = read_state(directory)
     checkpoint.load(directory, models.checkpoint_parts())
-    restored = RunState(
-        **{name: run[name] for name in _PLAIN},
-        early_stopping=replace(state.early_stopping),
-        step=run[checkpoint.STEP],
-        source_position=SourcePosition(run["taken"], run["prompts_taken"], *run["recently"]),
-        carried=read_checkpoint(directory, source, grid),
-        initial_evaluation=run["before"],
-        spent=run["spent"],
-        best=folders.best_so_far(directory.parent, run, run[checkpoint.STEP], config.train.keep_best),
-    )
-    for counter, (score, count) in zip(_counters(restored, models), run["stalls"], strict=True):
-        counter.best = score
-        counter.count = count
+    latest = directory.parent / folders.LATEST
+    models.require_finite(str(directory), f"delete it and {latest} to continue from an older checkpoint")
+    restored.fingerprint = state.fingerprint
+    restored.carried = read_checkpoint(directory, source, grid)
+    restored.best = folders.best_so_far(directory.parent, restored.best, restored.step, config.train.keep_best)
     return restored
-
-
-def record_evaluation(state: RunState, models: TrainingModels, pass_at_1: float) -> None:
-    """Count an evaluation for train.patience and for resetting the reference policy."""
-    for counter in _counters(state, models):
-        counter.record(pass_at_1)
-
-
-def _counters(state: RunState, models: TrainingModels) -> list[EarlyStopping]:
-    """Return the counters of evaluations without a new best, in the order of a checkpoint."""
-    return [state.early_stopping, *([models.reference.early_stopping] if models.reference else [])]
 
 
 def new_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> Best | None:

@@ -25,7 +25,7 @@ from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.tracking.timeline import Timeline, record
 
-PHASES = ("generate", "score", "exchange", "train", "refit")
+PHASES = ("generate", "score", "exchange", "train", "weight_sync")
 _TRAINING = ("forward", "optimizer step")  # spans of passes; the second includes the reduction of gradients
 
 Columns = Mapping[str, npt.NDArray[np.float64]]  # one value per rank, [ranks]
@@ -53,7 +53,7 @@ def rank_values(timeline: Timeline) -> dict[str, float]:
         "score": timeline.seconds("score"),
         "exchange": timeline.seconds("exchange"),
         "train": sum(map(timeline.seconds, _TRAINING)) - timeline.seconds("reduce gradients"),
-        "refit": timeline.seconds("refit"),
+        "weight_sync": timeline.seconds("weight_sync"),
         "sampled_tokens": timeline.total("generate", "tokens"),
         "forward_s": timeline.seconds("forward"),
         "forward_flops": timeline.total("forward", "flops"),

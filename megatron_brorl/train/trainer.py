@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_brorl import rollout_log, signals
-from megatron_brorl.algo.first_update import large_first_update
+from megatron_brorl.algo.advice import large_first_update
 from megatron_brorl.checkpoints import folders
-from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.source import PromptSource
-from megatron_brorl.errors import StepError
+from megatron_brorl.errors import StepError, UserError
 from megatron_brorl.parallel.flops import peak_flops
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import empty_routes
@@ -38,20 +38,20 @@ from megatron_brorl.train.console import after_steps_text, console_line, evaluat
 from megatron_brorl.train.diagnostics import mass_balance_metrics
 from megatron_brorl.train.evaluate import Evaluation, evaluate
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, sharing_metrics
-from megatron_brorl.train.groups import Outcomes, choose_subset, group_metrics, mini_batches
-from megatron_brorl.train.models import CriticWorker, TrainingModels
-from megatron_brorl.train.nonfinite import MAX_STEPS, count_nonfinite_steps, raise_if_too_many_nonfinite
+from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches
+from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.recorder import Recorder, sample_lines
 from megatron_brorl.train.redistribute import cost_model
-from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.sampling_params import evaluation_sampling_params, training_sampling_params
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.throughput import StepTrace, cluster_metrics
 from megatron_brorl.train.update import update_models
 from megatron_brorl.train.weight_sync import sudden_gap, sync_engines
-from megatron_brorl.train.worker import Worker
 from megatron_brorl.types import Prompt, PromptGroup, ScoredRollout
+
+
+MAX_NONFINITE_STEPS = 5  # steps in a row with non-finite values, after which a run ends
 
 
 class Ending(Enum):
@@ -69,17 +69,13 @@ class Trainer:
 
     config: Config
     grid: Grid
-    worker: Worker  # the actor
+    models: TrainingModels
     runner: RolloutRunner  # the engine and the verifiers
     train_source: PromptSource
     held_out: list[Prompt]
     stop_ids: tuple[int, ...]
-    fingerprint: dict[str, Any]  # settings that a resumed run must share, see cli.run_folder
     started: float  # Unix time when this process started; a resumed run has had earlier processes
     state: RunState = field(default_factory=RunState)
-    critic: CriticWorker | None = None  # if algo.advantage = "gae"
-    reference: ReferencePolicy | None = None  # if algo.kl_coef > 0
-    teacher: Worker | None = None  # if algo.distill_coef > 0
     recorder: Recorder | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)  # Only the main rank has callbacks.
     background_saver: BackgroundSaver = field(default_factory=BackgroundSaver)
@@ -89,23 +85,28 @@ class Trainer:
         self._startup_seconds = max(0.0, time.time() - self.started)
         self._clock_start = time.monotonic()
         self._must_save_again = False  # True: a checkpoint could not be written; save after a step even if none is due
-        self._nonfinite_steps = 0  # consecutive ones, see nonfinite.count_nonfinite_steps
+        self._nonfinite_steps = 0  # consecutive ones, see count_nonfinite_steps
         self._gaps: list[float] | None = []  # logprob_gap_mean of the steps of this process, until a warning
         self._checkpoint_seconds = {"checkpoint": 0.0, "checkpoint_wait": 0.0}
 
-    def models(self) -> TrainingModels:
-        """Return the actor, and critic, reference policy and teacher if there are any."""
-        return TrainingModels(self.worker, self.critic, self.reference, self.teacher)
+    @cached_property
+    def collector(self) -> Collector:
+        """The first half of a step, up to the groups to train on."""
+        shape = self.models.actor.shape
+        sampling = training_sampling_params(self.config, self.stop_ids, shape.experts)
+        no_routes = empty_routes(shape) if sampling.routes else None
+        costs = cost_model(self.models.actor)
+        return Collector(self.config, self.grid, self.runner, self.train_source, sampling, costs, no_routes)
 
     def run_seconds(self) -> float:
         """Return the wall-clock seconds of the run, including those before the checkpoint that it was resumed from."""
-        return self.state.spent + self._startup_seconds + time.monotonic() - self._clock_start
+        return self.state.elapsed_s + self._startup_seconds + time.monotonic() - self._clock_start
 
     def run(self, writer: MetricsWriter | None, progress: Progress, stop: Callable[[], bool]) -> bool:
         """Train until the run is complete (Ending.COMPLETE), with evaluations and checkpoints between steps.
 
         Returns False if stop() ended the run early. stop is called after every step and must also report
-        callbacks.stop. Raises UserError if a rollout engine hangs, if nonfinite.MAX_STEPS is reached, or if a
+        callbacks.stop. Raises UserError if a rollout engine hangs, if MAX_NONFINITE_STEPS is reached, or if a
         callback fails before the last step. The completed steps are saved before.
         """
         try:
@@ -128,10 +129,10 @@ class Trainer:
             signals.step_begins()
             trace = StepTrace(self.config.run, step, self.grid)  # records the spans of this rank from here on
             # A repeated run has the same metrics unless rollouts or verifiers are too slow. Timings differ.
-            before, steps_taken = replace(state), self.worker.steps_taken
+            before, steps_taken = state.model_copy(), self.models.actor.steps_taken
             try:
                 metrics, timings = self.train_step()
-                before, steps_taken = state, self.worker.steps_taken  # the state to save if the evaluation fails
+                before, steps_taken = state, self.models.actor.steps_taken  # the state to save if the evaluation fails
                 timings |= cluster_metrics(trace.timeline, timings, metrics["trained_tokens"], peak)
                 timings |= self._checkpoint_seconds  # of saving after the previous step
                 self._checkpoint_seconds = dict.fromkeys(self._checkpoint_seconds, 0.0)
@@ -143,8 +144,13 @@ class Trainer:
                 if writer and before is state:
                     writer.write(step, metrics, timings)
                 self._save_and_raise(e, before, steps_taken, progress)
-            if self.reference:
-                self.reference.reset_if_due(state.step, metrics, progress)
+            if reference := self.models.reference:
+                why = reference.reset_reason(state.step, state.reference_stopping.count)
+                metrics["reference_reset"] = float(bool(why))
+                if why:
+                    reference.reset()
+                    state.reference_stopping.count = 0
+                    progress.note(f"{after_steps_text(state.step)} the reference is now the policy: {why}")
 
             if writer:
                 writer.write(step, metrics, timings)
@@ -178,13 +184,9 @@ class Trainer:
         begun = time.monotonic()
 
         # Prompts -> rollouts -> rewards -> groups whose rewards differ.
-        shape = self.worker.shape
-        sampling = training_sampling_params(config, self.stop_ids, shape.experts)
-        no_routes = empty_routes(shape) if sampling.routes else None
-        costs = cost_model(self.worker)
-        collector = Collector(config, self.grid, self.runner, self.train_source, sampling, costs, no_routes)
+        sampling = self.collector.sampling
         with span("collect"):
-            collected = collector.collect(state.carried, state.step, state.source_position, state.updates)
+            collected = self.collector.collect(state.carried, state.step, state.source_position, state.updates)
         state.carried = collected.carried  # unfinished and surplus groups, which the next step starts from
         state.source_position = collected.source_position
         groups = collected.groups
@@ -197,41 +199,44 @@ class Trainer:
         if not is_idle:
             self.runner.engine.sleep()
         with _timed(seconds, "diagnose"), span("diagnose"):
-            mass_balance = mass_balance_metrics(config, state.step, collected, self.worker, sampling)
+            mass_balance = mass_balance_metrics(config, state.step, collected, self.models.actor, sampling)
 
         # Rewards -> advantages -> log-probabilities, values.
         with _timed(seconds, "train"), span("experience"):
             outcomes = shape_rewards(collected.outcomes, config, state.step)
-            advantages = rollout_advantages(outcomes, groups, config.algo, self.worker.options.ops)
-            # rollouts: one per row of experience, without those whose log-probabilities or values are not finite.
-            subset = choose_subset(collected.outcomes, config.algo)
-            rollouts, experience, metrics = make_experience(
-                collected.rollouts, groups, advantages, self.models(), config.algo, config.rollout.temperature, subset
+            subset = collected.subset
+            advantages = rollout_advantages(outcomes, groups, config.algo, self.models.actor.options.ops)
+            experience, metrics = make_experience(
+                collected.rollouts, groups, advantages, self.models, config.algo, config.rollout.temperature, subset
             )
         with _timed(seconds, "record"):
             if self.recorder:  # The rollout log has a sample of the rollouts, with their rewards before shaping.
-                self.recorder.step(state.step, groups, collected.outcomes, collected.recorded, advantages)
+                self.recorder.step(state.step, groups, collected.outcomes, collected.recorded, advantages, subset.mask)
 
         # Updates of critic and actor.
         with _timed(seconds, "train"), span("update"):
             algo, kept = config.algo, outcomes.kept
-            batches = mini_batches(rollouts, kept, algo.mini_batches, algo.mini_batch_of, subset.place)
+            batches = mini_batches(experience.slots, kept, algo.mini_batches, algo.mini_batch_of, subset.place)
             trained = int(subset.mask.sum())  # rollouts of all ranks
-            metrics |= update_models(self.models(), experience, batches * config.algo.epochs, trained, config, state)
+            metrics |= update_models(self.models, experience, batches * config.algo.epochs, trained, config, state)
 
         # New weights for the engine. Weights that are not finite are neither saved nor sent.
         state.step += 1
-        with _timed(seconds, "refit"):
-            checkpoint.check_finite(self.models().checkpoint_parts(), state.step)
+        with _timed(seconds, "weight_sync"):
+            self.models.require_finite(
+                f"the state {after_steps_text(state.step)}",
+                "no checkpoint is written, and older ones stay; start a new run from the weights of the last one "
+                "(brorl convert to-hf) with a lower learning rate",
+            )
             if is_idle:
-                self.models().offload()  # the diagnostics have loaded the actor
-                metrics["refit_again"] = 0.0
+                self.models.offload()  # the diagnostics have loaded the actor
+                metrics["weight_sync_again"] = 0.0
             else:
                 metrics |= self.sync_weights()
         seconds["step"] = time.monotonic() - begun
 
         metrics |= collected.metrics | mass_balance
-        metrics |= sharing_metrics(self.worker, experience, sampling.routes)
+        metrics |= sharing_metrics(self.models.actor, experience, sampling.routes)
         if config.shaping.is_on:
             metrics["shaped_reward"] = group_metrics(outcomes)["reward"]
         return metrics, seconds
@@ -241,8 +246,8 @@ class Trainer:
         # Ranks may wait here for the restart of an engine process, which must not count as a hang. The built-in engine
         # ("torch") has no process.
         allowance_s = 0.0 if self.config.rollout.engine == "torch" else START_TIMEOUT_S
-        with span("refit", allowance_s=allowance_s):
-            return sync_engines(self.models(), self.runner, self.state.updates, self.config)
+        with span("weight_sync", allowance_s=allowance_s):
+            return sync_engines(self.models, self.runner, self.state.updates, self.config)
 
     def evaluate(self, progress: Progress) -> Evaluation:
         """Evaluate the held-out prompts with the engine's weights, write the samples and print a few of them."""
@@ -286,7 +291,8 @@ class Trainer:
         # The actor does not change during the warm-up of the critic, so these evaluations count
         # neither towards train.patience nor towards resets of the reference policy.
         if not self.state.in_critic_warmup(self.config.critic):
-            run_state.record_evaluation(self.state, self.models(), metrics["pass_at_1"])
+            self.state.early_stopping.record(metrics["pass_at_1"])
+            self.state.reference_stopping.record(metrics["pass_at_1"])
         return metrics
 
     def _ending(self, stop: Callable[[], bool]) -> Ending | None:
@@ -294,7 +300,7 @@ class Trainer:
         applies = {
             Ending.STOPPED: stop(),
             Ending.ENGINE_STUCK: self.runner.stuck(),
-            Ending.NONFINITE: self._nonfinite_steps >= MAX_STEPS,
+            Ending.NONFINITE: self._nonfinite_steps >= MAX_NONFINITE_STEPS,
             Ending.COMPLETE: self.state.is_complete(self.config.train),
         }
         return next((ending for ending in Ending if applies[ending]), None)
@@ -305,13 +311,18 @@ class Trainer:
         if ending is Ending.ENGINE_STUCK:
             self.runner.raise_if_stuck(saved)
         elif ending is Ending.NONFINITE:
-            raise_if_too_many_nonfinite(self._nonfinite_steps, saved)
+            raise UserError(
+                f"{self._nonfinite_steps} steps in a row skipped an update because its gradient was not finite, or "
+                "left out most of their rollouts because log-probabilities were not finite (updates_skipped and "
+                f"nonfinite_rows in metrics.jsonl): {saved}; find out whether the engine or the trainer returns them, "
+                "or start a new run from the saved weights (brorl convert to-hf) with a lower learning rate"
+            )
         self.callbacks.raise_if_failed(saved)
 
     def _save_and_raise(self, error: StepError, before: RunState, steps_taken: int, progress: Progress) -> NoReturn:
         """Save the state before a failed step or evaluation, unless the actor or critic has changed, and raise."""
         reason = "the failed step has already changed the weights"
-        has_changed = self.worker.steps_taken > steps_taken or self.state.critic_updates > before.critic_updates
+        has_changed = self.models.actor.steps_taken > steps_taken or self.state.critic_updates > before.critic_updates
         self.state = before
         self.check_background_save(progress, wait=True)
         if before.step and not has_changed:
@@ -358,14 +369,7 @@ class Trainer:
         with span("checkpoint"):
             self._wait_for_background_save()
             save = run_state.begin_save(
-                self.state,
-                self.models(),
-                self.config,
-                self.grid,
-                self.fingerprint,
-                self.run_seconds(),
-                in_background,
-                new_best,
+                self.state, self.models, self.config, self.grid, self.run_seconds(), in_background, new_best
             )
             if in_background:
                 self.background_saver.start(save, timedelta(seconds=self.config.parallel.timeout_s))
@@ -398,12 +402,18 @@ class Trainer:
 
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, whose fingerprint the caller has checked."""
-        self.state = run_state.restore(directory, self.state, self.models(), self.train_source, self.config, self.grid)
+        self.state = run_state.restore(directory, self.state, self.models, self.train_source, self.config, self.grid)
         if self.grid.rank == 0:
             # A killed run may lack the `best` file, whose checkpoint folders.repair keeps.
             if self.state.best and folders.read_best(directory.parent) != self.state.best:
                 folders.write_best(directory.parent, self.state.best)
             folders.repair(directory.parent, self.state.step, self.config.train.keep_checkpoints)
+
+
+def count_nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:
+    """Return how many steps in a row, the one with these metrics included, skipped an update or left out most rows."""
+    skipped = metrics["updates_skipped"] + metrics.get("critic_updates_skipped", 0.0)
+    return before + 1 if skipped or metrics["nonfinite_rows"] > metrics["finite_rows"] else 0
 
 
 @contextlib.contextmanager

@@ -21,9 +21,9 @@ from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
 from megatron_brorl.tracking.timeline import count
+from megatron_brorl.train.experience import log_rows
 from megatron_brorl.train.learning_rate import learning_rate, optimizer_steps, scaled
 from megatron_brorl.train.models import CriticWorker, TrainingModels
-from megatron_brorl.train.nonfinite import log_rows
 from megatron_brorl.train.state import RunState
 from megatron_brorl.train.worker import LossFunction, OptimizerStep, Worker
 from megatron_brorl.types import Experience
@@ -113,8 +113,8 @@ def update_policy(
     def step(lr: float, rows: list[int]) -> StepMetrics | None:
         part = experience.select(rows)
         # A rollout of an agent has several rows.
-        units = part.units or tuple(range(len(part)))
-        lengths: dict[int, int] = Counter()
+        units: Sequence[Any] = part.slots or range(len(part))
+        lengths: dict[Any, int] = Counter()
         for unit, tokens in zip(units, part.sampled_tokens(), strict=True):
             lengths[unit] += tokens
         own = {"tokens": float(sum(lengths.values())), "sequences": float(sum(n > 0 for n in lengths.values()))}

@@ -35,7 +35,7 @@ TOKENS = 16  # of a probe's prompt, and at most of a response
 
 
 def sync_engines(models: TrainingModels, runner: RolloutRunner, version: int, config: Config) -> dict[str, float]:
-    """Send the actor's weights to all engines and verify them as train.verify_reshard says; return metrics. Collective.
+    """Send the actor's weights to all engines and verify them as train.verify_weights says; return metrics. Collective.
 
     Engines are awake and the training models offloaded afterwards.
     """
@@ -44,12 +44,12 @@ def sync_engines(models: TrainingModels, runner: RolloutRunner, version: int, co
     models.offload(actor_weights=False)
     engine.wake()
     repeats = sync_weights(models.actor, engine, version)
-    metrics = {"refit_again": float(repeats)}
-    when = config.train.verify_reshard
+    metrics = {"weight_sync_again": float(repeats)}
+    when = config.train.verify_weights
     if when == "always" or (when == "auto" and config.rollout.engine in ENGINES):
         gap, restarts = verify_weights(models.actor, engine, version, config)
         metrics = {
-            "refit_again": float(repeats + restarts),
+            "weight_sync_again": float(repeats + restarts),
             "reshard_gap_mean": gap.mean,
             "reshard_gap_p99": gap.p99,
             "reshard_gap_max": gap.max,
@@ -140,7 +140,7 @@ def sudden_gap(gaps: Sequence[float]) -> str:
         return ""
     return (
         f"logprob_gap_mean = {newest:.2g} nats is {newest / statistics.median(earlier):.1f} times the median of the "
-        'steps before: engine and trainer have begun to differ; train.verify_reshard = "always" tests the weights'
+        'steps before: engine and trainer have begun to differ; train.verify_weights = "always" tests the weights'
     )
 
 
@@ -165,7 +165,7 @@ def verify_weights(worker: Worker, engine: Watchdog, version: int, config: Confi
     # All ranks have the same gap, so they raise together.
     if gap.exceeds(limit):
         raise UserError(
-            f"train.verify_reshard: after version {version} an engine's log-probs differ from the actor's by a mean of "
+            f"train.verify_weights: after version {version} an engine's log-probs differ from the actor's by a mean of "
             f"{gap.mean:.2e} nats (99% quantile {gap.p99:.2e}, maximum {gap.max:.2e}), which train.verify_tolerance = "
             f"{limit:g} does not allow: the weights did not arrive as they are, or the arithmetic differs (bf16 on "
             "either side needs a larger tolerance)"

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.config.schema import LoraConfig, OptimConfig
+from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.models.layers.lora import MergedWeights
-from megatron_brorl.models.nonfinite import require_finite
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.interface import Backend, compute_dtype
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.parallel.collectives import all_reduce_max
+from megatron_brorl.parallel.collectives import all_gather, all_reduce_max
 from megatron_brorl.parallel.context import split_for_rank
 from megatron_brorl.parallel.flops import forward_flops, training_flops
 from megatron_brorl.parallel.grid import Grid
@@ -208,11 +208,21 @@ class Stage:
             optimizer.reload_model_params(state_dict=values)
 
     def require_finite(self, what: str, then: str) -> None:
-        """Raise UserError on all ranks if a weight is NaN or infinite. Collective.
+        """Raise UserError on all ranks if a weight of any rank is NaN or infinite. Collective.
 
         what, then: the parts of the message before and after the weight's name.
         """
-        require_finite(self._named(), what, then)
+        named = self._named()
+        # The extremes of a tensor are NaN if any value is, and need no copy of it. Read the results of all tensors
+        # together, because the device would idle after the read of each.
+        plain = [dequantize_fp8_tensor(p) if is_float8tensor(p) else p.detach() for p in named.values()]
+        extremes = [torch.stack(torch.aminmax(x)) if x.numel() else x.new_zeros(2) for x in plain]
+        finite = torch.stack(extremes).isfinite().all(dim=1).tolist()
+        broken = [name for name, is_finite in zip(named, finite, strict=True) if not is_finite]
+        names_of_all = list(dict.fromkeys(name for part in all_gather(broken) for name in part))
+        if names_of_all:
+            others = f" (and {len(names_of_all) - 1} other tensors)" if len(names_of_all) > 1 else ""
+            raise UserError(f"{what}: weights that are not finite: {names_of_all[0]}{others}; {then}")
 
     def _named(self) -> Mapping[str, Tensor]:
         """Return the parameters by global name, in device memory and gathered."""

@@ -24,7 +24,7 @@ def test_rows(monkeypatch, tmp_path):
     bench_step.main()
     (row,) = json.loads(out.read_text())
     assert row["engine"] == "brorl"
-    assert set(row["seconds"]) == {"generate", "score", "train", "refit", "step"}
+    assert set(row["seconds"]) == {"generate", "score", "train", "weight_sync", "step"}
     assert sum(row["seconds"].values()) <= 2.01 * row["seconds"]["step"]  # the phases are parts of the step
     assert 16 * 15 <= row["tokens"] <= 16 * 16  # few responses end before the limit
     assert row["samples_per_s"] == pytest.approx(16 / row["seconds"]["step"])

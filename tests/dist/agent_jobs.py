@@ -13,7 +13,7 @@ from megatron_brorl.config.schema import AlgoConfig, OptimConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.experience import make_experience
-from megatron_brorl.train.groups import gather_outcomes, mini_batches, select_groups
+from megatron_brorl.train.groups import choose_subset, gather_outcomes, mini_batches, select_groups
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.redistribute import assign_replicas, cost_model, send_to_replicas
 from megatron_brorl.train.update import update_policy
@@ -66,10 +66,11 @@ def step(
     own = scored()[rank :: grid.world_size]
     outcomes = select_groups(gather_outcomes(own, GROUPS, N))
     groups = [PromptGroup(Prompt(str(i), "", (1, 2), None, "none"), 0, i) for i in range(GROUPS)]
-    replica, _ = assign_replicas(outcomes, [2] * GROUPS, algo, cost_model(worker), grid.dp_size)
+    subset = choose_subset(outcomes, algo)
+    replica, _ = assign_replicas(outcomes, subset, [2] * GROUPS, algo, cost_model(worker), grid.dp_size)
     received, _ = send_to_replicas(own, outcomes, replica, grid)
     models = TrainingModels(worker, None, None, None)
-    rows, experience, metrics = make_experience(received, groups, outcomes.rewards, models, algo, 1.0)
-    batches = mini_batches(rows, outcomes.kept, algo.mini_batches, algo.mini_batch_of)
+    experience, metrics = make_experience(received, groups, outcomes.rewards, models, algo, 1.0)
+    batches = mini_batches(experience.slots, outcomes.kept, algo.mini_batches, algo.mini_batch_of)
     metrics |= update_policy(worker, experience, batches, replace(algo), OPTIM, 1.0, 0)
     return metrics, {name: tensor.clone() for name, tensor in worker.hf_tensors()}

@@ -14,7 +14,7 @@ from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.update import ActorLoss
-from megatron_brorl.types import Prompt, PromptGroup, Rollout, ScoredRollout
+from megatron_brorl.types import Prompt, PromptGroup, TrainingRollout
 
 
 def advantages(
@@ -27,7 +27,7 @@ def advantages(
     assert not any(p.untyped_storage().nbytes() for p in teacher.actor.parameters())
     groups, rollouts, table = scored(0)
     own = rollouts[24 * actor.grid.dp_rank // actor.grid.dp_size : 24 * (actor.grid.dp_rank + 1) // actor.grid.dp_size]
-    _, experience, metrics = make_experience(own, groups, table, models, algo, TEMPERATURE)
+    experience, metrics = make_experience(own, groups, table, models, algo, TEMPERATURE)
     return dict(zip(experience.ids, experience.advantages, strict=True)), metrics
 
 
@@ -41,10 +41,9 @@ def expected_gradient(
     worker, teacher = (make_worker(folder, {}, dtype=torch.float64) for folder in folders)
     groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "none"), 0, i) for i, p in enumerate(prefixes)]
     tokens = [(g, x) for g in range(len(prefixes)) for x in range(pi.shape[1])]
-    drawn = [Rollout(x, torch.tensor([x]), pi[g, x, None].log().float(), "stop") for g, x in tokens]
-    rollouts = [ScoredRollout(g, rollout, 0.0, False) for (g, _), rollout in zip(tokens, drawn, strict=True)]
+    rollouts = [TrainingRollout(g, x, torch.tensor([x]), pi[g, x, None].log().float(), False) for g, x in tokens]
     models = TrainingModels(worker, teacher=teacher)
-    _, experience, _ = make_experience(rollouts, groups, torch.zeros(pi.shape), models, algo, TEMPERATURE)
+    experience, _ = make_experience(rollouts, groups, torch.zeros(pi.shape), models, algo, TEMPERATURE)
 
     loss = ActorLoss(experience, algo, pi.flatten().tolist())
     worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker._head(TEMPERATURE))

@@ -15,7 +15,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.rollout.sampler import deal
 from megatron_brorl.train import redistribute
-from megatron_brorl.train.groups import gather_outcomes, select_groups
+from megatron_brorl.train.groups import choose_subset, gather_outcomes, select_groups
 from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
 GROUPS = 6
@@ -49,7 +49,8 @@ def exchanged(
     slots = list(product(range(GROUPS), range(N)))
     own = [rollout(*slot) for slot in deal(slots, [0] * grid.world_size)[rank] if slot not in LOST]
     outcomes = select_groups(gather_outcomes(own, GROUPS, N))
-    replica, balance = redistribute.assign_replicas(outcomes, PROMPTS, algo, costs, grid.dp_size)
+    subset = choose_subset(outcomes, algo)
+    replica, balance = redistribute.assign_replicas(outcomes, subset, PROMPTS, algo, costs, grid.dp_size)
 
     sent = []
     send = dist.all_to_all_single
@@ -64,10 +65,7 @@ def exchanged(
         rows, moved = redistribute.send_to_replicas(own, outcomes, replica, grid, PROMPTS, no_routes)
     return {
         "replica": grid.dp_rank,
-        "rows": [
-            replace(row, rollout=replace(row.rollout, log_probs=row.rollout.log_probs.view(torch.int32)))
-            for row in rows
-        ],
+        "rows": [replace(row, log_probs=row.log_probs.view(torch.int32)) for row in rows],
         "held": [(row.group, row.rollout.index) for row in own],
         "moved": moved,
         "balance": balance,
@@ -80,6 +78,7 @@ def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostM
     """Return rows, bytes and balance of a step whose groups were all lost."""
     grid = grid_of(**parallel)
     outcomes = select_groups(gather_outcomes([], GROUPS, N))
-    replica, balance = redistribute.assign_replicas(outcomes, PROMPTS, algo, costs, grid.dp_size)
+    subset = choose_subset(outcomes, algo)
+    replica, balance = redistribute.assign_replicas(outcomes, subset, PROMPTS, algo, costs, grid.dp_size)
     rows, moved = redistribute.send_to_replicas([], outcomes, replica, grid)
     return rows, moved, balance

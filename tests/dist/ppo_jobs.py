@@ -20,7 +20,7 @@ from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.update import update_critic, update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
-from megatron_brorl.types import Episode, Prompt, PromptGroup, Rollout, ScoredRollout
+from megatron_brorl.types import Prompt, PromptGroup, TrainingRollout
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
 OPTIM = OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
@@ -64,7 +64,7 @@ def turns(responses: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.arange(-len(r), 0) % 3 >= i % 3 for i, r in enumerate(responses)]
 
 
-def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], list[ScoredRollout], torch.Tensor]:
+def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], list[TrainingRollout], torch.Tensor]:
     """Return the groups of a step, its rollouts, and their rewards as advantages [groups, N]."""
     prompts, responses, log_probs, rewards = batch(step)
     drawn = [prompts[OF_PROMPT.index(g)].tolist() for g in range(4)]
@@ -73,10 +73,10 @@ def scored(step: int, environment: bool = False) -> tuple[list[PromptGroup], lis
     advantages = torch.zeros(4, 11)
     for i, (group, sampled) in enumerate(zip(OF_PROMPT, turns(responses), strict=True)):
         sibling = i - OF_PROMPT.index(group)
-        rollout = Rollout(sibling, responses[i], log_probs[i], "stop")
+        rollout = TrainingRollout(group, sibling, responses[i], log_probs[i], right=rewards[i] >= 0.99)
         if environment and not sampled.all():
-            rollout = replace(rollout, log_probs=log_probs[i] * sampled, episode=Episode(sampled, turns=3))
-        rollouts.append(ScoredRollout(group, rollout, rewards[i], rewards[i] >= 0.99))
+            rollout = replace(rollout, log_probs=log_probs[i] * sampled, sampled=sampled)
+        rollouts.append(rollout)
         advantages[group, sibling] = rewards[i]
     return groups, rollouts, advantages
 
@@ -99,8 +99,8 @@ def ppo(
     for step in range(STEPS):
         groups, all_rows, advantages = scored(step, environment)
         own = all_rows[24 * grid.dp_rank // grid.dp_size : 24 * (grid.dp_rank + 1) // grid.dp_size]
-        own, experience, found = make_experience(own, groups, advantages, models, algo, TEMPERATURE)
-        batches = mini_batches(own, [0, 1, 2, 3], algo.mini_batches, "siblings") * algo.epochs
+        experience, found = make_experience(own, groups, advantages, models, algo, TEMPERATURE)
+        batches = mini_batches(experience.slots, [0, 1, 2, 3], algo.mini_batches, "siblings") * algo.epochs
         if critic:
             found |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
         found |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, 4 * step)

@@ -40,7 +40,7 @@ def _trainer(
 
 
 def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+    return {name: tensor.clone() for name, tensor in trainer.models.actor.hf_tensors()}
 
 
 def judged(
@@ -74,24 +74,25 @@ def reference_follows(
     """Take two steps; return the log-probs of actor and reference then, after a reset, and after a checkpoint."""
     trainer = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, None)
     rows = ([torch.tensor([5, 6, 7]), torch.tensor([9, 4])], [torch.tensor([8, 9, 2]), torch.tensor([3])])
-    assert trainer.reference is not None
+    assert trainer.models.reference is not None
 
     def say(t: Trainer) -> list[list[torch.Tensor]]:
-        assert t.reference is not None
-        return [t.worker.log_probs(*rows, 0.9), t.reference.log_probs(*rows, 0.9), t.worker.log_probs(*rows, 0.9)]
+        actor, reference = t.models.actor, t.models.reference
+        assert reference is not None
+        return [policy.log_probs(*rows, 0.9) for policy in (actor, reference, actor)]
 
     found: dict[str, Any] = {"start": say(trainer)}
     trainer.sync_weights()
     found["metrics"] = [trainer.train_step()[0] for _ in range(2)]
     found["moved"] = say(trainer)
-    found["stepped"] = bool(trainer.worker.optimizer.optimizer.state)
+    found["stepped"] = bool(trainer.models.actor.optimizer.optimizer.state)
     trainer.save()
     again = _trainer(directory, parallel, changes | {"run": {"seed": 3, "dir": root}}, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
         again.restore(Path(root) / "checkpoints" / "step_00000002")
     found["restored"] = say(again)
-    again.reference.reset()  # type: ignore[union-attr]
+    again.models.reference.reset()  # type: ignore[union-attr]
     found["reset"] = say(again)
     again.sync_weights()
     found["metrics"].append(again.train_step()[0])

@@ -118,10 +118,10 @@ def masters(
     first = make_trainer(directory, grid, config, fakes.Engine())
     first.save()
     second = make_trainer(directory, grid, config, fakes.Engine())
-    for _, _, master in _masters(second.worker):
+    for _, _, master in _masters(second.models.actor):
         master.detach().zero_()
     second.restore(Path(root) / "checkpoints" / "step_00000000")
-    return found(first.worker), found(second.worker)
+    return found(first.models.actor), found(second.models.actor)
 
 
 def _masters(worker: Worker) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:

@@ -38,7 +38,7 @@ from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
-from megatron_brorl.train.models import CriticWorker
+from megatron_brorl.train.models import CriticWorker, TrainingModels
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sample_and_score import RolloutRunner
@@ -87,19 +87,9 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
         watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
     )
     held_out = fakes.prompts(5, 1000)
-    return Trainer(
-        config,
-        grid,
-        worker,
-        rollouts,
-        fakes.Source(),
-        held_out,
-        (fakes.STOP,),
-        {},
-        0.0,
-        critic=_critic(directory, grid, config),
-        reference=ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
-    )
+    reference = ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None
+    models = TrainingModels(worker, _critic(directory, grid, config), reference)
+    return Trainer(config, grid, models, rollouts, fakes.Source(), held_out, (fakes.STOP,), 0.0)
 
 
 def _critic(directory: str | Path, grid: Grid, config: Config) -> CriticWorker | None:
@@ -124,7 +114,7 @@ def run_steps(
     trainer.sync_weights()
     metrics = [trainer.train_step()[0] for _ in range(steps)]
     asked = [(i, r.prompt.id, range(r.first, r.first + r.n)) for i, call in enumerate(engine.calls) for r in call]
-    return metrics, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}, asked
+    return metrics, {name: tensor.clone() for name, tensor in trainer.models.actor.hf_tensors()}, asked
 
 
 def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], folder: str) -> list[str]:
@@ -185,7 +175,7 @@ def _go_on(
         trainer.restore(found)
     trainer.sync_weights()
     metrics = [*metrics, *(trainer.train_step()[0] for _ in range(steps))]
-    return metrics, {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+    return metrics, {name: tensor.clone() for name, tensor in trainer.models.actor.hf_tensors()}
 
 
 @dataclass(frozen=True)

@@ -38,20 +38,19 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
     places = {}
     for f in found:
         for a, b in zip(f["rows"], replicas[f["replica"]], strict=True):
-            assert (a.group, a.rollout.index) == (b.group, b.rollout.index)
+            assert (a.group, a.index) == (b.group, b.index)
         for row in f["rows"]:
-            sampled = rollout(row.group, row.rollout.index)
-            assert torch.equal(row.rollout.token_ids, sampled.rollout.token_ids)
-            assert torch.equal(row.rollout.log_probs, sampled.rollout.log_probs.view(torch.int32))
-            masks = [getattr(r.rollout.episode, "sampled", None) for r in (row, sampled)]
+            sent = rollout(row.group, row.index)
+            assert torch.equal(row.token_ids, sent.rollout.token_ids)
+            assert torch.equal(row.log_probs, sent.rollout.log_probs.view(torch.int32))
+            masks = [row.sampled, getattr(sent.rollout.episode, "sampled", None)]
             assert masks == [None, None] or torch.equal(*masks)
-            assert (row.reward, row.right, row.answer) == (sampled.reward, sampled.right, sampled.answer)
-            assert row.rollout.finish == sampled.rollout.finish
+            assert row.right == sent.right
             if with_routes:
-                assert torch.equal(row.rollout.routes, sampled.rollout.routes)
+                assert torch.equal(row.routes, sent.rollout.routes)
             else:
-                assert row.rollout.routes is None
-            places[row.group, row.rollout.index] = f["replica"]
+                assert row.routes is None
+            places[row.group, row.index] = f["replica"]
     expected = {slot for slot in product(KEPT, range(N)) if slot not in LOST | CUT}
     if overlong:
         expected = {slot for slot in expected if rollout(*slot).rollout.finish == "stop"}

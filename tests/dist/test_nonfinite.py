@@ -23,7 +23,7 @@ def test_all_layouts_leave_out_the_same_rows(worlds, directory):
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {"tensor": 2}), (4, {"pipeline": 2})])
-def test_nan_weights_on_one_rank_prevent_a_checkpoint(worlds, directory, tmp_path, size, parallel):
+def test_nan_weights_on_one_rank_end_the_run_before_a_checkpoint(worlds, directory, tmp_path, size, parallel):
     """The error is one line, the same on every rank, with the layer's number in the whole model."""
     said = set(worlds(size).run("nonfinite_jobs:refused", directory, parallel, str(tmp_path)))
     assert len(said) == 1

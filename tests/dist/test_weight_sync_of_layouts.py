@@ -109,7 +109,7 @@ def test_different_copies_of_the_weights_are_refused(worlds, weights):
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), BIG])
-def test_verify_reshard(worlds, weights, size, parallel):
+def test_verify_weights(worlds, weights, size, parallel):
     gaps = worlds(size).run("weight_sync_jobs:verified", weights[0], parallel, False)
     assert len(set(gaps)) == 1
     assert 0 < gaps[0] < 1e-4

@@ -17,7 +17,7 @@ def test_a_run_replays_routes_of_carried_rollouts_after_it_is_resumed(config, tm
     # Every response needs two steps, so that the checkpoint after each step has rollouts of the next one.
     sizes = ("rollout.max_tokens=16", "rollout.partial_tokens=8", "rollout.dtype=bf16", "parallel.expert=2")
     # Experts that differ move a log-probability by up to 3 nats here, so the check of the weights needs a wide bound.
-    checked = ("train.verify_reshard=always", "train.verify_tolerance=1.0")
+    checked = ("train.verify_weights=always", "train.verify_tolerance=1.0")
     options = ("optim.lr=0.0", "algo.dynamic_sampling=false", "data.held_out=[]", *checked)
     gaps = {}
     for replay in ("auto", "never"):

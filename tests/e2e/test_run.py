@@ -36,7 +36,7 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert sum(line["updates"] for line in lines) >= 8
     assert all(line["logprob_gap_max"] <= 1e-4 for line in lines)
     assert all(any(name.startswith("theory_") for name in line) for line in lines)
-    assert not any("reshard_gap_max" in line for line in lines)  # train.verify_reshard is not "always"
+    assert not any("reshard_gap_max" in line for line in lines)  # train.verify_weights is not "always"
     assert [line["step"] for line in lines if "pass_at_1" in line] == [3]
     summary = json.loads((directory / "summary.json").read_text())
     assert metric_faults.of_summary(summary) == []
@@ -160,7 +160,7 @@ def test_a_vocabulary_larger_than_the_tokenizer(config, tmp_path, implementation
     write_random_model(qwen2_config(**sizes, vocab=576, eos_token_id=tokenizer.eos_id), model, 0)
     options = ("rollout.max_tokens=16", 'rollout.stop_strings=["7"]', "algo.dynamic_sampling=false", "train.steps=2")
     command = ("train", config, f"model.path={model}", f"run.dir={run}", f"ops.implementation={implementation}")
-    done = brorl(*command, *options, "train.verify_reshard=always")
+    done = brorl(*command, *options, "train.verify_weights=always")
     assert done.returncode == 0, done.stderr
     assert all(0 < line["reshard_gap_max"] < 1e-4 for line in rows(run))
     assert all(line["trained_tokens"] > 1000 and line["logprob_gap_max"] < 1e-4 for line in rows(run))

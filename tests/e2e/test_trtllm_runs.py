@@ -58,7 +58,7 @@ def test_steps_with_an_engine_per_rank(two_engines, warm):
     assert pids(two_engines) == ["rank_0.log", "rank_1.log"]
     assert [line["rollouts"] for line in lines] == [6 * 32] * 3
     assert sum(line["updates"] for line in lines) >= 3
-    assert all(line["lost_share"] == 0 and line["refit_again"] == 0 for line in lines)
+    assert all(line["lost_share"] == 0 and line["weight_sync_again"] == 0 for line in lines)
     assert all(line["logprob_gap_max"] <= 1e-4 for line in lines)
     trained, before = (load_file(d / "model.safetensors") for d in (two_engines / "model", warm))
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trained.items())

@@ -7,7 +7,7 @@ import torch
 from kernel_device import DEVICE, MARKS
 from ops.value_cases import CASES, assert_agree
 
-from megatron_brorl.ops.fused.advantages import value_loss
+from megatron_brorl.ops.fused.backend import value_loss
 
 pytestmark = MARKS
 

@@ -10,7 +10,7 @@ import torch
 from ops.value_cases import CASES, Case, assert_agree, make
 
 from megatron_brorl.algo.advantages import explained_variance, merge
-from megatron_brorl.ops.fused.advantages import value_loss
+from megatron_brorl.ops.fused.backend import value_loss
 from megatron_brorl.ops.reference import advantages as reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}

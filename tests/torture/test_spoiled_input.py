@@ -23,7 +23,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import CONFIG, WEIGHTS, read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.rope import inverse_frequencies
-from megatron_brorl.train.state import read_run_json
+from megatron_brorl.train.state import read_state
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))
 KEYS = ["rollout.n", "optim.lr", "algo.kl_in", "optim.betas", "data.train", "train.offload", "rollout.nn"]
@@ -138,14 +138,14 @@ def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
         "updates": 6,
         "critic_updates": 0,
         "critic_steps": 0,
-        "taken": 3,
-        "prompts_taken": 12,
-        "recently": [1.0, 2.0],
+        "source_position": {"rounds": 3, "prompts_read": 12, "recent_prompts": 1.0, "recent_kept": 2.0},
         "trained_s": 3.5,
-        "stalls": [[0.5, 1]],
-        "before": None,
-        "spent": 4.0,
-        "began": 0.0,
+        "early_stopping": {"best": 0.5, "count": 1},
+        "reference_stopping": {"best": None, "count": 0},
+        "initial_evaluation": None,
+        "elapsed_s": 4.0,
+        "started_at": 0.0,
+        "best": None,
         "fingerprint": now,
     }
     step = tmp_path / "checkpoints" / "step_00000003"
@@ -157,7 +157,7 @@ def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
         folders.write_manifest(step)
         found = checkpoint.find(step.parent)
         assert found
-        check_fingerprint(read_run_json(found)["fingerprint"], now, found)
+        check_fingerprint(read_state(found).fingerprint, now, found)
 
     (step / checkpoint.RUN).write_text(json.dumps(run))
     assert accepted(resume)

@@ -34,7 +34,7 @@ class Segments(PackedSeqParams):
     local: tuple[Tensor, Tensor] | None = None  # cos and sin of local_layers
     local_layers: tuple[int, ...] = ()
     cp_group: dist.ProcessGroup | None = None  # ranks that split every segment; T counts this rank's tokens
-    routes: Tensor | None = None  # experts of the tokens in a layer's input, see models.layers.replay
+    routes: Tensor | None = None  # experts of the tokens in a layer's input, see models.gpt.ReplayLayer
 
     @property
     def shared(self) -> bool:

@@ -198,11 +198,15 @@ def add_adapters(actor: Any, lora: LoraConfig, seed: int) -> None:
         name, _, target = of_a.megatron.removesuffix(".a").partition(".lora.")
         weight = weights[f"{name}.weight"]
         rows = _rows(weight, target, shape, grid)
-        a = to_local(of_a, [_initial(of_a, seed)], shape.kv_heads, grid.tp_rank, grid.tp_size)
+        # Kaiming-uniform as in PEFT, which is +-1 / sqrt(in).
+        bound = of_a.hf_shapes[0][1] ** -0.5
+        generator = torch.Generator().manual_seed(stream_key(seed, of_a.hf[0]))
+        full = torch.empty(of_a.hf_shapes[0]).uniform_(-bound, bound, generator=generator)
+        a = to_local(of_a, [full], shape.kv_heads, grid.tp_rank, grid.tp_size)
         adapter = Adapter(a.contiguous(), torch.zeros(len(rows), lora.rank), rows)
         # Read by megatron.core.distributed.finalize_model_grads.
         for entry, parameter in ((of_a, adapter.a), (of_b, adapter.b)):
-            parameter.sequence_parallel = grid.sequence_parallel and entry.layout == "replicated"  # type: ignore[attr-defined]
+            parameter.sequence_parallel = grid.sequence_parallel and entry.layout == "whole"  # type: ignore[attr-defined]
         layer = modules[name]
         if layer.lora is None:
             layer.lora = Adapters(len(layer.weight), lora.alpha / lora.rank)
@@ -216,10 +220,3 @@ def _rows(weight: WeightEntry, target: str, shape: ModelShape, grid: Grid) -> Te
     local = to_local(weight, numbers, shape.kv_heads, grid.tp_rank, grid.tp_size)
     targets = [name.split(".")[-2] for name in weight.hf]
     return (local[:, 0] == targets.index(target)).nonzero().squeeze(1)
-
-
-def _initial(entry: WeightEntry, seed: int) -> Tensor:
-    """Return the full a [rank, in] of a new adapter: Kaiming-uniform as in PEFT, which is +-1 / sqrt(in)."""
-    generator = torch.Generator().manual_seed(stream_key(seed, entry.hf[0]))
-    bound = entry.hf_shapes[0][1] ** -0.5
-    return torch.empty(entry.hf_shapes[0]).uniform_(-bound, bound, generator=generator)

@@ -3,12 +3,15 @@
 A parameter is split along one dimension of a view in which every rank's part is contiguous:
 
     layout       full view                          split dim   Hugging Face tensors
-    replicated   as is                              -           1 or more, below one another
+    whole        as is                              -           1 or more, below one another
     rows         [out, in]                          0           1   (column-parallel linear)
     columns      [out, in]                          1           1   (row-parallel linear)
     vocab        [V padded to tp, H]                0           1   (the padding is dropped)
     qkv          [kv heads, (q per kv + 2) * d, H]  0           3   (q, k, v; one query group after another)
     gate_up      [2, ffn, H]                        1           2   (gate, up)
+
+A parameter with the layout "whole" is the same on all tensor-parallel ranks. That of an expert is only on the ranks of
+the expert.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class WeightEntry:
     hf_shapes: tuple[tuple[int, ...], ...]
     layout: Layout
     stage: int  # pipeline stage that owns it
-    expert: int | None = None  # global number, for the parameter of an expert, which is "replicated"
+    expert: int | None = None  # global number, for the parameter of an expert
 
     def is_on(self, grid: Grid, experts: int) -> bool:
         """Return whether this rank has the parameter or a part of it. experts: of each layer of the model."""
@@ -53,7 +56,7 @@ def local_shape(entry: WeightEntry, size: int) -> tuple[int, ...]:
     if entry.layout == "columns":
         return (first, rest[0] // size)
     rows = sum(shape[0] for shape in entry.hf_shapes)
-    return (rows if entry.layout == "replicated" else rows // size, *rest)
+    return (rows if entry.layout == "whole" else rows // size, *rest)
 
 
 def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
@@ -67,7 +70,7 @@ def _view(layout: Layout, tensor: Tensor, kv_heads: int) -> Tensor:
 
 def to_local(entry: WeightEntry, hf: Sequence[Tensor], kv_heads: int, rank: int, size: int) -> Tensor:
     """Return the part [local_shape] of rank `rank` of `size`, from full Hugging Face tensors [hf_shapes]."""
-    if entry.layout == "replicated":
+    if entry.layout == "whole":
         return torch.cat(list(hf)) if len(hf) > 1 else hf[0]
     if entry.layout == "vocab":
         rows = -(-len(hf[0]) // size)
@@ -86,7 +89,7 @@ def to_hf(entry: WeightEntry, parts: Sequence[Tensor], kv_heads: int) -> list[Te
 
     They share memory with a part if nothing had to be merged.
     """
-    if entry.layout == "replicated":
+    if entry.layout == "whole":
         return list(parts[0].split([shape[0] for shape in entry.hf_shapes]))
     views = [_view(entry.layout, p, kv_heads // len(parts)) for p in parts]
     full = torch.cat(views, dim=_SPLIT_DIM[entry.layout]) if len(views) > 1 else views[0]

@@ -55,8 +55,8 @@ def adapter_entries(shape: ModelShape, pp_size: int, lora: LoraConfig) -> list[W
             peft = "base_model.model." + _in_layer("model.layers", layer) + module
             stage = layer * pp_size // shape.layers
             a, b = (lora.rank, size[1]), (size[0], lora.rank)
-            of_a: Layout = "columns" if split_inputs else "replicated"
-            of_b: Layout = "replicated" if split_inputs else "rows"
+            of_a: Layout = "columns" if split_inputs else "whole"
+            of_b: Layout = "whole" if split_inputs else "rows"
             table.append(WeightEntry(f"{megatron}.a", (f"{peft}.lora_A.weight",), (a,), of_a, stage))
             table.append(WeightEntry(f"{megatron}.b", (f"{peft}.lora_B.weight",), (b,), of_b, stage))
     return table

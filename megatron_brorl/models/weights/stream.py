@@ -93,7 +93,7 @@ def stream(
 def _gather(bucket: Sequence[WeightEntry], kv_heads: int, parameters: Mapping[str, Tensor], grid: Grid) -> list[Tensor]:
     """Return the full Hugging Face tensors of a bucket; a collective of the tensor- and expert-parallel ranks."""
     parts: dict[str, Sequence[Tensor]] = {}  # by Megatron name
-    sharded = [entry for entry in bucket if entry.layout != "replicated"]
+    sharded = [entry for entry in bucket if entry.layout != "whole"]
     if grid.tp_size > 1 and sharded:
         of_ranks = _all_gather([parameters[entry.megatron] for entry in sharded], grid.groups.tp)
         parts |= zip((entry.megatron for entry in sharded), of_ranks, strict=True)

@@ -63,7 +63,7 @@ function held_out(run) {
 }
 
 const REWARD = "held-out mean reward"; // in the list of metrics
-const PHASES = ["generate", "score", "exchange", "train", "refit"];
+const PHASES = ["generate", "score", "exchange", "train", "weight_sync"];
 
 function phases(c) {
   const steps = c.values["time/step"];

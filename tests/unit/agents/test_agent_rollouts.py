@@ -15,7 +15,7 @@ from unit.data.test_tokenizers import make_hf
 from unit.rollout.native.test_torch_engine import make_engine
 
 from megatron_brorl.cli.agent import Agent
-from megatron_brorl.config.schema import AgentConfig, Config, RolloutConfig
+from megatron_brorl.config.schema import AgentConfig, Config, RewardConfig, RolloutConfig
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.engine import Request, Sampling
@@ -35,8 +35,8 @@ def model(tmp_path_factory):
 
 def agent_engine(directory, inner, function=None, format="hermes", sampling=SAMPLING, room=240, **keys):
     """Return an engine that runs an agent. room: tokens of the messages of a call; keys: of section [agent]."""
-    keys = {"function": "f.py:f", "workers": 1, **keys}
-    config = Config(agent=AgentConfig(**keys), rollout=RolloutConfig(max_tokens=sampling.max_tokens))
+    sections = {"reward": RewardConfig(workers=1), "rollout": RolloutConfig(max_tokens=sampling.max_tokens)}
+    config = Config(agent=AgentConfig(**{"function": "f.py:f", **keys}), **sections)
     agent = Agent(config, function, "", load_tokenizer(directory), format)
     return agent.engine(inner, room + sampling.max_tokens)
 

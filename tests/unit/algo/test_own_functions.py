@@ -23,7 +23,7 @@ def start(folder: Path, source: str, **names: str) -> dict[str, str]:
     """Write a file, and start a run that names functions in it: advantage="f"."""
     (folder / "mine.py").write_text(source)
     algo = AlgoConfig(**{key: f"{folder / 'mine.py'}:{function}" for key, function in names.items()})
-    return trial.start(Config(algo=algo, rollout=RolloutConfig(n=4)), ROWS, {})
+    return trial.check_user_functions(Config(algo=algo, rollout=RolloutConfig(n=4)), ROWS, {})
 
 
 def test_maxrl_as_a_function_of_a_user_equals_the_built_in_one():
@@ -86,4 +86,4 @@ def test_mistakes_are_one_line_that_names_file_and_function(tmp_path, key, sourc
 
 def test_a_missing_file_is_one_line():
     with pytest.raises(UserError, match=r"^algo\.policy_loss = none\.py:f: no such file in /.*"):
-        trial.start(Config(algo=AlgoConfig(policy_loss="none.py:f")), ROWS, {})
+        trial.check_user_functions(Config(algo=AlgoConfig(policy_loss="none.py:f")), ROWS, {})

@@ -7,13 +7,12 @@ import math
 import pytest
 import torch
 
-from megatron_brorl.algo.kl import kl_estimate
 from megatron_brorl.algo.policy_loss import (
     PolicyLossSettings,
     PolicyTokens,
+    kl_estimate,
     mismatch_mask,
     policy_loss,
-    token_cross_entropy,
     token_weights,
 )
 
@@ -111,14 +110,6 @@ def test_aggregations(aggregation, expected):
         for w in token_weights(half, aggregation, tokens=12, sequences=3, fixed=8)
     ]
     assert sum(w * x for w, row in zip(weights, rows, strict=True) for x in row) == pytest.approx(expected(rows))
-
-
-def test_supervised_loss_is_mean_negative_log_likelihood():
-    logits = torch.randn(7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    targets = torch.arange(7)
-    picked = logits.log_softmax(-1)[torch.arange(7), targets]
-    expected = torch.nn.functional.cross_entropy(logits, targets)
-    torch.testing.assert_close(token_cross_entropy(picked, 7.0), expected)
 
 
 def test_mismatch_masks():

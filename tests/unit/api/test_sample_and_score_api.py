@@ -36,9 +36,9 @@ def model(tmp_path_factory):
 def test_the_import_is_fast_and_exports_all_names():
     code = (
         "import sys, megatron_brorl as m; assert 'torch' not in sys.modules; "
-        "assert {'Engine', 'score', 'train'} <= {*dir(m)}; from megatron_brorl.train import early_stopping; "
+        "assert {'Engine', 'score', 'train'} <= {*dir(m)}; from megatron_brorl.train import learning_rate; "
         "from megatron_brorl import train; "
-        "assert callable(m.train) and m.train is train and train.early_stopping is early_stopping; "
+        "assert callable(m.train) and m.train is train and train.learning_rate is learning_rate; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

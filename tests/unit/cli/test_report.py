@@ -27,7 +27,7 @@ def test_the_summary_shows_missing_evaluations_and_findings(tmp_path, capsys):
     assert lines[-1] == "warning: no response was right: take easier prompts"
     assert not [line for line in lines if "nan" in line or line.startswith("best")]
 
-    best = {"best_checkpoint": {"step": 12, "figure": "pass_at_k", "value": 0.53125}}
+    best = {"best_checkpoint": {"step": 12, "metric": "pass_at_k", "value": 0.53125}}
     assert metric_faults.of_summary(summary | best) == []
     write_json(tmp_path / "summary.json", summary | best)
     lines = output(capsys, "report", tmp_path).splitlines()

@@ -192,7 +192,14 @@ def _metrics(step: int, rights: Any, n: int, pass_at_1: float | None) -> dict[st
 
 
 def _seconds(step: int) -> dict[str, float]:
-    return {"generate": 2.0, "score": 0.25, "exchange": 0.25, "train": 1.0 + step, "refit": 0.5, "step": 5.0 + step}
+    return {
+        "generate": 2.0,
+        "score": 0.25,
+        "exchange": 0.25,
+        "train": 1.0 + step,
+        "weight_sync": 0.5,
+        "step": 5.0 + step,
+    }
 
 
 def _summary(shares: dict[int, float], prompts: int, steps: int, n: int) -> dict[str, Any]:

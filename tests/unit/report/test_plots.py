@@ -38,7 +38,7 @@ def make_rows(count: int) -> list[dict[str, Any]]:
     for step in range(count):
         row = {"step": step, "reward": 0.1 + 0.01 * step, "kept_share": 0.5 + 0.001 * step, "loss": -0.01}
         row |= {"response_tokens": 30.0 + step, "grad_norm": 0.3 + 0.01 * step, "logprob_gap_max": 1e-6 * (step + 1)}
-        times = {"step": 10.0 + step, "generate": 5.0, "score": 1.0, "train": 2.0 + step, "refit": 0.5}
+        times = {"step": 10.0 + step, "generate": 5.0, "score": 1.0, "train": 2.0 + step, "weight_sync": 0.5}
         rows.append({**row, "time": times})
     return rows
 
@@ -117,9 +117,9 @@ def test_accuracy_of_a_running_run() -> None:
 def test_step_time_is_stacked_and_adds_up() -> None:
     rows = make_rows(count := 6)
     bands = bands_of(draw(rows).axes[SECONDS])
-    assert list(bands) == ["generate", "score", "train", "refit", "other"]
+    assert list(bands) == ["generate", "score", "train", "weight_sync", "other"]
     below = np.zeros(count)
-    for phase in ("generate", "score", "train", "refit"):
+    for phase in ("generate", "score", "train", "weight_sync"):
         values, edges, baseline = bands[phase].get_data()
         np.testing.assert_allclose(edges, np.arange(count + 1) + 0.5)
         np.testing.assert_allclose(baseline, below)

@@ -23,7 +23,7 @@ RANKS = {
     "score": [0.0, 0.0, 0.0, 0.0],
     "exchange": [1.0, 1.0, 1.0, 1.0],
     "train": [20.0, 40.0, 30.0, 30.0],
-    "refit": [2.0, 2.0, 2.0, 2.0],
+    "weight_sync": [2.0, 2.0, 2.0, 2.0],
     "sampled_tokens": [1000.0, 3000.0, 2000.0, 2000.0],
     "forward_s": [5.0, 5.0, 5.0, 4.0],
     "forward_flops": [1e12, 1e12, 1e12, 1e12],
@@ -46,7 +46,7 @@ def test_waiting_times_of_ranks():
     assert (got["ranks/train_slowest"], got["ranks/train_mean"], got["ranks/train_fastest"]) == (40.0, 30.0, 20.0)
     assert got["ranks/train_idle"] == 0.25
     assert got["ranks/generate_idle"] == pytest.approx(0.2)
-    assert got["ranks/refit_idle"] == 0.0
+    assert got["ranks/weight_sync_idle"] == 0.0
     assert got["ranks/idle"] == pytest.approx((2.0 + 10.0) / 80.0)  # of the mean rank's step
     assert not any("score" in name for name in got)  # there was none
 
@@ -134,7 +134,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
     ]:
         assert found[outer][0] <= found[inner][0] <= found[inner][1] <= found[outer][1]
     assert sum(e["name"] == "optimizer step" for e in events) == 2
-    assert found["refit"][0] >= found["update"][1]
+    assert found["weight_sync"][0] >= found["update"][1]
     assert min(begin for begin, _ in found.values()) >= 0
 
 

@@ -26,7 +26,7 @@ from megatron_brorl.train.groups import (
     mini_batches,
     select_groups,
 )
-from megatron_brorl.types import Episode, Rollout, ScoredRollout
+from megatron_brorl.types import Episode, Rollout, ScoredRollout, TrainingRollout
 
 # Rewards by sibling, eight each. None: lost; "cut": the rollout continues in the next step.
 TABLE = [
@@ -94,8 +94,8 @@ def test_metrics_are_over_survivors_of_closed_groups(outcomes):
 def test_mini_batches_do_not_depend_on_the_distribution(of, count):
     """Every row is trained once, in the same optimizer step for any distribution over replicas."""
     kept = [0, 5, 6]
-    rows = [r for r in all_rows() if r.group in kept and r.rollout.finish != "cut"]
-    whole = [{(rows[i].group, rows[i].rollout.index) for i in part} for part in mini_batches(rows, kept, count, of)]
+    rows = [(r.group, r.rollout.index) for r in all_rows() if r.group in kept and r.rollout.finish != "cut"]
+    whole = [{rows[i] for i in part} for part in mini_batches(rows, kept, count, of)]
     assert sum(map(len, whole)) == len(rows) == len(set().union(*whole))
     for part, batch in enumerate(whole):
         if of == "prompts":
@@ -105,9 +105,7 @@ def test_mini_batches_do_not_depend_on_the_distribution(of, count):
     for cut in range(len(rows) + 1):
         halves = [rows[:cut], rows[cut:]]
         for part in range(count):
-            spread = [
-                [(h[i].group, h[i].rollout.index) for i in mini_batches(h, kept, count, of)[part]] for h in halves
-            ]
+            spread = [[h[i] for i in mini_batches(h, kept, count, of)[part]] for h in halves]
             assert sorted(spread[0] + spread[1]) == sorted(whole[part])
 
 
@@ -134,7 +132,11 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
     assert with_own_tensors(rows[0]).rollout.episode.sampled.untyped_storage().nbytes() == 5
 
     # The first tokens for the mass balance.
-    collected = SimpleNamespace(outcomes=select_groups(outcomes), rollouts=rows)
+    received = [
+        TrainingRollout(0, i, torch.tensor(ids), torch.zeros(len(ids)), False, torch.tensor(sampled))
+        for i, (ids, sampled, _) in enumerate(table)
+    ]
+    collected = SimpleNamespace(outcomes=select_groups(outcomes), rollouts=received)
     metrics = _TokenMetrics(config, 0, collected, SimpleNamespace(grid=processes), None)
     for i, (tokens, sampled) in enumerate(zip(*(x[0].tolist() for x in metrics._first_tokens()), strict=True)):
         ids, own, _ = table[i]
@@ -153,7 +155,13 @@ SPREADS = [
 @pytest.mark.parametrize("rewards", SPREADS, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 12])
 def test_no_subset_has_a_larger_variance(rewards, count):
-    found = largest_spread(torch.tensor(rewards, dtype=torch.float32), count).nonzero()[:, 0].tolist()
+    # The second group chooses from the same rewards between others.
+    table = torch.tensor([[*rewards, 0, 0], [99, *rewards, -99]], dtype=torch.float32)
+    mask = torch.tensor([[True] * 9 + [False] * 2, [False] + [True] * 9 + [False]])
+    subsets = largest_spread(table, mask, count)
+    assert torch.equal(subsets[0, :9], subsets[1, 1:10])
+    assert not (subsets & ~mask).any()
+    found = subsets[0].nonzero()[:, 0].tolist()
     assert len(found) == min(count, 9)
     best = max(statistics.pvariance([rewards[i] for i in s]) for s in combinations(range(9), len(found)))
     assert statistics.pvariance([rewards[i] for i in found]) == pytest.approx(best, rel=1e-9, abs=1e-12)
@@ -182,7 +190,7 @@ def test_the_expected_gradient_is_that_of_all_rollouts_whose_reward_occurs(proce
     sums, sizes = [], set()
     for order in permutations(range(5)):
         rows, subset, _ = chosen([[facts[i] for i in order]], train_on=3, overlong_filter=filtered)
-        weights = subset.weights(rows)
+        weights = subset.weights([(r.group, r.rollout.index) for r in rows])
         sums.append(sum(w.loss * gradients[order[r.rollout.index]] for r, w in zip(rows, weights, strict=True)))
         sizes.add((round(sum(w.tokens for w in weights), 9), round(sum(w.sequences for w in weights), 9)))
         occur = {r.reward for r in rows}
@@ -196,7 +204,8 @@ def test_sibling_mini_batches_have_equal_shares_of_each_reward(processes, count)
     g = torch.Generator().manual_seed(0)
     groups = [[(float(torch.rand((), generator=g) < p), 3, "stop") for _ in range(64)] for p in (0.1, 0.5, 0.9)]
     rows, subset, kept = chosen(groups, train_on=18)
-    batches = mini_batches(rows, kept, count, "siblings", subset.place)
+    slots = [(r.group, r.rollout.index) for r in rows]
+    batches = mini_batches(slots, kept, count, "siblings", subset.place)
     for group in range(3):
         parts = [Counter(rows[i].reward for i in batch if rows[i].group == group) for batch in batches]
         assert [p.total() for p in parts] == [18 // count] * count

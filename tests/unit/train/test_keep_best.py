@@ -69,13 +69,13 @@ def test_best_and_newest_checkpoints_stay(processes, model, tmp_path):
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_00000003\npass_at_1 0.5\n"
 
 
-@pytest.mark.parametrize(("figure", "expected"), [("pass_at_1", 2), ("pass_at_k", 1)])
-def test_keep_best_uses_the_chosen_metric(processes, model, tmp_path, figure, expected):
+@pytest.mark.parametrize(("metric", "expected"), [("pass_at_1", 2), ("pass_at_k", 1)])
+def test_keep_best_uses_the_chosen_metric(processes, model, tmp_path, metric, expected):
     """pass_at_k means the largest k."""
     planted = {1: evaluation(0.1, k2=0.3, k16=0.9), 2: evaluation(0.2, k2=0.8, k16=0.7), 3: evaluation(0.1)}
-    trainer = trainer_of(model, processes, tmp_path, planted, keep_best=figure)
+    trainer = trainer_of(model, processes, tmp_path, planted, keep_best=metric)
     assert not run_to(trainer, 2)
-    assert there(tmp_path)[2] == Best(expected, figure, {"pass_at_1": 0.2, "pass_at_k": 0.9}[figure])
+    assert there(tmp_path)[2] == Best(expected, metric, {"pass_at_1": 0.2, "pass_at_k": 0.9}[metric])
 
 
 def test_resumed_run_knows_the_best_score(processes, model, tmp_path):

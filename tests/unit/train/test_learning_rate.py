@@ -72,7 +72,7 @@ def test_decay_spans_the_run_and_continues_after_resume(processes, model, tmp_pa
     expected = [1e-3, *(1e-3 * (0.2 + 0.8 * (1 - (u - 2) / 8)) for u in (3, 5, 7))]
     assert [lr for lr, _ in found if lr] == pytest.approx(expected, rel=1e-12)
     assert found[2][0] == 0
-    groups = resumed.worker.optimizer.param_groups
+    groups = resumed.models.actor.optimizer.param_groups
     assert {group["lr"] for group in groups} == {found[-1][0]}
 
 
@@ -105,7 +105,7 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     source = SimpleNamespace(prompts=lambda _start, _count: prompts)
     rows = []
     writer = SimpleNamespace(write=lambda _step, metrics, _seconds: rows.append(metrics))
-    sft(trainer_of(model, processes, {}).worker, source, Sums(), config, optim, writer, _Silent())
+    sft(trainer_of(model, processes, {}).models.actor, source, Sums(), config, optim, writer, _Silent())
     assert [row["lr"] for row in rows] == pytest.approx([1e-3, 1e-3, 0.875e-3, 0.75e-3, 0.625e-3], rel=1e-12)
 
     exact = copy.deepcopy(model[1]).double()

@@ -11,14 +11,14 @@ import tiny
 import torch
 from by_hand import responses, update
 from dist.steps import _Silent, configured, make_trainer
+from unit.train.test_updates_counted import poison_gradients
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.train import nonfinite
 from megatron_brorl.train import trainer as trainer_module
-from megatron_brorl.train.nonfinite import count_nonfinite_steps
 from megatron_brorl.train.sft import sft
+from megatron_brorl.train.trainer import count_nonfinite_steps
 
 N = 32
 TOKENS = 12
@@ -66,14 +66,6 @@ def poison(module, token, active=lambda: True):
     module.embedding.register_forward_hook(hook, with_kwargs=True)
 
 
-def poison_gradients(module, active=lambda: True):
-    def hook(_module, _args, output):
-        if output.requires_grad and active():
-            output.register_hook(lambda gradient: gradient * NAN)
-
-    module.embedding.register_forward_hook(hook)
-
-
 def assert_step_without(values, trainer, model, left_out):
     """Compare the metrics with a step by hand: baselines with all rows, loss and divisor without left_out."""
     groups = groups_of(trainer.config.run.seed)
@@ -101,13 +93,13 @@ def test_rows_with_nonfinite_engine_log_probs_are_left_out(processes, model, cap
 def test_an_update_with_nan_activations_is_skipped(processes, model, capfd, share):
     """With one update per step, no earlier forward pass shows the NaN."""
     trainer = trainer_of(model, processes, {})
-    object.__setattr__(trainer.worker.options, "share_prompt", share)
+    object.__setattr__(trainer.models.actor.options, "share_prompt", share)
     token, _ = token_of_few(groups_of(trainer.config.run.seed))
-    poison(trainer.worker.actor, token)
-    before = {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+    poison(trainer.models.actor.actor, token)
+    before = {name: tensor.clone() for name, tensor in trainer.models.actor.hf_tensors()}
     values, _ = trainer.train_step()
     assert (values["updates"], values["updates_skipped"], values["finite_rows"]) == (0, 1, 3 * N)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.worker.hf_tensors())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.models.actor.hf_tensors())
     said = capfd.readouterr().err
     assert "its gradient is not finite; its rows are: p/0/0, p/0/1, " in said
     assert f" and {3 * N - 16} more\n" in said
@@ -130,15 +122,15 @@ def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
     critic = "critic" in changes
     first = trainer_of(model, processes, changes)
     token, left_out = token_of_few(groups_of(first.config.run.seed))
-    poison(first.critic.critic if critic else first.worker.actor, token)
+    poison(first.models.critic.critic if critic else first.models.actor.actor, token)
     second = trainer_of(model, processes, changes, dict.fromkeys(left_out, NAN))
     values = first.train_step()[0]
     expected = second.train_step()[0]
     for key in ("nonfinite_rows", "finite_rows", "updates", "trained_tokens", "loss", "grad_norm", "reward"):
         assert values[key] == expected[key], key
     assert (values["nonfinite_rows"], values["updates_skipped"]) == (len(left_out), 0)
-    weights = dict(second.worker.hf_tensors())
-    assert all(torch.equal(weights[name], tensor) for name, tensor in first.worker.hf_tensors())
+    weights = dict(second.models.actor.hf_tensors())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in first.models.actor.hf_tensors())
     if critic:
         wanted = value_loss(left_out)
         assert values["value_loss"] == pytest.approx(wanted, rel=1e-6)
@@ -154,14 +146,13 @@ def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, 
         "train": {"steps": 20},
         "theory": {"every": 0},
     }
-    for module in (nonfinite, trainer_module):
-        monkeypatch.setattr(module, "MAX_STEPS", 3)
+    monkeypatch.setattr(trainer_module, "MAX_NONFINITE_STEPS", 3)
     trainer = trainer_of(model, processes, changes)
     if what == "rows":
         every = {(f"p/{i}", s): NAN for i in range(60) for s in range(N) if i // 3 != 2}
         trainer.runner.engine.engine.nonfinite = every
     else:
-        poison_gradients(trainer.worker.actor, lambda: trainer.state.step != 2)
+        poison_gradients(trainer.models.actor, lambda: trainer.state.step != 2)
     with pytest.raises(UserError) as caught:
         trainer.run(None, _Silent(), lambda: False)
     said = str(caught.value)
@@ -190,37 +181,20 @@ def test_steps_that_count_as_nonfinite(figures, expected):
 def break_weight(trainer, value=NAN):
     name = "decoder.layers.2.mlp.linear_fc2.weight"
     with torch.no_grad():
-        trainer.worker.actor.get_parameter(name)[1, 2] = value
+        trainer.models.actor.actor.get_parameter(name)[1, 2] = value
     return name
-
-
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_checkpoints_are_finite(processes, model, tmp_path, value):
-    trainer = trainer_of(model, processes, {"run": {"seed": 3, "dir": str(tmp_path)}, **PPO})
-    trainer.state.step = 1
-    trainer.save()
-    files = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
-    trainer.state.step = 2
-    name = break_weight(trainer, value)
-    with pytest.raises(UserError) as caught:
-        trainer.save()
-    assert str(caught.value).startswith(
-        f"the state after 2 steps, actor: weights that are not finite: {name}; no checkpoint is written"
-    )
-    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == files
-    assert checkpoint.find(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_00000001"
 
 
 def breaking(trainer):
     """Make a weight infinite in an optimizer step whose gradient is finite; return the weight's name."""
-    train = trainer.worker.train
+    train = trainer.models.actor.train
 
     def broken(*arguments):
         done = train(*arguments)
         break_weight(trainer, INF)
         return done
 
-    trainer.worker.train = broken
+    trainer.models.actor.train = broken
     return "decoder.layers.2.mlp.linear_fc2.weight"
 
 
@@ -245,7 +219,7 @@ def test_sft_stops_if_not_finite(processes, model, lr, said):
     if not lr:
         breaking(trainer)
     with pytest.raises(UserError) as caught:
-        sft(trainer.worker, Sums(), Sums(), SftConfig(5, 4), OptimConfig(lr), None, _Silent())
+        sft(trainer.models.actor, Sums(), Sums(), SftConfig(5, 4), OptimConfig(lr), None, _Silent())
     assert str(caught.value).startswith(f"sft {said}")
     assert "nothing is exported" in str(caught.value)
 

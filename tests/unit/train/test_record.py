@@ -141,8 +141,8 @@ def test_recording_does_not_change_training(processes, model, tmp_path, monkeypa
     bare = trainer_of(model, processes, tmp_path / "bare")
     bare.recorder = None
     assert [repr(t.train_step()[0]) for t in (recorded, recorded)] == [repr(bare.train_step()[0]) for _ in range(2)]
-    weights = dict(bare.worker.hf_tensors())
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in recorded.worker.hf_tensors())
+    weights = dict(bare.models.actor.hf_tensors())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in recorded.models.actor.hf_tensors())
     for step in range(2):
         prompts = fakes.prompts(PROMPTS, PROMPTS * step)
         chosen = in_order_of_hash(prompts)[:3]

@@ -91,9 +91,8 @@ def test_repeated_prompts_resume_bit_exactly(processes, model, tmp_path, rollout
     got += [second.train_step()[0] for _ in range(3)]
     assert list(map(repr, got)) == list(map(repr, figures))  # nan equals nan here; everything else must be equal
     assert asked(first) + asked(second) == asked(whole)
-    assert all(
-        torch.equal(a, b) for (_, a), (_, b) in zip(whole.worker.hf_tensors(), second.worker.hf_tensors(), strict=True)
-    )
+    weights = [trainer.models.actor.hf_tensors() for trainer in (whole, second)]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*weights, strict=True))
 
 
 def rate(key: int, samples: int) -> float:
@@ -121,7 +120,7 @@ def test_repeated_rollouts_name_the_engine(processes, model):
         return sample_tokens(logits, keys, torch.zeros_like(index), *rest)
 
     trainer = make_trainer(model[0], processes, configured({"rollout": {"n": 4}}), None)
-    shape = trainer.worker.shape
+    shape = trainer.models.actor.shape
     engine = TorchEngine(shape, hf_shapes(shape), torch.device("cpu"), torch.float32, 100, same)
     trainer.runner = replace(trainer.runner, engine=type(trainer.runner.engine)(engine, 60.0))
     trainer.stop_ids = ()

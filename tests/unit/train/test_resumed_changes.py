@@ -33,7 +33,7 @@ def test_next_step_uses_the_new_settings(processes, model, tmp_path, after, crit
     resumed = trainer_of(model, processes, {**algo, "optim": {**BEFORE, **after}}, tmp_path)
     resumed.restore(tmp_path / "checkpoints" / "step_00000002")
     resumed.sync_weights()
-    stage = resumed.critic if critic else resumed.worker
+    stage = resumed.models.critic if critic else resumed.models.actor
     before = {name: p.detach().clone().double() for name, p in stage.module.named_parameters()}
     adam = stage.optimizer.chained_optimizers[0].optimizer
     moments = {p: (s["exp_avg"].clone().double(), s["exp_avg_sq"].clone().double()) for p, s in adam.state.items()}
@@ -76,4 +76,4 @@ def test_fewer_rollouts_and_prompts(processes, model, tmp_path):
     metrics, _ = resumed.train_step()
     assert metrics["rollouts"] == 8
     assert [request.prompt.id for request in engine.calls[-1]] == ["p/6", "p/7"]
-    assert resumed.state.source_position == replace(resumed.state.source_position, rounds=3, prompts=8)
+    assert resumed.state.source_position == replace(resumed.state.source_position, rounds=3, prompts_read=8)

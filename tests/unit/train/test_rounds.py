@@ -53,7 +53,7 @@ def test_one_extra_round_in_twenty_steps(begin, end):
             waiting += found - 128
             waited.append(waiting)
         rounds.append(position.rounds)
-        prompts.append(position.prompts * (begin + end) / 2 / (20 * 128))
+        prompts.append(position.prompts_read * (begin + end) / 2 / (20 * 128))
     assert max(rounds) <= 21
     # Surplus groups reduce later rounds, so few more prompts are sampled than the trained groups need.
     assert max(prompts) < 1.1

@@ -109,7 +109,7 @@ def test_early_rollouts_are_scored_before_generation_ends(processes, pool, model
     again = trainer_of(model, processes, fakes.Pool(), fakes.Engine(), other)
     expected, _ = again.train_step()
     np.testing.assert_equal(values | {"score_cache_hit_share": 0.0}, expected)  # bit for bit; nan where it is unknown
-    for (name, a), (_, b) in zip(trainer.worker.hf_tensors(), again.worker.hf_tensors(), strict=True):
+    for (name, a), (_, b) in zip(trainer.models.actor.hf_tensors(), again.models.actor.hf_tensors(), strict=True):
         assert torch.equal(a, b), name
 
 

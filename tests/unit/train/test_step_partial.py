@@ -38,7 +38,7 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
         for prompt in fakes.prompts(PROMPTS, PROMPTS * step):
             rows = [response(config.run.seed, step, prompt, i) for i in range(N)]
             began |= {(prompt.token_ids, tuple(row)): step for row in rows}
-        model[1].load_state_dict(dict(trainer.worker.hf_tensors()), strict=False)
+        model[1].load_state_dict(dict(trainer.models.actor.hf_tensors()), strict=False)
         values, _ = trainer.train_step()
         made = seen.pop()
         assert values["updates"] == (updates if len(made) else 0)

@@ -13,7 +13,7 @@ from by_hand import responses, update
 from dist.steps import configured, make_trainer
 from step_verifiers import RULES
 
-from megatron_brorl.algo.group_signal import why_no_signal
+from megatron_brorl.algo.advice import why_no_signal
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rewards import registry
@@ -85,9 +85,9 @@ def test_step_equals_one_by_hand(processes, pool, model, batch, dynamic):
     # Without decay, only gradients change the weights.
     changes = {"algo": {"dynamic_sampling": dynamic}, "optim": {"weight_decay": 0.0, "lr": 1e-3}}
     trainer = trainer_of(model, processes, pool, rules, changes)
-    before = {name: tensor.clone() for name, tensor in trainer.worker.hf_tensors()}
+    before = {name: tensor.clone() for name, tensor in trainer.models.actor.hf_tensors()}
     values, _ = trainer.train_step()
-    after = dict(trainer.worker.hf_tensors())
+    after = dict(trainer.models.actor.hf_tensors())
 
     groups, holes = groups_of(trainer.config.run.seed, rules)
     kept = [g for g in groups if not dynamic or len(set(g[2])) > 1]
@@ -121,7 +121,7 @@ def test_step_with_only_nan_rewards_ends_the_run(processes, pool, model):
     trainer = trainer_of(model, processes, pool, ["nan"] * 3, {})
     with pytest.raises(UserError, match="step 1: the verifiers failed on 96 of 96 responses"):
         trainer.train_step()
-    assert trainer.worker.optimizer.optimizer.state == {}  # and nothing was trained on them
+    assert trainer.models.actor.optimizer.optimizer.state == {}  # and nothing was trained on them
 
 
 def with_reference(trainer, answer):
@@ -154,7 +154,7 @@ def test_step_whose_responses_all_raised_ends_the_run(processes, pool, model):
     with_reference(trainer, None)
     with pytest.raises(UserError, match=r"^step 1: .* 96 of 96 responses .*KeyError: 'nonsense'"):
         trainer.train_step()
-    assert trainer.worker.optimizer.optimizer.state == {}
+    assert trainer.models.actor.optimizer.optimizer.state == {}
 
 
 def test_verifier_that_raises_on_the_reference_ends_the_run(processes, pool, model, capfd):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import fakes
 import pytest
-import torch
 from dist.steps import _Silent, configured, make_trainer
 
 NAN = float("nan")
@@ -52,7 +51,7 @@ def poison_gradients(stage, active):
 
 def versions(trainer):
     """Return the version of the weights by the state, the engine and Adam's counter."""
-    optimizer = trainer.worker.optimizer.chained_optimizers[0].optimizer
+    optimizer = trainer.models.actor.optimizer.chained_optimizers[0].optimizer
     steps = {int(s["step"]) for s in optimizer.state.values()} or {0}
     assert len(steps) == 1
     return trainer.state.updates, trainer.runner.engine.engine.version, steps.pop()
@@ -68,12 +67,12 @@ def test_a_step_without_a_signal_counts_nothing_and_sends_no_weights(processes, 
         verbs.clear()
         values, _ = trainer.train_step()
         assert {"sleep", "update_weights"} & {*verbs} == (set() if all_right else {"sleep", "update_weights"})
-        assert values["refit_again"] == 0
+        assert values["weight_sync_again"] == 0
         assert (values["updates"] == 0) == all_right
         taken += int(values["updates"])
         assert versions(trainer) == (taken, taken, taken)
         assert values["lr"] == (0 if all_right else pytest.approx(1e-3 * taken / 100))
-        if trainer.critic:
+        if trainer.models.critic:
             assert trainer.state.critic_updates == taken
             assert values["critic_lr"] == values["lr"]
 
@@ -101,15 +100,15 @@ def test_a_mini_batch_without_a_row_counts_nothing(processes, model):
 def test_an_update_that_is_not_applied_counts_nothing(processes, model):
     """Both mini-batches of the first step and the first one of the second step have a NaN gradient."""
     trainer = trainer_of(model, processes, {})
-    train = trainer.worker.train
+    train = trainer.models.actor.train
     calls = []
 
     def counted(*arguments):
         calls.append(1)
         return train(*arguments)
 
-    trainer.worker.train = counted
-    poison_gradients(trainer.worker, lambda: len(calls) <= 3)
+    trainer.models.actor.train = counted
+    poison_gradients(trainer.models.actor, lambda: len(calls) <= 3)
     found = [trainer.train_step()[0] for _ in range(3)]
     assert [(v["updates"], v["updates_skipped"]) for v in found] == [(0, 2), (1, 1), (2, 0)]
     assert [v["lr"] for v in found] == pytest.approx([0, 1e-3 * 1 / 100, 1e-3 * 3 / 100])
@@ -118,7 +117,7 @@ def test_an_update_that_is_not_applied_counts_nothing(processes, model):
 
 def test_an_update_of_the_critic_that_is_not_applied_counts_nothing(processes, model):
     trainer = trainer_of(model, processes, GAE)
-    poison_gradients(trainer.critic, lambda: trainer.state.step == 0)
+    poison_gradients(trainer.models.critic, lambda: trainer.state.step == 0)
     found = [trainer.train_step()[0] for _ in range(2)]
     assert [(v["critic_updates"], v["critic_updates_skipped"]) for v in found] == [(0, 2), (2, 0)]
     assert [v["critic_lr"] for v in found] == pytest.approx([0, 1e-3 * 2 / 100])
@@ -168,21 +167,3 @@ def test_staleness_counts_updates(processes, model):
     spans = [row.rollout.spans for row in trainer.state.carried.rollouts]
     assert spans
     assert {version for own in spans for version, _ in own} == {0}
-
-
-def test_resumed_run_continues_counting(processes, model, tmp_path):
-    trainer = trainer_of(model, processes, {}, tmp_path)
-    for all_right in (True, False, True):
-        trainer.runner.pool.all_right = all_right
-        trainer.train_step()
-    trainer.save()
-    again = trainer_of(model, processes, {}, tmp_path)
-    again.restore(tmp_path / "checkpoints" / "step_00000003")
-    again.sync_weights()
-    assert versions(again) == (2, 2, 2)
-    values, _ = again.train_step()
-    assert values["lr"] == pytest.approx(1e-3 * 4 / 100)
-    weights = dict(again.worker.hf_tensors())
-    trainer.runner.pool.all_right = False
-    trainer.train_step()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.worker.hf_tensors())

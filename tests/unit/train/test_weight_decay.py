@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 
 import pytest
 import tiny
 import torch
-from conversions import save_checkpoint
 
-from megatron_brorl.checkpoints import training as checkpoint
-from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import OptimConfig, SftConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.ops.backend import backend
@@ -74,14 +70,3 @@ def test_sft_follows_optim_weight_decay():
     differing = {f.name for f in dataclasses.fields(optim) if getattr(found, f.name) != getattr(optim, f.name)}
     assert differing == {"lr", "warmup_steps", "weight_decay"}
     assert (found.lr, found.warmup_steps, found.weight_decay) == (0.25, 10, 0.01)
-
-
-def test_resumed_run_uses_its_own_weight_decay(processes, model, tmp_path):
-    """The optimizer's groups in the checkpoint have another weight decay."""
-    older = stage_of(Worker, model[0], processes, replace(OPTIM, weight_decay=0.5))
-    step(older)
-    saved = save_checkpoint(tmp_path, 1, ModelState("", older.actor, older.optimizer))
-    newer = stage_of(Worker, model[0], processes, OPTIM)
-    checkpoint.load(saved, [ModelState("", newer.actor, newer.optimizer)])
-    assert_decayed(*step(newer))
-    assert {int(state["step"]) for state in newer.optimizer.optimizer.state.values()} == {2}

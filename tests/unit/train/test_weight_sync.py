@@ -1,4 +1,4 @@
-"""The limits of train.verify_reshard: no false alarm from bfloat16 rounding, and planted faults are found."""
+"""The limits of train.verify_weights: no false alarm from bfloat16 rounding, and planted faults are found."""
 
 from __future__ import annotations
 

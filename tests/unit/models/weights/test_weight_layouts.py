@@ -43,7 +43,7 @@ def test_buckets_hold_every_entry_once_within_the_limit(pipeline, limit):
 def part_by_hand(entry: WeightEntry, full: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
     """Return a rank's part, row by row, by Megatron's layouts (interleaved query groups, gate above up)."""
     rows = []
-    if entry.layout == "replicated":
+    if entry.layout == "whole":
         return full[0]
     if entry.layout == "columns":
         width = full[0].shape[1] // size
@@ -81,4 +81,4 @@ def test_sharding_equals_a_loop_and_is_invertible(tensor):
         back = to_hf(entry, [p.contiguous() for p in parts], SHAPE.kv_heads)
         assert all(torch.equal(a, b) for a, b in zip(back, full, strict=True))
         assert all(x.is_contiguous() for x in back)
-    assert seen >= {"replicated", "columns", "vocab", "qkv", "gate_up"}
+    assert seen >= {"whole", "columns", "vocab", "qkv", "gate_up"}

@@ -56,7 +56,7 @@ def test_names_and_shards_equal_mbridge(tmp_path, family, tied, tensor):
         like.tensor_model_parallel = True
         like.partition_dim = 1 if entry.layout == "columns" else 0
         merged = whole
-        if entry.layout != "replicated":
+        if entry.layout != "whole":
             merged = other._weight_merge_across_tp(entry.megatron, [x.contiguous() for x in theirs], like)
         names, tensors = other._weight_to_hf_format(entry.megatron, merged)
         back = to_hf(entry, [x.contiguous() for x in theirs], shape.kv_heads)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_brorl.algo.group_signal import why_no_signal
+from megatron_brorl.algo.advice import why_no_signal
 
 FINE = {"kept_share": 0.5, "cut_off_share": 0.1, "answered_share": 0.8, "reward_std": 0.4, "all_right_share": 0.1}
 SILENT = FINE | {"kept_share": 0.0}

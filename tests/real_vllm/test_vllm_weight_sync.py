@@ -143,7 +143,7 @@ def test_check_after_weight_sync_detects_a_stale_head(model, start, tmp_path, mo
     wrong = start(model)
     sync_weights(worker, wrong, 0)
     pid = wrong.supervisor.pid
-    with pytest.raises(UserError, match=r"train.verify_reshard: after version 0 an engine's log-probs differ .* by"):
+    with pytest.raises(UserError, match=r"train.verify_weights: after version 0 an engine's log-probs differ .* by"):
         verify_weights(worker, Watchdog(wrong, 60.0), 0, CONFIG)
     assert wrong.supervisor.pid != pid
     assert "restarting it with the weights of version 0" in capfd.readouterr().err
