@@ -26,7 +26,7 @@ from megatron_brorl.signals import LISTENER
 
 IMPORTED = [
     *("megatron_brorl.cli.train", "megatron_brorl.cli.sft", "megatron_brorl.cli.report"),
-    *("megatron_brorl.ops.fused.backend", "reasoning_gym", "transformers"),
+    *("megatron_brorl.ops.fused.backend", "pandas", "reasoning_gym", "transformers"),
     *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "gemma3")),
     "megatron.core.dist_checkpointing.strategies.torch",
 ]
