@@ -148,13 +148,13 @@ def fault(command: Command, toml: Path) -> str | None:
 def _brorl(arguments: list[str], toml: Path) -> str | None:
     """Return the error of the parser or of the configuration, or None."""
     names = [word for word in arguments if re.fullmatch("[a-z]+", word)]
-    asked = [*arguments, "--help"] if names == arguments and names != ["config"] else arguments
-    said = io.StringIO()
+    words = [*arguments, "--help"] if names == arguments and names != ["config"] else arguments
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            args = _parse(asked)
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            args = _parse(words)
     except SystemExit as end:
-        return said.getvalue().strip().splitlines()[-1] if end.code else None
+        return errors.getvalue().strip().splitlines()[-1] if end.code else None
     if getattr(args, "overrides", None) is None or not args.config:
         return None
     return _configuration(args.config, args.overrides, toml)

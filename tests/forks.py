@@ -26,7 +26,7 @@ from megatron_brorl.signals import LISTENER
 
 IMPORTED = [
     *("megatron_brorl.cli.train", "megatron_brorl.cli.report"),
-    *("megatron_brorl.ops.fused.backend", "reasoning_gym", "transformers"),
+    *("megatron_brorl.ops.fused.backend", "pandas", "reasoning_gym", "transformers"),
     *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "gemma3")),
     "megatron.core.dist_checkpointing.strategies.torch",
 ]
@@ -50,7 +50,7 @@ def command_line(
     """
     words = list(arguments)
     size = 0
-    main = main or (_main if plots else _main_without_plots)
+    main = main or (_main if plots else main_without_plots)
     if "--processes" in words:
         at = words.index("--processes")
         size = int(words[at + 1])
@@ -60,9 +60,12 @@ def command_line(
 
     # Rank 0 inherits the listening socket, so that no other process can use the port before it does.
     with listen_on_free_port() as listener:
-        told = rank_environments(listener, size)
+        environments = rank_environments(listener, size)
         return _complete(
-            [(main, words, {**environment, **told[rank]}, cwd, None if rank else listener) for rank in range(size)]
+            [
+                (main, words, {**environment, **environments[rank]}, cwd, None if rank else listener)
+                for rank in range(size)
+            ]
         )
 
 
@@ -135,8 +138,8 @@ def _complete(jobs: Sequence[tuple[Any, ...]]) -> subprocess.CompletedProcess[st
         for process in processes:
             process.start()
         code = _wait(processes)
-        said = [(Path(folder) / name).read_text() for name in ("stdout", "stderr")]
-    return subprocess.CompletedProcess(jobs[0][1], code, *said)
+        streams = [(Path(folder) / name).read_text() for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(jobs[0][1], code, *streams)
 
 
 def _wait(processes: Sequence[Any], seconds: float = 300.0) -> int:
@@ -201,7 +204,7 @@ def _main(arguments: list[str]) -> None:
     main(arguments)
 
 
-def _main_without_plots(arguments: list[str]) -> None:
+def main_without_plots(arguments: list[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from unittest.mock import Mock
 
 import pytest
 from doc_commands import PAGES, ROOT, arguments_of_brorl, commands, fault
@@ -73,9 +74,8 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
 
 def test_reward_of_readme_compares_whole_answers(monkeypatch):
     """A reward that searches for the answer in the response would accept 15 for 5."""
-    trained = []
-    monkeypatch.setattr("megatron_brorl.train", lambda *_, reward: trained.append(reward))
+    monkeypatch.setattr("megatron_brorl.train", train := Mock())
     (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
     exec(compile(example, "README.md", "exec"), {})
-    (reward,) = trained
+    reward = train.call_args.kwargs["reward"]
     assert [reward(text, {"answer": "5"}) for text in ("5", " 5\n", "15", "5.5")] == [1.0, 1.0, 0.0, 0.0]

@@ -16,8 +16,8 @@ LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)]*))?\)")
 def headings(page: Path) -> set[str]:
     """Return the anchors of headings that GitHub and mkdocs generate in the same way."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
-    found = re.findall(r"^#+ (.+)$", text, flags=re.M)
-    words = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in found]
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    words = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in titles]
     return {re.sub(r"\s", "-", w) for w in words} & {re.sub(r"[\s-]+", "-", w) for w in words}
 
 

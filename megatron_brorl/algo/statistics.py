@@ -61,8 +61,13 @@ def bootstrap_mean_of_means(
         raise ValueError(f"resamples = {resamples}: must be at least 1")
 
     generator = np.random.Generator(np.random.Philox(key=seed % 2**64))
-    # One resample at a time, so that memory does not grow with resamples * prompts.
-    means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in arrays]) for _ in range(resamples)]
+    # A few resamples at a time, so that memory does not grow with resamples * prompts. The draws of groups alternate.
+    most = 1 if len(arrays) > 1 else 1 + 2**16 // arrays[0].size
+    means: list[float] = []
+    while len(means) < resamples:
+        rows = min(most, resamples - len(means))
+        of_groups = [x[generator.integers(x.size, size=(rows, x.size))].mean(axis=1) for x in arrays]
+        means += np.stack(of_groups, axis=1).mean(axis=1).tolist()
     low, high = np.percentile(means, [2.5, 97.5])
 
     for x in arrays:

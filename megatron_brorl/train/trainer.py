@@ -50,7 +50,6 @@ from megatron_brorl.train.update import update_models
 from megatron_brorl.train.weight_sync import sudden_gap, sync_engines
 from megatron_brorl.types import Prompt, PromptGroup, ScoredRollout
 
-
 MAX_NONFINITE_STEPS = 5  # steps in a row with non-finite values, after which a run ends
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,10 +39,12 @@ ROWS = [
     *({"prompt": f"{a}, {b}", "answer": str(math.gcd(a, b))} for a in range(1, 10) for b in range(1, 10)),
 ]
 HELD_OUT = ROWS[10::13]  # 24 rows
+# A random model gets different rewards from this verifier.
+LETTERS = "def letters(response, row):\n    return sum(c.isalpha() for c in response) / 6\n"
 
 
 def write_config(folder: Path) -> Path:
-    """Write TOML and its data files to a folder; return the path of the configuration."""
+    """Write TOML, its data files and LETTERS to a folder; return the path of the configuration."""
     parts = {"HELD_OUT": HELD_OUT, "TRAIN": [row for row in ROWS if row not in HELD_OUT]}
     text = TOML
     for name, chosen in parts.items():
@@ -49,17 +52,27 @@ def write_config(folder: Path) -> Path:
         path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
         text = text.replace(name, str(path))
     (folder / "run.toml").write_text(text)
+    (folder / "letters.py").write_text(LETTERS)
     return folder / "run.toml"
 
 
+def reward_letters(config: Path) -> list[str]:
+    """Return the settings of a run in which a random model learns, with the configuration of write_config."""
+    verifier = f"data.verifier={config.parent / 'letters.py'}:letters"
+    return [verifier, "reward.strict=false", "reward.cut_off_factor=1.0"]
+
+
 SCRIPT = REPOSITORY / "examples" / "brorl_1.5b.sh"
+# brorl_1.5b.sh computes in bf16, which is slow on CPUs without instructions for it.
+SMALL_EXAMPLE = ["model.dtype=fp32", "rollout.dtype=fp32", "rollout.n=16", "rollout.prompts=6", "reward.workers=1"]
+SMALL_EXAMPLE += ["data.held_out_prompts=4", "evaluate.samples=1"]
+MAKE_MODEL = REPOSITORY / "tools" / "make_tiny_model.py"
 SMALL_MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "64", "--context", "32"]
 
 
 def make_model(config: Path | str, directory: Path | str, *options: str, cwd: Path | None = None) -> None:
     """Write a random model of a few thousand parameters, and a tokenizer for the data of the configuration."""
-    tool = REPOSITORY / "tools" / "make_tiny_model.py"
-    done = forks.script(tool, config, directory, *SMALL_MODEL, *options, cwd=cwd)
+    done = forks.script(MAKE_MODEL, config, directory, *SMALL_MODEL, *options, cwd=cwd)
     assert done.returncode == 0, done.stderr
 
 
@@ -91,6 +104,17 @@ def train(
     done = brorl(*command, *options, **environment)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def rewind(run_dir: Path, step: int) -> None:
+    """Leave a finished run as a kill after its checkpoint of this step would have left it."""
+    latest = f"step_{step:08d}"
+    (run_dir / "checkpoints" / "latest").write_text(f"{latest}\n")
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        if path.name > latest:
+            shutil.rmtree(path)
+    shutil.rmtree(run_dir / "model")
+    (run_dir / "summary.json").unlink()
 
 
 def start(*arguments: Any, **environment: str) -> subprocess.Popen[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 
+import forks
 import pytest
-from e2e.runs import ENVIRONMENT, REPOSITORY
-from e2e.test_examples import PATH, log_of
+from e2e.runs import ENVIRONMENT, REPOSITORY, brorl
 
 from megatron_brorl import load_run
 
@@ -33,20 +36,50 @@ def guessing(turns: list[str], observations: list[str], prompt: str, answer: str
     return guesses[-1] == int(answer)
 
 
+@pytest.fixture
+def commands_of(tmp_path):
+    """A function that returns the commands of `python` and `brorl` in a shell script, which it runs without them."""
+    for name in ("python", "brorl"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text('#!/usr/bin/env bash\nprintf \'%q \' "${0##*/}" "$@" >&2\necho >&2\n')
+        program.chmod(0o755)
+
+    def commands_of(*script, **environment):
+        env = {**ENVIRONMENT, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment}
+        done = subprocess.run(["bash", *script], capture_output=True, text=True, env=env, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return [shlex.split(line) for line in done.stderr.splitlines()]
+
+    return commands_of
+
+
 @pytest.mark.parametrize(
     ("check", "target", "processes", "sft_steps"), [(calculator, "target", "2", 50), (guessing, "feedback", "1", 20)]
 )
-def test_example(tmp_path, check, target, processes, sft_steps):
+def test_example(tmp_path, commands_of, check, target, processes, sft_steps):
     name = check.__name__
     for part in ("examples", "tools"):
         shutil.copytree(REPOSITORY / part, tmp_path / part)
-    env = {**ENVIRONMENT, "PATH": PATH, "PYTHONPATH": str(REPOSITORY), "PROCESSES": processes}
     small = ["sft.examples_per_step=64", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
-    command = ["bash", "examples/environment.sh", name, *small, f"sft.steps={sft_steps}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    commands = commands_of("examples/environment.sh", name, *small, f"sft.steps={sft_steps}", PROCESSES=processes)
+    assert [command[:2] for command in commands] == [
+        ["python", "examples/environments/make_data.py"],
+        ["python", "tools/make_tiny_model.py"],
+        ["brorl", "sft"],
+        ["brorl", "train"],
+    ]
+    for program, *words in commands:
+        if program == "brorl":
+            done = brorl(*words, cwd=tmp_path)
+        else:
+            done = forks.script(tmp_path / words[0], *words[1:], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
 
-    train, held_out = (log_of(tmp_path / f"runs/environments/{name}_{part}.jsonl") for part in ("train", "held_out"))
+    train, held_out = (
+        [json.loads(line) for line in (tmp_path / f"runs/environments/{name}_{part}.jsonl").read_text().splitlines()]
+        for part in ("train", "held_out")
+    )
     assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
     for row in train:
         parts = re.split("(<result>.*?</result>)", row[target])

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from conversions import weights
-from e2e.runs import brorl, train
+from e2e.runs import brorl, reward_letters, train
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -17,8 +17,8 @@ LORA = ["lora.rank=4", "lora.alpha=16", "optim.lr=1e-2"]
 # The checkpoint after step 2 has a reference policy that was reset after step 1.
 OPTIONS = [
     *LORA,
-    *("train.steps=4", "train.checkpoint_every=2", "evaluate.every=0"),
-    *("algo.kl_coef=0.01", "reference.reset_every=1"),
+    *("train.steps=4", "train.checkpoint_every=2", "data.held_out=[]"),
+    *("algo.kl_coef=0.01", "reference.reset_every=1", "rollout.n=8"),
 ]
 TOKENS = torch.arange(48).view(4, 12) % 29 + 3
 
@@ -33,28 +33,28 @@ def hf_model(directory):
 
 
 @pytest.fixture(scope="module")
-def adapted(config, warm, tmp_path_factory):
+def adapted(config, init, tmp_path_factory):
     """The folder of a run on two processes with adapters."""
     directory = tmp_path_factory.mktemp("lora") / "run"
-    train(config, warm, directory, *OPTIONS)
+    train(config, init, directory, *reward_letters(config), *OPTIONS)
     return directory
 
 
-def test_peft_loads_the_adapter(adapted, warm):
+def test_peft_loads_the_adapter(adapted, init):
     """PEFT's model equals the merged model in logits and greedy text, and it differs from the base model."""
     merged = hf_model(adapted / "model")
-    adapter = PeftModel.from_pretrained(hf_model(warm), adapted / "adapter")
+    adapter = PeftModel.from_pretrained(hf_model(init), adapted / "adapter")
     assert torch.allclose(logits(adapter), logits(merged), rtol=0, atol=1e-5)
-    assert (logits(merged) - logits(hf_model(warm))).abs().max() > 1e-2
+    assert (logits(merged) - logits(hf_model(init))).abs().max() > 1e-2
     texts = [m.generate(TOKENS[:, :4], do_sample=False, max_new_tokens=16).tolist() for m in (adapter, merged)]
     assert texts[0] == texts[1]
 
 
-def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, warm, tmp_path):
+def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, init, tmp_path):
     """The last checkpoint holds the adapters of the end of the run, those of the reference, and two moments of Adam."""
     last = adapted / "checkpoints/latest"
-    assert brorl("convert", "to-peft", last, tmp_path / "adapter", "--config", warm).returncode == 0
-    done = brorl("convert", "to-hf", last, tmp_path / "model", "--config", warm, "--verify")
+    assert brorl("convert", "to-peft", last, tmp_path / "adapter", "--config", init).returncode == 0
+    done = brorl("convert", "to-hf", last, tmp_path / "model", "--config", init, "--verify")
     assert done.returncode == 0, done.stderr
     assert "logits equal those of" in done.stderr
 
@@ -70,21 +70,22 @@ def test_a_checkpoint_becomes_an_adapter_and_a_merged_model(adapted, warm, tmp_p
     assert sum(sizes.values()) == 4 * sum(tensor.numel() for tensor in expected.values())
 
 
-def test_conversions_that_do_not_fit_are_refused(adapted, config, finished, warm, tmp_path):
+def test_conversions_that_do_not_fit_are_refused(adapted, config, init, tmp_path):
     """The other base differs from the model in the last bit of one weight."""
     other, latest, out = tmp_path / "other", adapted / "checkpoints/latest", tmp_path / "out"
-    shutil.copytree(warm, other)
+    shutil.copytree(init, other)
+    assert brorl("convert", "to-megatron", init, tmp_path / "whole").returncode == 0
     data = bytearray((other / "model.safetensors").read_bytes())
     data[-4] ^= 1
     (other / "model.safetensors").write_bytes(data)
-    options = [f"model.path={other}", f"run.dir={adapted}", *OPTIONS, "train.steps=5"]
+    options = [f"model.path={other}", f"run.dir={adapted}", *reward_letters(config), *OPTIONS, "train.steps=5"]
     for command, words in [
         (["train", config, *options], "other base weights in model.path"),
         (["convert", "to-hf", latest, out, "--config", other], "is not the base model of"),
         (["convert", "to-peft", latest, out, "--config", other], "is not the base model of"),
         (["convert", "to-hf", latest, out], "holds only adapters: give the directory of the base model (--config)"),
-        (["convert", "to-megatron", latest, out, "--config", warm], "holds only adapters: convert to-hf"),
-        (["convert", "to-peft", finished[0] / "checkpoints/latest", out, "--config", warm], "has no adapters"),
+        (["convert", "to-megatron", latest, out, "--config", init], "holds only adapters: convert to-hf"),
+        (["convert", "to-peft", tmp_path / "whole", out, "--config", init], "has no adapters"),
     ]:
         done = brorl(*command)
         assert done.returncode == 2, done.stderr

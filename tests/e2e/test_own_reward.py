@@ -99,20 +99,6 @@ class Game:
     assert {name: task["mean"] for name, task in before["by_task"].items()} == {"1": 1 / 3, "two": 1 / 2}
 
 
-def test_a_held_out_metric_that_fell_is_the_last_line(folder):
-    """Training rewards short responses, and the held-out rows reward long ones."""
-    (folder / "length.py").write_text("def short(r, row):\n  return -len(r)\ndef long(r, row):\n  return len(r)\n")
-    examples = (folder / "examples" / "own_reward" / "rows.jsonl").read_text()
-    (folder / "long.jsonl").write_text(examples.replace("{", '{"verifier": "length.py:long", '))
-    options = ["data.verifier=length.py:short", 'data.held_out=["long.jsonl"]', "run.dir=worse", "optim.lr=3e-2"]
-    done = train(folder, *options, "reward.correct_at=0", "evaluate.every=0", "train.steps=4")
-    summary = json.loads((folder / "worse" / "summary.json").read_text())
-    before, after = (summary[f"mean_reward_{when}"]["mean"] for when in ("before", "after"))
-    last = done.stdout.splitlines()[-1]
-    assert f"warning: held-out mean reward fell from {before:.4g} to {after:.4g}, {after - before:.4g}" in last
-    assert summary["findings"] == {"got worse": last.removeprefix("warning: ")}
-
-
 def test_a_verifier_that_raises_ends_an_evaluation_before_a_model_is_loaded(folder):
     """test_dry_run.py checks the same for training."""
     (folder / "broken.py").write_text("def score(response, row):\n    return nothing\n")
@@ -157,7 +143,6 @@ def run_mine(folder):
 @pytest.mark.parametrize(
     ("code", "is_lost"),
     [
-        ({"advantage": "1 / (not late(3))"}, False),
         ({"loss": "1 / (not late(5))"}, False),  # in the first update of a step
         ({"loss": "1 / (not late(6))"}, True),  # in its second update
         ({"advantage": "late(2) and Path('late').touch()", "score": "1 / (not Path('late').exists())"}, False),

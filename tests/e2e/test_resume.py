@@ -11,9 +11,24 @@ import time
 import forks
 import psutil
 import pytest
-from e2e.runs import ENVIRONMENT, brorl, rows, start, train, wait_for
+from e2e.runs import ENVIRONMENT, brorl, reward_letters, rewind, rows, start, train, wait_for
 
 from megatron_brorl.checkpoints import folders
+
+
+@pytest.fixture(scope="module")
+def options(config):
+    """Settings of a run whose random model gets rewards."""
+    return [*reward_letters(config), "rollout.n=8", "train.steps=10", "evaluate.every=4", "evaluate.samples=1"]
+
+
+@pytest.fixture(scope="module")
+def whole(config, init, options, tmp_path_factory):
+    """The folder of an undisturbed run."""
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    train(config, init, directory, *options)
+    assert sum(line["updates"] for line in rows(directory)) > 10
+    return directory
 
 
 def assert_same_run(directory, expected):
@@ -22,92 +37,75 @@ def assert_same_run(directory, expected):
         assert (directory / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-def test_resume_after_a_job_s_end_a_signal_and_a_kill_is_bit_exact(finished, config, warm, tmp_path):
+def test_resume_after_a_job_s_end_a_signal_and_a_kill_is_bit_exact(whole, config, init, options, tmp_path):
     """SIGKILL ends one rank after a checkpoint and one more step; the launcher reports it and ends the other rank."""
-    command = ("train", "--processes", "2", config, f"model.path={warm}", f"run.dir={tmp_path}")
+    command = ("train", "--processes", "2", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
     done = brorl(*command, SLURM_JOB_END_TIME="1")  # in 1970: no time for another step
     assert done.returncode == 75, done.stderr
     assert "the job ends at" in done.stdout + done.stderr
     assert len(rows(tmp_path)) == 1
 
     process = start(*command)
-    wait_for(process, "train 2/8")
+    wait_for(process, "train 2/10")
     process.send_signal(signal.SIGUSR1)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 75, output
-    assert (tmp_path / "checkpoints" / "latest").read_text().strip() != "step_00000001"
+    saved = int((tmp_path / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
+    assert 2 <= saved < 9
 
     process = start(*command)
-    wait_for(process, "train 6/8")
+    wait_for(process, f"train {saved + 1}/10")
     next(p for p in psutil.Process(process.pid).children() if f"run.dir={tmp_path}" in p.cmdline()).kill()
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal.SIGKILL
     assert "was ended by SIGKILL (out of memory?)" in output.splitlines()[-1]
     assert not (tmp_path / "summary.json").exists()
-    assert "resumed from" in train(config, warm, tmp_path).stderr
-    assert_same_run(tmp_path, finished[0])
+    assert "resumed from" in train(config, init, tmp_path, *options).stderr
+    assert_same_run(tmp_path, whole)
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [begin["changes"] for begin in starts] == [{}] * 4
 
 
-def test_resume_with_critic_and_reference_resets_is_bit_exact(config, warm, tmp_path):
+def test_resume_with_critic_and_reference_resets_is_bit_exact(config, init, options, tmp_path):
     """The checkpoint has a critic and a reference that was reset. Refills and shaping are on.
 
     dist/test_steps.py resumes partial rollouts and the critic in all layouts.
     """
     options = [
+        *options,
         *("algo.advantage=gae", "algo.kl_coef=0.01", "algo.kl_in=reward", "algo.kl_estimator=k1", "algo.epochs=2"),
-        *("reference.reset_every=3", "rollout.refills=1", "rollout.n=8"),
+        *("reference.reset_every=2", "rollout.refills=1", "data.held_out=[]"),
         *("shaping.overlong_tokens=3", "shaping.repetition_ngram=2", "critic.lr=1e-3", "critic.warmup_steps=1"),
-        "evaluate.every=0",
+        *("train.steps=3", "train.checkpoint_every=2"),
     ]
-    for folder, steps in (("whole", 4), ("parts", 3), ("parts", 4)):
-        train(config, warm, tmp_path / folder, *options, f"train.steps={steps}")
-    assert_same_run(tmp_path / "parts", tmp_path / "whole")
-    lines = rows(tmp_path / "whole")
-    assert [row["reference_reset"] for row in lines] == [0, 0, 1, 0]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config, init, whole, *options)
+    shutil.copytree(whole, parts)
+    rewind(parts, 2)
+    assert "resumed from" in train(config, init, parts, *options).stderr
+    assert_same_run(parts, whole)
+    lines = rows(whole)
+    assert [row["reference_reset"] for row in lines] == [0, 1, 0]
     assert lines[0]["updates"] == 0 < lines[0]["critic_updates"]
-    assert len({row["prompts_sampled"] for row in lines}) > 1  # the size of a refill depends on the kept share
 
 
-def test_a_resumed_run_may_change_the_learning_rate(config, warm, tmp_path):
-    """The changes are logged once and recorded in run.json; metrics of earlier steps are kept."""
-    options = ["evaluate.every=0", "optim.lr=1e-3", "train.steps=2"]
-    train(config, warm, tmp_path, *options)
-    before = rows(tmp_path)
-    options += ["train.steps=4", "optim.lr=1e-4", "optim.lr_schedule=linear", "rollout.n=16"]
-    done = train(config, warm, tmp_path, *options)
-    assert done.stderr.count("optim.lr = 0.001 -> 0.0001") == 1
-    assert "changed since that checkpoint: " in done.stderr
-    lines = rows(tmp_path)
-    assert lines[:2] == before
-    # Each step has at most two updates. A step reports the rate of its last update: u of eight updates precede it.
-    last = [int(sum(line["updates"] for line in lines[: i + 1])) - 1 for i in range(4)]
-    assert 3 <= last[-1] <= 7
-    expected = [1e-3, 1e-3, *(1e-4 * (1 - u / 8) for u in last[2:])]
-    assert [line["lr"] for line in lines] == pytest.approx(expected)
-    assert [line["rollouts"] for line in lines] == [6 * 32, 6 * 32, 6 * 16, 6 * 16]
-    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
-    changes = {"optim.lr": [1e-3, 1e-4], "optim.lr_schedule": ["constant", "linear"]}
-    changes |= {"rollout.n": [32, 16], "train.steps": [2, 4]}
-    assert [start["changes"] for start in starts] == [{}, changes]
-
-
-def test_a_finished_run_is_reported_and_left_unchanged(finished, config, warm, tmp_path):
+def test_a_finished_run_is_reported_and_left_unchanged(whole, config, init, options, tmp_path):
     """The command reads no checkpoint, and neither the weights nor the tokenizer of the model."""
     directory = tmp_path / "run"
-    shutil.copytree(finished[0], directory)
+    shutil.copytree(whole, directory)
     for path in directory.rglob("*.distcp"):
         path.unlink()
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in directory.rglob("*")}
-    command = ["train", "--processes", "2", config, f"model.path={warm}", f"run.dir={directory}"]
+    command = ["train", "--processes", "2", config, f"model.path={init}", f"run.dir={directory}", *options]
     done = brorl(*command)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
-    for part in (str(directory), "steps: 8", "train.steps", "run.dir"):
+    for part in (str(directory), "steps: 10", "train.steps", "run.dir"):
         assert part in line
     assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in directory.rglob("*")} == before
 
     # More steps, or a missing plot, need the checkpoint.
-    assert ".distcp is missing" in brorl(*command, "train.steps=9").stderr
+    assert ".distcp is missing" in brorl(*command, "train.steps=11").stderr
     (directory / "curves.png").unlink()
     assert ".distcp is missing" in brorl(*command).stderr
 
@@ -126,7 +124,7 @@ def hanging(arguments: list[str]) -> None:
     calls = []
 
     def planted(*given):
-        calls.append(1)
+        calls.append(given)
         if len(calls) == 2 and os.environ["RANK"] == "1":
             never_ends()
         return make_experience(*given)

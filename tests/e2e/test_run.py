@@ -1,4 +1,4 @@
-"""Tests of whole runs on two processes: their outputs, evaluation, and exported models."""
+"""Tests of whole runs: their outputs, evaluation, exported models, and distillation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import metric_faults
 import pytest
 import torch
 import yaml
-from e2e.runs import brorl, rows, train
+from e2e.runs import brorl, rewind, rows, train
 from random_model import qwen2_config, write_random_model
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
@@ -85,37 +85,62 @@ def test_a_run_writes_metrics_rollouts_model_and_summary(finished, warm):
     assert trained.generation_config.eos_token_id == library.eos_id()
 
 
-def test_patience_and_the_time_limit_end_a_run(config, warm, tmp_path):
-    """With a learning rate of 0 the second evaluation ends the run; a restart adds no step."""
-    for _ in range(2):
-        options = ["train.patience=1", "optim.lr=0.0", "evaluate.every=2", "train.steps=50", "rollout.n=8"]
-        train(config, warm, tmp_path / "stalls", *options)
-        assert len(rows(tmp_path / "stalls")) == 4
-    assert json.loads((tmp_path / "stalls" / "summary.json").read_text())["steps"] == 4
-    train(config, warm, tmp_path / "time", "train.max_seconds=1e-3", "train.steps=50", "rollout.n=8")
-    assert len(rows(tmp_path / "time")) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "override", "parts"),
-    [
-        ("no answer", "reward.extract=boxed", ["of 64 ", "reward.extract", "\\boxed{...}"]),
-        ("cut off", "rollout.max_tokens=1", ["rollout.max_tokens = 1: raise it"]),
-        ("weights unchanged", "optim.lr=0", ["model.path: optim.lr = 0: raise it"]),
-    ],
-)
-def test_the_last_line_of_a_run_that_learns_nothing_names_the_cause(config, warm, tmp_path, name, override, parts):
-    """test_findings.py checks the other causes."""
-    sizes = ["rollout.n=8", "rollout.prompts=4", "train.steps=2", "evaluate.every=0", "data.held_out_prompts=8"]
-    done = brorl("train", config, f"model.path={warm}", f"run.dir={tmp_path}", *sizes, override)
+def test_early_stopping_and_the_model_card(config, warm, tmp_path):
+    """With a learning rate of 0, patience ends the run. Another start adds no step and writes the same card."""
+    base = shutil.copytree(warm, tmp_path / "small")
+    (base / "README.md").write_text("---\nlicense: llama3\nbase_model: them/large\n---\n# Small\nIts own words.\n")
+    run = tmp_path / "run"
+    options = ["train.patience=1", "optim.lr=0.0", "evaluate.every=1", "train.steps=50", "rollout.n=16"]
+    command = ["train", config, f"model.path={base}", f"run.dir={run}", *options]
+    begun = time.gmtime()
+    done = brorl(*command)
     assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("warning: ")
-    assert all(part in last for part in parts), last
-    text = (tmp_path / "summary.json").read_text()
+    text = (run / "summary.json").read_text()
     summary = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-    assert summary["findings"][name] == last.removeprefix("warning: ")
+    assert summary["steps"] == len(rows(run)) == 2
     assert "nan" not in (done.stdout + done.stderr).lower()
+    assert "optim.lr = 0: raise it" in summary["findings"]["weights unchanged"]
+    assert done.stdout.splitlines()[-1].removeprefix("warning: ") in summary["findings"].values()
+
+    front, body = card(run)
+    assert (front["license"], front["base_model"]) == ("llama3", "them/large")
+    assert "Its own words" not in body
+    assert f"| `held_out.jsonl` | `data.held_out` | {summary['held_out_prompts']} |" in body
+    assert f"| pass@2 | {summary['pass_at_2_before']:.4f} | {summary['pass_at_2_after']:.4f} |" in body
+
+    # The date of the first start is in the checkpoint.
+    days = {time.strftime("%Y-%m-%d", at) for at in (begun, time.gmtime())}
+    assert any(f"| began | {day} (UTC) |" in body for day in days)
+    written = (run / "model" / "README.md").read_bytes()
+    shutil.rmtree(run / "model")  # A run with a model counts as finished.
+    assert brorl(*command).returncode == 0
+    assert (run / "model" / "README.md").read_bytes() == written
+    assert len(rows(run)) == 2
+
+
+def test_the_time_limit_ends_a_run(config, init, tmp_path):
+    options = ["train.max_seconds=1e-3", "train.steps=50", "rollout.n=8", "data.held_out=[]"]
+    done = brorl("train", config, f"model.path={init}", f"run.dir={tmp_path}", *options)
+    assert done.returncode == 0, done.stderr
+    assert len(rows(tmp_path)) == 1
+
+
+def test_a_student_learns_from_a_teacher_and_resumes_bit_exactly(config, init, warm, tmp_path):
+    """Held-out prompts are scored by `exact`, training prompts by nothing: distillation needs no verifier."""
+    files = f"data.mixture=[{{files=['{config.parent / 'train.jsonl'}'], weight=1, verifier='none'}}]"
+    options = ["data.train=[]", files, f"teacher.path={warm}", "algo.distill_coef=1", "algo.dynamic_sampling=false"]
+    options += ["train.offload=true", "parallel.pipeline=2", "optim.lr=3e-3", "theory.every=0", "train.steps=6"]
+    whole, restarted = tmp_path / "whole", tmp_path / "restarted"
+    train(config, init, whole, *options)
+    shutil.copytree(whole, restarted)
+    rewind(restarted, 3)
+    assert "resumed from" in train(config, init, restarted, *options).stderr
+    lines = rows(whole)
+    assert rows(restarted) == lines
+    kl = [row["teacher_kl"] for row in lines]
+    assert kl[-1] < 0.9 * kl[0]
+    assert {row["reward"] for row in lines} == {0.0}
+    assert sum(row["updates"] for row in lines) == 12
 
 
 def test_evaluate_gives_the_result_of_the_run(finished, config, tmp_path):
@@ -159,6 +184,7 @@ def test_a_vocabulary_larger_than_the_tokenizer(config, tmp_path, implementation
     sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 64}
     write_random_model(qwen2_config(**sizes, vocab=576, eos_token_id=tokenizer.eos_id), model, 0)
     options = ("rollout.max_tokens=16", 'rollout.stop_strings=["7"]', "algo.dynamic_sampling=false", "train.steps=2")
+    options += ("data.held_out=[]",)
     command = ("train", config, f"model.path={model}", f"run.dir={run}", f"ops.implementation={implementation}")
     done = brorl(*command, *options, "train.verify_weights=always")
     assert done.returncode == 0, done.stderr
@@ -213,31 +239,6 @@ def card(run_dir) -> tuple[dict, str]:
     """Return metadata and body of the exported model's card."""
     _, front, body = (run_dir / "model" / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(front), body
-
-
-def test_model_card_has_the_metrics_of_the_summary_and_the_date_of_the_first_start(config, warm, tmp_path):
-    base = shutil.copytree(warm, tmp_path / "small")
-    (base / "README.md").write_text("---\nlicense: llama3\nbase_model: them/large\n---\n# Small\nIts own words.\n")
-    run = tmp_path / "run"
-    sizes = ["train.steps=1", "rollout.prompts=2", "rollout.n=16"]
-    command = ["train", config, f"model.path={base}", f"run.dir={run}", *sizes]
-    begun = time.gmtime()
-    done = brorl(*command)
-    assert done.returncode == 0, done.stderr
-    front, body = card(run)
-    assert (front["license"], front["base_model"]) == ("llama3", "them/large")
-    assert "Its own words" not in body
-    summary = json.loads((run / "summary.json").read_text())
-    assert f"| `held_out.jsonl` | `data.held_out` | {summary['held_out_prompts']} |" in body
-    assert f"| pass@2 | {summary['pass_at_2_before']:.4f} | {summary['pass_at_2_after']:.4f} |" in body
-
-    # Another start writes the same card, because the date of the first start is in the checkpoint.
-    days = {time.strftime("%Y-%m-%d", at) for at in (begun, time.gmtime())}
-    assert any(f"| began | {day} (UTC) |" in body for day in days)
-    written = (run / "model" / "README.md").read_bytes()
-    shutil.rmtree(run / "model")  # A run with a model counts as finished.
-    assert brorl(*command).returncode == 0
-    assert (run / "model" / "README.md").read_bytes() == written
 
 
 def test_model_card_of_supervised_training(warm):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -11,13 +10,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
-from e2e.runs import REPOSITORY, example_script, rows
+from e2e.runs import MAKE_MODEL, REPOSITORY, SMALL_EXAMPLE, example_script, rows
 from slurm.one_node import OneNode, missing
 
-SCRIPT = "examples/brorl_1.5b.sh"
-TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"no Slurm here ({missing()} missing)")]
+
+SCRIPT = "examples/brorl_1.5b.sh"
+SINGLE_NODE = "examples/slurm/single_node.sbatch"
+TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
+# Bash programs that print their names and arguments, in place of programs that a job starts.
+PRINT = 'echo "${0##*/} $*"'
+RANK = "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE here, $OMP_NUM_THREADS threads"
+PRINT_RANK = f'echo "{RANK}: ${{0##*/}} $*"'
+RANKS = [f"{rank} of 2, {rank} of 2 here, 1 threads" for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +38,25 @@ def slurm() -> Iterator[OneNode]:
 
 @pytest.fixture
 def repository(tmp_path) -> Path:
-    """A copy of the examples and tools, from which jobs are submitted. Runs are written to its folder runs."""
-    for name in ("examples", "tools"):
-        shutil.copytree(REPOSITORY / name, tmp_path / name)
+    """A copy of the examples, from which jobs are submitted. Runs are written to its folder runs."""
+    shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     return tmp_path
 
 
 @pytest.fixture
 def sbatch(slurm, repository) -> Callable[..., str]:
-    """A function that submits a job of two ranks and returns its number. It also takes options of sbatch."""
-    paths = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-    }
+    """A function that submits a job and returns its number. programs: of bash, which the job finds first."""
 
-    def submit(*arguments: str) -> str:
-        slurm.environment.update(paths)
-        done = slurm.command(
-            "sbatch", "--parsable", *TWO_RANKS, f"--output={repository}/output_%j", *arguments, cwd=repository
-        )
+    def submit(*arguments: str, programs: dict[str, str] | None = None, **environment: str) -> str:
+        for name, text in (programs or {}).items():
+            program = repository / "bin" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(f"#!/usr/bin/env bash\n{text}\n")
+            program.chmod(0o755)
+        path = f"{repository / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        own = {"PATH": path, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", **environment}
+        command = ["sbatch", "--parsable", f"--output={repository}/output_%j", *arguments]
+        done = slurm.command("env", *(f"{key}={value}" for key, value in own.items()), *command, cwd=repository)
         assert done.returncode == 0, f"{done.stderr}\n{output(repository)}"
         return done.stdout.strip()
 
@@ -65,72 +71,102 @@ def until(happened: Callable[[], Any], repository: Path, seconds: float = 600) -
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, output(repository)
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
-RANK = """
-echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE here, $OMP_NUM_THREADS threads, end $SLURM_JOB_END_TIME"
-[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || exit 75
-"""
+@pytest.mark.parametrize(
+    ("job", "nodes", "commands"),
+    [
+        (SCRIPT, 8, ["optim.lr=1e-6"]),
+        (SINGLE_NODE, 1, ["rollout.prompts=16 optim.lr=1e-6"]),
+        ("examples/slurm/multi_node.sbatch", 8, ["optim.lr=1e-6"]),
+        ("examples/slurm/preemptible.sbatch", 8, ["train.checkpoint_every=1 optim.lr=1e-6"]),
+        (
+            "examples/slurm/seeds.sbatch",
+            8,
+            [f"run.dir=runs/brorl_1.5b_seed_{seed} optim.lr=1e-6 run.seed={seed}" for seed in range(4)],
+        ),
+        (
+            "examples/slurm/evaluate.sbatch",
+            1,
+            ["evaluate examples/brorl_1.5b.toml run.dir=runs/brorl_1.5b_evaluation optim.lr=1e-6"],
+        ),
+    ],
+)
+def test_a_job_requests_the_resources_of_its_ranks_and_starts_them(job, nodes, commands, slurm, sbatch, repository):
+    """The job is submitted to a cluster whose nodes are down, and then with two ranks, which print their command."""
+    waiting = sbatch("--partition=cluster", job)
+    fields = slurm.job(waiting)
+    slurm.command("scancel", waiting)
+    assert (fields["NumNodes"], fields["NumTasks"], fields["CPUs/Task"]) == (f"{nodes}-{nodes}", f"{8 * nodes}", "12")
+    assert (fields["TresPerNode"], fields["MinMemoryNode"], fields["OverSubscribe"]) == ("gres:gpu:8", "0", "NO")
+    assert fields["Requeue"] == "1"
+
+    sbatch("--wait", *TWO_RANKS, job, "optim.lr=1e-6", programs={"python": PRINT_RANK, "brorl": PRINT_RANK})
+    program = "brorl" if "evaluate" in job else f"python {repository / SCRIPT}"
+    expected = [f"{rank}: {program} {command}" for rank in RANKS for command in commands]
+    assert sorted(filter(None, output(repository).splitlines())) == sorted(expected)
 
 
-def test_run_sh_sets_the_environment_of_ranks_and_requeues(slurm, sbatch, repository):
-    """The ranks are lines of bash that print their environment. The job's end equals the one of scontrol."""
-    (repository / "rank").write_text(RANK)
-    run = repository / "job"
-    run.write_text('#!/usr/bin/env bash\nexec bash "$SLURM_SUBMIT_DIR/examples/slurm/run.sh" bash rank\n')
-    job = sbatch("--exclusive", "--mem=0", "--time=1", "--requeue", "--open-mode=append", str(run))
-
-    def state(name: str) -> str:
-        shown = slurm.command("env", "SLURM_TIME_FORMAT=%s", "scontrol", "show", "job", job).stdout
-        return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
-
-    # Both ranks exit with 75, and the job is requeued. Slurm starts it after two minutes, or when told to.
-    until(lambda: state("Restarts") == "1", repository)
+def test_a_job_whose_ranks_have_saved_is_requeued(slurm, sbatch, repository):
+    """The ranks exit with 75 at the first start. They know when the job ends, as scontrol does."""
+    rank = f'echo "{RANK}, end $SLURM_JOB_END_TIME"\n[ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] || exit 75'
+    job = sbatch("--time=1", *TWO_RANKS, SINGLE_NODE, programs={"python": rank})
+    until(lambda: slurm.job(job)["Restarts"] == "1", repository)
+    # Slurm starts it after two minutes, or when it is told to.
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
-    until(lambda: state("JobState") == "COMPLETED", repository)
+    until(lambda: slurm.job(job)["JobState"] == "COMPLETED", repository)
     lines = output(repository).splitlines()
-    ranks = [line.partition(", end ") for line in lines if ", end " in line]
-    expected = [f"{rank} of 2, {rank} of 2 here, 1 threads" for rank in range(2)]
-    assert sorted(rank for rank, _, _ in ranks[:2]) == sorted(rank for rank, _, _ in ranks[2:]) == expected
-    begun = int(state("StartTime"))
-    assert all(abs(int(end) - begun - 60 * 60) <= 2 for _, _, end in ranks[2:])
     assert f"run.sh: the state is saved; requeueing job {job}" in lines
+    ranks = [line.partition(", end ") for line in lines if ", end " in line]
+    assert sorted(rank for rank, _, _ in ranks[:2]) == sorted(rank for rank, _, _ in ranks[2:]) == RANKS
+    end = int(slurm.job(job)["StartTime"]) + 60 * 60
+    assert all(abs(int(seen) - end) <= 2 for _, _, seen in ranks[2:])
 
 
-@pytest.mark.parametrize("job", [SCRIPT, "examples/slurm/single_node.sbatch", "examples/slurm/multi_node.sbatch"])
-def test_a_job_completes_a_step(job, sbatch, repository):
-    sbatch("--wait", job, "--smoke", "run.dir=runs/smoke", "rollout.prompts=12")
-    lines = rows(repository / "runs" / "smoke")
-    assert len(lines) == 2
-    assert sum(line["updates"] for line in lines) >= 1
+@pytest.mark.parametrize("mounts", ["", "/data:/data,/models:/m:ro"])
+def test_a_job_in_a_container(mounts, sbatch, repository):
+    """pyxis and apptainer mount the folder of the job under its own path, and the additional folders."""
+    command = f"python {repository / SCRIPT} rollout.prompts=16"
+    folders = f"{repository}:{repository},{mounts}".rstrip(",")
+    step = "--kill-on-bad-exit=0 --wait=900 --exclusive --mem=0 --cpus-per-task=1"
+    pyxis = f"--container-image=x.sif --container-mounts={folders} --container-workdir={repository}"
+    rank = f"bash {repository}/examples/slurm/rank.sh"
+    apptainer = f"apptainer exec --nv --bind {folders} --pwd {repository} x.sif {command}"
+    for container, program, expected in (
+        ("pyxis", "srun", [f"srun {step} {pyxis} {rank} {command}"]),  # Debian has no pyxis, which adds these options.
+        ("apptainer", "apptainer", [apptainer] * 2),
+    ):
+        settings = {"CONTAINER": container, "CONTAINER_IMAGE": "x.sif", "CONTAINER_MOUNTS": mounts}
+        job = sbatch("--wait", *TWO_RANKS, SINGLE_NODE, programs={program: PRINT}, **settings)
+        assert (repository / f"output_{job}").read_text().splitlines() == expected
+        (repository / "bin" / program).unlink()
 
 
-def test_an_array_runs_every_seed_and_a_model_is_evaluated(sbatch, repository):
-    sbatch("--wait", "--array=0-1", "examples/slurm/seeds.sbatch", "--smoke")
-    runs = [repository / "runs" / f"brorl_1.5b_seed_{seed}" for seed in range(2)]
-    assert [len(rows(run)) for run in runs] == [2, 2]
-    assert rows(runs[0])[0]["reward"] != rows(runs[1])[0]["reward"]
-    script = example_script()
-    options = [*script.SMOKE_SIZES, *script.SMOKE_ON_A_CPU, f"model.path={runs[0] / 'model'}"]
-    sbatch("--wait", "examples/slurm/evaluate.sbatch", *options, "run.dir=runs/evaluation")
-    result = json.loads((repository / "runs" / "evaluation" / "evaluation.json").read_text())
-    assert result["prompts"] == 16
+@pytest.mark.parametrize(("container", "image"), [("podman", "x"), ("pyxis", ""), ("", "x.sif")])
+def test_an_incomplete_container_setting_is_refused(container, image, sbatch, slurm, repository):
+    job = sbatch(*TWO_RANKS, SINGLE_NODE, CONTAINER=container, CONTAINER_IMAGE=image)
+    until(lambda: slurm.job(job)["JobState"] == "FAILED", repository)
+    assert slurm.job(job)["ExitCode"] == "2:0"
+    assert f"run.sh: CONTAINER={container} CONTAINER_IMAGE={image}: give both" in output(repository)
 
 
 def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, repository):
     """A job of a higher partition preempts it. The ranks save within the grace time of the partition."""
     run = repository / "runs" / "preempted"
-    job = sbatch("examples/slurm/preemptible.sbatch", "--smoke", "run.dir=runs/preempted", "train.steps=5000")
-    until(lambda: (run / "metrics.jsonl").exists() and rows(run), repository)
+    example = example_script()
+    made = forks.script(MAKE_MODEL, example.CONFIG, f"{run}_model", *example.SHAPE, "--chat")
+    assert made.returncode == 0, made.stderr
+    options = ("run.dir=runs/preempted", "algo.dynamic_sampling=false", "rollout.refills=0", "train.steps=5000")
+    job = sbatch(*TWO_RANKS, "examples/slurm/preemptible.sbatch", "--smoke", *SMALL_EXAMPLE, *options)
+    metrics = run / "metrics.jsonl"
+    until(lambda: slurm.job(job)["JobState"] == "FAILED" or (metrics.exists() and rows(run)), repository)
     sbatch("--wait", "--partition=high", "--wrap=true")
-    state = slurm.command("scontrol", "show", "job", job).stdout
-    assert "JobState=PENDING" in state
-    assert "Restarts=1" in state
+    assert (slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == ("PENDING", "1")
     assert "the state is saved; requeueing job" in output(repository)
     saved = len(rows(run))
     assert (run / "checkpoints" / "latest").read_text().strip() == f"step_{saved:08d}"
-    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm's delay is two minutes
+    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
     until(lambda: len(rows(run)) > saved, repository)
     assert "resumed from" in output(repository)
     slurm.command("scancel", job)

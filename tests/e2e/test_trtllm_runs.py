@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.runs import REPOSITORY, brorl, rows
+from e2e.runs import REPOSITORY, brorl, reward_letters, rows
 from safetensors.torch import load_file
 
 DOUBLE = REPOSITORY / "tests" / "contract" / "double"
-OPTIONS = ["rollout.engine=trtllm", "engine.cuda_graphs=false", "reward.strict=false"]
-SHORT = ["train.steps=3", "train.checkpoint_every=0", "evaluate.every=0", "data.held_out=[]"]
+OPTIONS = ["rollout.engine=trtllm", "engine.cuda_graphs=false"]
+SHORT = ["train.steps=2", "train.checkpoint_every=0", "data.held_out=[]"]
 
 
 def train(config: Path, model: Path, run_dir: Path, *options: str, processes: int = 2, **environment: str) -> Any:
-    overrides = [f"model.path={model}", f"run.dir={run_dir}", *OPTIONS, *SHORT, *options]
+    overrides = [f"model.path={model}", f"run.dir={run_dir}", *reward_letters(config), *OPTIONS, *SHORT, *options]
     environment = {"PYTHONPATH": str(DOUBLE), **environment}
     done = brorl("train", "--processes", processes, config, *overrides, **environment)
     assert done.returncode == 0, done.stderr
@@ -46,28 +46,28 @@ def assert_same_runs(a: Path, b: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_engines(config, warm, tmp_path_factory):
+def two_engines(config, init, tmp_path_factory):
     """An undisturbed run of two ranks with an engine process each."""
     directory = tmp_path_factory.mktemp("trtllm") / "two"
-    train(config, warm, directory)
+    train(config, init, directory)
     return directory
 
 
-def test_steps_with_an_engine_per_rank(two_engines, warm):
+def test_steps_with_an_engine_per_rank(two_engines, init):
     lines = rows(two_engines)
     assert pids(two_engines) == ["rank_0.log", "rank_1.log"]
-    assert [line["rollouts"] for line in lines] == [6 * 32] * 3
-    assert sum(line["updates"] for line in lines) >= 3
+    assert [line["rollouts"] for line in lines] == [6 * 32] * 2
+    assert sum(line["updates"] for line in lines) >= 2
     assert all(line["lost_share"] == 0 and line["weight_sync_again"] == 0 for line in lines)
     assert all(line["logprob_gap_max"] <= 1e-4 for line in lines)
-    trained, before = (load_file(d / "model.safetensors") for d in (two_engines / "model", warm))
+    trained, before = (load_file(d / "model.safetensors") for d in (two_engines / "model", init))
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trained.items())
 
 
-def test_a_killed_engine_changes_no_result(two_engines, config, warm, tmp_path):
+def test_a_killed_engine_changes_no_result(two_engines, config, init, tmp_path):
     """test_trtllm_engine.py kills an engine at each point."""
     flag = tmp_path / "died"
-    done = train(config, warm, tmp_path / "run", BRORL_DOUBLE_DIE=f"row:150:{flag}")
+    done = train(config, init, tmp_path / "run", BRORL_DOUBLE_DIE=f"row:150:{flag}")
     assert flag.exists()
     assert "ended (SIGKILL)" in done.stderr
     assert "restarting it" in done.stderr
@@ -75,8 +75,8 @@ def test_a_killed_engine_changes_no_result(two_engines, config, warm, tmp_path):
     assert all(line["lost_share"] == 0 for line in rows(tmp_path / "run"))
 
 
-def test_an_engine_that_does_not_fit_into_a_node_is_refused(config, warm, tmp_path):
-    command = ["train", config, f"model.path={warm}", f"run.dir={tmp_path}", *OPTIONS]
+def test_an_engine_that_does_not_fit_into_a_node_is_refused(config, init, tmp_path):
+    command = ["train", config, f"model.path={init}", f"run.dir={tmp_path}", *OPTIONS]
     done = brorl(*command, "engine.tensor=2", PYTHONPATH=str(DOUBLE))
     assert (done.returncode, done.stderr.strip().count("\n")) == (2, 0), done.stderr
     assert "engine.tensor = 2 does not divide the 1 ranks of a node" in done.stderr

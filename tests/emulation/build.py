@@ -41,8 +41,8 @@ def _compiled(source: Path, csrc: Path, folder: Path) -> Path:
     # The key does not contain folder names, so that a copy of csrc gives the same objects.
     ours = [*csrc.rglob("*.h"), *(csrc.rglob("*.cpp") if of_torch else [])]
     headers = sorted([*HERE.rglob("*.h"), *(ours if kernel or source.name == "ops.cpp" else [])])
-    told = [*FLAGS, *kind, torch.__version__, source.name, source.read_text(encoding="utf-8")]
-    key = hashlib.sha256("\0".join([*told, *(p.read_text(encoding="utf-8") for p in headers)]).encode()).hexdigest()
+    inputs = [*FLAGS, *kind, torch.__version__, source.name, source.read_text(encoding="utf-8")]
+    key = hashlib.sha256("\0".join([*inputs, *(p.read_text(encoding="utf-8") for p in headers)]).encode()).hexdigest()
     target = folder / f"{source.stem}-{key[:16]}.o"
     if not target.exists():
         part = target.with_suffix(".part")

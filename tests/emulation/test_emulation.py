@@ -62,7 +62,7 @@ FAULTS = {
         *("policy/softmax.cu", "x += of_warps[warp].x", "x += of_warps[warp + 1].x"),
         *("test_linear_ppo_loss_cuda.py", "test_every_term_agrees and settings1", "an index outside of an array"),
     ),
-    "shared memory that nobody wrote": (
+    "shared memory that is not written": (
         *("policy/partial_moments.h", OF_WARP, OF_WARP.replace("== 0", "== 0 && threadIdx.x < 7")),
         *("test_advantages_cuda.py", "test_moments and few", "AssertionError"),
     ),
@@ -76,7 +76,7 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_detected(name, tmp_path):
-    source, text, instead, file, case, says = FAULTS[name]
+    source, text, instead, file, case, message = FAULTS[name]
     shutil.copytree(build.ROOT / "csrc", tmp_path / "csrc")
     path = tmp_path / "csrc" / source
     before = path.read_text(encoding="utf-8")
@@ -85,4 +85,4 @@ def test_a_planted_fault_is_detected(name, tmp_path):
     path.write_text(before.replace(text, instead), encoding="utf-8")
     done = cases(tmp_path / "csrc", file, "-k", case)
     assert done.returncode == 1, done.stdout[-5000:] + done.stderr
-    assert says in done.stdout
+    assert message in done.stdout

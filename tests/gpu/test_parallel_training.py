@@ -40,12 +40,12 @@ OPTIONS = {"dtype": torch.bfloat16, "share_prompt": False}
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory) -> dict[str, str]:
-    found = {}
+    models = {}
     for family in ("qwen2", "qwen3_moe"):
-        found[family] = str(made := tmp_path_factory.mktemp("model"))
+        models[family] = str(made := tmp_path_factory.mktemp("model"))
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
         tiny.make_model(made, family, True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
-    return found
+    return models
 
 
 def steps(size: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -50,8 +50,8 @@ def gae_by_hand(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, l
 
 def check_gae(op: Any, name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     rewards, values, starts, gamma, lam = gae_inputs(name)
-    found = op(rewards.to(device, dtype), values.to(device, dtype), starts.to(device), gamma, lam)
-    for got, expected in zip(found, gae_by_hand(rewards, values, starts, gamma, lam), strict=True):
+    results = op(rewards.to(device, dtype), values.to(device, dtype), starts.to(device), gamma, lam)
+    for got, expected in zip(results, gae_by_hand(rewards, values, starts, gamma, lam), strict=True):
         assert got.dtype == dtype
         torch.testing.assert_close(got.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
 

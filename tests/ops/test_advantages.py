@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from ops.advantage_cases import (
-    GAE_CASES,
-    MOMENT_CASES,
-    TOLERANCE,
-    check_gae,
-    check_moments,
-    sample,
-)
+from ops.advantage_cases import GAE_CASES, MOMENT_CASES, TOLERANCE, check_gae, check_moments, sample
+from threads import with_threads
 
 from megatron_brorl.algo import advantages as algo
 from megatron_brorl.algo.advantages import Moments
@@ -76,19 +68,12 @@ def test_results_do_not_depend_on_the_number_of_threads():
     values = sample(300_000, 5.0)
     other = sample(300_000, seed=7)
     starts = torch.arange(0, 300_001, 100)
-    calls: list[Callable[[], Any]] = [
-        lambda: fused.moments(values),
-        lambda: [x.tolist() for x in fused.gae(values, other, starts, 0.99, 0.9)],
-    ]
-    before = torch.get_num_threads()
-    found: list[list[Any]] = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append([call() for call in calls])
-    finally:
-        torch.set_num_threads(before)
-    assert found[0] == found[1] == found[2]
+
+    def results():
+        return fused.moments(values), [x.tolist() for x in fused.gae(values, other, starts, 0.99, 0.9)]
+
+    one, two, three = with_threads(results)
+    assert one == two == three
 
 
 def test_results_have_no_gradient():
@@ -115,13 +100,18 @@ def test_starts_outside_of_memory_are_refused(starts, message):
         fused.gae(torch.zeros(5), torch.zeros(5), starts)
 
 
-def test_other_shapes_and_dtypes_are_refused():
-    starts = torch.tensor([0, 5])
-    with pytest.raises(ValueError, match=r"values must be \[5\], got \[6\]"):
-        fused.gae(torch.zeros(5), torch.zeros(6), starts)
-    with pytest.raises(TypeError, match="values must be Float, got Double"):
-        fused.gae(torch.zeros(5), torch.zeros(5).double(), starts)
-    with pytest.raises(TypeError, match="rewards must be float32 or float64"):
-        fused.gae(torch.zeros(5).bfloat16(), torch.zeros(5).bfloat16(), starts)
-    with pytest.raises(ValueError, match=r"lam must be in \[0, 1\]"):
-        fused.gae(torch.zeros(5), torch.zeros(5), starts, 1.0, float("nan"))
+FIVE = torch.zeros(5)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "values", "lam", "error", "message"),
+    [
+        (FIVE, torch.zeros(6), 1.0, ValueError, r"values must be \[5\], got \[6\]"),
+        (FIVE, FIVE.double(), 1.0, TypeError, "values must be Float, got Double"),
+        (FIVE.bfloat16(), FIVE.bfloat16(), 1.0, TypeError, "rewards must be float32 or float64"),
+        (FIVE, FIVE, float("nan"), ValueError, r"lam must be in \[0, 1\]"),
+    ],
+)
+def test_other_shapes_and_dtypes_are_refused(rewards, values, lam, error, message):
+    with pytest.raises(error, match=message):
+        fused.gae(rewards, values, torch.tensor([0, 5]), 1.0, lam)

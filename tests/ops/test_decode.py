@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from decode_cases import CASES, EPS, TOLERANCE, check, make
+from threads import with_threads
 
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.reference import decode as reference
@@ -26,13 +27,8 @@ def test_attention_agrees_with_float64(number, with_norms, dtype, ops):
 
 
 def test_the_same_bits_for_any_number_of_threads():
-    before = torch.get_num_threads()
-    found = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        found.append(make(2, torch.float32).run(FusedDecode()))
-    torch.set_num_threads(before)
-    assert all(torch.equal(found[0], x) for x in found[1:])
+    first, *others = with_threads(lambda: make(2, torch.float32).run(FusedDecode()))
+    assert all(torch.equal(first, x) for x in others)
 
 
 def test_the_reference_gathers_a_few_rows_at_a_time(monkeypatch):

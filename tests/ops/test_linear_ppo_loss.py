@@ -20,6 +20,7 @@ from ops.linear_cases import (
     close,
     make,
 )
+from threads import with_threads
 
 from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused import linear as fused
@@ -198,16 +199,12 @@ def test_gradcheck_of_log_probs_and_entropy(op):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_results_are_reproducible_bit_for_bit(dtype, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        runs = [make(700, 31, 999, seed=4).call(fused.linear_ppo_loss, dtype, EVERYTHING) for _ in range(3)]
-    finally:
-        torch.set_num_threads(before)
-    for result, *grads in runs[1:]:
-        assert (result.sums, result.maxima) == (runs[0][0].sums, runs[0][0].maxima)
-        same = [(result.log_probs, runs[0][0].log_probs), (result.entropy, runs[0][0].entropy)]
-        assert all(torch.equal(a, b) for a, b in [*same, *zip(grads, runs[0][1:], strict=True)])
+    case = make(700, 31, 999, seed=4)
+    first, *others = with_threads(lambda: case.call(fused.linear_ppo_loss, dtype, EVERYTHING), (threads,) * 3)
+    for result, *grads in others:
+        assert (result.sums, result.maxima) == (first[0].sums, first[0].maxima)
+        same = [(result.log_probs, first[0].log_probs), (result.entropy, first[0].entropy)]
+        assert all(torch.equal(a, b) for a, b in [*same, *zip(grads, first[1:], strict=True)])
 
 
 def test_only_requested_gradients_are_computed():
@@ -278,6 +275,11 @@ def test_only_tokens_without_a_gradient_are_left_out(dead, dtype, entropy_coef, 
     settings = dataclasses.replace(SETTINGS, entropy_coef=entropy_coef)  # with it, a dead row has a gradient again
     expected = case.call(reference.linear_ppo_loss, settings=settings)
     rows = []
-    monkeypatch.setattr(fused, "softmax_gradient_", lambda x, *rest: (rows.append(len(x)), softmax_gradient_(x, *rest)))
+
+    def counted(logits, *arguments):
+        rows.append(len(logits))
+        softmax_gradient_(logits, *arguments)
+
+    monkeypatch.setattr(fused, "softmax_gradient_", counted)
     assert_agree(case.call(fused.linear_ppo_loss, dtype, settings), expected, TOLERANCE[dtype])
     assert sum(rows) == int((expected[1].norm(dim=1) > 0).sum())

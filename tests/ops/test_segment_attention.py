@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from threads import with_threads
 from torch import Tensor
 
 from megatron_brorl.ops.fused import layers as ops
@@ -16,7 +17,7 @@ STREAMS = {
     "a prompt": [(5, (3, 70, 1))],
     "a prompt of several rounds": [(700, (130, 64, 1))],
     "groups of all kinds": [(33, (7,) * 40), (0, (129, 2)), (64, (64, 64, 600))],
-    "a prompt that nobody attends to": [(20, ()), (0, (4,))],
+    "a prompt without responses": [(20, ()), (0, (4,))],
 }
 
 
@@ -133,15 +134,14 @@ def test_backward_of_an_overwritten_input_fails():
 def test_results_do_not_depend_on_threads():
     segments = table(STREAMS["groups of all kinds"])
     qkv, _ = inputs(int(segments[:, 1].sum()), 2, 2, 32, seed=3)
-    before = torch.get_num_threads()
-    found = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+    up = qkv[:, :, :2].contiguous()
+
+    def results():
         out, sums = OPS.segment_attention(qkv, segments, 0.2)
-        up = qkv[:, :, :2].contiguous()
-        found.append((out, sums, OPS.segment_attention_gradient(up, qkv, out, sums, segments, 0.2)))
-    torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        return out, sums, OPS.segment_attention_gradient(up, qkv, out, sums, segments, 0.2)
+
+    first, *others = with_threads(results)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 X = torch.zeros(4, 2, 3, 16)

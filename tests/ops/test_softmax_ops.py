@@ -65,8 +65,8 @@ def test_parts_of_the_vocabulary_merge(dtype, cuts):
     parts = []
     start = 0
     for part in logits.split(list(cuts), dim=1):
-        found = softmax.softmax_statistics(part.contiguous(), ids, Shard(start, part.shape[1], temperature, None))
-        parts.append(found)
+        shard = Shard(start, part.shape[1], temperature, None)
+        parts.append(softmax.softmax_statistics(part.contiguous(), ids, shard))
         start += part.shape[1]
     largest = torch.stack([p[:, 0] for p in parts]).amax(0)
     sums = torch.zeros(6, 3, dtype=torch.float64)

@@ -25,20 +25,6 @@ def test_agrees_with_a_loop_over_floats(name, dtype, op):
     assert_agree(got, CASES[name], -2.5, TOLERANCE[dtype])
 
 
-def test_gradcheck():
-    case = make(200, masked=0.2)
-    kept = case.weights != 0
-    bound = (case.values - case.old_values).abs() - case.clip
-    held = case.values.clamp(case.old_values - case.clip, case.old_values + case.clip)
-    tie = (held - case.returns).abs() - (case.values - case.returns).abs()
-    # Stay away from the kinks of clamp and maximum, across which finite differences are wrong.
-    kept &= (bound.abs() > 1e-3) & ((bound < 0) | (tie.abs() > 1e-3))
-    case = dataclasses.replace(case, weights=torch.where(kept, case.weights, 0.0))
-    inputs = (case.values.nan_to_num().requires_grad_(), case.old_values, case.returns, case.weights, case.clip)
-    assert 50 < int(kept.sum()) < 200
-    assert torch.autograd.gradcheck(lambda *x: value_loss(*x).loss, inputs)
-
-
 def test_gradient_at_the_clip_bound_and_at_ties():
     # At the bound and inside, the gradient is v - R; 2 and its clipped value 0 are equally far from a return of 1.
     case = Case(
@@ -78,19 +64,24 @@ def test_a_second_derivative_is_refused():
 def test_explained_variance_merges_over_parts(parts):
     case = make(9000, masked=0.0, offset=50.0)
     fields = (case.values, case.old_values, case.returns, case.weights)
-    found = [value_loss(*x, case.clip) for x in zip(*(f.split(9000 // parts) for f in fields), strict=True)]
-    got = explained_variance(merge([f.returns for f in found]), merge([f.residuals for f in found]))
+    losses = [value_loss(*x, case.clip) for x in zip(*(f.split(9000 // parts) for f in fields), strict=True)]
+    got = explained_variance(merge([f.returns for f in losses]), merge([f.residuals for f in losses]))
     residuals = case.returns - case.values
     assert got == pytest.approx(1 - residuals.var().item() / case.returns.var().item(), rel=1e-12)
 
 
-def test_other_shapes_and_dtypes_are_refused():
-    x = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"old_values must be \[5\], got \[6\]"):
-        value_loss(x, torch.zeros(6), x, x, 0.2)
-    with pytest.raises(TypeError, match="values must be float32 or float64"):
-        value_loss(x.bfloat16(), x, x, x, 0.2)
-    with pytest.raises(ValueError, match="all must be on one device"):
-        value_loss(x, x, x, torch.zeros(5, device="meta"), 0.2)
-    with pytest.raises(ValueError, match="clip must be at least 0"):
-        value_loss(x, x, x, x, float("nan"))
+X = torch.zeros(5)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ((X, torch.zeros(6), X, X, 0.2), ValueError, r"old_values must be \[5\], got \[6\]"),
+        ((X.bfloat16(), X, X, X, 0.2), TypeError, "values must be float32 or float64"),
+        ((X, X, X, X.to("meta"), 0.2), ValueError, "all must be on one device"),
+        ((X, X, X, X, float("nan")), ValueError, "clip must be at least 0"),
+    ],
+)
+def test_other_shapes_and_dtypes_are_refused(inputs, error, message):
+    with pytest.raises(error, match=message):
+        value_loss(*inputs)

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from unit.rollout.test_turns import Pool, answer, facts, text_of, tokens_of
-from vllm_engines import GREEDY, PROMPT, SAMPLING, Model, draw, tokens
+from vllm_engines import PROMPT, SAMPLING, Model, draw, tokens
 
 from megatron_brorl.config.schema import EnvironmentConfig
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
@@ -113,11 +113,6 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(start, t
         assert len(ids) == min([*places, 24])
         stopped += len(ids) < 24
     assert stopped > 10
-
-
-def test_greedy_is_the_argmax(model, shared):
-    (rollout,) = draw(shared, 1, sampling=GREEDY)
-    assert rollout.token_ids.tolist() == model.logits(rollout).argmax(-1).tolist()
 
 
 def test_turns_continue_from_their_prefix_in_any_batch(model, start):

@@ -68,34 +68,16 @@ def test_experts_match_transformers_after_every_weight_sync(overrides, start, tm
         model.module.save_pretrained(tmp_path)
 
 
-def _dropped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
-    return pairs[:5] + pairs[8:]
-
-
-def _swapped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
-    """Swap two tensors of the same shape together with their checksums."""
-    a, b = [i for i, (name, _) in enumerate(pairs) if name.endswith("input_layernorm.weight")][:2]
-    (name, tensor), (other, another) = pairs[a], pairs[b]
-    pairs[a], pairs[b] = (
-        ChecksummedTensor(name, another, pairs[b].checksum),
-        ChecksummedTensor(other, tensor, pairs[a].checksum),
-    )
-    return pairs
-
-
-def _flipped(pairs: list[ChecksummedTensor]) -> list[ChecksummedTensor]:
-    name, tensor = pairs[3]
-    tensor = tensor.clone()
-    tensor.view(torch.int32).view(-1)[1] ^= 1
-    pairs[3] = ChecksummedTensor(name, tensor, pairs[3].checksum)
-    return pairs
-
-
-@pytest.mark.parametrize("fault", [_dropped, _swapped, _flipped], ids=lambda f: f.__name__[1:])
-def test_faulty_update_leaves_the_engine_unchanged(fault, model, shared):
+def test_faulty_update_leaves_the_engine_unchanged(model, shared):
+    """One bit of a tensor differs. unit/rollout/test_weight_receiver.py has the other faults."""
     before, pid = tokens(draw(shared)), shared.supervisor.pid
+    pairs = list(model.stream())
+    name, tensor = pairs[3]
+    changed = tensor.clone()
+    changed.view(torch.int32).view(-1)[1] ^= 1
+    pairs[3] = ChecksummedTensor(name, changed, pairs[3].checksum)
     with pytest.raises(UpdateRefused):
-        shared.update_weights(fault(list(model.stream())), 1)
+        shared.update_weights(pairs, 1)
     assert shared.version == 0
     assert tokens(draw(shared)) == before
     assert shared.supervisor.pid == pid

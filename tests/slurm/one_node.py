@@ -1,7 +1,8 @@
 """A real Slurm on one node for tests: munged, slurmctld and slurmd run in one folder as the current user.
 
 Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge. It has no cgroups, accounting or
-GPUs. Jobs of partition "high" preempt jobs of "low", which have two minutes to end and are then requeued.
+GPUs. Jobs of partition "high" preempt jobs of "low", which have two minutes to end and are then requeued. Partition
+"cluster" has eight nodes of eight GPUs that are down, so its jobs only wait.
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ SelectTypeParameters=CR_CPU
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=5
+GresTypes=gpu
 SlurmdParameters=config_overrides
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000
+NodeName=gpu[1-8] NodeAddr=127.0.0.1 CPUs=96 RealMemory=1000 Gres=gpu:8 State=DOWN
 PartitionName=low Nodes={host} Default=YES PriorityTier=1 GraceTime=120
 PartitionName=high Nodes={host} PriorityTier=10 PreemptMode=OFF
+PartitionName=cluster Nodes=gpu[1-8] PriorityTier=1
 """
 
 
@@ -99,6 +103,11 @@ class OneNode:
     def command(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command of Slurm in its environment."""
         return subprocess.run(arguments, env=self.environment, capture_output=True, text=True, cwd=cwd)
+
+    def job(self, number: str) -> dict[str, str]:
+        """Return what Slurm knows about a job, by the names of scontrol. Times are Unix times."""
+        shown = self.command("env", "SLURM_TIME_FORMAT=%s", "scontrol", "show", "job", number).stdout
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def close(self) -> None:
         """End the jobs and the daemons."""

@@ -38,20 +38,20 @@ _CALLS = [(os, name) for name in ("rename", "replace", "mkdir", "remove", "unlin
 
 def main(arguments: list[str]) -> None:
     """Run the command line in a rank, with the fault that the environment variable describes."""
-    asked = json.loads(os.environ[KEY])
-    faults = Faults(asked) if asked and int(os.environ["RANK"]) == asked["rank"] else None
+    settings = json.loads(os.environ[KEY])
+    faults = Faults(settings) if settings and int(os.environ["RANK"]) == settings["rank"] else None
     try:
-        forks._main_without_plots(arguments)
+        forks.main_without_plots(arguments)
     finally:
-        if faults and "log" in asked:
-            Path(asked["log"]).write_text(json.dumps(faults.seen))
+        if faults and "log" in settings:
+            Path(settings["log"]).write_text(json.dumps(faults.seen))
 
 
 class Faults:
     """Wraps the functions that change files, for the rest of this process."""
 
-    def __init__(self, asked: dict[str, Any]) -> None:
-        self.asked = asked
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.hit = False
@@ -63,12 +63,12 @@ class Faults:
 
     def operation(self, kind: str, place: str, file: object = None, half: Callable[[], object] = lambda: None) -> None:
         """Count an operation before it happens, and inject the fault if it is due. half: does half of the operation."""
-        fault = self.asked.get("fault")
+        fault = self.settings.get("fault")
         where = f"{place}: {kind}"
         with self.lock:
             self.seen[where] += 1
-            due = where == self.asked.get("where") and self.seen[where] == self.asked["at"]
-            again = self.hit and self.asked.get("lasting") and kind in DISK.get(str(fault), ())
+            due = where == self.settings.get("where") and self.seen[where] == self.settings["at"]
+            again = self.hit and self.settings.get("lasting") and kind in DISK.get(str(fault), ())
             self.hit = self.hit or due
         if not due and not again:
             return
@@ -90,7 +90,7 @@ class Faults:
                 file = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fspath(file))
         except OSError:
             return ""
-        run = self.asked["folder"]
+        run = self.settings["folder"]
         if not isinstance(file, (str, os.PathLike)) or not f"{os.fspath(file)}/".startswith(f"{run}/"):
             return ""
         if os.getpid() != self.pid:

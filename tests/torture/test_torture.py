@@ -15,8 +15,8 @@ def test_a_killed_run_and_a_full_disk_end_as_the_undisturbed_run(tmp_path):
         (faults.KILL, "latest: write", 1, "killed"),
         ("ENOSPC", "checkpoints: write", 2, "one line"),
     ):
-        told = {"rank": 0, "where": where, "at": at, "fault": fault, "lasting": fault != faults.KILL}
-        assert torture.trial(RESUMED, told) == (expected, "")
+        settings = {"rank": 0, "where": where, "at": at, "fault": fault, "lasting": fault != faults.KILL}
+        assert torture.trial(RESUMED, settings) == (expected, "")
 
     metrics = tmp_path / "run" / "metrics.jsonl"
     directory = tmp_path / "run"

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import forks
 import pyarrow as pa
-from e2e.runs import ENVIRONMENT, make_model, write_config
+from e2e.runs import ENVIRONMENT, make_model, reward_letters, write_config
 from torture import faults
 
 from megatron_brorl import rollout_log
@@ -40,12 +40,7 @@ STARTS = 4  # most starts of a run after its fault
 OPTIONS = [
     *("rollout.n=8", "rollout.prompts=4", "train.steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=2"),
     *("evaluate.every=2", "evaluate.samples=1", "run.log=[]", "parallel.timeout_s=60", "theory.every=3"),
-    *("reward.strict=false", "reward.cut_off_factor=1.0"),
 ]
-# A random model sometimes gets this reward.
-VERIFIER = "def letters(response, row):\n    return sum(c.isalpha() for c in response) / 6\n"
-
-
 _TIMED = ("job_seconds", "peak_rss_mib")  # keys of summary.json
 _FILES = {"metrics": "metrics.jsonl", "summary": "metrics.jsonl", "records": "rollouts"}  # the file behind each part
 
@@ -103,9 +98,7 @@ class Torture:
         config = write_config(self.root)
         model = self.root / "model"
         make_model(config, model)
-        (self.root / "letters.py").write_text(VERIFIER)
-        verifier = f"data.verifier={self.root / 'letters.py'}:letters"
-        self.words = [str(config), f"model.path={model}", verifier, *OPTIONS]
+        self.words = [str(config), f"model.path={model}", *reward_letters(config), *OPTIONS]
 
         done = self.start(self.root / "whole")
         assert done.returncode == 0, done.stderr
@@ -127,9 +120,9 @@ class Torture:
     def start(self, directory: Path, fault: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
         """Start the run once. A run that does not end in time has exit code 124."""
         words = ["train", "--processes", str(RANKS), *self.words, f"run.dir={directory}"]
-        asked = {**fault, "folder": str(directory)} if fault else {}
+        settings = {**fault, "folder": str(directory)} if fault else {}
         try:
-            return forks.command_line(words, {**ENVIRONMENT, faults.KEY: json.dumps(asked)}, main=faults.main)
+            return forks.command_line(words, {**ENVIRONMENT, faults.KEY: json.dumps(settings)}, main=faults.main)
         except TimeoutError:
             return subprocess.CompletedProcess(words, 124, "", "does not end")
 
