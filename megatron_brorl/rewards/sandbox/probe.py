@@ -10,7 +10,8 @@ import sys
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.sandbox import isolation, seccomp
 from megatron_brorl.rewards.sandbox.isolation import Limits
-from megatron_brorl.rewards.sandbox.process import Ended, SandboxError, SandboxProcess
+from megatron_brorl.rewards.sandbox.process import SandboxError
+from megatron_brorl.rewards.sandbox.run import Sandbox
 
 KEY = "reward.unsandboxed"
 WARNING = f"{KEY} = true: programs that the model writes run as this user, with limits but without isolation"
@@ -25,15 +26,14 @@ def problem() -> str | None:
         return "bubblewrap is missing; install it (apt-get install bubblewrap)"
 
     # A container may forbid namespaces, which only a trial run shows.
-    job = {"mode": "scripts", "program": "print(6 * 7)"}
     try:
-        with SandboxProcess(job, Limits(seconds=20.0, test_seconds=20.0), isolated=True) as process:
-            process.send({"stdin": ""})
-            if process.receive().get("stdout") == "42\n":
-                return None
-            reason = "a program gave the wrong output"
-    except (Ended, SandboxError, OSError) as e:
+        outcome = Sandbox(True, Limits(seconds=20.0, test_seconds=20.0)).run("print(6 * 7)", "")
+    except (SandboxError, OSError) as e:
         reason = " ".join(str(e).split())
+    else:
+        if outcome.stdout == "42\n":
+            return None
+        reason = outcome.reason or "a program gave the wrong output"
     return f"{reason}; permit user namespaces (docker run --security-opt seccomp=unconfined --cap-add SYS_ADMIN)"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import code_problems
@@ -229,6 +230,14 @@ def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypat
     verify = code.load()
     assert verify("def add(a, b): return a + b", row(**ADD)).reward == 1.0
     assert verify("def add(a, b): return a", row(**ADD)).reward == 0.0
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is missing")
+def test_the_program_of_the_probe_is_right():
+    """A faulty probe would skip the tests of the sandbox. Without isolation, its program succeeds on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "Sandbox", lambda isolated, limits: Sandbox(False, limits))
+        assert probe.problem.__wrapped__() is None
 
 
 def test_probe_reports_a_bubblewrap_without_namespaces(monkeypatch, tmp_path):
