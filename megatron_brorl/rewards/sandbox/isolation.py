@@ -46,23 +46,18 @@ def limits() -> Limits:
     return Limits(seconds=0.8 * timeout_s, test_seconds=0.4 * timeout_s)
 
 
-def unsandboxed() -> bool:
-    """Return whether programs run without isolation (reward.unsandboxed)."""
-    return os.environ.get(UNSANDBOXED) == "1"
-
-
 def bare_command() -> list[str]:
     """Return the command without isolation. Only the resource limits of the job apply."""
     package = Path(__file__).parents[3]
     return [sys.executable, *_GUARD, "-c", _START.format(str(package), _MODULE)]
 
 
-def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[int]]:
+def command(limits: Limits, seccomp: int) -> tuple[list[str], list[int]]:
     """Return the command under bubblewrap, and the file descriptors to pass on.
 
-    seccomp: a file with the filter. info: the file to which bubblewrap writes the pid.
+    seccomp: a file with the filter.
     """
-    fds = [seccomp, info]
+    fds = [seccomp]
     namespaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if os.geteuid() == 0:
         # The guard loses these two capabilities when it changes its user.
@@ -79,9 +74,8 @@ def command(limits: Limits, seccomp: int, info: int) -> tuple[list[str], list[in
     files += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     life = ["--die-with-parent", "--new-session", "--as-pid-1"]
     life += ["--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
-    pipes = ["--seccomp", str(seccomp), "--info-fd", str(info)]
     start = ["/python/bin/python", *_GUARD, "-c", _START.format("/sandbox", _MODULE)]
-    return ["bwrap", *who, *namespaces, *files, *life, *pipes, *start], fds
+    return ["bwrap", *who, *namespaces, *files, *life, "--seccomp", str(seccomp), *start], fds
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import shutil
 import sys
@@ -20,7 +21,7 @@ WARNING = f"{KEY} = true: programs that the model writes run as this user, with 
 @functools.lru_cache(maxsize=1)
 def problem() -> str | None:
     """Return why programs cannot be isolated here, and the remedy, in one line; None if they can."""
-    if sys.platform != "linux" or not seccomp.known(platform.machine()):
+    if sys.platform != "linux" or platform.machine() not in seccomp.MACHINES:
         return f"no sandbox for {sys.platform} on {platform.machine()}; use Linux on x86_64 or aarch64"
     if not shutil.which("bwrap"):
         return "bubblewrap is missing; install it (apt-get install bubblewrap)"
@@ -44,7 +45,7 @@ def refuse(where: str, reason: str) -> UserError:
 
 def require(where: str) -> bool:
     """Return whether to isolate programs. Raises UserError if they must be isolated and cannot be."""
-    if isolation.unsandboxed():
+    if os.environ.get(isolation.UNSANDBOXED) == "1":
         return False
     reason = problem()
     if reason:

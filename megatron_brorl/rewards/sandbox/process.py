@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -35,7 +34,6 @@ class SandboxProcess:
         self._limits = limits
         self._isolated = isolated
         self._outgoing = self._incoming = b""
-        self._pidfd: int | None = None
         self._folder = None if isolated else tempfile.TemporaryDirectory(prefix="brorl-")
         self._start()
         self._deadline = time.monotonic() + _START_S
@@ -86,19 +84,16 @@ class SandboxProcess:
 
     def close(self) -> None:
         """Kill every process inside and wait until they are gone."""
-        if self._pidfd is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            os.close(self._pidfd)
-            self._pidfd = None
-        elif not self._isolated and self._process.poll() is None:
+        assert self._process.stdin
+        assert self._process.stdout
+        assert self._process.stderr
+        if not self._isolated and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        else:
-            self._process.kill()
+        # The end of its input ends process 1 of a namespace, and the kernel then kills all other processes in it.
+        self._process.stdin.close()
         self._process.wait()
-        for file in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if file:
-                file.close()
+        self._process.stdout.close()
+        self._process.stderr.close()
         if self._folder:
             self._folder.cleanup()
 
@@ -109,17 +104,14 @@ class SandboxProcess:
             options |= {"cwd": self._folder.name, "env": {}, "start_new_session": True}
             self._process = subprocess.Popen(isolation.bare_command(), **options)
         else:
-            info_read, info_write = os.pipe()
-            filter_ = _filled(seccomp.program())
+            filter_read, filter_write = os.pipe()
+            os.write(filter_write, seccomp.program())
+            os.close(filter_write)
             try:
-                arguments, fds = isolation.command(self._limits, filter_, info_write)
+                arguments, fds = isolation.command(self._limits, filter_read)
                 self._process = subprocess.Popen(arguments, pass_fds=fds, **options)
             finally:
-                # The child has its own copies. These would keep its pipes open.
-                os.close(info_write)
-                os.close(filter_)
-            # `close` kills process 1 of the namespace, because the kernel then kills all other processes in it.
-            self._pidfd = _pidfd(info_read)
+                os.close(filter_read)
         assert self._process.stdin
         assert self._process.stdout
         self._sink = self._process.stdin.fileno()
@@ -156,21 +148,3 @@ class SandboxProcess:
         os.set_blocking(self._process.stderr.fileno(), False)
         lines = (self._process.stderr.read() or b"").decode("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else ""
-
-
-def _filled(data: bytes) -> int:
-    """Return the reading end of a pipe that holds `data`."""
-    read_end, write_end = os.pipe()
-    os.write(write_end, data)
-    os.close(write_end)
-    return read_end
-
-
-def _pidfd(info: int) -> int | None:
-    """Return a handle on the process that bubblewrap names in `info`; None if it ended before that."""
-    with open(info, "rb") as file:
-        text = file.read()
-    try:
-        return os.pidfd_open(json.loads(text)["child-pid"])
-    except (ValueError, KeyError, ProcessLookupError):
-        return None

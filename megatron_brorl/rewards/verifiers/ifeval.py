@@ -2,16 +2,7 @@
 
 The checks follow Zhou et al. 2023 (arXiv 2311.07911). Each one takes the response and the arguments in the data row.
 Words and sentences are counted by fixed rules in linear time. The published program uses nltk, whose models change with
-its version.
-
-metadata of a row:
-    instruction_id_list   ids of the instructions
-    kwargs                arguments of each instruction, by name; null is the same as no argument
-    mode                  "strict" (default), or "loose": an instruction also counts if the response follows it without
-                          its first line, its last line, or the asterisks of Markdown
-    all                   true: 1 if all instructions are followed, else 0; false (default): the share of instructions
-    min_words             a shorter response scores 0 (default 0), because an almost empty response follows some
-                          instructions
+its version. docs/verifiers_ifeval.md describes the metadata of a row.
 """
 
 from __future__ import annotations
@@ -42,6 +33,7 @@ LANGUAGES = _words(
 
 _WORD = re.compile(r"\w+")
 _NOT_IN_WORDS = re.compile(r"[\s,:;@#$%&?!*()\[\]{}<>\"`«»“”„\u2012-\u2015]+|--+|\.\.+|…")
+# Lines that begin with * or -, but not with **, and *highlights* and **highlights**.
 _BULLETS = (re.compile(r"^[^\S\n]*\*[^*].*$", re.MULTILINE), re.compile(r"^[^\S\n]*-.*$", re.MULTILINE))
 _HIGHLIGHTS = (re.compile(r"\*([^\n*]*)\*"), re.compile(r"\*\*([^\n*]*)\*\*"))
 _POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\."), "P.P.S": re.compile(r"p\.\s?p\.\s?s")}
@@ -92,11 +84,6 @@ def _divided(text: str, divider: re.Pattern[str]) -> list[str]:
     return [part for part in (first, *inner, *last) if part] if all(inner) else []
 
 
-def number_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """Return whether the dividers *** separate exactly num_paragraphs paragraphs."""
-    return len(_divided(response, _PARAGRAPH_DIVIDER)) == num_paragraphs
-
-
 def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Check the number of paragraphs, which empty lines separate, and the first word of the n-th.
 
@@ -121,25 +108,6 @@ def postscript(response: str, postscript_marker: str) -> bool:
     text = response.lower()
     pattern = _POSTSCRIPTS.get(marker)
     return pattern.search(text) is not None if pattern else marker.lower() in text
-
-
-def number_bullet_lists(response: str, num_bullets: int) -> bool:
-    """Return whether exactly num_bullets lines begin with * or -. A line that begins with ** does not count."""
-    return sum(len(bullet.findall(response)) for bullet in _BULLETS) == num_bullets
-
-
-def number_highlighted_sections(response: str, num_highlights: int) -> bool:
-    """Return whether the response has at least num_highlights nonempty *highlights* and **highlights**."""
-    found = [text for pattern in _HIGHLIGHTS for text in pattern.findall(response)]
-    return sum(bool(text.strip()) for text in found) >= num_highlights
-
-
-def multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    """Return whether the response has at least num_sections headings such as "Section 1".
-
-    Headings may have any numbers, in any order.
-    """
-    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
 
 
 def json_format(response: str) -> bool:
@@ -189,14 +157,23 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
     "length_constraints:number_sentences": lambda response, num_sentences, relation: _compare(
         count_sentences(response), relation, num_sentences
     ),
-    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:number_paragraphs": lambda response, num_paragraphs: (
+        len(_divided(response, _PARAGRAPH_DIVIDER)) == num_paragraphs
+    ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
     "detectable_content:number_placeholders": number_placeholders,
     "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_format:number_bullet_lists": lambda response, num_bullets: (
+        sum(len(bullet.findall(response)) for bullet in _BULLETS) == num_bullets
+    ),
     "detectable_format:constrained_response": lambda response: any(answer in response for answer in _ANSWERS),
-    "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:number_highlighted_sections": lambda response, num_highlights: (
+        sum(bool(text.strip()) for form in _HIGHLIGHTS for text in form.findall(response)) >= num_highlights
+    ),
+    # Sections may have any numbers, in any order.
+    "detectable_format:multiple_sections": lambda response, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
+    ),
     "detectable_format:json_format": json_format,
     "detectable_format:title": title,
     "combination:two_responses": two_responses,
