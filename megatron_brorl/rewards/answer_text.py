@@ -154,6 +154,8 @@ class PlainNumber(NamedTuple):
         targets = [reference.value]
         if self.percent != reference.percent:
             targets.append(reference.value * 100 if self.percent else reference.value / 100)
+        if not tolerance:
+            return self.value in targets
         return any(abs(self.value - target) <= tolerance * abs(target) for target in targets)
 
     def clashes(self, other: PlainNumber) -> bool:
