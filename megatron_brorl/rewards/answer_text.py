@@ -146,12 +146,17 @@ class PlainNumber(NamedTuple):
     unit: Unit | None = None  # None: no unit is given, or the words after the number are not a unit
     name: str = ""  # x in "x = 10"
 
-    def equals(self, other: PlainNumber) -> bool:
-        """Return whether the values are equal. If only one has a percent sign, `10%` equals both 10 and 0.1."""
-        if self.percent == other.percent:
-            return self.value == other.value
-        percentage, plain = (self, other) if self.percent else (other, self)
-        return plain.value in (percentage.value, percentage.value / 100)
+    def equals(self, reference: PlainNumber, tolerance: Fraction = Fraction(0)) -> bool:
+        """Return whether the values are equal. If only one has a percent sign, `10%` equals both 10 and 0.1.
+
+        tolerance: allowed error, relative to the reference.
+        """
+        targets = [reference.value]
+        if self.percent != reference.percent:
+            targets.append(reference.value * 100 if self.percent else reference.value / 100)
+        if not tolerance:
+            return self.value in targets
+        return any(abs(self.value - target) <= tolerance * abs(target) for target in targets)
 
     def clashes(self, other: PlainNumber) -> bool:
         """Return whether units or names show that the two are different quantities."""
@@ -256,11 +261,13 @@ def plain_number(text: str) -> PlainNumber | None:
     value = _value(number)
     after = _AFTER.match(text, number.end())
     rest = text[after.end() :] if after else ""
-    if value is None or after is None or not _is_unit_or_words(rest):
+    if value is None or after is None or re.match(r"[A-Za-z](?![A-Za-z])", rest):  # 12x is a product
         return None
 
-    # A currency sign before the number is also a unit.
+    # A unit may follow directly, as in `12cm`. Other words may not. A currency sign before the number is also a unit.
     measured = unit(rest)
+    if rest.strip() and measured is None and not (rest[0].isspace() and only_words(rest.strip())):
+        return None
     if number["money"]:
         measured = {number["money"][-1]: 1, **(measured or {})}
     negative = number["sign"] == "-" or number["sign2"]
@@ -295,16 +302,6 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 def _fraction(digits: str) -> Fraction:
     return Fraction(digits.strip("{ }").replace(",", "").replace(THIN, ""))
-
-
-def _is_unit_or_words(text: str) -> bool:
-    """Return whether the text after a number is empty, a unit, or words that do not change the number."""
-    # A unit may follow directly, as in `12cm`. Other words, and single letters as in `12x`, may not.
-    if not text.strip():
-        return True
-    if re.match(r"[A-Za-z](?![A-Za-z])", text):
-        return False
-    return unit(text) is not None or (text[0].isspace() and only_words(text.strip()))
 
 
 def only_words(text: str) -> bool:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.extract import full
-from megatron_brorl.rewards.verifier import Entry, VerifierRow
+from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.rewards.worker_process import WorkerLostError, call_in_worker
 from megatron_brorl.user_functions import import_function
 
@@ -22,13 +21,6 @@ IN_PROCESS = "this_process:reward"  # the verifier of rows that a program's own 
 RewardFunction = Callable[[str, VerifierRow], Any]  # returns anything that rewards.verifier accepts
 
 _TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}
-
-
-def entry(name: str) -> Entry:
-    """Return the entry of a function, without importing it."""
-    return Entry(
-        lambda: import_function(name, "verifier")[0], full, lambda row, where: None, max_chars=1 << 16, is_custom=True
-    )
 
 
 def validate(name: str) -> tuple[str, bool]:

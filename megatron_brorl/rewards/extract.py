@@ -1,18 +1,8 @@
 r"""Find the answer in a response.
 
-reward.extract selects one of three functions, or the verifier's own function (verifier.Entry.find):
-
-    full        the whole text
-    answer_tag  the content of the last <answer>...</answer>
-    boxed       the content of the only \boxed{...}
-
-Verifiers that compare an answer with a reference use `final_answer`. It searches the text after the last </think>, or
-the whole response if there is no such tag. The answer is in the first of these forms that occurs in the text:
-
-    <answer>42</answer>    \boxed{42} or \fbox{42}    #### 42    The answer is 42. / Answer: 42
-
-If a form occurs several times, all occurrences must give the same answer. If they differ, the response has no
-answer, so that a policy cannot learn to list guesses. A number at the end of a response is not an answer by itself.
+reward.extract selects one of FINDERS, or the verifier's own function (verifier.Entry.find). Verifiers that compare an
+answer with a reference use `final_answer`. docs/verifiers_math.md states where it searches. If a response gives several
+answers in the same form, all must be equal, so that a policy cannot learn to list guesses.
 """
 
 from __future__ import annotations
@@ -91,27 +81,16 @@ def boxes(text: str) -> list[str]:
     return [text[start:end] for start, end in spans]
 
 
-def full(text: str) -> str | None:
-    """Return the whole text."""
-    return text
-
-
-def answer_tag(text: str) -> str | None:
-    """Return the content of the last <answer>...</answer>."""
-    found = tags(text)
-    return found[-1] if found else None
-
-
-def boxed(text: str) -> str | None:
-    r"""Return the content of the only \boxed{...}."""
+def _boxed(text: str) -> str | None:
+    """Return the content of the only box."""
     found = boxes(text)
     return found[0] if len(found) == 1 and text.count("\\boxed") == 1 else None
 
 
 FINDERS: Mapping[Literal["full", "answer_tag", "boxed"], Find] = {
-    "full": full,
-    "answer_tag": answer_tag,
-    "boxed": boxed,
+    "full": lambda text: text,
+    "answer_tag": lambda text: next(reversed(tags(text)), None),  # the last one
+    "boxed": _boxed,
 }
 
 
@@ -202,15 +181,14 @@ def places(response: str, is_candidate: Predicate | None = None) -> list[str]:
 
 
 def _hashes(text: str) -> list[str]:
-    return [_without_aside(markup, line) for markup, line in _HASHES.findall(text)] if "####" in text else []
-
-
-def _without_aside(markup: str, line: str) -> str:
-    """Remove Markdown, a reason, and words that do not change the number from the text after "####"."""
-    line = _REASON.sub("", _MARKUP.sub("", line) if markup else line)
-    last = _TO_LAST_DIGIT.match(line)
-    aside = _ASIDE.search(line, last.end() if last else 0)
-    return line[: aside.start()] if aside and not CHANGES_NUMBER.search(line, aside.start()) else line
+    """Return the texts after "####" without Markdown, a reason, and words that do not change the number."""
+    found = []
+    for markup, rest in _HASHES.findall(text) if "####" in text else ():
+        line = _REASON.sub("", _MARKUP.sub("", rest) if markup else rest)
+        last = _TO_LAST_DIGIT.match(line)
+        aside = _ASIDE.search(line, last.end() if last else 0)
+        found.append(line[: aside.start()] if aside and not CHANGES_NUMBER.search(line, aside.start()) else line)
+    return found
 
 
 def _sentences(text: str) -> list[str]:

@@ -14,29 +14,45 @@ from typing import Any
 
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards import custom, extract, group
+from megatron_brorl.rewards import extract, group
 from megatron_brorl.rewards.verifier import Entry, Judge, Score, Verifier, VerifierRow, score_of
-from megatron_brorl.rewards.verifiers import choice, code, exact, format, gym, ifeval, math, none, short_answer
-from megatron_brorl.user_functions import is_function
+from megatron_brorl.rewards.verifiers import choice, code, format, gym, ifeval, math, short_answer
+from megatron_brorl.user_functions import import_function, is_function
 
 ENVIRONMENT = "environment"  # the verifier of rows whose rollouts the environment scores
+
+
+def _equals_reference(answer: str, row: VerifierRow) -> Score:
+    """Return 1 if the answer equals the reference, apart from white space at both ends."""
+    reference = row["answer"]
+    if reference is not None and answer.strip() == reference.strip():
+        return Score(1.0)
+    return Score(0.0, "not the reference answer")
+
+
+def _needs_reference(row: VerifierRow, where: str) -> None:
+    if row["answer"] is None:
+        raise UserError(f'{where}: verifier "exact" needs a reference; add "answer"')
+
+
+def _not_scored(answer: str, row: VerifierRow) -> Score:
+    return Score(0.0, "not scored")
+
 
 ENTRIES: dict[str, Entry] = {
     "choice": Entry(load=lambda: choice.verify, find=choice.find, check_row=choice.check_row, accepts_reference=True),
     "code": Entry(load=code.load, find=code.find, check_row=code.check_row, max_chars=1 << 16, executes=True),
-    ENVIRONMENT: Entry(load=lambda: none.verify, find=extract.full, check_row=none.check_row),
+    ENVIRONMENT: Entry(load=lambda: _not_scored),
     "exact": Entry(
-        load=lambda: exact.verify,
-        find=extract.full,
-        check_row=exact.check_row,
-        max_chars=1 << 16,
-        accepts_reference=True,
+        load=lambda: _equals_reference, check_row=_needs_reference, max_chars=1 << 16, accepts_reference=True
     ),
     "format": Entry(load=lambda: format.verify, find=format.skeleton, check_row=format.check_row),
     "ifeval": Entry(load=ifeval.load, find=ifeval.find, check_row=ifeval.check_row, max_chars=1 << 16),
     "math": Entry(load=math.load, find=math.find, check_row=math.check_row, accepts_reference=True),
-    "none": Entry(load=lambda: none.verify, find=extract.full, check_row=none.check_row),
-    "reasoning_gym": Entry(load=gym.load, find=extract.answer_tag, check_row=gym.check_row, accepts_reference=True),
+    "none": Entry(load=lambda: _not_scored),
+    "reasoning_gym": Entry(
+        load=gym.load, find=extract.FINDERS["answer_tag"], check_row=gym.check_row, accepts_reference=True
+    ),
     "short_answer": Entry(
         load=lambda: short_answer.verify,
         find=short_answer.find,
@@ -54,7 +70,7 @@ def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry
     if name in ENTRIES:
         found = ENTRIES[name]
     elif is_function(name):
-        found = custom.entry(name)
+        found = Entry(load=lambda: import_function(name, "verifier")[0], max_chars=1 << 16, is_custom=True)
     else:
         close = difflib.get_close_matches(name, sorted(ENTRIES), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(ENTRIES))}."

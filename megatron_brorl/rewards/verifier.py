@@ -4,8 +4,8 @@ A verifier is a function from an answer and its data row to a score. The score i
 keys reward, reason and parts. A number is any object that converts to one float: bool, int, float, Fraction, Decimal,
 and scalars and one-element arrays of NumPy and torch. A string is not a number.
 
-Each verifier of this package is a file in verifiers/ and an entry in registry.py. The entry states how to find the
-answer in a response, how to check a data row, and whether the verifier needs a sandbox.
+The entry of a verifier in registry.py states how to find the answer in a response, how to check a data row, and whether
+the verifier needs a sandbox.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Entry:
     """Properties of a verifier that are known without loading it."""
 
     load: Callable[[], Verifier]  # called in a worker process; imports heavy libraries
-    find: Find  # called in the trainer; must take linear time and execute nothing
-    check_row: Callable[[VerifierRow, str], None]  # raises UserError that names `where` (file:row)
+    find: Find = lambda response: response  # called in the trainer; must take linear time and execute nothing
+    check_row: Callable[[VerifierRow, str], None] = lambda row, where: None  # raises UserError that names file:row
     max_chars: int = 4096  # a longer answer scores 0 without a call of the verifier
     executes: bool = False  # It runs programs that the model wrote, in a sandbox unless reward.unsandboxed.
     accepts_reference: bool = False  # It accepts the reference answer of every correct row.
@@ -102,19 +102,13 @@ class Judge:
 def score_of(returned: Any) -> Score:
     """Convert a returned value to a Score. Raises NoScore unless all of its numbers are finite and real."""
     if isinstance(returned, Score):
-        reward, reason, parts = returned
-    elif isinstance(returned, dict):
-        unknown = returned.keys() - {"reward", "reason", "parts"}
-        if unknown or "reward" not in returned:
-            raise NoScore(f"returned a dict with keys {_shown(sorted(map(str, returned)))}, not reward, reason, parts")
-        reward = returned["reward"]
-        reason = returned.get("reason", "")
-        parts = returned.get("parts", {})
-    else:
-        reward = returned
-        reason = ""
-        parts = {}
-
+        returned = returned._asdict()
+    elif not isinstance(returned, dict):
+        returned = {"reward": returned}
+    if "reward" not in returned or returned.keys() - {"reward", "reason", "parts"}:
+        raise NoScore(f"returned a dict with keys {_shown(sorted(map(str, returned)))}, not reward, reason, parts")
+    reason = returned.get("reason", "")
+    parts = returned.get("parts", {})
     if not isinstance(reason, str):
         raise NoScore(f"returned the reason {_shown(reason)}, not a string")
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
@@ -122,7 +116,7 @@ def score_of(returned: Any) -> Score:
     if len(parts) > MAX_PARTS or any(len(name) > _MAX_NAME for name in parts):
         raise NoScore(f"returned over {MAX_PARTS} parts, or a part with a name of over {_MAX_NAME} characters")
     numbers = {name: number(value, f"for part {name!r}") for name, value in parts.items()}
-    return Score(number(reward, "for a reward"), reason, numbers)
+    return Score(number(returned["reward"], "for a reward"), reason, numbers)
 
 
 def number(value: Any, what: str) -> float:
@@ -144,7 +138,6 @@ def _shown(value: Any) -> str:
     return repr(value)[:60] if plain else f"an object of type {type(value).__name__}"
 
 
-def printable(reason: str) -> str:
-    """Return at most MAX_REASON characters of a text, with "?" for those that are not printable."""
-    reason = reason[:MAX_REASON]
-    return reason if reason.isprintable() else "".join(c if c.isprintable() else "?" for c in reason)
+def printable(reason: str, most: int = MAX_REASON) -> str:
+    """Return at most `most` characters of a text, with "?" for those that are not printable."""
+    return "".join(c if c.isprintable() else "?" for c in reason[:most])

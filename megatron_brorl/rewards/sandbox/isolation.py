@@ -46,11 +46,6 @@ def limits() -> Limits:
     return Limits(seconds=0.8 * timeout_s, test_seconds=0.4 * timeout_s)
 
 
-def unsandboxed() -> bool:
-    """Return whether programs run without isolation (reward.unsandboxed)."""
-    return os.environ.get(UNSANDBOXED) == "1"
-
-
 def bare_command() -> list[str]:
     """Return the command without isolation. Only the resource limits of the job apply."""
     package = Path(__file__).parents[3]

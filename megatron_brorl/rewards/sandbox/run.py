@@ -12,6 +12,7 @@ from typing import Any, Literal
 from megatron_brorl.rewards.sandbox.inside import codec
 from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.process import Ended, SandboxProcess
+from megatron_brorl.rewards.verifier import printable
 
 Status = Literal["ok", "error", "timeout", "output", "crash", "syntax", "ended", "form"]
 _STATUSES = frozenset(("ok", "error", "timeout", "output", "crash", "syntax"))  # statuses that the sandbox reports
@@ -47,38 +48,28 @@ class Sandbox:
     def scripts(self, program: str, stdins: Sequence[str], prelude: str = "") -> list[Outcome]:
         """Run the program as a script, once per standard input. The prelude runs before it, in its namespace."""
         job = {"mode": "scripts", "program": program, "prelude": prelude}
-        return self._outcomes(job, [{"stdin": stdin} for stdin in stdins])
+        return _completed(self._answered(job, [{"stdin": stdin} for stdin in stdins]), len(stdins))
 
     def calls(
         self, program: str, function: str, calls: Sequence[Mapping[str, Any]], prelude: str = ""
     ) -> list[Outcome]:
         """Call the program's function, once per {"args", "kwargs"}, which inside.codec has encoded."""
         job = {"mode": "calls", "program": program, "function": function, "prelude": prelude}
-        return self._outcomes(job, [{"args": c["args"], "kwargs": c.get("kwargs", {})} for c in calls])
+        requests = [{"args": call["args"], "kwargs": call.get("kwargs", {})} for call in calls]
+        return _completed(self._answered(job, requests), len(calls))
 
     def asserts(
         self, program: str, function: str, setup: str, tests: Sequence[str], prelude: str = ""
     ) -> list[Outcome]:
         """Run test code that calls the program's function. The program runs in another sandbox than the tests."""
-        outcomes: list[Outcome] = []
-        try:
-            for outcome in self._judged(program, function, setup, tests, prelude):
-                outcomes.append(outcome)
-        except Ended as e:
-            outcomes += [Outcome("ended", str(e))] * (len(tests) - len(outcomes))
-        return outcomes
+        return _completed(self._judged(program, function, setup, tests, prelude), len(tests))
 
-    def _outcomes(self, job: dict[str, Any], requests: Sequence[dict[str, Any]]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        try:
-            with SandboxProcess(job, self.limits, self.isolated) as process:
-                for request in requests:
-                    process.send(request)
-                for _ in requests:
-                    outcomes.append(_outcome(process.receive()))
-        except Ended as e:
-            outcomes += [Outcome("ended", str(e))] * (len(requests) - len(outcomes))
-        return outcomes
+    def _answered(self, job: dict[str, Any], requests: Sequence[dict[str, Any]]) -> Iterator[Outcome]:
+        with SandboxProcess(job, self.limits, self.isolated) as process:
+            for request in requests:
+                process.send(request)
+            for _ in requests:
+                yield _outcome(process.receive())
 
     def _judged(self, program: str, function: str, setup: str, tests: Sequence[str], prelude: str) -> Iterator[Outcome]:
         job = {"mode": "calls", "program": program, "function": function, "prelude": prelude}
@@ -95,7 +86,18 @@ class Sandbox:
                     candidate.send(message["call"])
                     judge.send(_answer(_outcome(candidate.receive())))
                 passed = message.get("passed") is True
-                yield Outcome("ok" if passed else "error", _printable(message.get("why", "")))
+                yield Outcome("ok" if passed else "error", printable(message.get("why", ""), _REASON_CHARS))
+
+
+def _completed(outcomes: Iterator[Outcome], count: int) -> list[Outcome]:
+    """Return `count` outcomes. Those that are missing when the program ends have the status "ended"."""
+    given: list[Outcome] = []
+    try:
+        for outcome in outcomes:
+            given.append(outcome)
+    except Ended as e:
+        given += [Outcome("ended", str(e))] * (count - len(given))
+    return given
 
 
 def _outcome(message: Mapping[str, Any]) -> Outcome:
@@ -103,7 +105,7 @@ def _outcome(message: Mapping[str, Any]) -> Outcome:
     status, why, stdout, result = (message.get(key, "") for key in ("status", "why", "stdout", "result"))
     if status not in _STATUSES or not all(isinstance(part, str) for part in (why, stdout, result)):
         return Outcome("form", "a message that is not an outcome")
-    reason = _printable(why) or _REASONS.get(status, "")
+    reason = printable(why, _REASON_CHARS) or _REASONS.get(status, "")
     if status != "ok":
         return Outcome(status, reason, stdout)
 
@@ -112,10 +114,6 @@ def _outcome(message: Mapping[str, Any]) -> Outcome:
         return Outcome("ok", "", stdout, codec.decode(codec.parse(result)))
     except codec.Unencodable as e:
         return Outcome("form", str(e)[:_REASON_CHARS], stdout)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:_REASON_CHARS])
 
 
 def _answer(outcome: Outcome) -> dict[str, Any]:

@@ -27,7 +27,7 @@ set_mempolicy 238 237, fanotify_init 300 262, inotify_init1 294 26, lookup_dcook
 modify_ldt 154 -, clock_settime 227 112, settimeofday 164 170, adjtimex 159 171, clock_adjtime 305 266, vhangup 153 58
 """
 # AUDIT_ARCH of <linux/audit.h>, the column above, the numbers of clone and clone3.
-_MACHINES = {"x86_64": (0xC000003E, 1, 56, 435), "aarch64": (0xC00000B7, 2, 220, 435)}
+MACHINES = {"x86_64": (0xC000003E, 1, 56, 435), "aarch64": (0xC00000B7, 2, 220, 435)}
 _X32 = 0x40000000  # the bit of x86_64's second set of call numbers, which would bypass the list
 _NEW_NAMESPACE = 0x7E020000  # every CLONE_NEW* that clone takes
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -37,20 +37,15 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 def refused(machine: str) -> dict[str, int]:
     """Return the refused calls and their numbers on this machine."""
-    column = _MACHINES[machine][1]
+    column = MACHINES[machine][1]
     rows = [line.split() for line in _REFUSED.strip().split(",")]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
-
-
-def known(machine: str) -> bool:
-    """Return whether there is a filter for this machine."""
-    return machine in _MACHINES
 
 
 def program(machine: str | None = None) -> bytes:
     """Return the filter as an array of struct sock_filter. machine: this one by default."""
     machine = machine or platform.machine()
-    arch, _, clone, clone3 = _MACHINES[machine]
+    arch, _, clone, clone3 = MACHINES[machine]
 
     # Call numbers differ between calling conventions. Calls of another one (32-bit, x32) kill the process.
     code = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]

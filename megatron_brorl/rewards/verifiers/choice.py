@@ -1,7 +1,6 @@
-r"""Verifier `choice`: multiple choice, answered by a letter in any common notation or by the text of an option.
+"""Verifier `choice`: multiple choice, answered by a letter in any common notation or by the text of an option.
 
-Accepted notations are `B`, `(B)`, `B.`, `**B**`, `\boxed{\text{B}}`, `Option B`, `The answer is (b)`, `B. Paris` and,
-with metadata.choices, `Paris`.
+docs/verifiers_math.md lists the notations.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Verifier `code`: the share of the row's tests that a program passes. The metadata of a row has one of three forms,
-and in each of them an optional "prelude", code that runs before the program in the same namespace:
+"""Verifier `code`: the share of the row's tests that a program passes.
 
-    stdin/stdout  {"tests": [{"input": "1 2", "output": "3"}, ...], "tolerance": 1e-6?}
-    function      {"function": "add", "tests": [{"args": [1, 2], "kwargs": {}?, "expected": 3}, ...], "tolerance"?}
-    asserts       {"function": "add", "asserts": ["assert add(1, 2) == 3", ...] or one text, "setup": "import math"?}
-
-The sandbox of the program never contains expected results. They stay in the worker process, or for asserts in a second
-sandbox. docs/sandbox.md describes the forms.
+docs/sandbox.md describes the three forms of tests. The sandbox of the program contains no expected results. They are
+in the worker process, or for asserts in a second sandbox.
 """
 
 from __future__ import annotations
@@ -35,10 +30,7 @@ def load() -> Verifier:
 
 
 def verify(answer: str, row: VerifierRow, sandbox: Sandbox) -> Score:
-    """Return the share of the row's tests that the program passes.
-
-    answer: the result of `find`, or a program.
-    """
+    """Return the share of the row's tests that the program passes. answer: the result of `find`, or a program."""
     metadata = row["metadata"]
     has_input = any((test.get("input") or "").strip() for test in metadata.get("tests") or ())
     program = code_blocks.program(answer, metadata.get("function"), has_input, metadata.get("prelude", ""))

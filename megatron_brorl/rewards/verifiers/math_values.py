@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Context, Decimal
 from typing import Any, NamedTuple
 
@@ -426,13 +426,11 @@ def _same_groups(a: Group, b: Group) -> bool:
     if len(a.items) != len(b.items) and "{" not in brackets:
         return False
     if brackets <= {"", "{"}:
-        return _same_items(a.items, b.items)
+        # Each item has an equal item on the other side.
+        return all(any(same(x, y) for y in b.items) for x in a.items) and all(
+            any(same(x, y) for x in a.items) for y in b.items
+        )
     return brackets in ({"("}, {"["}, {"", "("}) and all(map(same, a.items, b.items))
-
-
-def _same_items(a: Sequence[Value], b: Sequence[Value]) -> bool:
-    """Return whether each item has an equal item on the other side."""
-    return all(any(same(x, y) for y in b) for x in a) and all(any(same(x, y) for x in a) for y in b)
 
 
 def _all_named(group: Group) -> bool:

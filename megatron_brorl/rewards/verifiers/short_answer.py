@@ -1,9 +1,7 @@
 """Verifier `short_answer`: compare a few words or one quantity with a reference and other accepted answers.
 
-A quantity is compared as a number with its unit, exactly or within metadata.tolerance. Any other text is compared
-without case, accents, articles, punctuation and LaTeX commands. Indices, charges and exponents are compared as in plain
-text: `H_2O` is H2O, `Ca^{2+}` is Ca2+, `x^{2}` is x^2. Synonyms and paraphrases are not recognised, and units are not
-converted, so a correct answer in other words scores 0.
+A quantity is compared as a number with its unit, exactly or within metadata.tolerance. Any other text is compared by
+its words, with indices, charges and exponents as in plain text: `H_2O` is H2O, `Ca^{2+}` is Ca2+, `x^{2}` is x^2.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import unicodedata
 from fractions import Fraction
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.answer_text import PlainNumber, plain_number, quote, tidy
+from megatron_brorl.rewards.answer_text import plain_number, quote, tidy
 from megatron_brorl.rewards.extract import final_answer, given_answer, is_short_line
 from megatron_brorl.rewards.verifier import Score, VerifierRow
 
@@ -94,15 +92,5 @@ def _difference(given: str, accepted: str, tolerance: Fraction) -> str:
     elif wanted.unit and number.unit != wanted.unit:  # The answer may have a unit that the reference lacks.
         return f"{quote(given)} does not have the unit of {quote(accepted)}"
     else:
-        right = number.equals(wanted) or _is_near(number, wanted, tolerance)
+        right = number.equals(wanted, tolerance)
     return "" if right else f"{quote(given)} is not {quote(accepted)}"
-
-
-def _is_near(number: PlainNumber, wanted: PlainNumber, tolerance: Fraction) -> bool:
-    # If only one side has a percent sign, 10% matches both 0.1 and 10.
-    targets = [wanted.value]
-    if number.percent and not wanted.percent:
-        targets.append(100 * wanted.value)
-    if wanted.percent and not number.percent:
-        targets.append(wanted.value / 100)
-    return any(abs(number.value - target) <= tolerance * abs(target) for target in targets)

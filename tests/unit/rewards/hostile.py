@@ -9,9 +9,8 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from megatron_brorl.rewards.verifier import Judge, Score, VerifierRow
+from megatron_brorl.rewards.verifier import Judge, VerifierRow
 
 
 def echo(answer: str, row: VerifierRow) -> float:
@@ -48,10 +47,6 @@ def log(answer: str, row: VerifierRow) -> float:
     with Path(row["metadata"]["log"]).open("a") as file:
         file.write(f"{answer}\n")
     return 1.0
-
-
-def returns(answer: str, row: VerifierRow) -> Any:
-    return {"nan": float("nan"), "int": 1}[answer]
 
 
 def raises(answer: str, row: VerifierRow) -> float:
@@ -109,10 +104,6 @@ def writes(answer: str, row: VerifierRow) -> float:
         with contextlib.suppress(OSError):
             os.write(fd, texts[answer])
     return 0.25
-
-
-def explains(answer: str, row: VerifierRow) -> Score:
-    return Score(0.25, f"{answer} for {row['prompt']}", {"a": 0.5, "b": 0.0})
 
 
 def make(name: str) -> Judge:

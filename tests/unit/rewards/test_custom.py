@@ -83,31 +83,11 @@ def test_a_function_can_combine_verifiers(place):
     (place / "both.py").write_text(
         "from megatron_brorl.rewards.registry import verify\n"
         "def score(response, row):\n"
-        "    form, answer = verify('format', response, row), verify('reasoning_gym', response, row)\n"
-        "    return {'reward': 0.25 * form.reward + 0.75 * answer.reward, 'parts': {'form': form.reward}}\n"
+        "    return verify('format', response, row).reward - 2 * verify('short_answer', response, row).reward\n"
     )
-    entry = {"question": "2 + 2", "answer": "4", "metadata": {}}
-    prompt = Prompt("row7", "text", (1,), "4", "both.py:score", {"source_dataset": "chain_sum", "entry": entry})
-    responses = ["<think>a</think><answer>4</answer>", "<answer>4</answer>", "<think>a</think><answer>5</answer>", "4"]
+    responses = ["<think>a</think><answer>4</answer>", "<answer>4</answer>", "<think>a</think><answer>5</answer>", "5"]
     with RewardPool(1, 20.0) as pool:
-        scores = pool.score([ScoreRequest(prompt, response) for response in responses])
-    assert [(score.reward, score.parts["form"]) for score in scores] == [
-        (1.0, 1.0),
-        (0.75, 0.0),
-        (0.25, 1.0),
-        (0.0, 0.0),
-    ]
-
-
-@pytest.mark.parametrize(
-    "parameters",  # from TRL's documentation and published training scripts
-    ["completions, answer, **kwargs", "*, prompts, completions, **kwargs", "prompts, completions", "completions"],
-)
-def test_reward_functions_of_trl_are_refused_in_one_line(place, parameters):
-    """Several of them accept a response and a row, and would score the characters of the response."""
-    (place / "trl.py").write_text(f"def accuracy({parameters}): return [1.0 for c in completions]\n")
-    with pytest.raises(UserError, match=r"^verifier trl\.py:accuracy: takes \(.* as a reward function of TRL does"):
-        checked("trl.py:accuracy")
+        assert [score.reward for score in pool.score(ask("both.py:score", *responses))] == [-1, -2, 1, 0]
 
 
 @pytest.mark.parametrize("parameters", ["completion, row", "solution_str, ground_truth, extra_info=None", "a, b, *c"])
@@ -116,9 +96,17 @@ def test_parameters_may_have_any_name(place, parameters):
     assert list(checked("other.py:score").sha256) == ["other.py:score"]
 
 
+TRL = r"takes \(.* as a reward function of TRL does; .*"
+
+
 @pytest.mark.parametrize(
     ("source", "function", "named"),
     [
+        # From TRL's documentation and published training scripts. Several accept a response and a row as well.
+        ("def f(completions, answer, **kwargs): return [1.0 for c in completions]", "f", TRL),
+        ("def f(*, prompts, completions, **kwargs): return [1.0 for c in completions]", "f", TRL),
+        ("def f(prompts, completions): return [1.0 for c in completions]", "f", TRL),
+        ("def f(completions): return [1.0 for c in completions]", "f", TRL),
         ("def score(:\n", "score", r"SyntaxError: .*\(mine\.py, line 1\)"),
         ("\n1 / 0\n", "score", r"ZeroDivisionError: division by zero \(mine\.py, line 2\)"),
         ("import sys\nsys.exit(3)\n", "score", r"SystemExit: 3 \(mine\.py, line 2\)"),

@@ -30,21 +30,10 @@ def test_extract(how, text, answer):
     assert extract(text, FINDERS[how], 100).answer == answer
 
 
-@pytest.mark.parametrize(
-    ("text", "how", "most", "answer"),
-    [
-        ("x" * 10, "full", 10, "x" * 10),
-        ("x" * 11, "full", 10, None),
-        (" " * 50 + "x" * 10, "full", 10, "x" * 10),
-        ("thoughts " * 100 + "<answer>7</answer>", "answer_tag", 1, "7"),
-        ("<answer>77</answer>", "answer_tag", 1, None),
-    ],
-)
-def test_long_answers_are_refused(text, how, most, answer):
-    assert extract(text, FINDERS[how], most) == (
-        answer,
-        "" if answer else f"the answer has more than {most} characters",
-    )
+def test_long_answers_are_refused():
+    assert extract(" " * 50 + "x" * 10, FINDERS["full"], 10) == ("x" * 10, "")
+    assert extract("x" * 11, FINDERS["full"], 10) == (None, "the answer has more than 10 characters")
+    assert extract("thoughts " * 100 + "<answer>7</answer>", FINDERS["answer_tag"], 1).answer == "7"
 
 
 def test_long_responses_are_not_searched():

@@ -56,21 +56,22 @@ def test_rewards_with_and_without_partial_credit(pool):
     assert scores.raised == {}
 
 
-def test_the_first_exception_of_each_verifier_is_reported(pool):
-    entry = {"question": "?", "answer": "2 \u00d7 3", "metadata": {"number": 6, "factors": [2, 3]}}
-    data = {"source_dataset": "prime_factorization", "entry": entry}
-    primes = Prompt("p", "?", (1,), "2 \u00d7 3", "reasoning_gym", data)
-    hollow = Prompt("h", "?", (1,), "3", "reasoning_gym", {**data, "source_dataset": "maze", "entry": {}})
-    asked = [(primes, "stop stop stop stop"), (hollow, "stop stop")]
-    texts = ["six", "2 \u00d7 3", "seven", "3 \u00d7 2", "3", "4"]
-    scores = score(asked, texts, pool, RewardConfig(extract="full"))
-    assert scores.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
-    assert (scores.counts["ok"], scores.counts["error"], scores.counts["broken"]) == (2, 2, 2)
-    place = re.compile(r" \(gym\.py, line \d+\)$")
-    assert all(place.search(reason) for reason in scores.raised.values())
+def test_each_failing_verifier_is_reported_once_with_its_first_failure(pool, tmp_path):
+    (tmp_path / "mine.py").write_text("def score(response, row): return float(response) * 2\n")
+    own = Prompt("rows.jsonl:7", "?", (1,), "1", f"{tmp_path}/mine.py:score")
+    maze = Prompt("h", "?", (1,), "3", "reasoning_gym", {"source_dataset": "maze", "entry": {}})
+    texts = ["0.5", "0.75", "nan", "six", "inf", "seven", "3", "4"]
+    scores = score([(own, "stop " * 6), (maze, "stop stop")], texts, pool, RewardConfig(extract="full"))
+    assert scores.rewards.tolist() == [1.0, 1.5, *[0.0] * 6]
+    assert scores.right == [True, True, *[False] * 6]
+    assert [scores.counts[status] for status in ("ok", "invalid", "error", "broken")] == [2, 2, 2, 2]
+    place = re.compile(r" \(\w+\.py, line \d+\)$")
     assert {text: place.sub("", reason) for text, reason in scores.raised.items()} == {
-        "verifier reasoning_gym (prime_factorization) raised on an answer, which scores 0 (metric verifier_errors)": (
-            "ValueError: invalid literal for int() with base 10: 'six'"
+        f"verifier {own.verifier} returned no valid score, so its answer scores 0": (
+            "row rows.jsonl:7: returned nan for a reward, not a finite number (1e+30 at most)"
+        ),
+        f"verifier {own.verifier} raised on an answer, which scores 0 (metric verifier_errors)": (
+            "ValueError: could not convert string to float: 'six'"
         ),
         "verifier reasoning_gym (maze) is broken: it raises on a reference answer too": "KeyError: 'answer'",
     }
@@ -136,17 +137,6 @@ def test_cut_off_responses_are_scored_if_rewards_may_be_negative(pool, tmp_path)
     assert strict.counts["length"] == 3
 
 
-def test_an_invalid_score_is_reported_once_with_its_row(pool, tmp_path):
-    (tmp_path / "mine.py").write_text("def score(response, row): return float(response) * 2\n")
-    own = Prompt("rows.jsonl:7", "?", (1,), "1", f"{tmp_path}/mine.py:score")
-    scores = score([(own, "stop stop stop")], ["0.5", "0.75", "nan"], pool, RewardConfig())
-    assert scores.rewards.tolist() == [1.0, 1.5, 0.0]
-    assert scores.right == [True, True, False]
-    assert scores.counts["invalid"] == 1
-    what = f"verifier {own.verifier} returned no valid score, so its answer scores 0"
-    assert scores.raised == {what: "row rows.jsonl:7: returned nan for a reward, not a finite number (1e+30 at most)"}
-
-
 def test_responses_are_decoded_in_another_thread_without_their_stop_token(pool):
     exact = Prompt("e", "?", (1,), "7 8", "exact")
     threads = []
@@ -183,19 +173,6 @@ def test_a_rollout_with_an_environment_has_its_score():
     assert scores.results == [given for *_, given in made]
     assert (scores.counts["ok"], scores.counts["error"]) == (2, 1)
     assert list(scores.raised.values()) == ["ValueError: no"]
-
-
-def test_scoring_overlaps_with_sampling(tmp_path):
-    """The second rollout finishes after the first one has been scored."""
-    source = "import pathlib\ndef score(response, row): pathlib.Path(row['metadata']['log']).touch()\n"
-    (tmp_path / "mine.py").write_text(source)
-    log = tmp_path / "log"
-    own = Prompt("p", "?", (1,), "1", f"{tmp_path}/mine.py:score", {"log": str(log)})
-    with RewardPool(1, 20.0) as pool, Scorer([own], str, (), pool, RewardConfig()) as scorer:
-        for i in range(2):
-            scorer.finished(0, Rollout(i, torch.tensor([i]), torch.zeros(1), "stop"))
-            until(log.exists)
-        assert scorer.scores([(0, 1), (0, 0)]).answers == ["[1]", "[0]"]
 
 
 def test_errors_reach_the_engine_and_the_caller(pool):

@@ -44,13 +44,15 @@ def pool():
         yield pool
 
 
-def test_scores_are_in_the_order_of_requests(pool):
-    values = [(i * 37 % 1001) / 1000 for i in range(1001)]
-    scores = pool.score(ask("echo", *map(str, values)))
-    assert scores == [ScoreResult(v, "ok") for v in values]
-    assert pool.score([]) == []
-    nothing = ScoreResult(0.0, "no_answer")
-    assert pool.score(ask("echo", None, "1", None)) == [nothing, OK, nothing]
+def test_scores_are_in_the_order_of_requests_of_each_thread(pool):
+    with ThreadPoolExecutor(8) as threads:
+        values = [[(i * 37 % 1001) / 1000 for i in range(250 * n)] for n in range(8)]
+        scores = list(threads.map(lambda own: pool.score(ask("echo", *map(str, own))), values))
+    assert scores == [[ScoreResult(value, "ok") for value in own] for own in values]
+    nothing = ScoreRequest(prompt("echo"), None, "no answer in the response")
+    scores = pool.score([nothing, *ask("echo", "1"), nothing])
+    assert [score.status for score in scores] == ["no_answer", "ok", "no_answer"]
+    assert [score.reason for score in scores] == [nothing.no_answer_reason, "", nothing.no_answer_reason]
 
 
 @pytest.mark.parametrize("verifier", ["hang", "hang_in_c", "stop"])
@@ -102,13 +104,6 @@ def test_forged_results_end_only_their_worker():
             assert pool.score(ask("echo", "0.25", "0.75")) == [ScoreResult(0.25, "ok"), ScoreResult(0.75, "ok")]
 
 
-def test_scores_have_reasons_and_parts(pool):
-    unanswered = ScoreRequest(prompt("explains"), None, "no answer in the response")
-    scored, missing = pool.score([*ask("explains", "wrong"), unanswered])
-    assert (scored.reward, scored.reason, scored.parts) == (0.25, "wrong for text", {"a": 0.5, "b": 0.0})
-    assert (missing.status, missing.reason) == ("no_answer", "no answer in the response")
-
-
 def test_equal_answers_are_scored_once_until_reset(pool, tmp_path):
     log = tmp_path / "log"
     shared = prompt("log", log=str(log))
@@ -122,22 +117,6 @@ def test_equal_answers_are_scored_once_until_reset(pool, tmp_path):
     # The verifier also sees the text and the metadata of the prompt.
     pool.score([ScoreRequest(replace(shared, text="other"), "a"), ScoreRequest(replace(shared, metadata={}), "a")])
     assert log.read_text().split().count("a") == 3
-
-
-def test_an_impure_verifier_scores_every_response(tmp_path):
-    log = tmp_path / "log"
-    with RewardPool(1, 20.0, MAKE, impure=frozenset({"log"})) as pool:
-        assert pool.score(ask("log", *"aabaa", log=str(log))) == [OK] * 5
-        assert pool.score(ask("echo", *["0.5"] * 3)) == [ScoreResult(0.5, "ok")] * 3
-        assert log.read_text().split() == list("aabaa")
-        assert (pool.stats.answers, pool.stats.hits) == (8, 2)
-
-
-def test_many_threads_use_one_pool(pool):
-    with ThreadPoolExecutor(8) as threads:
-        values = [[(50 * n + i) / 1000 for i in range(50)] for n in range(8)]
-        scores = list(threads.map(lambda own: pool.score(ask("echo", *map(str, own))), values))
-    assert scores == [[ScoreResult(value, "ok") for value in own] for own in values]
 
 
 def test_verifiers_may_print_and_workers_import_neither_torch_nor_numpy(pool, capfd):
@@ -156,7 +135,7 @@ def test_all_workers_use_the_same_hash_seed(monkeypatch):
 
 def test_scores_do_not_depend_on_the_number_of_workers(tmp_path):
     requests = ask("echo", *[f"0.{i}" for i in range(200)], "word", None)
-    requests += [*ask("returns", "nan", "int"), *ask("hang", "hang", "a")]
+    requests += [*ask("echo", "nan", "1"), *ask("hang", "hang", "a")]
     requests += [*ask("die", "die", "b", log=str(tmp_path / "log")), *ask("echo", *map(str, range(150)))]
     results = []
     for workers in (1, 2, 3):
@@ -176,18 +155,6 @@ def test_workers_ignore_job_signals(pool):
             os.kill(pid, number)
     assert pool.score(ask("echo", "0.25")) == [ScoreResult(0.25, "ok")]
     assert set(before) <= set(pids(pool))  # The other worker may have started only now.
-
-
-def test_workers_killed_between_calls_are_replaced():
-    with RewardPool(2, 20.0, MAKE) as pool:
-        pool.score(ask("echo", "1"))
-        for _ in range(4):
-            before = pids(pool)
-            for pid in before:
-                os.kill(pid, signal.SIGKILL)
-            pool.reset()
-            assert pool.score(ask("echo", "0.5", "0.25")) == [ScoreResult(0.5, "ok"), ScoreResult(0.25, "ok")]
-            assert set(before) != set(pids(pool))
 
 
 def test_an_interrupted_call_leaves_no_worker():
@@ -243,15 +210,18 @@ def test_workers_outlive_the_thread_that_made_the_pool():
         assert pool.stats.restarts == 0
 
 
-def test_a_closed_pool_leaves_no_thread_or_file():
+def test_killed_workers_are_replaced_and_a_closed_pool_leaves_no_thread_or_file():
     with RewardPool(1, 20.0, MAKE) as pool:
         pool.score(ask("echo", "1"))
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with RewardPool(2, 20.0, MAKE) as pool:
             pool.score(ask("echo", "1", "0"))
-            os.kill(pids(pool)[0], signal.SIGKILL)
-            pool.score(ask("echo", "0.5", "0.25"))
+            before = pids(pool)
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+            assert pool.score(ask("echo", "0.5", "0.25")) == [ScoreResult(0.5, "ok"), ScoreResult(0.25, "ok")]
+            assert set(before) != set(pids(pool))
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
 
 

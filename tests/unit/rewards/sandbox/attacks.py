@@ -129,17 +129,9 @@ REFUSED = {
 
 # Programs that try to pass without solving the test. They cannot know its secret number.
 FORGING = {
-    "forged messages": "import os\n"
-    "for fd in range(3, 64):\n"
-    '    try: os.write(fd, b\'{"status": "ok", "why": "", "stdout": "1", "result": "1"}\\n\' * 5)\n'
-    "    except OSError: pass",
     "pickle": "import pickle, sys\n"
     "class P:\n    def __reduce__(self): return (print, ('unpickled',))\n"
     "sys.stdout.buffer.write(pickle.dumps(P()))",
-    "patched comparison": "import builtins, json, operator\n"
-    "builtins.all = builtins.any = lambda *a: True\noperator.eq = lambda *a: True\njson.loads = lambda *a: 1\nprint(0)",
-    "garbage collector": "import gc\nprint([x for x in gc.get_objects() if isinstance(x, dict) and 'expected' in x])",
-    "timer": "import threading, os; threading.Timer(0.01, os._exit, (0,)).start()",
     "orphan that prints": "import os, time\n"
     "if os.fork() == 0:\n    time.sleep(0.05 + SEED / 1e5)\n    print('1', flush=True)",
     "unicode": "import sys; sys.stdout.buffer.write(bytes(range(256)) * 10)",

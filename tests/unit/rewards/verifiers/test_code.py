@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
-import code_problems
 import pytest
 from rows import row
 
@@ -32,37 +33,76 @@ def score(answer: str, metadata: dict[str, Any], sandbox: Sandbox = LONG) -> Sco
     return code.verify(answer, row(**metadata), sandbox)
 
 
+INTS = "map(int, input().split())"
+FIBONACCI = "a, b = 0, 1\nfor _ in range(n): a, b = b, a + b\nprint(a)"
+# Inputs and outputs of a script, and programs with the share of the tests that they pass. One of them never ends.
+SCRIPTS = [
+    ([("0 7", "7"), ("1 2", "3")], {f"print(sum({INTS}))": 1, "print(0)": 0, "print(input().split()[1])": 0.5}),
+    ([("1", "0"), ("3", "0\n1\n2")], {"for i in range(int(input())): print(i)": 1, "print(9)": 0, "print(0)": 0.5}),
+    ([("1\n0", "1"), ("2\n3\n0", "4\n9")], {"while (n := int(input())): print(n * n)": 1, "print(1)": 0.5}),
+    (
+        [("1", "1"), ("10", "55"), ("30", "832040"), ("90", "2880067194370816120")],
+        {
+            f"n = int(input())\n{FIBONACCI}": 1,
+            f"n = int(input())\nif n > 50: raise ValueError\n{FIBONACCI}": 0.75,
+            "def f(n): return n if n < 2 else f(n-1) + f(n)\nprint(f(int(input()) + 2))": 0,
+        },
+    ),
+]
+# A function, its calls with their results, and lambdas that pass all, none and half of the tests.
+FUNCTIONS = [
+    ("add", [([0, 2], 2), ([1, 2], 3)], ["a, b: a + b", "a, b: None", "a, b: b"]),
+    ("swap", [([1, 1], [1, 1]), ([1, 2], [2, 1])], ["a, b: (b, a)", "a, b: None", "a, b: (a, b)"]),
+    ("freq", [(["a"], {"a": 1}), (["bb"], {"b": 2})], ["s: collections.Counter(s)", "s: s", "s: {'a': 1}"]),
+    ("nothing", [([None], None), ([1], None)], ["x: None", "x: 0", "x: x"]),
+    ("fact", [([1], 1), ([20], 2432902008176640000)], ["n: math.factorial(n)", "n: 0", "n: n"]),
+    ("get", [([{"a": 1}, "a"], 1), ([{}, "a"], None)], ["d, k: d.get(k)", "d, k: d", "d, k: d[k]"]),
+]
+ASSERTS = [
+    ("add", ["assert add(0, 2) == 2", "assert add(1, 2) == 3"], ["a, b: a + b", "a, b: None", "a, b: b"]),
+    ("bag", ["assert bag([1, 1]) == {1}", "assert bag((1, 2)) == {1, 2}"], ["x: set(x)", "x: 0", "x: {1}"]),
+    ("turn", ["assert turn(1) == 1j", "assert turn(1j) == -1"], ["z: z * 1j", "z: None", "z: 1j"]),
+    ("text", ["assert text(b'a') == 'a'", "assert text(b'bc') == 'bc'"], ["b: b.decode()", "b: b", "b: 'a'"]),
+]
+
+
+def problems() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Yield metadata, and programs with their rewards."""
+    for examples, programs in SCRIPTS:
+        yield {"tests": [{"input": given, "output": expected} for given, expected in examples]}, programs
+    calls = [(name, {"tests": [{"args": a, "expected": e} for a, e in results]}, ls) for name, results, ls in FUNCTIONS]
+    for name, tests, lambdas in [*calls, *((name, {"asserts": asserts}, ls) for name, asserts, ls in ASSERTS)]:
+        programs = [f"import math, collections\n{name} = lambda {body}" for body in lambdas]
+        yield {"function": name, **tests}, dict(zip(programs, (1, 0, 0.5), strict=True))
+
+
 @NEEDS
-@pytest.mark.parametrize("problem", [*code_problems.SCRIPTS, *code_problems.FUNCTIONS, *code_problems.ASSERTS])
-def test_reward_is_the_share_of_passed_tests(problem):
-    assert score(problem.right, problem.metadata) == (1.0, "", {"tests": 1.0})
-    assert score(problem.part, problem.metadata).reward == problem.share
-    assert score(problem.wrong, problem.metadata, SHORT).reward == 0.0  # One of the wrong programs never ends.
+@pytest.mark.parametrize(("metadata", "programs"), problems())
+def test_reward_is_the_share_of_passed_tests(metadata, programs):
+    for program, share in programs.items():
+        result = score(program, metadata, LONG if share else SHORT)
+        assert (result.reward, bool(result.reason), result.parts) == (share, share < 1, {"tests": share}), program
 
 
 @NEEDS
 def test_programs_are_scored_in_worker_processes():
     """Score responses through the pool, where a worker has a memory limit and a deadline."""
-    kinds = (code_problems.SCRIPTS[0], code_problems.FUNCTIONS[0], code_problems.ASSERTS[0])
     requests, expected = [], []
-    for i, problem in enumerate(kinds):
-        prompt = Prompt(f"p{i}", "", (1,), None, "code", problem.metadata)
-        for program, reward in ((problem.right, 1.0), (problem.wrong, 0.0), (problem.part, problem.share)):
+    for metadata, programs in list(problems())[::5]:  # one of each form
+        prompt = Prompt("p", "", (1,), None, "code", metadata)
+        for program, share in programs.items():
             requests.append(ScoreRequest(prompt, code.find(f"So:\n```python\n{program}\n```\nDone.")))
-            expected.append(reward)
+            expected.append(share)
     with RewardPool(1, 60.0) as pool:
-        verdicts = pool.score(requests)
-    assert [(v.status, v.reward) for v in verdicts] == [("ok", reward) for reward in expected]
-    assert all(v.reason for v in verdicts if v.reward < 1)
+        assert [(score.status, score.reward) for score in pool.score(requests)] == [("ok", share) for share in expected]
 
 
 # Reward hacks that are known from reinforcement learning, adapted to a function.
 HACKS = {
-    "hard exit at import": "import os; os._exit(0)",
-    "hard exit in the function": "import os\ndef add(a, b): os._exit(0)",
     "equal to all": "class A:\n    def __eq__(self, o): return True\ndef add(a, b): return A()",
     "an int equal to all": "class A(int):\n    def __eq__(self, o): return True\n    __hash__ = int.__hash__\n"
     "def add(a, b): return A(0)",
+    "gc": "import gc\ndef add(a, b):\n return [x for x in gc.get_objects() if isinstance(x, dict) and 'expected' in x]",
     "atexit": "import atexit, os; atexit.register(os._exit, 0)\ndef add(a, b): raise ValueError",
     "excepthook": "import sys, os; sys.excepthook = lambda *a: os._exit(0)\ndef add(a, b): raise ValueError",
     "timer": "import threading, os; threading.Timer(0.05, os._exit, (0,)).start()\ndef add(a, b):\n while True: pass",
@@ -229,6 +269,14 @@ def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypat
     verify = code.load()
     assert verify("def add(a, b): return a + b", row(**ADD)).reward == 1.0
     assert verify("def add(a, b): return a", row(**ADD)).reward == 0.0
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is missing")
+def test_the_program_of_the_probe_is_right():
+    """A faulty probe would skip the tests of the sandbox. Without isolation, its program succeeds on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "Sandbox", lambda isolated, limits: Sandbox(False, limits))
+        assert probe.problem.__wrapped__() is None
 
 
 def test_probe_reports_a_bubblewrap_without_namespaces(monkeypatch, tmp_path):

@@ -7,30 +7,6 @@ from megatron_brorl.rewards.verifier import Score
 from megatron_brorl.rewards.verifiers.format import skeleton, verify
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("<think>a</think><answer>4</answer>", 1),
-        ("<think> a < b </think>\n <answer>x <y> z</answer>\n", 1),
-        ("<think></think><answer>4</answer>", 0),
-        ("<think>a</think><answer> \n</answer>", 0),
-        ("Well: <think>a</think><answer>4</answer>", 0),
-        ("<answer>4</answer><think>a</think>", 0),
-        ("<think>a<answer>4</answer></think>", 0),
-        ("<think>a</think><answer>4</answer><answer>5</answer>", 0),
-    ],
-)
-def test_think_then_answer(text, right):
-    score = verify(skeleton(text), row())
-    assert score.reward == right
-    assert bool(score.reason) == (not right)
-
-
-def test_tags_of_the_row():
-    assert verify(skeleton("<plan>a</plan>"), row(format_tags=["plan"])).reward == 1
-    assert verify(skeleton("<think>a</think><answer>4</answer>"), row(format_tags=["plan"])).reward == 0
-
-
 def test_responses_of_one_form_have_one_skeleton():
     assert skeleton("<think>a</think> <answer>4</answer>") == "<think>.</think><answer>.</answer>"
     assert skeleton("<think>b c</think><answer>5</answer>\n") == "<think>.</think><answer>.</answer>"
@@ -39,6 +15,14 @@ def test_responses_of_one_form_have_one_skeleton():
 
 FULL = "<think>a</think><answer>4</answer>"
 REST = "a</think>\n<answer>4</answer>"
+MALFORMED = [
+    "<think></think><answer>4</answer>",
+    "<think>a</think><answer> \n</answer>",
+    "Well: " + FULL,
+    "<answer>4</answer><think>a</think>",
+    "<think>a<answer>4</answer></think>",
+    FULL + "<answer>5</answer>",
+]
 ENDS = [
     # End of the prompt, tags of the row, right responses, wrong responses.
     ("<|assistant|>\n<think>\n", None, [REST], [FULL, "</think><answer>4</answer>", "<answer>4</answer>", "a"]),
@@ -53,7 +37,8 @@ ENDS = [
     ("in <think></think> and <answer></answer> tags.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST]),
     ("Begin with <think>.<|im_end|>\n<|im_start|>assistant\n", None, [FULL], [REST, "</think><answer>4</answer>"]),
     ("Is 3 <b> 4?", None, [FULL], [REST]),
-    ("", None, [FULL], [REST]),
+    ("", ["plan"], ["<plan>a</plan>"], [FULL]),
+    ("", None, [FULL, "<think> a < b </think>\n <answer>x <y> z</answer>\n"], [REST, *MALFORMED]),
 ]
 
 

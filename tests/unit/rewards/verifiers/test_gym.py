@@ -51,25 +51,15 @@ def test_allowed_scorers_neither_execute_nor_overpay_answers(name, tmp_path, cap
     for text in (attack, quoted, f"[{attack}]", f"f'{{{quoted}}}'", f"{oracle} {attack}", json.dumps([[attack]])):
         score(name, text, entry)
         assert not marker.exists(), text
-    others = [str(item(name, index)["answer"]) for index in (1, 2)]
+    # The board of another item may also solve this one.
+    others = [str(item(name, index)["answer"]) for index in (1, 2)] if name != "n_queens" else []
     for text in ("nan", "-inf", "", " ", "banana", "[]", "{}", "None", "9" * 4000, "1e99999999", *others):
         given = score(name, text, entry)
         same = text.strip() == oracle or _number(text) == _number(oracle) is not None
-        same |= name == "n_queens" and _is_a_solution(text, entry["metadata"]["puzzle"])
         assert same or given is None or given <= gym.PARTIAL_CREDIT_CAP, text
     source = inspect.getsource(DATASETS[name][0].score_answer)
     assert name in gym.EXECUTING or not re.search(r"\b(eval|exec|parse_expr|sympify|literal_eval|compile)\(", source)
     capfd.readouterr()  # some scorers print
-
-
-def _is_a_solution(board: str, puzzle: list[list[str]]) -> bool:
-    """Return whether a board has eight queens that do not attack each other, including those of the puzzle."""
-    rows = [line.split(" ") for line in board.splitlines()]
-    if [len(r) for r in rows] != [8] * 8:
-        return False
-    queens, given = ({(i, j) for i in range(8) for j in range(8) if cells[i][j] == "Q"} for cells in (rows, puzzle))
-    lines = ([i for i, _ in queens], [j for _, j in queens], [i + j for i, j in queens], [i - j for i, j in queens])
-    return len(queens) == 8 and all(len(set(line)) == 8 for line in lines) and given <= queens
 
 
 def _number(text: str | None) -> float | None:
@@ -85,12 +75,6 @@ def test_attack_succeeds_against_an_unprotected_scorer(tmp_path):
     dataset_class, config_class = DATASETS["string_insertion"]
     dataset_class(config_class(seed=1)).score_answer(f"__import__('os').system('touch {marker}')", {"answer": "x"})
     assert marker.exists()
-
-
-def test_expressions_of_bitwise_arithmetic_are_accepted():
-    for index in range(50):
-        bits = row(source_dataset="bitwise_arithmetic", entry=item("bitwise_arithmetic", index))
-        gym.check_row(bits, "f.jsonl:1")
 
 
 def test_scorer_uses_the_config_of_its_task():
@@ -125,6 +109,7 @@ def test_other_versions_of_the_library_are_refused(monkeypatch):
 def test_executed_answers_match_a_harmless_pattern(name):
     for index in range(50):
         entry = item(name, index)
+        gym.check_row(row(source_dataset=name, entry=entry), "f.jsonl:1")
         assert gym.harmless(name, entry["answer"])
     calls = ("__import__('os')", "print()", "open", "lambda: 0")
     powers = ("9**9**9**9", "x**9**9", "9 * * 9", "x**999", "9**9")

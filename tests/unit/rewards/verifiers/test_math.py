@@ -1,8 +1,7 @@
-r"""Verifier `math` on answers written by hand, whose data files have one case per line.
+r"""Verifier `math` on answers written by hand, in answer_pairs.tsv.
 
-answer_pairs.tsv: kind, whether the answer is right, reference, answer, reason. "1" is right, "0" is wrong, and "fn" is
-right but refused. In the kinds `hashes` and `choice` the answer is a whole response, in which a line ends at \u23ce.
-math_cases.tsv: kind, reference, and right (=) and wrong (!) answers.
+A line has a kind, a reference, and answers: =right, !wrong, and ?right but refused. In the kinds `hashes` and `choice`
+(of verifier `choice`), an answer is a whole response, in which a line ends at \u23ce.
 """
 
 from __future__ import annotations
@@ -13,44 +12,26 @@ from pathlib import Path
 import pytest
 from rows import row
 
+from megatron_brorl.rewards.verifier import Score
 from megatron_brorl.rewards.verifiers import choice
 from megatron_brorl.rewards.verifiers import math as math_verifier
 from megatron_brorl.rewards.verifiers.math import check_row, find, verify
 
-PAIRS, LINES = (
-    [line.split("\t") for line in Path(__file__).with_name(f"{name}.tsv").read_text("utf-8").splitlines()]
-    for name in ("answer_pairs", "math_cases")
-)
-CASES = [(kind, reference, answer) for kind, reference, *answers in LINES for answer in answers]
-
+LINES = Path(__file__).with_name("answer_pairs.tsv").read_text("utf-8").splitlines()
+CASES = [line.split("\t") for line in LINES]
 SOLUTION = "Each of 3 boxes holds 12 pens.\nSo there are 3 * 12 = <<3*12=36>>36 pens.\n#### 36"
 
 
-def reward(kind: str, reference: str, answer: str) -> float:
-    verifier = choice if kind == "choice" else math_verifier
-    scored = verifier.find(answer.replace("\u23ce", "\n")) if kind in ("hashes", "choice") else answer
-    return 0.0 if scored is None else verifier.verify(scored, row(reference)).reward
-
-
-@pytest.mark.parametrize("kind", sorted({pair[0] for pair in PAIRS}))
+@pytest.mark.parametrize("kind", dict.fromkeys(kind for kind, *_ in CASES))
 def test_only_right_answers_are_rewarded(kind):
-    pairs = [pair for pair in PAIRS if pair[0] == kind]
-    rewarded = {(reference, answer) for _, _, reference, answer, _ in pairs if reward(kind, reference, answer) == 1}
-    assert rewarded == {(reference, answer) for _, right, reference, answer, _ in pairs if right == "1"}
-
-
-@pytest.mark.parametrize(("reference", "answer"), [(r"\{\pi, 1\}", r"\{1, 3.14159\}"), (r"\pi", "3.14159")])
-def test_decimal_answer_matches_irrational_reference_but_not_vice_versa(reference, answer):
-    assert reward("", reference, answer) == 1
-    assert reward("", answer, reference) == 0
-
-
-@pytest.mark.parametrize(("kind", "reference", "answer"), CASES)
-def test_hand_written_cases(kind, reference, answer):
-    check_row(row(reference), "a:1")
-    score = verify(answer[1:], row(reference))
-    assert score.reward == (answer[0] == "="), score.reason
-    assert bool(score.reason) == (answer[0] == "!")
+    verifier = choice if kind == "choice" else math_verifier
+    for _, reference, *answers in (case for case in CASES if case[0] == kind):
+        verifier.check_row(row(reference), "a:1")
+        for mark, text in ((answer[0], answer[1:].replace("\u23ce", "\n")) for answer in answers):
+            answer = verifier.find(text) if kind in ("hashes", "choice") else text
+            score = Score(0.0, "no answer") if answer is None else verifier.verify(answer, row(reference))
+            assert score.reward == (mark == "="), (reference, text, score.reason)
+            assert bool(score.reason) == (mark != "=")
 
 
 @pytest.mark.parametrize(
