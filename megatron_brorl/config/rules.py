@@ -76,9 +76,10 @@ def _functions(config: Config) -> Iterator[Rule]:
         choices = ", ".join(known)
         unknown = value not in known and not is_function(value)
         yield f"algo.{name}", unknown, f'known: {choices}; a function of your own is "my_algo.py:{name}"'
-    group = config.reward.group_function
+    group, share = config.reward.group_function, config.reward.majority_share
     unknown = group not in ("", "majority") and not is_function(group)
     yield "reward.group_function", unknown, 'known: majority; a function of your own is "my.py:score"'
+    yield "reward.majority_share", share > 0 and group != "majority", 'must be 0 without group_function = "majority"'
     # A critic does not see the group. Strict and length rewards would train on the judgement of verifiers.
     why = f"cannot be combined with reward.group_function = {group}"
     for path in ("reward.strict", "shaping.cosine_coef", "environment.factory", "agent.function"):

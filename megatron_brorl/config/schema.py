@@ -328,6 +328,7 @@ class RewardConfig:
         'Function that scores all responses to a prompt together, "my.py:score" (docs/verifiers.md), or "majority": 1 '
         'for the most frequent answer. Verifiers still decide what is correct. "" trains on the scores of verifiers.',
     )
+    majority_share: float = key(0.0, 'Minimum share of "majority", below which a group has no signal.', ge=0, le=1)
     strict: bool = key(False, "Train on 1 for a correct response and 0 for any other instead of the verifier's reward.")
     cut_off_factor: float = key(
         0.0,

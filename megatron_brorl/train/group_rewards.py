@@ -76,7 +76,9 @@ class GroupRewards:
         for g in chosen if config.group_function == MAJORITY else ():
             share = float(table[g].sum()) / int(new[g].sum())
             self.found["majority_share"].append(share)
-            if share and groups[g].prompt.answer is not None and groups[g].prompt.verifier != "none":
+            if share < config.majority_share:
+                table[g] = 0
+            elif share and groups[g].prompt.answer is not None and groups[g].prompt.verifier != "none":
                 # `any`, because a response that was cut off may count as wrong.
                 self.found["majority_right_share"].append(float((outcomes.right[g] & (table[g] > 0)).any()))
         outcomes = replace(outcomes, rewards=torch.where(new, table.float(), outcomes.rewards))

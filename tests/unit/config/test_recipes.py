@@ -44,7 +44,7 @@ def without_effect(config: Config) -> set[str]:
         "reference algo.kl_estimator algo.kl_in": not algo.kl_coef,
         "algo.distill_coef": not config.teacher.path,
         "algo.train_on": not algo.train_on,
-        "reward.group_function": not config.reward.group_function,
+        "reward.group_function reward.majority_share": not config.reward.group_function,
         "algo.pass_k": algo.advantage != "pass_at_k",
         "algo.aggregation_tokens": algo.aggregation != "fixed",
         "optim.min_lr_ratio": config.optim.lr_schedule == "constant",

@@ -93,10 +93,14 @@ def test_votes_are_compared_with_reference_answers(processes, model):
     prompts = [replace(p, answer=a) for p, a in zip(fakes.prompts(4), answers, strict=True)]
     prompts[2] = replace(prompts[2], verifier="none")
     shares = [own.count("") / len(own) for own in (survivors(prompt)[2] for prompt in prompts)]
+    least = sorted(shares)[1]
     with RewardPool(1, 9.0) as pool:
-        values = step(model, processes, pool, prompts, reward={"group_function": "majority"})
+        reward = {"group_function": "majority", "majority_share": least}
+        values = step(model, processes, pool, prompts, reward=reward)
+    assert values["kept_share"] == sum(share >= least for share in shares) / 4 < 1
     assert values["majority_share"] == pytest.approx(sum(shares) / 4)
-    assert values["majority_right_share"] == pytest.approx(2 / 3)
+    used = [a == "" for a, share in zip(answers, shares, strict=True) if share >= least and a is not None]
+    assert values["majority_right_share"] == pytest.approx(sum(used) / len(used))
 
 
 def quarters(answer):
