@@ -33,13 +33,13 @@ def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, case):
     expected = {}
     gaps = []
     for row in rollouts:
-        prompt, ids = torch.tensor(groups[row.group].prompt.token_ids), row.rollout.token_ids
+        prompt, ids = torch.tensor(groups[row.group].prompt.token_ids), row.token_ids
         if int(ids.max()) >= tiny.VOCAB + more:
             continue
-        own = log_probs(student, prompt, ids) if source == "actor" else row.rollout.log_probs
+        own = log_probs(student, prompt, ids) if source == "actor" else row.log_probs
         gaps.append((own - log_probs(teacher, prompt, ids)).detach())
-        base = rewards[row.group, row.rollout.index]
-        expected[f"{row.group}/{row.rollout.index}"] = base - 0.3 * gaps[-1]
+        base = rewards[row.group, row.index]
+        expected[f"{row.group}/{row.index}"] = base - 0.3 * gaps[-1]
     assert (len(expected) == 24) == (more > 0)
 
     algo = AlgoConfig(distill_coef=0.3, old_log_probs=source)
