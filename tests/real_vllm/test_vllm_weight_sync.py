@@ -69,7 +69,7 @@ def test_experts_match_transformers_after_every_weight_sync(overrides, start, tm
 
 
 def test_faulty_update_leaves_the_engine_unchanged(model, shared):
-    """One bit of a tensor differs. unit/rollout/test_weight_receiver.py has the other faults."""
+    """One bit of a tensor differs. unit/rollout/test_weight_stream.py has the other faults."""
     before, pid = tokens(draw(shared)), shared.supervisor.pid
     pairs = list(model.stream())
     name, tensor = pairs[3]
