@@ -16,7 +16,7 @@ from ops.advantage_cases import (
 
 from megatron_brorl.algo import advantages as algo
 from megatron_brorl.algo.advantages import Moments
-from megatron_brorl.ops.fused import advantages as fused
+from megatron_brorl.ops.fused import backend as fused
 
 pytestmark = MARKS
 

@@ -11,7 +11,7 @@ from threads import with_threads
 
 from megatron_brorl.algo import advantages as algo
 from megatron_brorl.algo.advantages import Moments
-from megatron_brorl.ops.fused import advantages as fused
+from megatron_brorl.ops.fused import backend as fused
 from megatron_brorl.ops.reference import advantages as reference
 
 LAYERS = [fused, reference]
