@@ -22,21 +22,23 @@ cpu_bridge.disable_compiler()
 sys.path[:0] = [str(TESTS), *(str(TESTS.parent / folder) for folder in ("tools", "benchmarks"))]
 
 
-_ALONE: list[Any] = []  # the grid of this process, if it has one
+_ALONE: list[Any] = []  # the grid of this process and its default group, if it has one
 
 
 @pytest.fixture(scope="module")
 def processes() -> Any:
     """The grid of a single process, which test files share.
 
-    Some tests destroy it (`convert --verify`); the next file then builds a new one.
+    Some tests destroy it (`convert --verify`) or build one of their own; the next file then builds a new one.
     """
     import torch.distributed as dist
 
     from megatron_brorl.parallel import grid
 
-    if not (_ALONE and dist.is_initialized()):
-        _ALONE[:] = [grid.build(ParallelConfig())]
+    if not (_ALONE and dist.is_initialized() and dist.group.WORLD is _ALONE[1]):
+        if dist.is_initialized():
+            grid.leave()
+        _ALONE[:] = [grid.build(ParallelConfig()), dist.group.WORLD]
     return _ALONE[0]
 
 
