@@ -1,4 +1,4 @@
-"""Two agents that share the policy: a writer spells a word from back to front, and a checker asks for another try."""
+"""Two agents that share the policy: a writer adds two numbers, and a checker asks for another try."""
 
 
 async def solve(row, client, model):
@@ -11,8 +11,8 @@ async def solve(row, client, model):
 
     messages = [{"role": "user", "content": row["prompt"]}]
     for _ in range(3):
-        answer = await ask("write", messages)
-        if await ask("check", [{"role": "user", "content": f"{row['prompt']} = {answer}"}]) == "yes":
+        answer = await ask("add", messages)
+        if await ask("check", [{"role": "user", "content": f"{row['prompt']}={answer}"}]) == "yes":
             break
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "no"}]
     return float(answer == row["answer"])

@@ -1,6 +1,5 @@
 """Write the rows of the examples of agents, and turns for supervised training, to runs/agents."""
 
-import itertools
 import json
 import random
 from pathlib import Path
@@ -9,12 +8,11 @@ from guess import hint
 
 RANDOM = random.Random(0)
 BOUNDS = [(low, low + size - 1) for low in range(10, 60) for size in range(24, 33) if low + size <= 60]
-WORDS = list(itertools.permutations("abcdefgh", 4))
+SUMS = [(a, b) for a in range(10, 100) for b in range(1, 10)]
 
 
-def game(bounds):
-    """Return a row of the game. bounds: the lowest and the highest number."""
-    low, high = bounds
+def game(low, high):
+    """Return a row of the game."""
     return {"prompt": f"{low} to {high}", "answer": str(RANDOM.randint(low, high))}
 
 
@@ -32,22 +30,22 @@ def game_turns(row):
         possible = [n for n in possible if str(n) != guess and hint(guess, str(n)) == told]
 
 
-def reversal(word):
-    """Return a row that asks for the letters of a word from back to front."""
-    return {"prompt": " ".join(word), "answer": " ".join(reversed(word))}
+def addition(a, b):
+    """Return a row of an addition."""
+    return {"prompt": f"{a}+{b}", "answer": str(a + b)}
 
 
-def reversal_turns(row):
+def addition_turns(row):
     """Yield a row for the writer, one for its second try, and one for the checker."""
     right, prompt = row["answer"], row["prompt"]
-    wrong = " ".join(RANDOM.sample(right.split(), 4))
-    writer = [{"role": "system", "content": "write"}, {"role": "user", "content": prompt}]
+    wrong = str(int(right) + RANDOM.choice((-10, -1, 1, 10)))
+    writer = [{"role": "system", "content": "add"}, {"role": "user", "content": prompt}]
     retry = [{"role": "assistant", "content": wrong}, {"role": "user", "content": "no"}]
     yield {"prompt": writer, "answer": right}
     yield {"prompt": [*writer, *retry], "answer": right}
-    shown = RANDOM.choice((right, wrong))
-    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt} = {shown}"}]
-    yield {"prompt": checked, "answer": "yes" if shown == right else "no"}
+    shown, verdict = RANDOM.choice(((right, "yes"), (wrong, "no")))
+    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt}={shown}"}]
+    yield {"prompt": checked, "answer": verdict}
 
 
 def write(path, rows):
@@ -57,12 +55,12 @@ def write(path, rows):
 def main():
     folder = Path("runs/agents")
     folder.mkdir(parents=True, exist_ok=True)
-    examples = (("guess", game, game_turns, BOUNDS), ("check", reversal, reversal_turns, WORDS))
+    examples = (("guess", game, game_turns, BOUNDS), ("check", addition, addition_turns, SUMS))
     for name, make_row, turns, problems in examples:
         RANDOM.shuffle(problems)
         quarter = len(problems) // 4
         rows = {
-            part: [make_row(RANDOM.choice(chosen)) for _ in range(count)]
+            part: [make_row(*RANDOM.choice(chosen)) for _ in range(count)]
             for part, chosen, count in (("held_out", problems[:quarter], 300), ("train", problems[quarter:], 8000))
         }
         for part, own in rows.items():

@@ -113,7 +113,7 @@ def test_a_job_whose_ranks_have_saved_is_requeued(slurm, sbatch, repository):
     rank = f'echo "{RANK}, end $SLURM_JOB_END_TIME"\n[ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] || exit 75'
     job = sbatch("--time=1", *TWO_RANKS, SINGLE_NODE, programs={"python": rank})
     until(lambda: slurm.job(job)["Restarts"] == "1", repository)
-    # Slurm starts it after two minutes, or when it is told to.
+    # A requeued job waits for two minutes. This update lets it start at once.
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
     until(lambda: slurm.job(job)["JobState"] == "COMPLETED", repository)
     lines = output(repository).splitlines()
