@@ -18,10 +18,9 @@ import psutil
 import torch.distributed as dist
 
 from megatron_brorl import rollout_log, signals
-from megatron_brorl.algo import trial
 from megatron_brorl.checkpoints import adapters, hugging_face
 from megatron_brorl.checkpoints.model_card import InitialModel, TrainingFacts, model_card
-from megatron_brorl.cli import memory_plan, run_folder
+from megatron_brorl.cli import memory_plan, run_folder, trial
 from megatron_brorl.cli.agent import Agent
 from megatron_brorl.cli.run_folder import Fingerprint
 from megatron_brorl.cli.teacher import check_teacher, teacher_directory
@@ -339,7 +338,7 @@ class Session:
 
     @functools.cached_property
     def own_algorithm(self) -> dict[str, str]:
-        """The SHA-256 of the user's advantage, loss and group function by name, after algo.trial; a collective.
+        """The SHA-256 of the user's advantage, loss and group function by name, after cli.trial; a collective.
 
         Raises UserError, on all ranks, if one cannot be used.
         """

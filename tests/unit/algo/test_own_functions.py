@@ -10,9 +10,9 @@ import pytest
 import torch
 from ops import own_algorithms
 
-from megatron_brorl.algo import trial
 from megatron_brorl.algo.advantages import group_advantages
-from megatron_brorl.config.schema import AlgoConfig, Config, RolloutConfig
+from megatron_brorl.cli import trial
+from megatron_brorl.config.schema import AlgoConfig, Config, RewardConfig, RolloutConfig
 from megatron_brorl.errors import UserError
 
 ROWS = [{"id": f"row{i}", "prompt": "2 + 2", "answer": "4", "metadata": {"level": i}} for i in range(3)]
@@ -22,8 +22,11 @@ MASK = torch.tensor([[True] * 4, [True, False, True, True], [True, True, True, F
 def start(folder: Path, source: str, **names: str) -> dict[str, str]:
     """Write a file, and start a run that names functions in it: advantage="f"."""
     (folder / "mine.py").write_text(source)
-    algo = AlgoConfig(**{key: f"{folder / 'mine.py'}:{function}" for key, function in names.items()})
-    return trial.check_user_functions(Config(algo=algo, rollout=RolloutConfig(n=4)), ROWS, {})
+    values = {key: f"{folder / 'mine.py'}:{function}" for key, function in names.items()}
+    reward = RewardConfig(group_function=values.pop("group_function", ""))
+    return trial.check_user_functions(
+        Config(algo=AlgoConfig(**values), reward=reward, rollout=RolloutConfig(n=4)), ROWS, {}
+    )
 
 
 def test_maxrl_as_a_function_of_a_user_equals_the_built_in_one():
@@ -56,6 +59,7 @@ def test_a_run_takes_the_current_content_of_a_file(tmp_path):
 
 LOSS = "def f(log_probs, old_log_probs, advantages, mask, entropy, sequence):\n    "
 ADVANTAGE = "def f(rewards, mask, rows):\n    "
+GROUP = "def f(row, responses, answers):\n    "
 
 
 @pytest.mark.parametrize(
@@ -74,12 +78,15 @@ ADVANTAGE = "def f(rewards, mask, rows):\n    "
         ("policy_loss", LOSS + "return -advantages * log_probs.detach()", "without gradient"),
         ("policy_loss", LOSS + "return (log_probs + 1.5).log()", "nan for a token with log_probs -2, "),
         ("policy_loss", LOSS + "raise ValueError('two\\nlines')", "ValueError: two lines (mine.py, line 2)"),
+        ("group_function", GROUP + "return [len(a) for a in answers]", "'NoneType' has no len() (mine.py, line 2)"),
+        ("group_function", GROUP + "return [1.0]", "returned 1 scores for the 4 rollouts of row 'row0'"),
+        ("group_function", GROUP + "return [1, 0, None, 1]", "returned None for rollout 2"),
     ],
 )
 def test_mistakes_are_one_line_that_names_file_and_function(tmp_path, key, source, message):
     with pytest.raises(UserError) as error:
         start(tmp_path, source, **{key: "f"})
-    assert re.match(rf"algo\.{key} = {re.escape(str(tmp_path))}/mine\.py:f: ", str(error.value))
+    assert re.match(rf"(algo|reward)\.{key} = {re.escape(str(tmp_path))}/mine\.py:f: ", str(error.value))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

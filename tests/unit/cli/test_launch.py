@@ -216,7 +216,8 @@ def test_ctrl_c_ends_a_command_with_one_line(tmp_path: Path, imported: str, comm
     (tmp_path / f"{imported}.py").write_text(f"open({str(tmp_path / 'pipe')!r}).read()")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": {}}\n')
     (tmp_path / "run.json").write_text('{"config": {"run": {"dir": "x"}}}')
-    words = [sys.executable, "-m", "megatron_brorl", *command.split()]
+    # A shell's background jobs, such as this test's, may ignore SIGINT.
+    words = ["env", "--default-signal=INT", sys.executable, "-m", "megatron_brorl", *command.split()]
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     process = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
     with (tmp_path / "pipe").open("w"):  # waits for the import

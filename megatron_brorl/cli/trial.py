@@ -1,4 +1,4 @@
-"""Trial calls of a user's advantage and policy loss, so that their mistakes appear before a model is loaded."""
+"""Trial calls of a user's advantage, policy loss and group reward, so that mistakes appear before a model is loaded."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from megatron_brorl.algo import functions
 from megatron_brorl.algo.advantages import group_advantages
 from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.config.schema import Config
+from megatron_brorl.rewards.group import KEY, score_group
 from megatron_brorl.user_functions import is_function
 
 
 def check_user_functions(
     config: Config, rows: Sequence[Mapping[str, Any]], given: Mapping[str, Callable[..., Any]]
 ) -> dict[str, str]:
-    """Import the users' functions of a run, call two of them, and return their SHA-256 by name.
+    """Import the users' functions of a run, call them, and return their SHA-256 by name. Raises UserError.
 
-    The advantage is called with rollout.n rollouts for each of `rows`, every second one right, and the policy loss with
-    two responses of three tokens. Raises UserError.
+    The advantage and the group reward are called with rollout.n rollouts for each of `rows`, every second one right,
+    and the policy loss with two responses of three tokens.
     """
     algo, n, group = config.algo, config.rollout.n, config.reward.group_function
     values = {"algo.advantage": algo.advantage, "algo.policy_loss": algo.policy_loss, "reward.group_function": group}
@@ -35,4 +36,11 @@ def check_user_functions(
         policy_loss(
             log_probs, torch.ones(6, requires_grad=True), tokens, PolicyLossSettings(policy_loss=algo.policy_loss)
         )
+    if is_function(group):
+        own = functions.find(KEY, group)
+        for row in rows:
+            answers = [None if i % 2 else row["answer"] for i in range(n)]
+            status, _, reason, _ = score_group(own.function, row, [a or "" for a in answers], answers, list(range(n)))
+            if status != "ok":
+                own.refuse(reason)
     return hashes
