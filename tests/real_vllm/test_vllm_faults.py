@@ -67,13 +67,15 @@ def test_fault_in_generate(which, number, hurt, monkeypatch, capfd):
     expected, first = tokens(draw(engine, 512)), engine.supervisor.pid
     ask, victim = engine._ask, victim_in(engine, which)
 
-    def hurt_after(rows, sampling):
+    def ask_and_hurt(rows, sampling):
+        if engine.supervisor.pid == first:
+            victim.suspend()  # It could otherwise answer before the signal.
         pid = ask(rows, sampling)
         if pid == first:
             victim.send_signal(number)
         return pid
 
-    monkeypatch.setattr(engine, "_ask", hurt_after)
+    monkeypatch.setattr(engine, "_ask", ask_and_hurt)
     with nothing_left_of(engine):
         found = draw(engine, 512)
         assert engine.supervisor.pid != first
