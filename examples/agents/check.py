@@ -1,8 +1,8 @@
-"""Two agents that share the policy: a writer adds two numbers, and a checker asks for another try."""
+"""Two agents that share the policy: a writer spells a word backward, and a checker asks for another try."""
 
 
 async def solve(row, client, model):
-    """Return 1 if the last of at most three answers is right, else 0."""
+    """Return 1 if the checker accepts one of three answers, and this one is right, else 0."""
 
     async def ask(role, messages):
         system = {"role": "system", "content": role}
@@ -11,8 +11,8 @@ async def solve(row, client, model):
 
     messages = [{"role": "user", "content": row["prompt"]}]
     for _ in range(3):
-        answer = await ask("add", messages)
-        if await ask("check", [{"role": "user", "content": f"{row['prompt']}={answer}"}]) == "yes":
-            break
+        answer = await ask("reverse", messages)
+        if await ask("check", [{"role": "user", "content": f"{row['prompt']} = {answer}"}]) == "yes":
+            return float(answer == row["answer"])
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "no"}]
-    return float(answer == row["answer"])
+    return 0.0

@@ -1,5 +1,6 @@
 """Write the rows of the examples of agents, and turns for supervised training, to runs/agents."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -8,7 +9,8 @@ from guess import hint
 
 RANDOM = random.Random(0)
 BOUNDS = [(low, low + size - 1) for low in range(10, 60) for size in range(24, 33) if low + size <= 60]
-SUMS = [(a, b) for a in range(10, 100) for b in range(1, 10)]
+LETTERS = "abcdefgh"
+WORDS = list(itertools.product(LETTERS, repeat=4))
 
 
 def game(low, high):
@@ -30,21 +32,24 @@ def game_turns(row):
         possible = [n for n in possible if str(n) != guess and hint(guess, str(n)) == told]
 
 
-def addition(a, b):
-    """Return a row of an addition."""
-    return {"prompt": f"{a}+{b}", "answer": str(a + b)}
+def reversal(*letters):
+    """Return a row of a word to spell backward."""
+    return {"prompt": " ".join(letters), "answer": " ".join(reversed(letters))}
 
 
-def addition_turns(row):
+def reversal_turns(row):
     """Yield a row for the writer, one for its second try, and one for the checker."""
     right, prompt = row["answer"], row["prompt"]
-    wrong = str(int(right) + RANDOM.choice((-10, -1, 1, 10)))
-    writer = [{"role": "system", "content": "add"}, {"role": "user", "content": prompt}]
+    letters = right.split()
+    place = RANDOM.randrange(len(letters))
+    letters[place] = RANDOM.choice([letter for letter in LETTERS if letter != letters[place]])
+    wrong = " ".join(letters)
+    shown, verdict = RANDOM.choice(((right, "yes"), (wrong, "no")))
+    writer = [{"role": "system", "content": "reverse"}, {"role": "user", "content": prompt}]
     retry = [{"role": "assistant", "content": wrong}, {"role": "user", "content": "no"}]
     yield {"prompt": writer, "answer": right}
     yield {"prompt": [*writer, *retry], "answer": right}
-    shown, verdict = RANDOM.choice(((right, "yes"), (wrong, "no")))
-    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt}={shown}"}]
+    checked = [{"role": "system", "content": "check"}, {"role": "user", "content": f"{prompt} = {shown}"}]
     yield {"prompt": checked, "answer": verdict}
 
 
@@ -55,7 +60,7 @@ def write(path, rows):
 def main():
     folder = Path("runs/agents")
     folder.mkdir(parents=True, exist_ok=True)
-    examples = (("guess", game, game_turns, BOUNDS), ("check", addition, addition_turns, SUMS))
+    examples = (("guess", game, game_turns, BOUNDS), ("check", reversal, reversal_turns, WORDS))
     for name, make_row, turns, problems in examples:
         RANDOM.shuffle(problems)
         quarter = len(problems) // 4
