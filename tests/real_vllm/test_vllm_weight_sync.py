@@ -101,7 +101,7 @@ def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
     assert engine.version == -1
 
 
-def test_check_after_weight_sync_detects_a_stale_head(model, start, tmp_path, monkeypatch, processes, capfd):
+def test_check_after_weight_sync_detects_a_stale_head(model, start, tmp_path, monkeypatch, capfd):
     """The head computes with other weights than its parameter, like a stale packed copy. All checksums match."""
     planted = tmp_path / "megatron_brorl"
     shutil.copytree(Path(megatron_brorl.__file__).parent, planted, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
