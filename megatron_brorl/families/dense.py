@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_brorl.families.family import ModelFamily, Parameter, Requirement
-from megatron_brorl.families.rope import one_rope
+from megatron_brorl.families.family import ModelFamily, Parameter, Requirement, one_rope
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, "vocab")
 FINAL_NORM = Parameter("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, "whole", "ones")

@@ -12,8 +12,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families import dense
-from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement, positive
-from megatron_brorl.families.rope import read_rope
+from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement, positive, read_rope
 
 # Norms of the outputs of attention and MLP, before these are added to the residual stream. The names are those of
 # NVIDIA's Megatron-Bridge.

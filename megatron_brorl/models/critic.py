@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.gpt import Actor, check_layout, mark_sharded, predicting, transformer_config
 from megatron_brorl.models.weights import names
-from megatron_brorl.ops.interface import Backend, compute_dtype
+from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed

@@ -25,13 +25,14 @@ from megatron_brorl.config.schema import LoraConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
+from megatron_brorl.models.layers.gpu_attention import RepeatedRows
 from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear, add_adapters, mlp_submodules
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
-from megatron_brorl.models.layers.repeated_rows import RepeatedRows
 from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.models.weights.names import adapter_entries, entries, global_parameters
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.interface import Backend, compute_dtype
+from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed

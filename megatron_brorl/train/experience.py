@@ -33,7 +33,7 @@ from megatron_brorl.algo.advantages import explained_variance, group_advantages,
 from megatron_brorl.algo.policy_loss import kl_estimate, mismatch_mask
 from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.schema import AlgoConfig, Config
-from megatron_brorl.ops.interface import Backend
+from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import copies_by_routes

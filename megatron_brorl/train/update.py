@@ -16,7 +16,8 @@ from megatron_brorl.algo.policy_loss import PolicyLossSettings, token_weights
 from megatron_brorl.config.schema import AlgoConfig, Config, CriticConfig, OptimConfig
 from megatron_brorl.errors import StepError
 from megatron_brorl.models.gpt import Head
-from megatron_brorl.ops.interface import Backend, compute_dtype
+from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed

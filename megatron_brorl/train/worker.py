@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,16 +27,15 @@ from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.models.layers.lora import MergedWeights
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.stream import make_buckets, stream
+from megatron_brorl.ops.backend import Backend
 from megatron_brorl.ops.checksum import ChecksummedTensor
-from megatron_brorl.ops.interface import Backend, compute_dtype
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.collectives import all_gather, all_reduce_max
-from megatron_brorl.parallel.context import split_for_rank
 from megatron_brorl.parallel.flops import forward_flops, training_flops
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.parallel.packing import MIN_SHARING_GAIN, Packed, pack, token_gain
+from megatron_brorl.parallel.packing import MIN_SHARING_GAIN, Packed, pack, split_for_rank, token_gain
 from megatron_brorl.tracking.timeline import span
-from megatron_brorl.train.offload import Offload
 
 # (batch, output of the head at its predicting positions) -> (scalar loss, values that the caller receives). The output
 # is models.gpt.Head for an actor and the values [R] for a critic.
@@ -82,6 +81,49 @@ class StageOptions:
     freeze_router: bool = False  # config key train.freeze_router
     lora: LoraConfig | None = None  # train only adapters of the actor
     seed: int = 0  # of new adapters
+
+
+class Offload:
+    """Moves tensors that generation does not need to host memory, and back bit for bit. Views of them stay valid."""
+
+    def __init__(self, kept: Callable[[], Iterable[Tensor]], dropped: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        """kept: tensors whose bytes are restored. dropped: tensors whose contents are undefined after a reload."""
+        self._kept = kept
+        self._dropped = dropped
+        self._host: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._empty: list[tuple[torch.UntypedStorage, int]] = []
+
+    def offload(self) -> None:
+        """Copy the bytes to host memory and free the device memory, unless that has been done."""
+        if self._host or self._empty:
+            return
+        for storage in _storages(self._kept()):
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            host.copy_(_bytes(storage))
+            self._host.append((storage, host))
+        self._empty = [(storage, storage.nbytes()) for storage in _storages(self._dropped())]
+        for storage, _ in (*self._host, *self._empty):
+            storage.resize_(0)
+
+    def reload(self) -> None:
+        """Allocate device memory and copy the bytes back."""
+        for storage, host in self._host:
+            storage.resize_(len(host))
+            _bytes(storage).copy_(host)
+        for storage, size in self._empty:
+            storage.resize_(size)
+        self._host = []
+        self._empty = []
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the distinct storages that are not empty."""
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Neighbours(P2PCommunicator):

@@ -14,7 +14,7 @@ from megatron_brorl.config.schema import AlgoConfig, LoraConfig, OptimConfig, Re
 from megatron_brorl.models.weights.layouts import to_local
 from megatron_brorl.models.weights.names import global_parameters
 from megatron_brorl.models.weights.stream import make_buckets, stream
-from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.models import ReferencePolicy
 from megatron_brorl.train.update import ActorLoss, update_policy
 from megatron_brorl.train.worker import Worker, _reduce_gradients
 from megatron_brorl.types import Experience

@@ -16,8 +16,7 @@ from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import mini_batches
-from megatron_brorl.train.models import CriticWorker, TrainingModels
-from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.models import CriticWorker, ReferencePolicy, TrainingModels
 from megatron_brorl.train.update import update_critic, update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt, PromptGroup, TrainingRollout

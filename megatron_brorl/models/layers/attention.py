@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_brorl.models.layers import gpu_attention
-from megatron_brorl.models.layers.repeated_rows import RepeatedRows
+from megatron_brorl.models.layers.gpu_attention import RepeatedRows
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.parallel.context import own_tokens, segment_lengths
-from megatron_brorl.parallel.packing import PackedGroup
+from megatron_brorl.parallel.packing import PackedGroup, own_tokens, segment_lengths
 
 
 @dataclass
