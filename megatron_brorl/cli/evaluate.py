@@ -64,7 +64,7 @@ def evaluate(args: argparse.Namespace) -> int:
         result = {
             **whole.as_dict(),
             "benchmarks": {n: summarize(answers[n], len(names[n]), evaluation, rollouts.seed).as_dict() for n in names},
-            "mean_of_benchmarks": mean_over(list(answers.values()), evaluation, rollouts.seed),
+            "mean_of_benchmarks": mean_over(list(answers.values()), rollouts.seed),
             "model": config.model.path,
             # Two evaluations have the same prompts only if these are equal.
             "chat_template_kwargs": config.data.chat_template_kwargs,

@@ -36,11 +36,6 @@ class Parameter:
         """Return Megatron's name, with or without Transformer Engine's fused norms."""
         return self.fused if te_names and self.fused else self.megatron
 
-    @property
-    def per_expert(self) -> bool:
-        """Return whether every expert of a layer has such a parameter."""
-        return "{expert}" in self.megatron
-
     def of_expert(self, expert: int | None) -> Parameter:
         """Return the parameter of one expert, which no tensor parallelism cuts. None: return the parameter itself."""
         if expert is None:

@@ -38,10 +38,6 @@ class CarriedGroups:
         """Return this rank's partial rollouts by group and rollout index."""
         return {(r.group, r.rollout.index): r.rollout for r in self.rollouts if r.rollout.finish == "cut"}
 
-    def partial_per_rank(self) -> list[int]:
-        """Return the number of partial rollouts of each rank. Collective."""
-        return collectives.all_gather(len(self.partial_rollouts()))
-
 
 def carry_over(
     groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], closed: Sequence[int]

@@ -233,9 +233,10 @@ class Collector:
         """Continue the partial rollouts and begin N rollouts for each of the last `new` groups, see RolloutRunner."""
         rollout = self.config.rollout
         to_begin = list(product(range(len(groups) - new, len(groups)), range(rollout.n)))
-        per_rank = carried.partial_per_rank() if rollout.partial_tokens else None
+        partial = carried.partial_rollouts()
+        per_rank = collectives.all_gather(len(partial)) if rollout.partial_tokens else None
         with span("round"):
-            return self.runner.sample(to_begin, groups, self.sampling, carried.partial_rollouts(), per_rank)
+            return self.runner.sample(to_begin, groups, self.sampling, partial, per_rank)
 
     def _metrics(self, outcomes: Outcomes, counts: Mapping[str, float], lost: float) -> dict[str, float]:
         metrics = {

@@ -105,7 +105,8 @@ def token_advantages(
     """
     sizes = list(lengths)
     if values is None and kl is None:
-        return _repeated(rewards, sizes).split(sizes), None, {}
+        per_token = rewards.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+        return per_token.to(cpu_bridge.default_device()).split(sizes), None, {}
 
     starts = torch.tensor([0, *sizes], device=cpu_bridge.default_device()).cumsum(0)
     per_token = starts.new_zeros(sum(sizes), dtype=torch.float32) if kl is None else -algo.kl_coef * _flat(kl)
@@ -307,11 +308,6 @@ def _filled(sampled: Rows, column: Rows) -> Rows:
 def _flat(column: Sequence[Tensor]) -> Tensor:
     """Return the tokens of all rows on this process's device, [tokens]."""
     return (torch.cat(list(column)) if column else torch.zeros(0)).to(cpu_bridge.default_device())
-
-
-def _repeated(per_row: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the value of each row for all of its tokens, [tokens] on this process's device."""
-    return per_row.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(cpu_bridge.default_device())
 
 
 def _teacher_log_probs(teacher: Worker, prompts: Rows, responses: Rows, temperature: float) -> Rows:

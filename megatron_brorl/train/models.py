@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from megatron_brorl.config.schema import OptimConfig, ReferenceConfig
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.critic import body, build_critic
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.worker import LossFunction, Offload, OptimizerStep, Stage, StageOptions, Worker
+from megatron_brorl.train.worker import Offload, Stage, StageOptions, Worker
 
 
 class CriticWorker(Stage):
@@ -31,9 +30,7 @@ class CriticWorker(Stage):
     def load_hf(self, directory: str | Path) -> None:
         """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""
         own = ["output_layer.weight"]
-        te_names = self.critic.uses_te
-        body_shape = body(self.shape)
-        read = hugging_face.load(self.critic, body_shape, self.grid, directory, te_names, own, keep=self._keeps_read)
+        read = hugging_face.load(self.critic, body(self.shape), directory, own, keep=self._keeps_read)
         if self.critic.post_process:
             torch.nn.init.zeros_(self.critic.output_layer.weight)
         self._fill_masters(read)
@@ -41,12 +38,6 @@ class CriticWorker(Stage):
     def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:
         """Return the values [G] float32 before each response token, in row order, on all ranks of the replica."""
         return self._per_token(prompts, responses, self.critic.values, lambda values: values)
-
-    def train(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, lr: float
-    ) -> tuple[OptimizerStep, list[Any]]:
-        """Take one optimizer step on rows of [tokens] each, see Stage._train."""
-        return self._train(prompts, responses, loss, self.critic.values, lr)
 
 
 class ReferencePolicy:

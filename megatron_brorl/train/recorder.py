@@ -7,8 +7,6 @@ each by the rank that sampled it. Training does not depend on these files.
 from __future__ import annotations
 
 import bisect
-import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch import Tensor
 from megatron_brorl import rollout_log
 from megatron_brorl.algo.advantages import has_signal
 from megatron_brorl.config.schema import Config, RunConfig
+from megatron_brorl.errors import warn
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
@@ -114,13 +113,11 @@ class Recorder:
             if self.rank == 0:
                 rollout_log.write_groups(self.folder, log_entry, group_table(groups, outcomes, where, listed))
         except OSError as e:
-            if self.warnings:
-                return
-            self.warnings.append(
-                f"warning: {self.folder}: {log_entry} is not recorded: {e.strerror or e}; training continues"
-            )
-            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk.
-                print(*self.warnings, file=sys.stderr, flush=True)
+            if not self.warnings:
+                self.warnings.append(
+                    f"{self.folder}: {log_entry} is not recorded: {e.strerror or e}; training continues"
+                )
+                warn(self.warnings[0])
 
     def _table(self, rollouts: Sequence[ScoredRollout], groups: Sequence[PromptGroup], advantages: Tensor) -> pa.Table:
         """Return a table of schema ROLLOUTS. advantages: [groups, N], nan for rollouts that are not trained on."""

@@ -19,6 +19,7 @@ from typing import NoReturn
 from megatron_brorl import rollout_log, signals
 from megatron_brorl.algo.advice import large_first_update
 from megatron_brorl.checkpoints import folders
+from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
@@ -33,6 +34,7 @@ from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train import state as run_state
 from megatron_brorl.train.callbacks import Callbacks
+from megatron_brorl.train.carried_groups import checkpoint_files
 from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after_steps_text, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
@@ -287,9 +289,9 @@ class Trainer:
             evaluation = self.evaluate(progress)
         progress.note(f"held-out {after_steps_text(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)
-        # The actor does not change during the warm-up of the critic, so these evaluations count
-        # neither towards train.patience nor towards resets of the reference policy.
-        if not self.state.in_critic_warmup(self.config.critic):
+        # The actor does not change during the warm-up of the critic, so these evaluations count neither towards
+        # train.patience nor towards resets of the reference policy.
+        if not 0 < self.state.critic_steps <= self.config.critic.warmup_steps:
             self.state.early_stopping.record(metrics["pass_at_1"])
             self.state.reference_stopping.record(metrics["pass_at_1"])
         return metrics
@@ -367,9 +369,17 @@ class Trainer:
         begun = time.monotonic()
         with span("checkpoint"):
             self._wait_for_background_save()
-            save = run_state.begin_save(
-                self.state, self.models, self.config, self.grid, self.run_seconds(), in_background, new_best
+            run = self.state.model_copy(update={"elapsed_s": self.run_seconds(), "best": new_best or self.state.best})
+            save = checkpoint.begin(
+                root=Path(self.config.run.dir) / "checkpoints",
+                step=self.state.step,
+                models=self.models.checkpoint_parts(),
+                run=run.model_dump(),
+                keep=self.config.train.keep_checkpoints,
+                files=checkpoint_files(self.state.carried, self.grid),
+                copy=in_background,
             )
+            save.best = new_best
             if in_background:
                 self.background_saver.start(save, timedelta(seconds=self.config.parallel.timeout_s))
             else:

@@ -132,7 +132,7 @@ def update_policy(
         if part.weights:
             weights = [x * w.loss for x, w in zip(weights, part.weights, strict=True)]
         loss = ActorLoss(part, algo, weights)
-        result, values = worker.train(part.prompts, part.responses, loss, temperature, lr, part.routes)
+        result, values = worker.train(part.prompts, part.responses, loss, worker.head(temperature), lr, part.routes)
         if not result.applied:
             for text in filter(None, collectives.all_gather(loss.error)):
                 raise StepError(text)
@@ -191,7 +191,7 @@ def update_critic(
         if not tokens:
             return None
         loss = _critic_loss(part, clip or math.inf, 1 / tokens, critic.options.ops)
-        result, values = critic.train(part.prompts, part.responses, loss, lr)
+        result, values = critic.train(part.prompts, part.responses, loss, critic.critic.values, lr)
         own = {key: sum((v.sums[key] for v in values), 0.0) for key in _VALUE_SUMS}
         return result, collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
 

@@ -296,7 +296,7 @@ class Stage:
     def _gradient_buffers(self) -> list[Tensor]:
         return [buffer.grad_data for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers)]
 
-    def _train(
+    def train(
         self,
         prompts: Sequence[Tensor],
         responses: Sequence[Tensor],
@@ -448,9 +448,8 @@ class Worker(Stage):
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the weights, except adapters, and the optimizer's float32 masters from a Hugging Face directory."""
-        te_names = self.actor.uses_te
         own = [entry.megatron for entry in self.adapter_table]
-        read = hugging_face.load(self.actor, self.shape, self.grid, directory, te_names, own, keep=self._keeps_read)
+        read = hugging_face.load(self.actor, self.shape, directory, own, keep=self._keeps_read)
         if self.optim is not None:
             self._fill_masters(read)
 
@@ -479,7 +478,7 @@ class Worker(Stage):
 
         They are on the device. routes: the experts to use, see parallel.packing.pack.
         """
-        return self._per_token(prompts, responses, self._head(temperature), lambda head: head.log_probs()[0], routes)
+        return self._per_token(prompts, responses, self.head(temperature), lambda head: head.log_probs()[0], routes)
 
     def last_logits(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor | None:
         """Return the logits [B, V] on the CPU from which the last token of each of B > 0 responses is drawn.
@@ -494,7 +493,7 @@ class Worker(Stage):
             return head.hidden.sum(), None
 
         with torch.no_grad():
-            self._run(self.micro_batches(prompts, responses), collect, self._head(1.0), forward_only=True)
+            self._run(self.micro_batches(prompts, responses), collect, self.head(1.0), forward_only=True)
         if not self.grid.last_stage:
             return None
         table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.options.dtype))
@@ -504,19 +503,8 @@ class Worker(Stage):
         dist.all_reduce(table, group=self.grid.groups.cp)  # each rank has its own rows, and zeros
         return table.cpu()
 
-    def train(
-        self,
-        prompts: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        loss: LossFunction,
-        temperature: float,
-        lr: float,
-        routes: Sequence[Tensor] | None = None,
-    ) -> tuple[OptimizerStep, list[Any]]:
-        """Take one optimizer step on rows of [tokens] each, see Stage._train."""
-        return self._train(prompts, responses, loss, self._head(temperature), lr, routes)
-
-    def _head(self, temperature: float) -> MakeHead:
+    def head(self, temperature: float) -> MakeHead:
+        """Return the LM head, which computes log-probabilities at this temperature."""
         return lambda hidden, batch: self.actor.head(hidden, batch, temperature)
 
 

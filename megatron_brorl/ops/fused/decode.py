@@ -67,8 +67,7 @@ def sample_tokens(
     """
     native.check_devices("sample_tokens", logits, keys, index, position)
     with torch.no_grad():
-        ids, log_probs = torch.ops.brorl.sample_tokens(logits, keys, index, position, temperature, top_p, top_k)
-    return ids, log_probs
+        return torch.ops.brorl.sample_tokens(logits, keys, index, position, temperature, top_p, top_k)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ def linear_log_probs(
     vocabulary (on a GPU this check would wait for the device).
     """
     shard = _shard("linear_log_probs", hidden, weight, ids, temperature, group, vocab)
-    log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
-    return log_probs, entropy
+    return _FusedLogProbs.apply(hidden, weight, ids, shard)
 
 
 def linear_ppo_loss(

@@ -31,8 +31,7 @@ def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
 
 def softmax_statistics(logits: Tensor, ids: Tensor, shard: Shard) -> Tensor:
     """Return [R, 4] float64 of this shard: largest logit, sum and weighted sum of exponentials, logit of ids or 0."""
-    statistics: Tensor = torch.ops.brorl.softmax_statistics(logits, ids, shard.start, shard.temperature)
-    return statistics
+    return torch.ops.brorl.softmax_statistics(logits, ids, shard.start, shard.temperature)
 
 
 def merged(statistics: Tensor, shard: Shard) -> Tensor:
@@ -74,7 +73,7 @@ def ppo_tokens(
 
     The columns are algo.policy_loss.SUMS before "entropy".
     """
-    first, second, columns = torch.ops.brorl.ppo_tokens(
+    return torch.ops.brorl.ppo_tokens(
         log_probs,
         entropy,
         tokens.old_log_probs,
@@ -89,4 +88,3 @@ def ppo_tokens(
         settings.kl_estimator,
         settings.entropy_coef,
     )
-    return first, second, columns

@@ -37,8 +37,7 @@ def linear_log_probs(
     ranks = 1 if group is None else dist.get_world_size(group)
     vocab = len(weight) * ranks if vocab is None else vocab
     shared = group if ranks > 1 else None
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, vocab, temperature, shared)
-    return log_probs, entropy
+    return _LinearLogProbs.apply(hidden, weight, ids, vocab, temperature, shared)
 
 
 def linear_ppo_loss(

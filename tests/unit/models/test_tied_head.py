@@ -47,7 +47,7 @@ def another(tmp_path):
 def load(directory: Path, processes) -> torch.nn.Module:
     shape = read_shape(directory)
     actor = build_actor(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
-    hugging_face.load(actor, shape, processes, directory, te_names=False)
+    hugging_face.load(actor, shape, directory)
     return actor
 
 
@@ -95,7 +95,7 @@ def test_a_critic_ignores_the_head_of_an_untied_model(another, processes):
     shape = read_shape(another)
     built = critic.build_critic(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
     own = ["output_layer.weight"]
-    hugging_face.load(built, critic.body(shape), processes, another, built.uses_te, own)
+    hugging_face.load(built, critic.body(shape), another, own)
     assert torch.equal(built.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])
 
 
