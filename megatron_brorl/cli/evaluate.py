@@ -55,7 +55,7 @@ def evaluate(args: argparse.Namespace) -> int:
         answers = {}
         for number, (name, prompts) in enumerate(names.items(), 1):
             show = functools.partial(print_samples, name)
-            answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_samples=show)
+            answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, show)
             p.update(number, {})
         p.stop()
         every = [a for part in answers.values() for a in part]

@@ -1,4 +1,4 @@
-"""One pipeline stage of the actor: Megatron-Core's GPTModel for the model families in families/."""
+"""One pipeline stage of the actor or the critic: Megatron-Core's GPTModel for the model families in families/."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -193,6 +194,32 @@ class Actor(GPTModel):
         )
 
 
+class ValueHead(MegatronModule):
+    """Linear value head: hidden [R, H] -> values [R]. Every tensor-parallel rank computes all values."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        # Megatron expects the last layer of a model to have a matrix of this name.
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        dtype = compute_dtype(hidden.dtype)
+        return (hidden.to(dtype) @ self.weight.to(dtype).t()).squeeze(-1)
+
+
+class Critic(Actor):
+    """One pipeline stage of the critic. The value head of the last stage is never tied to the embedding."""
+
+    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: Backend) -> None:
+        super().__init__(replace(shape, tied=False), config, grid, ops)
+        if self.post_process:
+            self.output_layer = ValueHead(config)
+
+    def values(self, hidden: Tensor, batch: Packed) -> Tensor:
+        """Return values [R] at the batch's predicting positions, from hidden [T, 1, H] (last stage only)."""
+        return self.output_layer(predicting(hidden, batch))
+
+
 def predicting(hidden: Tensor, batch: Packed) -> Tensor:
     """Return the hidden states that predict response tokens, [R, H], from hidden [T, 1, H]."""
     # The last token of a shared prompt predicts the first token of all of its responses.
@@ -367,6 +394,27 @@ def build_actor(
         if not hasattr(weight, "tensor_model_parallel"):  # Megatron-Core 0.19 already sets this for a tied head.
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
     return actor.to(device=cpu_bridge.default_device(), dtype=dtype)
+
+
+def build_critic(
+    shape: ModelShape,
+    grid: Grid,
+    dtype: torch.dtype,
+    ops: Backend,
+    recompute: bool = False,
+    fields: Mapping[str, Any] | None = None,
+) -> Critic:
+    """Build this rank's stage with an uninitialised body and a value head of zeros. fields: see transformer_config."""
+    check_layout(shape, grid.tp_size, grid.pp_size)
+    with cpu_bridge.bridge():
+        critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
+    mark_sharded(critic, entries(critic_body(shape), grid.pp_size, critic.uses_te))
+    return critic.to(device=cpu_bridge.default_device(), dtype=dtype)
+
+
+def critic_body(shape: ModelShape) -> ModelShape:
+    """Return the shape without an LM head, so that loading ignores the head that a directory may hold."""
+    return replace(shape, tied=True)
 
 
 def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:

@@ -8,12 +8,15 @@ kernels of GPUs (DecodeOps.contiguous) read keys and values [pages, page, K, d],
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.advantages import Moments
 
+Group: TypeAlias = "dist.ProcessGroup | None"  # ranks that share the vocabulary; None: one rank has all of it
 PAGE = 16  # tokens
 
 

@@ -173,7 +173,6 @@ class Collector:
             too_old = [i for i, g in enumerate(groups) if start.rounds - int(g.round) >= limit]
             outcomes = gather_outcomes(scored, len(groups), config.rollout.n, config.shaping.repetition_ngram)
             outcomes, given_up = mark_unfinished_as_lost(outcomes, too_old)
-            # Fail here rather than train on a step that lacks too many rollouts or rewards.
             lost = counts["lost"] + given_up
             check_lost(f"step {step + 1}", lost, counts["requested"], config.rollout.max_lost_share)
             check_scored(f"step {step + 1}", counts, self.runner.reported)
@@ -194,7 +193,6 @@ class Collector:
         begun = time.monotonic()
         with span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
-            # replica: int64 [groups, N], -1 for rollouts that no replica trains on
             subset = choose_subset(outcomes, config.algo)
             replica, balance = assign_replicas(
                 outcomes, subset, prompt_tokens, config.algo, self.costs, self.grid.dp_size

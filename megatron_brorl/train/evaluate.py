@@ -62,33 +62,15 @@ class PromptResult:
         return {"id": self.prompt.id, "task": self.prompt.task, **{name: getattr(self, name) for name in names}}
 
 
-def evaluate(
-    runner: RolloutRunner,
-    prompts: Sequence[Prompt],
-    config: EvaluateConfig,
-    sampling: Sampling,
-    on_samples: OnSamples | None = None,
-) -> Evaluation:
-    """Sample and score the prompts, and return the metrics, the same on every rank. Collective."""
-    answers = sample_answers(runner, prompts, config.samples, sampling, on_samples=on_samples)
-    return summarize(answers, len(prompts), config, runner.seed)
-
-
 def sample_answers(
-    runner: RolloutRunner,
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
-    stream: str = "evaluate",
-    on_samples: OnSamples | None = None,
+    runner: RolloutRunner, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_samples: OnSamples | None = None
 ) -> list[PromptResult]:
     """Sample every prompt n times over all ranks, and return the same results on every rank. Collective.
 
-    `stream` replaces the round in the key of the random numbers, so that evaluations of two policies are paired. Lost
-    samples are left out, and so is a prompt that lost all of them. Raises UserError if too many samples are lost, or
-    the verifiers fail on most of them.
+    Lost samples are left out, and so is a prompt that lost all of them. Raises UserError if too many samples are lost,
+    or the verifiers fail on most of them.
     """
-    groups = make_groups(prompts, stream)
+    groups = make_groups(prompts, "evaluate")  # not a round, so that evaluations of two policies are paired
     slots = list(product(range(len(groups)), range(n)))
     runner.pool.reset()
     rollouts, counts, _ = runner.sample(slots, groups, sampling)
@@ -105,7 +87,6 @@ def sample_answers(
     for g, ended, rewards, correct, tokens in zip(
         groups, outcomes.ended, outcomes.rewards.double(), outcomes.right, outcomes.sampled.double(), strict=True
     ):
-        # A prompt that lost all samples has no mean.
         if ended.any():
             reward, length = rewards[ended], tokens[ended]
             found.append(

@@ -214,7 +214,8 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     rewards = outcomes.rewards[counted].double()
     return {
         "reward": float(rewards.sum()) / count,
-        "reward_std": _std(rewards),
+        # Exactly 0 if the rewards are equal.
+        "reward_std": _NAN if not len(rewards) else float(rewards.std(correction=0)) if has_signal(rewards) else 0.0,
         "kept_share": len(outcomes.kept) / groups,
         # Right means a reward of at least reward.correct_at. With partial credit, a group without a right response
         # may still have different rewards.
@@ -226,10 +227,3 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
         "cut_off_share": float((outcomes.state[counted] == LENGTH).sum()) / count,
         "rollouts": float(counted.sum()),
     }
-
-
-def _std(values: Tensor) -> float:
-    """Return the population standard deviation of values [K]; exactly 0 if they are equal, nan if there are none."""
-    if not len(values):
-        return _NAN
-    return float(values.std(correction=0)) if has_signal(values) else 0.0

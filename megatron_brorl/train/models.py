@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints.model_state import ModelState
 from megatron_brorl.config.schema import OptimConfig, ReferenceConfig
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.models.critic import body, build_critic
+from megatron_brorl.models.gpt import build_critic, critic_body
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.train.worker import Offload, Stage, StageOptions, Worker
 
@@ -29,11 +28,9 @@ class CriticWorker(Stage):
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""
-        own = ["output_layer.weight"]
-        read = hugging_face.load(self.critic, body(self.shape), directory, own, keep=self._keeps_read)
         if self.critic.post_process:
             torch.nn.init.zeros_(self.critic.output_layer.weight)
-        self._fill_masters(read)
+        self._load(critic_body(self.shape), directory, ["output_layer.weight"])
 
     def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:
         """Return the values [G] float32 before each response token, in row order, on all ranks of the replica."""

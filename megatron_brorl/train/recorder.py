@@ -23,7 +23,7 @@ from megatron_brorl.errors import warn
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
-from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, one_line
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, LogEntry, one_line
 from megatron_brorl.train.carried_groups import with_own_tensors
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
@@ -82,8 +82,7 @@ class Recorder:
         """Write the rollouts of a step. rollouts: from select_recorded. advantages, is_trained: [groups, N]."""
         advantages = advantages.masked_fill(~is_trained, float("nan"))
         where = choose_recorded(groups, outcomes, self.config.run)
-        log_entry = rollout_log.LogEntry("step", step)
-        self._write(log_entry, groups, outcomes, where, outcomes.closed, rollouts, advantages)
+        self._write(LogEntry("step", step), groups, outcomes, where, outcomes.closed, rollouts, advantages)
 
     def evaluation(
         self, steps: int, groups: Sequence[PromptGroup], outcomes: Outcomes, rollouts: Sequence[ScoredRollout]
@@ -91,13 +90,12 @@ class Recorder:
         """Write the rollouts of an evaluation after `steps` steps. rollouts: all of this rank's."""
         where = choose_recorded(groups, outcomes, self.config.run, all_groups=True)
         no_advantages = torch.full_like(outcomes.rewards, float("nan"))
-        log_entry = rollout_log.LogEntry("evaluation", steps)
-        every = range(len(groups))
-        self._write(log_entry, groups, outcomes, where, every, select_recorded(rollouts, where), no_advantages)
+        every, recorded = range(len(groups)), select_recorded(rollouts, where)
+        self._write(LogEntry("evaluation", steps), groups, outcomes, where, every, recorded, no_advantages)
 
     def _write(
         self,
-        log_entry: rollout_log.LogEntry,
+        log_entry: LogEntry,
         groups: Sequence[PromptGroup],
         outcomes: Outcomes,
         where: Tensor,

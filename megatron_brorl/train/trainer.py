@@ -38,7 +38,7 @@ from megatron_brorl.train.carried_groups import checkpoint_files
 from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after_steps_text, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
-from megatron_brorl.train.evaluate import Evaluation, evaluate
+from megatron_brorl.train.evaluate import Evaluation, sample_answers, summarize
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, sharing_metrics
 from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches
 from megatron_brorl.train.models import TrainingModels
@@ -259,9 +259,11 @@ class Trainer:
             for text in sample_lines(groups, rollouts, self.runner.tokenizer.decode, self.stop_ids):
                 progress.note(f"held-out {text}")
 
+        config = self.config.evaluate
         sampling = evaluation_sampling_params(self.config, self.stop_ids)
         with span("evaluate"):
-            evaluation = evaluate(self.runner, self.held_out, self.config.evaluate, sampling, on_samples)
+            answers = sample_answers(self.runner, self.held_out, config.samples, sampling, on_samples)
+            evaluation = summarize(answers, len(self.held_out), config, self.runner.seed)
         if evaluation.lost:
             progress.note(evaluation.remark())
         if self.recorder:

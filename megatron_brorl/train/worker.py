@@ -234,20 +234,16 @@ class Stage:
         self._finish_gather()
         self._reload()
 
-    @property
-    def _keeps_read(self) -> bool:
-        """Return whether load_hf keeps the tensors of the file to fill the float32 masters from them."""
-        return self.options.distributed_optimizer and self.options.dtype != torch.float32
-
-    def _fill_masters(self, read: Mapping[str, Tensor]) -> None:
-        """Fill the optimizer's float32 masters from tensors by parameter name, or from the weights if there are none.
-
-        Weights in FP8 or bfloat16 are rounded, so masters made from them would differ from the file.
-        """
-        values = {**dict(self.module.named_parameters()), **read} if read else None
-        # A ChainedOptimizer would pass the tensors only to its first optimizer. Experts have one of their own.
-        for optimizer in self.optimizer.chained_optimizers:
-            optimizer.reload_model_params(state_dict=values)
+    def _load(self, shape: ModelShape, directory: str | Path, own: Sequence[str]) -> None:
+        """Fill the weights, except `own`, and the optimizer's float32 masters from a Hugging Face directory."""
+        # Weights in FP8 or bfloat16 are rounded, so masters made from them would differ from the file.
+        keep = self.options.distributed_optimizer and self.options.dtype != torch.float32
+        read = hugging_face.load(self.module, shape, directory, own, keep)
+        if self.optim is not None:
+            values = {**dict(self.module.named_parameters()), **read} if read else None
+            # A ChainedOptimizer would pass the tensors only to its first optimizer. Experts have one of their own.
+            for optimizer in self.optimizer.chained_optimizers:
+                optimizer.reload_model_params(state_dict=values)
 
     def require_finite(self, what: str, then: str) -> None:
         """Raise UserError on all ranks if a weight of any rank is NaN or infinite. Collective.
@@ -448,10 +444,7 @@ class Worker(Stage):
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the weights, except adapters, and the optimizer's float32 masters from a Hugging Face directory."""
-        own = [entry.megatron for entry in self.adapter_table]
-        read = hugging_face.load(self.actor, self.shape, directory, own, keep=self._keeps_read)
-        if self.optim is not None:
-            self._fill_masters(read)
+        self._load(self.shape, directory, [entry.megatron for entry in self.adapter_table])
 
     def hf_tensors(self) -> Iterator[ChecksummedTensor]:
         """Yield the full weights as (Hugging Face name, tensor) with checksums, the same on every rank. Collective.

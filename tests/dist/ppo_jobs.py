@@ -10,7 +10,7 @@ from dist.jobs import grid_of, rows
 
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ReferenceConfig
 from megatron_brorl.families.shape import read_shape
-from megatron_brorl.models.critic import body
+from megatron_brorl.models.gpt import critic_body
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.ops.backend import backend
@@ -111,7 +111,7 @@ def ppo(
 
 def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
     """Return the full weights by Hugging Face name and, on the last stage, the value head."""
-    shape = body(critic.shape)
+    shape = critic_body(critic.shape)
     grid = critic.grid
     buckets = make_buckets(names.entries(shape, grid.pp_size), 4)
     parameters = names.global_parameters(critic.critic)

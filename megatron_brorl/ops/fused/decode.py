@@ -49,21 +49,14 @@ class FusedDecode(DecodeOps):
 
 
 def sample_tokens(
-    logits: Tensor,
-    keys: Tensor,
-    index: Tensor,
-    position: Tensor,
-    temperature: float,
-    top_p: float = 1.0,
-    top_k: int = 0,
+    logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, temperature: float, top_p: float, top_k: int
 ) -> tuple[Tensor, Tensor]:
     """Sample as ops.reference.sampling.sample_tokens, but without copying or sorting the logits.
 
-    logits [B, V] float32 or bfloat16, whose rows may be strided; keys (63 bits), index and position (32 bits) [B]
-    int64. Returns ids [B] int64 and their log-probabilities [B] float32 in nats under the distribution they were drawn
-    from. A row depends neither on other rows nor on the number of threads. An id can differ from the reference's if the
-    uniform is within float32 rounding of a step of the CDF. -inf masks a token. Raises ValueError for a row with NaN or
-    +inf or with nothing above -inf, and for a wrong shape, value or device; TypeError for a wrong dtype.
+    logits [B, V] are float32 or bfloat16, and rows may be strided. A row depends neither on other rows nor on the
+    number of threads. An id can differ from the reference's if the uniform is within float32 rounding of a step of the
+    CDF. -inf masks a token. Raises ValueError for a row with NaN or +inf or with nothing above -inf, and for a wrong
+    shape, value or device; TypeError for a wrong dtype.
     """
     native.check_devices("sample_tokens", logits, keys, index, position)
     with torch.no_grad():
@@ -165,13 +158,7 @@ class FlashDecode(DecodeOps):
 
 
 def sample_tokens_on_gpu(
-    logits: Tensor,
-    keys: Tensor,
-    index: Tensor,
-    position: Tensor,
-    temperature: float,
-    top_p: float = 1.0,
-    top_k: int = 0,
+    logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, temperature: float, top_p: float, top_k: int
 ) -> tuple[Tensor, Tensor]:
     """Sample as ops.reference.sampling.sample_tokens, with one kernel for the random numbers instead of 300."""
     native.check_devices("sample_tokens", logits, keys, index, position)

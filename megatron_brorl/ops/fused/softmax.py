@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused import native
+from megatron_brorl.ops.interface import Group
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Shard:
     start: int  # token id of its first logit
     live: int  # number of its logits; further rows of the LM head are padding
     temperature: float
-    group: dist.ProcessGroup | None  # ranks that share the vocabulary; None: this rank has all of it
+    group: Group
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
