@@ -72,7 +72,6 @@ class ReplayLayer(TransformerLayer):
     """
 
     def forward(self, *args: Any, packed_seq_params: Segments, **kwargs: Any) -> Any:
-        """See TransformerLayer."""
         routes = packed_seq_params.routes
         self.mlp.router.router_replay = None if routes is None else Replay(routes[:, self.layer_number - 1].long())
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)

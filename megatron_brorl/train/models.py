@@ -48,17 +48,15 @@ class ReferencePolicy:
         self.worker = worker
         self.config = config
         self.weights = {name: p.detach().clone() for name, p in self._of_actor().items()}
-        self._offload = Offload(self.weights.values) if worker.options.offload else None
+        self._offload = Offload(self.weights.values if worker.options.offload else tuple)
 
     def offload(self) -> None:
         """Move the weights to host memory with train.offload; `log_probs` and `reset` bring them back."""
-        if self._offload:
-            self._offload.offload()
+        self._offload.offload()
 
     def reload(self) -> None:
         """Undo `offload`, for callers that read the weights directly."""
-        if self._offload:
-            self._offload.reload()
+        self._offload.reload()
 
     def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
         """Return the reference's log-probabilities as Worker.log_probs does; the actor's weights do not change."""

@@ -139,15 +139,26 @@ class Recorder:
             if r.rollout.finish == "length" and not scores_cut_off(entry(verifier, "verifier", config), config):
                 texts = {**texts, "answer": None}
             advantage = advantage_of[r.group][r.rollout.index]
+            score = r.score  # A rollout that was restored from a checkpoint has none.
             records.append(
                 {
+                    "group": r.group,
                     "prompt_id": _valid(groups[r.group].prompt.id),
+                    "sibling": r.rollout.index,
+                    "reward": r.reward,
+                    "right": r.right,
+                    "score": score.reward if score else None,
+                    "parts": list(score.parts.items()) if score else None,
+                    "reason": _valid(score.reason) if score else None,
+                    "status": score.status if score else None,
+                    "finish": r.rollout.finish,
+                    "tokens": len(r.rollout.token_ids),
+                    "versions": [{"version": version, "tokens": tokens} for version, tokens in r.rollout.spans],
                     "advantage": None if advantage != advantage else advantage,
                     "token_ids": r.rollout.token_ids.tolist(),
                     "log_probs": None if no_log_probs else r.rollout.log_probs.tolist(),
                     "sampled": None if episode is None else episode.sampled.tolist(),
                     **texts,
-                    **_columns(r),
                 }
             )
         return pa.Table.from_pylist(records, ROLLOUTS)
@@ -172,26 +183,6 @@ class Recorder:
         verifier_entry = entry(verifier, "verifier", self.config.reward)
         answer = extract(answered, verifier_entry.find, verifier_entry.max_chars).answer
         return {"text": _valid(text), "answer": _valid(answer), "turns": turns}
-
-
-def _columns(scored: ScoredRollout) -> dict[str, object]:
-    """Return the columns that come from the rollout itself."""
-    r = scored.rollout
-    score = scored.score
-    return {
-        "group": scored.group,
-        "sibling": r.index,
-        "reward": scored.reward,
-        "right": scored.right,
-        # A rollout that was restored from a checkpoint has no score.
-        "score": score.reward if score else None,
-        "parts": list(score.parts.items()) if score else None,
-        "reason": _valid(score.reason) if score else None,
-        "status": score.status if score else None,
-        "finish": r.finish,
-        "tokens": len(r.token_ids),
-        "versions": [{"version": version, "tokens": tokens} for version, tokens in r.spans],
-    }
 
 
 def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, where: Tensor, listed: Sequence[int]) -> pa.Table:

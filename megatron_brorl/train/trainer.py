@@ -139,7 +139,10 @@ class Trainer:
                 self._checkpoint_seconds = dict.fromkeys(self._checkpoint_seconds, 0.0)
                 # The slowest rank's seconds count, so that all ranks reach train.max_seconds together.
                 state.trained_s += timings["ranks/step_slowest"]
-                if self._evaluation_is_due():
+                # A complete run is evaluated separately at its end.
+                every = self.config.evaluate.every if self.held_out else 0
+                is_due = every and state.step % every == 0 and not state.is_complete(self.config.train)
+                if is_due and not self.runner.stuck():
                     metrics |= self._evaluate_step(progress, timings)
             except StepError as e:
                 if writer and before is state:
@@ -274,16 +277,6 @@ class Trainer:
                 samples = rollout_log.read_rollouts(Path(self.config.run.dir) / rollout_log.FOLDER, log_entry)
                 self.callbacks.call("on_evaluation", self.state.step, evaluation.as_dict(), samples)
         return evaluation
-
-    def _evaluation_is_due(self) -> bool:
-        """Return whether to evaluate after this step. A complete run is evaluated separately at its end."""
-        every = self.config.evaluate.every
-        return (
-            bool(every and self.held_out)
-            and self.state.step % every == 0
-            and not self.state.is_complete(self.config.train)
-            and not self.runner.stuck()
-        )
 
     def _evaluate_step(self, progress: Progress, seconds: dict[str, float]) -> dict[str, float]:
         """Evaluate between two steps and return the metrics."""

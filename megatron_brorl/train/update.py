@@ -51,15 +51,10 @@ def update_models(
     metrics = {}
     steps = config.train.steps
     if models.critic:
-        metrics = update_critic(
-            models.critic,
-            experience,
-            batches,
-            config.critic.clip,
-            critic_optim(config.critic, config.optim),
-            state.critic_updates,
-            optimizer_steps(config.algo, steps),
-        )
+        optim = critic_optim(config.critic, config.optim)
+        total = optimizer_steps(config.algo, steps)
+        clip = config.critic.clip
+        metrics = update_critic(models.critic, experience, batches, clip, optim, state.critic_updates, total)
         # The actor's schedule has the training steps that are left after the critic's warm-up.
         steps -= config.critic.warmup_steps
         if state.critic_steps < config.critic.warmup_steps:
@@ -70,15 +65,10 @@ def update_models(
         state.critic_steps += metrics["critic_updates"] > 0
 
     rollout = config.rollout
+    optim = scaled(config.optim, trained)
+    total = optimizer_steps(config.algo, steps)
     updated = update_policy(
-        models.actor,
-        experience,
-        batches,
-        config.algo,
-        scaled(config.optim, trained),
-        rollout.temperature,
-        state.updates,
-        optimizer_steps(config.algo, steps),
+        models.actor, experience, batches, config.algo, optim, rollout.temperature, state.updates, total
     )
     state.updates += int(updated["updates"])
 

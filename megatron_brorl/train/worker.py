@@ -34,7 +34,7 @@ from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.collectives import all_gather, all_reduce_max
 from megatron_brorl.parallel.flops import forward_flops, training_flops
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.parallel.packing import MIN_SHARING_GAIN, Packed, pack, split_for_rank, token_gain
+from megatron_brorl.parallel.packing import Packed, pack, split_for_rank
 from megatron_brorl.tracking.timeline import span
 
 # (batch, output of the head at its predicting positions) -> (scalar loss, values that the caller receives). The output
@@ -164,10 +164,10 @@ class Stage:
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
         self._multiple = self._segments_of * (self.grid.tp_size if self.grid.sequence_parallel else 1) * align
         self._limit = options.tokens_per_micro_batch * self.grid.cp_size  # of a micro-batch, over its ranks
-        self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if options.offload else None
-        self._state = Offload(self._optimizer_tensors) if options.offload and optim is not None else None
+        self._weights = Offload((lambda: (*module.parameters(), *module.buffers())) if options.offload else tuple)
+        self._state = Offload(self._optimizer_tensors if options.offload and optim is not None else tuple)
         # Gradients need no copy in host memory, because every update starts from zeros.
-        self._gradients = Offload(tuple, self._gradient_buffers) if optim is not None else None
+        self._gradients = Offload(tuple, self._gradient_buffers if optim is not None else tuple)
         if optim is not None:
             for layer in module.decoder.layers if options.freeze_router else ():
                 layer.mlp.router.requires_grad_(False)
@@ -224,9 +224,8 @@ class Stage:
         Training, scoring and weight sync move the tensors that they use back. weights: move the weights, too.
         """
         self._finish_gather()
-        for part in (self._gradients, self._state, self._weights if weights else None):
-            if part:
-                part.offload()
+        for part in (self._gradients, self._state, *([self._weights] if weights else [])):
+            part.offload()
         cpu_bridge.release_freed_memory()  # for the engine
 
     def reload(self) -> None:
@@ -265,14 +264,12 @@ class Stage:
     def _named(self) -> Mapping[str, Tensor]:
         """Return the parameters by global name, in device memory and gathered."""
         self._finish_gather()
-        if self._weights:
-            self._weights.reload()
+        self._weights.reload()
         return names.global_parameters(self.module)
 
     def _reload(self) -> None:
         for part in (self._weights, self._state, self._gradients):
-            if part:
-                part.reload()
+            part.reload()
 
     def _finish_gather(self) -> None:
         """Gather the weights that overlap_param_gather would gather in the next forward pass."""
@@ -375,17 +372,6 @@ class Stage:
         self.steps_taken += 1
         return OptimizerStep(norm, applied=True)
 
-    def tokens(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None = None
-    ) -> dict[str, float]:
-        """Return the tokens of rows with a prompt each ("plain") and of streams with shared prompts ("computed").
-
-        The latter count a prompt once in each micro-batch that has it, and once for each of its routes.
-        """
-        plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
-        gain = token_gain(prompts, responses, self._limit, routes) if self.options.share_prompt else 1.0
-        return {"plain": plain, "computed": plain / gain if gain >= MIN_SHARING_GAIN else plain}
-
     def micro_batches(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None = None
     ) -> list[Packed]:
@@ -404,8 +390,7 @@ class Stage:
         return [split_for_rank(batch, self.grid.groups.cp.rank(), self.grid.cp_size) for batch in batches]
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
-        if self._weights:
-            self._weights.reload()
+        self._weights.reload()
         if self.shape.experts:
             self._finish_gather()  # The modules of experts are not called, so they would not gather their weights.
 
