@@ -92,8 +92,7 @@ def cispo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Ob
     return Objective(value, used & (ratio < low), used & (ratio > high), torch.zeros_like(used))
 
 
-# SAPO's temperatures, those of the paper.
-TAU_POSITIVE = 1.0
+TAU_POSITIVE = 1.0  # SAPO's temperatures, those of the paper
 TAU_NEGATIVE = 1.05
 
 

@@ -48,7 +48,6 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     base = config.get("rope_local_base_freq", float, 1e4)
     local_theta, _ = read_rope(config, ropes.get(_KINDS[0], dict, {}), _KINDS[0], base, ("default",))
 
-    # Windows are not computed, so the context is limited to their size.
     context = config.get("max_position_embeddings", int)
 
     # The scale of attention scores does not follow from head_dim.

@@ -301,14 +301,12 @@ def transformer_config(
 
     # `fields` cannot override a field silently: Python raises TypeError for a keyword that is given twice.
     return TransformerConfig(
-        # Sizes.
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn,
-        # Architecture.
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         layernorm_zero_centered_gamma=shape.zero_centred_norms,
@@ -322,11 +320,9 @@ def transformer_config(
         init_method_std=shape.init_std,
         # YaRN scales queries and keys by a factor. Scaling the attention logits by its square is equivalent.
         softmax_scale=rope_factor**2 * (shape.attention_scale or shape.head_dim**-0.5),
-        # Arithmetic.
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Ranks.
         tensor_model_parallel_size=grid.tp_size,
         pipeline_model_parallel_size=grid.pp_size,
         context_parallel_size=grid.cp_size,
@@ -335,7 +331,6 @@ def transformer_config(
         batch_p2p_sync=False,  # a workaround for old versions of PyTorch, which waits for the device
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
         calculate_per_token_loss=True,  # sum gradients over ranks: losses are already normalized over the global batch
-        # Initialization and fused kernels.
         use_cpu_initialization=not gpu,
         perform_initialization=False,  # the caller loads all weights
         gradient_accumulation_fusion=False,

@@ -30,9 +30,7 @@ class ReferenceBackend:
     moments = staticmethod(moments)
     whiten = staticmethod(whiten)
     sample_tokens = staticmethod(sampling.sample_tokens)
-
-    def __init__(self) -> None:
-        self.decode = DecodeOps()
+    decode = DecodeOps()
 
 
 Backend: TypeAlias = "ReferenceBackend | FusedBackend"

@@ -162,7 +162,6 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
     names = [f.name for f in fields(unseen[0])]
     metrics = {f"theory_good_turing/{k}": float(np.mean([getattr(u, k) for u in unseen])) for k in names}
 
-    # The hold-out curve has points at powers of two.
     held = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
     if held:
         for name, columns in hold_out(groups, held).items():

@@ -187,7 +187,6 @@ class Trainer:
         state = self.state
         begun = time.monotonic()
 
-        # Prompts -> rollouts -> rewards -> groups whose rewards differ.
         sampling = self.collector.sampling
         with span("collect"):
             collected = self.collector.collect(state.carried, state.step, state.source_position, state.updates)
@@ -205,7 +204,6 @@ class Trainer:
         with _timed(seconds, "diagnose"), span("diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.models.actor, sampling)
 
-        # Rewards -> advantages -> log-probabilities, values.
         with _timed(seconds, "train"), span("experience"):
             outcomes = shape_rewards(collected.outcomes, config, state.step)
             subset = collected.subset
@@ -217,14 +215,13 @@ class Trainer:
             if self.recorder:  # The rollout log has a sample of the rollouts, with their rewards before shaping.
                 self.recorder.step(state.step, groups, collected.outcomes, collected.recorded, advantages, subset.mask)
 
-        # Updates of critic and actor.
         with _timed(seconds, "train"), span("update"):
             algo, kept = config.algo, outcomes.kept
             batches = mini_batches(experience.slots, kept, algo.mini_batches, algo.mini_batch_of, subset.place)
             trained = int(subset.mask.sum())  # rollouts of all ranks
             metrics |= update_models(self.models, experience, batches * config.algo.epochs, trained, config, state)
 
-        # New weights for the engine. Weights that are not finite are neither saved nor sent.
+        # Weights that are not finite are neither saved nor sent to the engine.
         state.step += 1
         with _timed(seconds, "weight_sync"):
             self.models.require_finite(

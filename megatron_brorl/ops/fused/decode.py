@@ -136,7 +136,6 @@ class FlashDecode(DecodeOps):
         rows = len(qkv)
         _, page, kv_heads, dim = keys.shape
         heads = qkv.shape[1] // dim - 2 * kv_heads
-        # Norm and rotate queries and keys in float32.
         qk = qkv[:, : -kv_heads * dim].float().view(rows, -1, dim)
         if norms is not None:
             q, k = qk.split([heads, kv_heads], dim=1)

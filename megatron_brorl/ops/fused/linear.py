@@ -106,7 +106,6 @@ def _shard(
     vocab = len(weight) * ranks if vocab is None else vocab
     if not 0 < vocab <= len(weight) * ranks:
         raise ValueError(f"{op}: a vocabulary of {vocab} does not fit {ranks} x {len(weight)} rows of weight")
-    # On a GPU this check would wait for the device.
     if ids.device.type == "cpu" and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise IndexError(f"{op}: ids are from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab}")
 

@@ -39,7 +39,6 @@ class DecodeOps:
 
         qkv [B, (heads + 2 K) d] before normalization and rotation -> [B, heads d].
         """
-        # Norm and rotate queries and keys in float32.
         _, kv_heads, dim, _ = keys.shape
         q, k, v = qkv.float().unflatten(-1, (-1, dim)).tensor_split([-2 * kv_heads, -kv_heads], dim=1)
         if norms is not None:
