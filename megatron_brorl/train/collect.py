@@ -188,7 +188,9 @@ class Collector:
                 break
 
         surplus = outcomes.kept[target:] if config.rollout.refills else []
-        outcomes = outcomes.reopen(surplus)  # carry_over() carries the groups that are not closed
+        # carry_over() carries the groups that are not closed.
+        closed, kept = ([g for g in chosen if g not in surplus] for chosen in (outcomes.closed, outcomes.kept))
+        outcomes = replace(outcomes, closed=closed, kept=kept)
 
         begun = time.monotonic()
         with span("exchange"):
@@ -231,7 +233,7 @@ class Collector:
         """Continue the partial rollouts and begin N rollouts for each of the last `new` groups, see RolloutRunner."""
         rollout = self.config.rollout
         to_begin = list(product(range(len(groups) - new, len(groups)), range(rollout.n)))
-        partial = carried.partial_rollouts()
+        partial = {(r.group, r.rollout.index): r.rollout for r in carried.rollouts if r.rollout.finish == "cut"}
         per_rank = collectives.all_gather(len(partial)) if rollout.partial_tokens else None
         with span("round"):
             return self.runner.sample(to_begin, groups, self.sampling, partial, per_rank)

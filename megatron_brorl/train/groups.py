@@ -55,12 +55,6 @@ class Outcomes:
         """Return the rewards [survivors] of a group, in sibling order."""
         return self.rewards[group][self.ended[group]]
 
-    def reopen(self, groups: Sequence[int]) -> Outcomes:
-        """Return the outcomes with these groups neither closed nor kept."""
-        out = set(groups)
-        closed, kept = ([g for g in chosen if g not in out] for chosen in (self.closed, self.kept))
-        return replace(self, closed=closed, kept=kept)
-
 
 def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 0) -> Outcomes:
     """Return the outcomes of `groups` groups of n rollouts. Collective.

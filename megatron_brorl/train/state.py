@@ -14,13 +14,10 @@ from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.config.schema import Config, TrainConfig
-from megatron_brorl.data.source import PromptSource
 from megatron_brorl.errors import UserError, warn
-from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.carried_groups import CarriedGroups, read_checkpoint
+from megatron_brorl.train.carried_groups import CarriedGroups
 from megatron_brorl.train.collect import SourcePosition
 from megatron_brorl.train.console import passes
-from megatron_brorl.train.models import TrainingModels
 
 
 class EarlyStopping(BaseModel):
@@ -87,24 +84,6 @@ def read_state(directory: Path) -> RunState:
 def _keys(value: Any) -> Any:
     """Return the keys of nested dicts, with None in place of other values."""
     return {key: _keys(inner) for key, inner in value.items()} if isinstance(value, dict) else None
-
-
-def restore(
-    directory: Path, state: RunState, models: TrainingModels, source: PromptSource, config: Config, grid: Grid
-) -> RunState:
-    """Return the state that a checkpoint holds, and load weights and optimizers into `models`. Collective.
-
-    The caller has checked the fingerprint. state: that of a run before its first step.
-    """
-    # Read and check run.json before any weight changes.
-    restored = read_state(directory)
-    checkpoint.load(directory, models.checkpoint_parts())
-    latest = directory.parent / folders.LATEST
-    models.require_finite(str(directory), f"delete it and {latest} to continue from an older checkpoint")
-    restored.fingerprint = state.fingerprint
-    restored.carried = read_checkpoint(directory, source, grid)
-    restored.best = folders.best_so_far(directory.parent, restored.best, restored.step, config.train.keep_best)
-    return restored
 
 
 def new_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> Best | None:

@@ -34,7 +34,7 @@ from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train import state as run_state
 from megatron_brorl.train.callbacks import Callbacks
-from megatron_brorl.train.carried_groups import checkpoint_files
+from megatron_brorl.train.carried_groups import checkpoint_files, read_checkpoint
 from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after_steps_text, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
@@ -402,13 +402,21 @@ class Trainer:
             self.state.best = written.best
 
     def restore(self, directory: Path) -> None:
-        """Continue from a checkpoint, whose fingerprint the caller has checked."""
-        self.state = run_state.restore(directory, self.state, self.models, self.train_source, self.config, self.grid)
+        """Continue from a checkpoint, whose fingerprint the caller has checked. Collective."""
+        train, root = self.config.train, directory.parent
+        restored = run_state.read_state(directory)  # checks run.json before any weight changes
+        checkpoint.load(directory, self.models.checkpoint_parts())
+        remedy = f"delete it and {root / folders.LATEST} to continue from an older checkpoint"
+        self.models.require_finite(str(directory), remedy)
+        restored.fingerprint = self.state.fingerprint
+        restored.carried = read_checkpoint(directory, self.train_source, self.grid)
+        restored.best = folders.best_so_far(root, restored.best, restored.step, train.keep_best)
+        self.state = restored
         if self.grid.rank == 0:
             # A killed run may lack the `best` file, whose checkpoint folders.repair keeps.
-            if self.state.best and folders.read_best(directory.parent) != self.state.best:
-                folders.write_best(directory.parent, self.state.best)
-            folders.repair(directory.parent, self.state.step, self.config.train.keep_checkpoints)
+            if restored.best and folders.read_best(root) != restored.best:
+                folders.write_best(root, restored.best)
+            folders.repair(root, restored.step, train.keep_checkpoints)
 
 
 def count_nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:
