@@ -20,7 +20,7 @@ from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.model_card import CARD
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
 from megatron_brorl.data.sentencepiece import write_tokenizer_json
-from megatron_brorl.data.tokenizers import GENERATION, Tokenizer, load_tokenizer, stop_ids, transformers_stop_ids
+from megatron_brorl.data.tokenizers import GENERATION, load_tokenizer, stop_ids, transformers_stop_ids
 from megatron_brorl.errors import UserError, shown, warn
 from megatron_brorl.families.shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.files import read_object, sha256
@@ -280,20 +280,14 @@ def add_generation_files(source: Path, target: Path) -> None:
     if generation is not None and transformers_stop_ids(source) == set(ids):
         return
 
-    generation = _other_special_ids(source, tokenizer) if generation is None else generation
+    if generation is None:
+        # A generation_config.json makes transformers ignore the BOS and padding ids in config.json.
+        config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
+        known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+        special = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
+        generation = {key: value for key, value in special.items() if value is not None}
     generation["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
     (target / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-
-
-def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the BOS and padding ids for a new generation_config.json.
-
-    Its existence makes transformers ignore the ids in config.json.
-    """
-    config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
-    known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-    found = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 @contextlib.contextmanager

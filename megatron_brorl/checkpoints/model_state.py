@@ -102,7 +102,8 @@ def _distributed_state(optimizer: Any, model_state: dict[str, Any], prefix: str,
     # Megatron leaves the padding between parameters uninitialised, but equal states must give equal files.
     for part in _of_parts(optimizer, state):
         for element in _elements(part["param_state"]):
-            if _value(element["padding"]):
+            padding = element["padding"]
+            if padding.unwrap() if isinstance(padding, LocalNonpersistentObject) else padding:
                 for tensor in element.values():
                     if isinstance(tensor, ShardedTensor):
                         tensor.data.zero_()
@@ -188,7 +189,3 @@ def _elements(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
             for buckets in buffers.values():
                 for bucket in buckets:
                     yield from bucket
-
-
-def _value(padding: Any) -> Any:
-    return padding.unwrap() if isinstance(padding, LocalNonpersistentObject) else padding

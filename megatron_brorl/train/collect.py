@@ -59,10 +59,6 @@ class SourcePosition:
     recent_prompts: float = 0.0  # prompts of recent steps, with weight DECAY per step
     recent_kept: float = 0.0  # kept groups among these
 
-    def after_round(self, prompts: int) -> SourcePosition:
-        """Return the position after one more round of this many prompts."""
-        return replace(self, rounds=self.rounds + 1, prompts_read=self.prompts_read + prompts)
-
     def with_kept(self, start: SourcePosition, kept: int) -> SourcePosition:
         """Return the position with the share of kept groups updated by all rounds of the step so far.
 
@@ -161,7 +157,8 @@ class Collector:
         for _ in range(1 + config.rollout.refills):
             prompts = self.source.prompts(position.prompts_read, round_size(missing, position, config.rollout))
             groups += make_groups(prompts, position.rounds, position.prompts_read)
-            position = position.after_round(len(prompts))
+            prompts_read = position.prompts_read + len(prompts)
+            position = replace(position, rounds=position.rounds + 1, prompts_read=prompts_read)
             rollouts, own_counts, own_seconds = self._sample(carried, groups, len(prompts))
             scored += rollouts
             _add(counts, collectives.all_reduce_sum(own_counts))

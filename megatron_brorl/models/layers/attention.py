@@ -72,8 +72,10 @@ class Segments(PackedSeqParams):
 
     @cached_property
     def own(self) -> gpu_attention.Pieces:
-        """The kernels' description of the segments."""
-        return gpu_attention.segments(self.table, cpu_bridge.default_device())
+        """The kernels' description of the segments, each of which attends causally to itself."""
+        lengths = self.table[:, 1]
+        limits = gpu_attention.limits(lengths, lengths, cpu_bridge.default_device())
+        return gpu_attention.Pieces(limits, causal=True)
 
     @cached_property
     def prompts(self) -> tuple[gpu_attention.Pieces, RepeatedRows]:

@@ -76,11 +76,6 @@ class Pieces:
         return piece, slice(None), torch.arange(len(piece), device=ends.device) - ends[piece]
 
 
-def segments(table: Tensor, device: torch.device) -> Pieces:
-    """Return the causal attention of each segment to itself. table: layers.attention.segment_table."""
-    return Pieces(_limits(table[:, 1], table[:, 1], device), causal=True)
-
-
 def shared_prompts(table: Tensor, device: torch.device) -> tuple[Pieces, RepeatedRows]:
     """Return the attention to copies of the shared prompts, and the rows of the stream to copy.
 
@@ -94,11 +89,12 @@ def shared_prompts(table: Tensor, device: torch.device) -> tuple[Pieces, Repeate
     ignored = (keys == 0).repeat_interleave(queries)
     keys = keys.clamp(min=1)
     copies = torch.arange(int(keys.sum())) + (first - keys.cumsum(0) + keys).repeat_interleave(keys)
-    attention = Pieces(_limits(queries, keys, device), causal=False, ignored=ignored.unsqueeze(1).to(device))
+    attention = Pieces(limits(queries, keys, device), causal=False, ignored=ignored.unsqueeze(1).to(device))
     return attention, RepeatedRows(copies.to(device), len(ignored))
 
 
-def _limits(queries: Tensor, keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+def limits(queries: Tensor, keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Return Pieces.limits of pieces with these numbers of queries and keys."""
     a, b = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).to(device, torch.int32) for x in (queries, keys))
     return a, b, int(queries.max()), int(keys.max())
 
