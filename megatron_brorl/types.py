@@ -202,5 +202,4 @@ class Experience:
 
     def select(self, rows: list[int]) -> Experience:
         """Return the given rows in the given order."""
-        fields = {k: v and tuple(v[i] for i in rows) for k, v in vars(self).items()}
-        return Experience(**fields)
+        return Experience(**{name: column and tuple(column[i] for i in rows) for name, column in vars(self).items()})

@@ -115,7 +115,7 @@ def tokens(job: Job) -> Iterator[Row]:
     import torch
 
     from megatron_brorl.algo.advantages import Moments
-    from megatron_brorl.ops.interface import Backend
+    from megatron_brorl.ops.backend import Backend
 
     table = torch.randn(4, TOKENS[job.device], generator=torch.Generator().manual_seed(0)).to(job.device)
 

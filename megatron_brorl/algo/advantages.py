@@ -114,8 +114,6 @@ def _deviations(rewards: Tensor) -> Tensor:
 
 def group_baseline(rewards: Tensor) -> Tensor:
     """Return rewards [N] minus their mean (BroRL, section 3.1); exactly 0 if all are equal."""
-    if not has_signal(rewards):
-        return torch.zeros_like(rewards)
     return _deviations(rewards).to(rewards.dtype)
 
 

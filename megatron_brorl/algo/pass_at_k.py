@@ -1,12 +1,15 @@
-"""pass@k: its estimate from samples, and advantages whose policy gradient raises it."""
+"""pass@k and the share of groups with a learning signal, from samples, and advantages whose gradient raises pass@k."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)  # values of n for which reports show mixed_share
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -48,3 +51,20 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     right = k * math.prod(max(n - c - i, 0) / (n - 1 - i) for i in range(k))
     values = torch.tensor([-right * c / (n - c), right], dtype=torch.float64)
     return values[(rewards == 1).long()].to(rewards.dtype)
+
+
+def mixed_share(counts: Sequence[Sequence[int]], n: int) -> float:
+    """Return the mean over prompts of the probability that n rollouts have different rewards.
+
+    counts: for each prompt, the recorded rollouts with each reward. For n up to their number this is the unbiased
+    estimate: the share of subsets of n rollouts whose rewards differ. For larger n it is whether any of them differ,
+    which is a lower bound in expectation, because rare rewards may not have been recorded.
+    """
+    shares = []
+    for own in map(np.array, counts):
+        total = own.sum()
+        drawn = np.arange(min(n, total))
+        # The products are C(count, n) / C(total, n): the n rollouts all have this reward.
+        large = own[own >= len(drawn), None]
+        shares.append(1 - np.prod((large - drawn) / (total - drawn), axis=1).sum())
+    return float(np.mean(shares))

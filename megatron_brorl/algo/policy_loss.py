@@ -92,8 +92,7 @@ def cispo(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Ob
     return Objective(value, used & (ratio < low), used & (ratio > high), torch.zeros_like(used))
 
 
-# SAPO's temperatures, those of the paper.
-TAU_POSITIVE = 1.0
+TAU_POSITIVE = 1.0  # SAPO's temperatures, those of the paper
 TAU_NEGATIVE = 1.05
 
 
@@ -203,7 +202,10 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
     old = current if tokens.old_log_probs is None else tokens.old_log_probs
     log_ratio = log_probs - old
     if settings.ratio == "sequence":
-        log_ratio = _mean_of_sequences(log_ratio, _sequences(tokens))
+        # Replace each by the mean over its sequence.
+        _, index, count = _sequences(tokens).unique(return_inverse=True, return_counts=True)
+        sums = torch.zeros(len(count), dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, index, log_ratio)
+        log_ratio = (sums / count)[index]
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
 
@@ -241,9 +243,9 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
             entropy,
             live[live],
         )
-        sums = [x.detach().double().sum() for x in per_token]
-        maxima = [x.detach().double().max() if len(x) else sums[0].new_zeros(()) for x in (ratio, distance)]
-    return PolicyLoss(loss, *given, torch.stack(sums + maxima))
+        totals = [x.detach().double().sum() for x in per_token]
+        maxima = [x.detach().double().max() if len(x) else totals[0].new_zeros(()) for x in (ratio, distance)]
+    return PolicyLoss(loss, *given, torch.stack(totals + maxima))
 
 
 def _own_objective(
@@ -274,13 +276,6 @@ def _sequences(tokens: PolicyTokens) -> Tensor:
     if tokens.sequences is None:
         raise ValueError("policy_loss: this loss needs tokens.sequences")
     return tokens.sequences
-
-
-def _mean_of_sequences(values: Tensor, sequences: Tensor) -> Tensor:
-    """Replace each of values [R] by the mean over its sequence; sequences [R] int64."""
-    _, index, count = sequences.unique(return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, index, values)
-    return (sums / count)[index]
 
 
 def mismatch_mask(old: Tensor, rollout: Tensor, by: Literal["token", "sequence"], low: float, high: float) -> Tensor:

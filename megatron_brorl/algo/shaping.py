@@ -18,13 +18,7 @@ _REPETITION_PENALTY = 0.001  # of ProRLv2, for each repeated n-gram
 
 
 def shaped(
-    rewards: Tensor,
-    right: Tensor,
-    tokens: Tensor,
-    repeats: Tensor,
-    config: ShapingConfig,
-    max_tokens: int,
-    step: int,
+    rewards: Tensor, right: Tensor, tokens: Tensor, repeats: Tensor, config: ShapingConfig, max_tokens: int, step: int
 ) -> Tensor:
     """Return the rewards with all terms that the configuration adds at a step; tensors [...] of one shape.
 

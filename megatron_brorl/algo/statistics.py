@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import mpmath
 import numpy as np
@@ -28,7 +28,7 @@ class Interval:
 
     def as_dict(self) -> dict[str, float]:
         """For JSON."""
-        return {"mean": self.mean, "low": self.low, "high": self.high}
+        return asdict(self)
 
 
 def bootstrap_mean(values: Sequence[float], resamples: int, seed: int, bounds: Bounds | None = None) -> Interval:
@@ -90,7 +90,7 @@ class Paired:
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
-        return {**vars(self), "difference": self.difference.as_dict()}
+        return asdict(self)
 
 
 def paired(

@@ -185,8 +185,7 @@ def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    found: Tensor = model(ids).logits[:, :-1].flatten(0, 1)
-    return found
+    return model(ids).logits[:, :-1].flatten(0, 1)
 
 
 def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: MergedCheckpoint | None) -> Tensor:
@@ -196,7 +195,7 @@ def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: Me
     actor = build_actor(shape, processes, torch.float32, ops, lora=merged.lora if merged else None).eval()
     if merged:
         own = [entry.megatron for entry in merged.entries]
-        hugging_face.load(actor, shape, processes, merged.base.directory, actor.uses_te, own)
+        hugging_face.load(actor, shape, merged.base.directory, own)
     with cpu_bridge.bridge():
         state = dist_checkpointing.load(ModelState("", actor).sharded(with_optimizer=False), str(directory))
         actor.load_state_dict(state["model"], strict=merged is None)

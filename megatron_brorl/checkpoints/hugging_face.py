@@ -6,12 +6,11 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,15 +20,12 @@ from megatron_brorl.checkpoints import safetensors_files
 from megatron_brorl.checkpoints.model_card import CARD
 from megatron_brorl.checkpoints.safetensors_files import INDEX, TYPES
 from megatron_brorl.data.sentencepiece import write_tokenizer_json
-from megatron_brorl.data.tokenizers import GENERATION, Tokenizer, load_tokenizer, stop_ids, transformers_stop_ids
-from megatron_brorl.errors import UserError, shown
+from megatron_brorl.data.tokenizers import GENERATION, load_tokenizer, stop_ids, transformers_stop_ids
+from megatron_brorl.errors import UserError, shown, warn
 from megatron_brorl.families.shape import CONFIG, WEIGHTS, ModelShape, read_shape
 from megatron_brorl.files import read_object, sha256
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.layouts import WeightEntry, to_local
-
-if TYPE_CHECKING:  # Importing Megatron takes seconds, which a conversion does not need.
-    from megatron_brorl.parallel.grid import Grid
 
 HEAD = "lm_head.weight"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -85,13 +81,10 @@ class Checkpoint:
         return dict.fromkeys(parts, (rows, shape[2]))
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor in its stored type. Raises UserError if its type is none of TYPES."""
-        if self.types[name] not in TYPES:
-            raise UserError(f"{self.files[name]}: {name} is of type {self.types[name]}: only unquantized checkpoints")
+        """Return a tensor in its stored type."""
         with safe_open(self.files[name], framework="pt") as file:
             stored, *part = self._parts.get(name, (name,))
-            tensor: Tensor = file.get_slice(stored)[tuple(part)] if part else file.get_tensor(name)
-        return tensor
+            return file.get_slice(stored)[tuple(part)] if part else file.get_tensor(name)
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise UserError unless the files hold exactly these tensors; an LM head may be stored in addition."""
@@ -188,20 +181,15 @@ def _shards(index: Path) -> list[str]:
 
 
 def load(
-    actor: torch.nn.Module,
-    shape: ModelShape,
-    grid: Grid,
-    directory: str | Path,
-    te_names: bool,
-    own: Sequence[str] = (),
-    keep: bool = False,
+    actor: Any, shape: ModelShape, directory: str | Path, own: Sequence[str] = (), keep: bool = False
 ) -> dict[str, Tensor]:
-    """Fill this rank's stage from a Hugging Face directory, converting to the parameters' dtype.
+    """Fill this rank's stage, a models.gpt.Actor, from a Hugging Face directory, converting to the parameters' dtype.
 
-    te_names: whether the norms have Transformer Engine's names. own: parameters that no Hugging Face directory has,
-    which are not changed. keep: return this rank's part of each tensor in the dtype of the file, by the module's own
-    parameter names. Raises UserError if the directory does not have the model of its config.json.
+    own: parameters that no Hugging Face directory has, which are not changed. keep: return this rank's part of each
+    tensor in the dtype of the file, by the module's own parameter names. Raises UserError if the directory does not
+    have the model of its config.json.
     """
+    grid = actor.grid
     checkpoint = Checkpoint(Path(directory))
     checkpoint.check(names.hf_shapes(shape))
     if "output_layer.weight" not in own:
@@ -211,7 +199,7 @@ def load(
     local_names = {id(parameter): name for name, parameter in actor.named_parameters()}
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
-        for entry in names.entries(shape, grid.pp_size, te_names):
+        for entry in names.entries(shape, grid.pp_size, actor.uses_te):
             targets = [parameters.pop(entry.megatron)] if entry.is_on(grid, shape.experts) else []
             if entry.layout == "vocab" and shape.tied and "output_layer.weight" in parameters:
                 targets.append(parameters.pop("output_layer.weight"))  # the last stage's copy of a tied embedding
@@ -287,25 +275,19 @@ def add_generation_files(source: Path, target: Path) -> None:
         tokenizer = load_tokenizer(source)
         ids = stop_ids(source, tokenizer)
     except UserError as e:
-        print(f"warning: no {GENERATION} written: {e}", file=sys.stderr, flush=True)
+        warn(f"no {GENERATION} written: {e}")
         return
     if generation is not None and transformers_stop_ids(source) == set(ids):
         return
 
-    generation = _other_special_ids(source, tokenizer) if generation is None else generation
+    if generation is None:
+        # A generation_config.json makes transformers ignore the BOS and padding ids in config.json.
+        config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
+        known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+        special = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
+        generation = {key: value for key, value in special.items() if value is not None}
     generation["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
     (target / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-
-
-def _other_special_ids(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the BOS and padding ids for a new generation_config.json.
-
-    Its existence makes transformers ignore the ids in config.json.
-    """
-    config = read_object(source / CONFIG) if (source / CONFIG).is_file() else {}
-    known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-    found = {key: value if config.get(key) is None else config[key] for key, value in known.items()}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 @contextlib.contextmanager

@@ -44,7 +44,10 @@ class ModelState:
 
     def sharded(self, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
         """Return Megatron's sharded state. An optimizer that has not stepped has none."""
-        model = self._weights_state()
+        model: dict[str, Any] = self.module.sharded_state_dict(prefix=self.prefix)
+        if self._has_adapters():  # The other weights are frozen.
+            trained = [self.prefix + name for name, p in self.module.named_parameters() if p.requires_grad]
+            model = {name: model[name] for name in trained}
         for name, weight in (self.weights or {}).items():
             model[self.prefix + name].data = weight
         if not with_optimizer:
@@ -55,14 +58,6 @@ class ModelState:
         # Megatron would prefix the names of all tensors if there are two optimizers, which depends on the layout. Only
         # the tensors of the second one are stored, under the names that they have with a single optimizer.
         return {"model": model, "optimizer": first} | ({_EXPERTS: _tensors(*experts)} if experts else {})
-
-    def _weights_state(self) -> dict[str, Any]:
-        """Return the sharded state of the weights: only of adapters if there are any, because the others are frozen."""
-        state: dict[str, Any] = self.module.sharded_state_dict(prefix=self.prefix)
-        if not self._has_adapters():
-            return state
-        trained = [self.prefix + name for name, p in self.module.named_parameters() if p.requires_grad]
-        return {name: state[name] for name in trained}
 
     def _has_adapters(self) -> bool:
         return any(isinstance(module, Adapters) for module in self.module.modules())
@@ -107,7 +102,8 @@ def _distributed_state(optimizer: Any, model_state: dict[str, Any], prefix: str,
     # Megatron leaves the padding between parameters uninitialised, but equal states must give equal files.
     for part in _of_parts(optimizer, state):
         for element in _elements(part["param_state"]):
-            if _value(element["padding"]):
+            padding = element["padding"]
+            if padding.unwrap() if isinstance(padding, LocalNonpersistentObject) else padding:
                 for tensor in element.values():
                     if isinstance(tensor, ShardedTensor):
                         tensor.data.zero_()
@@ -163,8 +159,7 @@ def _of_parts(optimizer: Any, state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 def _of_torch(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of torch's optimizer in the state of Megatron's, which may also have float32 masters."""
-    inner: dict[str, Any] = state.get("optimizer", state)
-    return inner
+    return state.get("optimizer", state)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +189,3 @@ def _elements(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
             for buckets in buffers.values():
                 for bucket in buckets:
                     yield from bucket
-
-
-def _value(padding: Any) -> Any:
-    return padding.unwrap() if isinstance(padding, LocalNonpersistentObject) else padding

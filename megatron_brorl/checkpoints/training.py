@@ -118,7 +118,7 @@ def begin(
     run: dict[str, Any],
     keep: int,
     files: Mapping[str, bytes],
-    copy: bool = False,
+    copy: bool,
 ) -> Save:
     """Capture the state after `step` steps for writing; a collective.
 
@@ -278,9 +278,10 @@ def load(directory: Path, models: Sequence[ModelState]) -> None:
             "use the saved settings, or convert its weights (brorl convert to-hf) and start a new run from them"
         )
     with cpu_bridge.bridge():
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)  # torch logs the traceback of an error before it raises the error
         try:
-            with _quiet():
-                state = dist_checkpointing.load(_states(models, stepped, loading=True), str(directory))
+            state = dist_checkpointing.load(_states(models, stepped, loading=True), str(directory))
         except (CheckpointException, CheckpointingException, pickle.UnpicklingError, EOFError) as e:
             # torch's message has a traceback per rank, which ends with the reason.
             why = str(e).rstrip().rpartition("\n")[2]
@@ -288,6 +289,8 @@ def load(directory: Path, models: Sequence[ModelState]) -> None:
             disk_failed = number and int(number[1]) != errno.ENOENT
             remedy = "fix that and run the command again" if disk_failed else "the checkpoint is damaged: delete it"
             raise UserError(f"{directory}: {why}; {remedy}") from None
+        finally:
+            logging.disable(before)
         for model in models:
             model.restore(state[model.name] if model.name else state, directory)
 
@@ -308,17 +311,6 @@ def _describe(layout: dict[str, int] | None) -> str:
         return "parallel.distributed_optimizer = false"
     sizes = ", ".join(f"parallel.{name} = {size}" for name, size in layout.items())
     return f"parallel.distributed_optimizer = true, {sizes}"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress log messages, because torch logs the traceback of an error before it raises the error."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _states(models: Sequence[ModelState], stepped: Sequence[str], loading: bool = False) -> dict[str, Any]:

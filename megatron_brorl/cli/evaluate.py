@@ -55,7 +55,7 @@ def evaluate(args: argparse.Namespace) -> int:
         answers = {}
         for number, (name, prompts) in enumerate(names.items(), 1):
             show = functools.partial(print_samples, name)
-            answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_samples=show)
+            answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, show)
             p.update(number, {})
         p.stop()
         every = [a for part in answers.values() for a in part]
@@ -64,7 +64,7 @@ def evaluate(args: argparse.Namespace) -> int:
         result = {
             **whole.as_dict(),
             "benchmarks": {n: summarize(answers[n], len(names[n]), evaluation, rollouts.seed).as_dict() for n in names},
-            "mean_of_benchmarks": mean_over(list(answers.values()), evaluation, rollouts.seed),
+            "mean_of_benchmarks": mean_over(list(answers.values()), rollouts.seed),
             "model": config.model.path,
             # Two evaluations have the same prompts only if these are equal.
             "chat_template_kwargs": config.data.chat_template_kwargs,

@@ -39,7 +39,7 @@ from megatron_brorl.models.gpt import DTYPES, RECOMPUTE_ATTENTION
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.parallel import collectives, cpu_bridge, grid, network
-from megatron_brorl.parallel.stalls import StallReporter
+from megatron_brorl.parallel.network import StallReporter
 from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers, try_texts
 from megatron_brorl.rewards.registry import ENVIRONMENT

@@ -82,10 +82,10 @@ def _simulate(args: argparse.Namespace) -> int:
 def _pass_rates(args: argparse.Namespace) -> int:
     import numpy as np
 
+    from megatron_brorl.algo.pass_at_k import SIZES, mixed_share
     from megatron_brorl.cli.evaluate import ANSWERS
     from megatron_brorl.report.comparison import read_answers
     from megatron_brorl.report.plots import latest_groups, plot_pass_rates
-    from megatron_brorl.theory.pass_rates import SIZES, mixed_share
 
     if (args.run / FOLDER).is_dir() or not (args.run / ANSWERS).is_file():
         kind, groups = latest_groups(args.run)

@@ -39,8 +39,7 @@ from megatron_brorl.tracking.progress import progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.callbacks import Callbacks
 from megatron_brorl.train.console import evaluation_line, evaluation_metrics
-from megatron_brorl.train.models import TrainingModels
-from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.models import ReferencePolicy, TrainingModels
 from megatron_brorl.train.sampling_params import context, training_sampling_params
 from megatron_brorl.train.sft import sft, sft_optim
 from megatron_brorl.train.state import RunState, mark_last_as_best, read_state

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_brorl.families.family import ModelFamily, Parameter, Requirement
-from megatron_brorl.families.rope import one_rope
+from megatron_brorl.families.family import ModelFamily, Parameter, Requirement, one_rope
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, "vocab")
 FINAL_NORM = Parameter("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, "whole", "ones")
 HEAD = Parameter("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, "vocab")
 
-# Parameters of one layer.
 ATTENTION_NORM = Parameter(
     "input_layernorm.weight",
     {"input_layernorm.weight": ("hidden",)},
@@ -55,7 +53,6 @@ GATE_UP = Parameter(
 DOWN = Parameter("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "ffn")}, "columns", "residual")
 
 
-# Requirements of every family, then those of Llama and Qwen.
 UNQUANTIZED = Requirement("quantization_config", (None, {}), "train from an unquantized checkpoint")
 NO_ATTENTION_BIAS = Requirement("attention_bias", (False, None), "an output bias is not mapped")
 WHOLE_HEAD_ROPE = Requirement("partial_rotary_factor", (1.0, None), "RoPE covers the whole head")

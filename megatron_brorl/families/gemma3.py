@@ -12,8 +12,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.families import dense
-from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement, positive
-from megatron_brorl.families.rope import read_rope
+from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement, positive, read_rope
 
 # Norms of the outputs of attention and MLP, before these are added to the residual stream. The names are those of
 # NVIDIA's Megatron-Bridge.
@@ -24,10 +23,7 @@ POST_ATTENTION_NORM = Parameter(
     "zeros",
 )
 POST_MLP_NORM = Parameter(
-    "mlp.linear_fc2.post_layernorm.weight",
-    {"post_feedforward_layernorm.weight": ("hidden",)},
-    "whole",
-    "zeros",
+    "mlp.linear_fc2.post_layernorm.weight", {"post_feedforward_layernorm.weight": ("hidden",)}, "whole", "zeros"
 )
 _KINDS = ("sliding_attention", "full_attention")
 
@@ -35,7 +31,6 @@ _KINDS = ("sliding_attention", "full_attention")
 def _rest(config: ConfigJson) -> Mapping[str, Any]:
     """Return the fields of ModelShape that only Gemma has or reads differently."""
     layers = config.get("num_hidden_layers", int, most=10_000)
-    raw = config.raw
 
     # Find the local layers. Earlier versions of transformers wrote only the interval between full layers.
     every = config.get("sliding_window_pattern", int, 6)
@@ -50,19 +45,13 @@ def _rest(config: ConfigJson) -> Mapping[str, Any]:
     ropes = ConfigJson(config.get("rope_parameters", dict, {}), config.where)
     full = {**ropes.get(_KINDS[1], dict, {}), **config.get("rope_scaling", dict, {})}
     theta, scaling = read_rope(config, full, _KINDS[1], config.get("rope_theta", float, 1e6), ("default", "linear"))
-    local_theta, _ = read_rope(
-        config,
-        ropes.get(_KINDS[0], dict, {}),
-        _KINDS[0],
-        config.get("rope_local_base_freq", float, 1e4),
-        ("default",),
-    )
+    base = config.get("rope_local_base_freq", float, 1e4)
+    local_theta, _ = read_rope(config, ropes.get(_KINDS[0], dict, {}), _KINDS[0], base, ("default",))
 
-    # Windows are not computed, so the context is limited to their size.
     context = config.get("max_position_embeddings", int)
 
     # The scale of attention scores does not follow from head_dim.
-    scalar = positive(raw.get("query_pre_attn_scalar"), 256.0, f"{config.where}: query_pre_attn_scalar")
+    scalar = positive(config.raw.get("query_pre_attn_scalar"), 256.0, f"{config.where}: query_pre_attn_scalar")
     return {
         "context": min(context, config.get("sliding_window", int, 4096)) if local else context,
         "rope_theta": theta,
@@ -107,10 +96,7 @@ FAMILY = ModelFamily(
         _zero_centred(dense.K_NORM),
         dense.ATTENTION_OUT,
         POST_ATTENTION_NORM,
-        replace(
-            _zero_centred(dense.MLP_NORM),
-            hf={"pre_feedforward_layernorm.weight": ("hidden",)},
-        ),
+        replace(_zero_centred(dense.MLP_NORM), hf={"pre_feedforward_layernorm.weight": ("hidden",)}),
         dense.GATE_UP,
         dense.DOWN,
         POST_MLP_NORM,

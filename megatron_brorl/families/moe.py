@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.families import dense
-from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement
-from megatron_brorl.families.rope import one_rope
+from megatron_brorl.families.family import ConfigJson, ModelFamily, Parameter, Requirement, one_rope
 
 ROUTER = Parameter("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, "whole")
 # Parameters of one expert, which is on one rank as a whole.

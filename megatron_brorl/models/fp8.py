@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
 from typing import Any
 
 import torch
 from megatron.core.fp8_utils import get_fp8_align_size
+from packaging.version import Version
 
 from megatron_brorl.config.schema import Fp8Config
 from megatron_brorl.errors import UserError
@@ -25,13 +25,13 @@ def problem(config: Fp8Config, shape: ModelShape, tp_size: int, capability: tupl
     transformer_engine.pytorch.quantization, 2.20.
     """
     gpu = "{}.{}".format(*capability)
-    if _version(te) < MIN_TE_VERSION:
+    if Version(te).release < MIN_TE_VERSION:
         return f"Transformer Engine {te} is too old: install 2.9 or newer"
 
     # Each recipe needs a generation of GPUs, and block scaling also a version of CUDA.
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 (this GPU: {gpu}): set it to 'none'"
-    if config.recipe == "blockwise" and (capability < (9, 0) or _version(cuda) < (12, 9)):
+    if config.recipe == "blockwise" and (capability < (9, 0) or Version(cuda).release < (12, 9)):
         return f"block scaling needs compute capability 9.0 and CUDA 12.9 (here: {gpu} and {cuda}): use 'tensorwise'"
     if config.recipe == "mxfp8" and capability < (10, 0):
         return f"MXFP8 needs compute capability 10.0 (this GPU: {gpu}; H100 and H200 have 9.0): use 'blockwise'"
@@ -84,8 +84,3 @@ def settings(config: Fp8Config) -> dict[str, Any]:
         "num_layers_at_start_in_bf16": config.bf16_layers,
         "num_layers_at_end_in_bf16": config.bf16_layers,
     }
-
-
-def _version(text: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -1,4 +1,4 @@
-"""One pipeline stage of the actor: Megatron-Core's GPTModel for the model families in families/."""
+"""One pipeline stage of the actor or the critic: Megatron-Core's GPTModel for the model families in families/."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -25,13 +26,14 @@ from megatron_brorl.config.schema import LoraConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.models.layers.attention import PackedAttention, Segments
+from megatron_brorl.models.layers.gpu_attention import RepeatedRows
 from megatron_brorl.models.layers.lora import ColumnLinear, RowLinear, add_adapters, mlp_submodules
 from megatron_brorl.models.layers.norm import PostNormRowLinear, RmsNorm
-from megatron_brorl.models.layers.repeated_rows import RepeatedRows
 from megatron_brorl.models.weights.layouts import WeightEntry
 from megatron_brorl.models.weights.names import adapter_entries, entries, global_parameters
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.interface import Backend, compute_dtype
+from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
@@ -70,7 +72,6 @@ class ReplayLayer(TransformerLayer):
     """
 
     def forward(self, *args: Any, packed_seq_params: Segments, **kwargs: Any) -> Any:
-        """See TransformerLayer."""
         routes = packed_seq_params.routes
         self.mlp.router.router_replay = None if routes is None else Replay(routes[:, self.layer_number - 1].long())
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -192,6 +193,32 @@ class Actor(GPTModel):
         )
 
 
+class ValueHead(MegatronModule):
+    """Linear value head: hidden [R, H] -> values [R]. Every tensor-parallel rank computes all values."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        # Megatron expects the last layer of a model to have a matrix of this name.
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        dtype = compute_dtype(hidden.dtype)
+        return (hidden.to(dtype) @ self.weight.to(dtype).t()).squeeze(-1)
+
+
+class Critic(Actor):
+    """One pipeline stage of the critic. The value head of the last stage is never tied to the embedding."""
+
+    def __init__(self, shape: ModelShape, config: TransformerConfig, grid: Grid, ops: Backend) -> None:
+        super().__init__(replace(shape, tied=False), config, grid, ops)
+        if self.post_process:
+            self.output_layer = ValueHead(config)
+
+    def values(self, hidden: Tensor, batch: Packed) -> Tensor:
+        """Return values [R] at the batch's predicting positions, from hidden [T, 1, H] (last stage only)."""
+        return self.output_layer(predicting(hidden, batch))
+
+
 def predicting(hidden: Tensor, batch: Packed) -> Tensor:
     """Return the hidden states that predict response tokens, [R, H], from hidden [T, 1, H]."""
     # The last token of a shared prompt predicts the first token of all of its responses.
@@ -274,14 +301,12 @@ def transformer_config(
 
     # `fields` cannot override a field silently: Python raises TypeError for a keyword that is given twice.
     return TransformerConfig(
-        # Sizes.
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn,
-        # Architecture.
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         layernorm_zero_centered_gamma=shape.zero_centred_norms,
@@ -295,11 +320,9 @@ def transformer_config(
         init_method_std=shape.init_std,
         # YaRN scales queries and keys by a factor. Scaling the attention logits by its square is equivalent.
         softmax_scale=rope_factor**2 * (shape.attention_scale or shape.head_dim**-0.5),
-        # Arithmetic.
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Ranks.
         tensor_model_parallel_size=grid.tp_size,
         pipeline_model_parallel_size=grid.pp_size,
         context_parallel_size=grid.cp_size,
@@ -308,7 +331,6 @@ def transformer_config(
         batch_p2p_sync=False,  # a workaround for old versions of PyTorch, which waits for the device
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even without experts
         calculate_per_token_loss=True,  # sum gradients over ranks: losses are already normalized over the global batch
-        # Initialization and fused kernels.
         use_cpu_initialization=not gpu,
         perform_initialization=False,  # the caller loads all weights
         gradient_accumulation_fusion=False,
@@ -366,6 +388,27 @@ def build_actor(
         if not hasattr(weight, "tensor_model_parallel"):  # Megatron-Core 0.19 already sets this for a tied head.
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
     return actor.to(device=cpu_bridge.default_device(), dtype=dtype)
+
+
+def build_critic(
+    shape: ModelShape,
+    grid: Grid,
+    dtype: torch.dtype,
+    ops: Backend,
+    recompute: bool = False,
+    fields: Mapping[str, Any] | None = None,
+) -> Critic:
+    """Build this rank's stage with an uninitialised body and a value head of zeros. fields: see transformer_config."""
+    check_layout(shape, grid.tp_size, grid.pp_size)
+    with cpu_bridge.bridge():
+        critic = Critic(shape, transformer_config(shape, grid, dtype, recompute, ops, fields), grid, ops)
+    mark_sharded(critic, entries(critic_body(shape), grid.pp_size, critic.uses_te))
+    return critic.to(device=cpu_bridge.default_device(), dtype=dtype)
+
+
+def critic_body(shape: ModelShape) -> ModelShape:
+    """Return the shape without an LM head, so that loading ignores the head that a directory may hold."""
+    return replace(shape, tied=True)
 
 
 def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:

@@ -1,19 +1,26 @@
-"""The choice of an implementation of the ops, once per process. Other packages receive a Backend as an argument."""
+"""The choice of an implementation of the ops, once per process. Other packages receive a Backend as an argument.
+
+ops.reference defines the results in plain torch. ops.fused computes the same, up to rounding, with csrc/.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from megatron_brorl.algo.advantages import moments, whiten
-from megatron_brorl.ops.interface import Backend
 from megatron_brorl.ops.reference import advantages, linear, sampling
-from megatron_brorl.ops.reference.decode import ReferenceDecode
+from megatron_brorl.ops.reference.decode import DecodeOps
+
+if TYPE_CHECKING:  # Importing it loads the extension.
+    from megatron_brorl.ops.fused.backend import FusedBackend
 
 
 class ReferenceBackend:
     """The ops in plain torch, for any device."""
 
-    fused_layers = False
+    fused_layers = False  # whether trained layers use ops.fused.layers instead of Megatron's modules
 
     linear_log_probs = staticmethod(linear.linear_log_probs)
     linear_ppo_loss = staticmethod(linear.linear_ppo_loss)
@@ -23,9 +30,10 @@ class ReferenceBackend:
     moments = staticmethod(moments)
     whiten = staticmethod(whiten)
     sample_tokens = staticmethod(sampling.sample_tokens)
+    decode = DecodeOps()
 
-    def __init__(self) -> None:
-        self.decode = ReferenceDecode()
+
+Backend: TypeAlias = "ReferenceBackend | FusedBackend"
 
 
 def backend(name: str, device: torch.device) -> Backend:

@@ -47,7 +47,7 @@ def _scaled(inv_freq: Tensor, scaling: dict[str, Any], shape: ModelShape) -> tup
         return inv_freq / float(scaling["factor"]), 1.0
     if kind == "llama3":
         return _llama3(inv_freq, scaling), 1.0
-    assert kind == "yarn", kind  # families/rope.py refuses all other types
+    assert kind == "yarn", kind  # families.family.read_rope refuses all other types
     return _yarn(inv_freq, scaling, shape)
 
 

@@ -61,11 +61,8 @@ def assign(costs: Ints, parts: int, prompt_index: Ints | None = None, prompt_cos
     prompt_index: index of each row's prompt [rows]. prompt_costs: additional cost of a part's first row of a prompt
     [rows]. All ranks compute the same result, because it depends only on integers.
     """
-    if parts == 1 or not len(costs):
-        return np.zeros(len(costs), dtype=np.int64)
     if prompt_index is None or prompt_costs is None or not prompt_costs.any():
         return _longest_first(costs, parts)
-
     return _in_runs(costs, parts, prompt_index, prompt_costs)
 
 

@@ -124,7 +124,12 @@ def build(config: ParallelConfig, seed: int = 0, phase_s: float = 0.0) -> Grid:
 
     timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
-        _join(world, timeout)
+        if cpu_bridge.on_gpu():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl" if cpu_bridge.on_gpu() else "gloo"
+        rank = int(os.environ.get("RANK", "0"))
+        store = network.store(world, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()  # of an earlier grid in this process
     with _own_groups(timeout):
@@ -177,15 +182,6 @@ def _replicas(stage_size: int, pp_size: int, dp_size: int) -> list[list[int]]:
     return [
         [(p * dp_size + d) * stage_size + i for p in range(pp_size) for i in range(stage_size)] for d in range(dp_size)
     ]
-
-
-def _join(world: int, timeout: timedelta) -> None:
-    if cpu_bridge.on_gpu():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if cpu_bridge.on_gpu() else "gloo"
-    rank = int(os.environ.get("RANK", "0"))
-    store = network.store(world, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def leave() -> None:

@@ -19,11 +19,11 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter, ScalarFormatter
 
+from megatron_brorl.algo.pass_at_k import SIZES
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import writing
 from megatron_brorl.report.content import RecordedEvaluation, evaluations, read_run
 from megatron_brorl.rollout_log import FOLDER, entries, one_line, read_groups
-from megatron_brorl.theory.pass_rates import SIZES, Floats
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Curves, Settings
 
 # The palette of Okabe and Ito, which is safe for colour-blind readers.
@@ -36,6 +36,7 @@ _COLORS = (RED, ORANGE, GREEN, SKY, BLUE, PURPLE)
 _PARTS = {"drawn, right": GREEN, "drawn, wrong": SKY, "not drawn": RED, "weight decay": GREY}
 _MAX_MARKERS = 40  # Longer curves have a running mean instead of markers.
 
+Floats = npt.NDArray[np.float64]
 Row = Mapping[str, Any]
 _Runs = dict[int, list[Curves]]  # N -> its seeds
 

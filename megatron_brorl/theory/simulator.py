@@ -72,8 +72,7 @@ class Curves:
 
     def column(self, name: str) -> Floats:
         """Return one of COLUMNS, [steps + 1]. measured, predicted_* and moved_* are changes of Q_pos by one step."""
-        column: Floats = self.values[:, COLUMNS.index(name)]
-        return column
+        return self.values[:, COLUMNS.index(name)]
 
     def summary(self) -> dict[str, float | int]:
         """Return the values that `brorl simulate` prints; worst_drop is the minimum over all steps."""
@@ -92,9 +91,11 @@ def simulate(n: int, seed: int, settings: Settings) -> Curves:
     if n < 1:
         raise UserError(f"N = {n}: must be at least 1")
     s = settings
-    c = settings.correct
+    c = s.correct
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, n])))
-    z = _logits(s)
+    z = np.zeros(s.vocabulary)  # logits [V]
+    z[:c] = _CORRECT_LOGIT
+    z[0] = _ANCHOR_LOGIT
     p = _softmax(z)  # [V]
     start = p[:c].copy()
     optimizer = _Optimizer(s)
@@ -122,14 +123,6 @@ def simulate(n: int, seed: int, settings: Settings) -> Curves:
 
         q = now
     return Curves(n, seed, rows)
-
-
-def _logits(s: Settings) -> Floats:
-    """Return the initial logits [V]."""
-    z = np.zeros(s.vocabulary)
-    z[: s.correct] = _CORRECT_LOGIT
-    z[0] = _ANCHOR_LOGIT
-    return z
 
 
 def _softmax(z: Floats) -> Floats:
@@ -217,12 +210,8 @@ class _Optimizer:
         idle_right, idle_wrong = (float(scale[part] @ self.undrawn[part]) for part in (slice(c), slice(c, None)))
 
         # To first order dQ_pos = (1 - Q) sum of p dz over right tokens - Q sum of p dz over wrong ones.
-        return (
-            (1 - q) * (right - idle_right),
-            -q * (wrong - idle_wrong),
-            (1 - q) * idle_right - q * idle_wrong,
-            decay,
-        )
+        undrawn = (1 - q) * idle_right - q * idle_wrong
+        return (1 - q) * (right - idle_right), -q * (wrong - idle_wrong), undrawn, decay
 
 
 def write_csv(path: Path, curves: Sequence[Curves], every: int) -> None:

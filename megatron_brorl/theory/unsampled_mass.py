@@ -110,8 +110,7 @@ def unseen_weights(counts: Ints, n: int, sampled: Ints, order: int) -> Floats:
     possible = (counts >= 0) & (n - counts - m >= 0)
     c = np.where(possible, counts, 0)
     rest = np.where(possible, n - c - m, 0)
-    result: Floats = tuples * np.exp(np.where(possible, logs[n - c] - logs[rest] - logs[n] + logs[n - m], -np.inf))
-    return result
+    return tuples * np.exp(np.where(possible, logs[n - c] - logs[rest] - logs[n] + logs[n - m], -np.inf))
 
 
 def _counts(outcomes: Ints, right: Bools) -> tuple[Ints, Floats]:
@@ -167,5 +166,4 @@ def _gamma_ends(shape: Floats) -> Floats:
         below = torch.special.gammainc(a, middle) < probability
         low = torch.where(below, middle, low)
         high = torch.where(below, high, middle)
-    result: Floats = ((low + high) / 2).numpy()
-    return result
+    return ((low + high) / 2).numpy()

@@ -2,7 +2,7 @@
 
 Recording is ambient, as in torch.profiler: code names its phases with `span`, and a caller that wants them calls
 `record` first. Spans also show progress: `dump_stacks_after` prints the stacks of a process that makes none, and
-parallel.stalls names the ranks that the others wait for.
+parallel.network names the ranks that the others wait for.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megatron_brorl.data.source import PromptSource
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.rollout.engine import rollouts_from_tensors, rollouts_to_tensors, sort_rollouts
-from megatron_brorl.rollout.sampler import Slot, deal, make_groups
+from megatron_brorl.rollout.sampler import deal, make_groups
 from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
 
 _FILES = "carried_*.safetensors"
@@ -33,14 +33,6 @@ class CarriedGroups:
 
     groups: tuple[PromptGroup, ...] = ()
     rollouts: tuple[ScoredRollout, ...] = ()
-
-    def partial_rollouts(self) -> dict[Slot, Rollout]:
-        """Return this rank's partial rollouts by group and rollout index."""
-        return {(r.group, r.rollout.index): r.rollout for r in self.rollouts if r.rollout.finish == "cut"}
-
-    def partial_per_rank(self) -> list[int]:
-        """Return the number of partial rollouts of each rank. Collective."""
-        return collectives.all_gather(len(self.partial_rollouts()))
 
 
 def carry_over(

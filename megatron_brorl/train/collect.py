@@ -59,10 +59,6 @@ class SourcePosition:
     recent_prompts: float = 0.0  # prompts of recent steps, with weight DECAY per step
     recent_kept: float = 0.0  # kept groups among these
 
-    def after_round(self, prompts: int) -> SourcePosition:
-        """Return the position after one more round of this many prompts."""
-        return replace(self, rounds=self.rounds + 1, prompts_read=self.prompts_read + prompts)
-
     def with_kept(self, start: SourcePosition, kept: int) -> SourcePosition:
         """Return the position with the share of kept groups updated by all rounds of the step so far.
 
@@ -161,7 +157,8 @@ class Collector:
         for _ in range(1 + config.rollout.refills):
             prompts = self.source.prompts(position.prompts_read, round_size(missing, position, config.rollout))
             groups += make_groups(prompts, position.rounds, position.prompts_read)
-            position = position.after_round(len(prompts))
+            prompts_read = position.prompts_read + len(prompts)
+            position = replace(position, rounds=position.rounds + 1, prompts_read=prompts_read)
             rollouts, own_counts, own_seconds = self._sample(carried, groups, len(prompts))
             scored += rollouts
             _add(counts, collectives.all_reduce_sum(own_counts))
@@ -173,7 +170,6 @@ class Collector:
             too_old = [i for i, g in enumerate(groups) if start.rounds - int(g.round) >= limit]
             outcomes = gather_outcomes(scored, len(groups), config.rollout.n, config.shaping.repetition_ngram)
             outcomes, given_up = mark_unfinished_as_lost(outcomes, too_old)
-            # Fail here rather than train on a step that lacks too many rollouts or rewards.
             lost = counts["lost"] + given_up
             check_lost(f"step {step + 1}", lost, counts["requested"], config.rollout.max_lost_share)
             check_scored(f"step {step + 1}", counts, self.runner.reported)
@@ -189,12 +185,13 @@ class Collector:
                 break
 
         surplus = outcomes.kept[target:] if config.rollout.refills else []
-        outcomes = outcomes.reopen(surplus)  # carry_over() carries the groups that are not closed
+        # carry_over() carries the groups that are not closed.
+        closed, kept = ([g for g in chosen if g not in surplus] for chosen in (outcomes.closed, outcomes.kept))
+        outcomes = replace(outcomes, closed=closed, kept=kept)
 
         begun = time.monotonic()
         with span("exchange"):
             prompt_tokens = [len(g.prompt.token_ids) for g in groups]
-            # replica: int64 [groups, N], -1 for rollouts that no replica trains on
             subset = choose_subset(outcomes, config.algo)
             replica, balance = assign_replicas(
                 outcomes, subset, prompt_tokens, config.algo, self.costs, self.grid.dp_size
@@ -233,9 +230,10 @@ class Collector:
         """Continue the partial rollouts and begin N rollouts for each of the last `new` groups, see RolloutRunner."""
         rollout = self.config.rollout
         to_begin = list(product(range(len(groups) - new, len(groups)), range(rollout.n)))
-        per_rank = carried.partial_per_rank() if rollout.partial_tokens else None
+        partial = {(r.group, r.rollout.index): r.rollout for r in carried.rollouts if r.rollout.finish == "cut"}
+        per_rank = collectives.all_gather(len(partial)) if rollout.partial_tokens else None
         with span("round"):
-            return self.runner.sample(to_begin, groups, self.sampling, carried.partial_rollouts(), per_rank)
+            return self.runner.sample(to_begin, groups, self.sampling, partial, per_rank)
 
     def _metrics(self, outcomes: Outcomes, counts: Mapping[str, float], lost: float) -> dict[str, float]:
         metrics = {

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -152,14 +151,17 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
 
     Groups with at most half of the n siblings left are not counted, because they cannot hold out as many.
     """
-    groups = [pair for g in outcomes.closed if len((pair := _answers(outcomes, g))[0]) > max(n // 2, 2)]
+    groups = []
+    for g in outcomes.closed:
+        ended = outcomes.ended[g]
+        if int(ended.sum()) > max(n // 2, 2):
+            groups.append((outcomes.answers[g][ended].numpy(), outcomes.right[g][ended].numpy()))
     if not groups:
         return {}
     unseen = [good_turing(*pair) for pair in groups]
     names = [f.name for f in fields(unseen[0])]
     metrics = {f"theory_good_turing/{k}": float(np.mean([getattr(u, k) for u in unseen])) for k in names}
 
-    # The hold-out curve has points at powers of two.
     held = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
     if held:
         for name, columns in hold_out(groups, held).items():
@@ -168,9 +170,3 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
                 metrics |= {key: value, f"{key}_low": low, f"{key}_high": high}
 
     return metrics
-
-
-def _answers(outcomes: Outcomes, group: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the answer hashes of a group's survivors and whether they are right, in sibling order."""
-    ended = outcomes.ended[group]
-    return outcomes.answers[group][ended].numpy(), outcomes.right[group][ended].numpy()

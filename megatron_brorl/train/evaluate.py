@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
@@ -41,13 +41,7 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the evaluation as it is written to files."""
-        return {
-            **vars(self),
-            "pass_at_1": self.pass_at_1.as_dict(),
-            "pass_at_k": {str(k): v for k, v in self.pass_at_k.items()},
-            "by_task": {name: p.as_dict() for name, p in self.by_task.items()},
-            "mean_reward": self.mean_reward.as_dict(),
-        }
+        return {**asdict(self), "pass_at_k": {str(k): v for k, v in self.pass_at_k.items()}}
 
 
 @dataclass(frozen=True)
@@ -68,33 +62,15 @@ class PromptResult:
         return {"id": self.prompt.id, "task": self.prompt.task, **{name: getattr(self, name) for name in names}}
 
 
-def evaluate(
-    runner: RolloutRunner,
-    prompts: Sequence[Prompt],
-    config: EvaluateConfig,
-    sampling: Sampling,
-    on_samples: OnSamples | None = None,
-) -> Evaluation:
-    """Sample and score the prompts, and return the metrics, the same on every rank. Collective."""
-    answers = sample_answers(runner, prompts, config.samples, sampling, on_samples=on_samples)
-    return summarize(answers, len(prompts), config, runner.seed)
-
-
 def sample_answers(
-    runner: RolloutRunner,
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
-    stream: str = "evaluate",
-    on_samples: OnSamples | None = None,
+    runner: RolloutRunner, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_samples: OnSamples | None = None
 ) -> list[PromptResult]:
     """Sample every prompt n times over all ranks, and return the same results on every rank. Collective.
 
-    `stream` replaces the round in the key of the random numbers, so that evaluations of two policies are paired. Lost
-    samples are left out, and so is a prompt that lost all of them. Raises UserError if too many samples are lost, or
-    the verifiers fail on most of them.
+    Lost samples are left out, and so is a prompt that lost all of them. Raises UserError if too many samples are lost,
+    or the verifiers fail on most of them.
     """
-    groups = make_groups(prompts, stream)
+    groups = make_groups(prompts, "evaluate")  # not a round, so that evaluations of two policies are paired
     slots = list(product(range(len(groups)), range(n)))
     runner.pool.reset()
     rollouts, counts, _ = runner.sample(slots, groups, sampling)
@@ -111,7 +87,6 @@ def sample_answers(
     for g, ended, rewards, correct, tokens in zip(
         groups, outcomes.ended, outcomes.rewards.double(), outcomes.right, outcomes.sampled.double(), strict=True
     ):
-        # A prompt that lost all samples has no mean.
         if ended.any():
             reward, length = rewards[ended], tokens[ended]
             found.append(
@@ -142,12 +117,13 @@ def summarize(answers: Sequence[PromptResult], prompts: int, config: EvaluateCon
     tasks: dict[str, list[float]] = {}
     for a in answers:
         tasks.setdefault(a.prompt.task, []).append(a.right / a.samples)
-    ks = _powers(max(a.samples for a in answers))
+    most = max(a.samples for a in answers)
+    ks = sorted({*(2**i for i in range(most.bit_length())), most})  # 1, 2, 4, ... and `most`
     passes = {k: [pass_at_k(a.samples, a.right, k) for a in answers if a.samples >= k] for k in ks}
 
     return Evaluation(
         pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], RESAMPLES, seed, SHARE),
-        pass_at_k={k: _mean(values) for k, values in passes.items() if values},
+        pass_at_k={k: sum(values) / len(values) for k, values in passes.items() if values},
         by_task={name: bootstrap_mean(own, RESAMPLES, seed, SHARE) for name, own in sorted(tasks.items())},
         verifiers=sorted({a.prompt.verifier for a in answers}),
         # Only rewards of 0 and 1 have known bounds, which equal values need for an interval.
@@ -159,7 +135,7 @@ def summarize(answers: Sequence[PromptResult], prompts: int, config: EvaluateCon
     )
 
 
-def mean_over(benchmarks: Sequence[Sequence[PromptResult]], config: EvaluateConfig, seed: int) -> dict[str, Any]:
+def mean_over(benchmarks: Sequence[Sequence[PromptResult]], seed: int) -> dict[str, Any]:
     """Return pass@1 and mean reward averaged over benchmarks with equal weights, with intervals."""
     shares = [[a.right / a.samples for a in answers] for answers in benchmarks]
     rewards = [[a.reward for a in answers] for answers in benchmarks]
@@ -173,15 +149,3 @@ def mean_over(benchmarks: Sequence[Sequence[PromptResult]], config: EvaluateConf
 def _bounds(answers: Sequence[PromptResult]) -> Bounds | None:
     """Return the bounds of a prompt's mean reward: 0 and 1 if rewards are 1 for correct responses and 0 for others."""
     return SHARE if all(a.reward == a.right / a.samples for a in answers) else None
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _powers(samples: int) -> list[int]:
-    """Return 1, 2, 4, ... and `samples` as the last."""
-    ks = [1]
-    while ks[-1] * 2 <= samples:
-        ks.append(ks[-1] * 2)
-    return ks if ks[-1] == samples else [*ks, samples]

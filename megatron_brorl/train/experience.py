@@ -33,10 +33,10 @@ from megatron_brorl.algo.advantages import explained_variance, group_advantages,
 from megatron_brorl.algo.policy_loss import kl_estimate, mismatch_mask
 from megatron_brorl.algo.shaping import shaped
 from megatron_brorl.config.schema import AlgoConfig, Config
-from megatron_brorl.ops.interface import Backend
+from megatron_brorl.ops.backend import Backend
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.parallel.packing import copies_by_routes
+from megatron_brorl.parallel.packing import MIN_SHARING_GAIN, copies_by_routes, token_gain
 from megatron_brorl.train.groups import Outcomes, Subset
 from megatron_brorl.train.models import TrainingModels
 from megatron_brorl.train.worker import Worker
@@ -105,7 +105,8 @@ def token_advantages(
     """
     sizes = list(lengths)
     if values is None and kl is None:
-        return _repeated(rewards, sizes).split(sizes), None, {}
+        per_token = rewards.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+        return per_token.to(cpu_bridge.default_device()).split(sizes), None, {}
 
     starts = torch.tensor([0, *sizes], device=cpu_bridge.default_device()).cumsum(0)
     per_token = starts.new_zeros(sum(sizes), dtype=torch.float32) if kl is None else -algo.kl_coef * _flat(kl)
@@ -255,11 +256,21 @@ def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dic
     token_gain: tokens with one prompt per response, divided by those that the actor computed. If it replays routes,
     also unshared_by_routes: the share of rows that need a further copy of their prompt because of its routes.
     """
-    rows = experience.prompts, experience.responses, experience.routes
-    own = actor.tokens(*rows) | {"rows": float(len(experience)), "copies": float(copies_by_routes(*rows))}
+    prompts, responses, routes = experience.prompts, experience.responses, experience.routes
+    options = actor.options
+    plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
+    # A prompt counts once in each micro-batch that has it, and once for each of its routes.
+    limit = options.tokens_per_micro_batch * actor.grid.cp_size
+    gain = token_gain(prompts, responses, limit, routes) if options.share_prompt else 1.0
+    own = {
+        "plain": plain,
+        "computed": plain / gain if gain >= MIN_SHARING_GAIN else plain,
+        "rows": float(len(experience)),
+        "copies": float(copies_by_routes(prompts, responses, routes)),
+    }
     found = collectives.all_reduce_sum(own, actor.grid.groups.dp)
     metrics = {"token_gain": found["plain"] / (found["computed"] or 1.0) if found["plain"] else 1.0}
-    if replays and actor.options.share_prompt:
+    if replays and options.share_prompt:
         metrics["unshared_by_routes"] = found["copies"] / (found["rows"] or 1.0)
     return metrics
 
@@ -307,11 +318,6 @@ def _filled(sampled: Rows, column: Rows) -> Rows:
 def _flat(column: Sequence[Tensor]) -> Tensor:
     """Return the tokens of all rows on this process's device, [tokens]."""
     return (torch.cat(list(column)) if column else torch.zeros(0)).to(cpu_bridge.default_device())
-
-
-def _repeated(per_row: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the value of each row for all of its tokens, [tokens] on this process's device."""
-    return per_row.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(cpu_bridge.default_device())
 
 
 def _teacher_log_probs(teacher: Worker, prompts: Rows, responses: Rows, temperature: float) -> Rows:

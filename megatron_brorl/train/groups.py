@@ -55,12 +55,6 @@ class Outcomes:
         """Return the rewards [survivors] of a group, in sibling order."""
         return self.rewards[group][self.ended[group]]
 
-    def reopen(self, groups: Sequence[int]) -> Outcomes:
-        """Return the outcomes with these groups neither closed nor kept."""
-        out = set(groups)
-        closed, kept = ([g for g in chosen if g not in out] for chosen in (self.closed, self.kept))
-        return replace(self, closed=closed, kept=kept)
-
 
 def gather_outcomes(rollouts: Sequence[ScoredRollout], groups: int, n: int, ngram: int = 0) -> Outcomes:
     """Return the outcomes of `groups` groups of n rollouts. Collective.
@@ -214,7 +208,8 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
     rewards = outcomes.rewards[counted].double()
     return {
         "reward": float(rewards.sum()) / count,
-        "reward_std": _std(rewards),
+        # Exactly 0 if the rewards are equal.
+        "reward_std": _NAN if not len(rewards) else float(rewards.std(correction=0)) if has_signal(rewards) else 0.0,
         "kept_share": len(outcomes.kept) / groups,
         # Right means a reward of at least reward.correct_at. With partial credit, a group without a right response
         # may still have different rewards.
@@ -226,10 +221,3 @@ def group_metrics(outcomes: Outcomes) -> dict[str, float]:
         "cut_off_share": float((outcomes.state[counted] == LENGTH).sum()) / count,
         "rollouts": float(counted.sum()),
     }
-
-
-def _std(values: Tensor) -> float:
-    """Return the population standard deviation of values [K]; exactly 0 if they are equal, nan if there are none."""
-    if not len(values):
-        return _NAN
-    return float(values.std(correction=0)) if has_signal(values) else 0.0

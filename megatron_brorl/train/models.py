@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.checkpoints.model_state import ModelState
-from megatron_brorl.config.schema import OptimConfig
+from megatron_brorl.config.schema import OptimConfig, ReferenceConfig
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.models.critic import body, build_critic
+from megatron_brorl.models.gpt import build_critic, critic_body
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.reference import ReferencePolicy
-from megatron_brorl.train.worker import LossFunction, OptimizerStep, Stage, StageOptions, Worker
+from megatron_brorl.train.worker import Offload, Stage, StageOptions, Worker
 
 
 class CriticWorker(Stage):
@@ -31,23 +28,75 @@ class CriticWorker(Stage):
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the body from an actor's Hugging Face directory, and the value head with zeros."""
-        own = ["output_layer.weight"]
-        te_names = self.critic.uses_te
-        body_shape = body(self.shape)
-        read = hugging_face.load(self.critic, body_shape, self.grid, directory, te_names, own, keep=self._keeps_read)
         if self.critic.post_process:
             torch.nn.init.zeros_(self.critic.output_layer.weight)
-        self._fill_masters(read)
+        self._load(critic_body(self.shape), directory, ["output_layer.weight"])
 
     def values(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[Tensor]:
         """Return the values [G] float32 before each response token, in row order, on all ranks of the replica."""
         return self._per_token(prompts, responses, self.critic.values, lambda values: values)
 
-    def train(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], loss: LossFunction, lr: float
-    ) -> tuple[OptimizerStep, list[Any]]:
-        """Take one optimizer step on rows of [tokens] each, see Stage._train."""
-        return self._train(prompts, responses, loss, self.critic.values, lr)
+
+class ReferencePolicy:
+    """The reference of the KL: the actor's weights of this rank at the start of the run or at the last reset.
+
+    Only trained weights are stored: with LoRA the adapters, whose results are 0 at the start of the run. They are
+    swapped with the actor's weights to compute log-probabilities.
+    """
+
+    def __init__(self, worker: Worker, config: ReferenceConfig) -> None:
+        self.worker = worker
+        self.config = config
+        self.weights = {name: p.detach().clone() for name, p in self._of_actor().items()}
+        self._offload = Offload(self.weights.values if worker.options.offload else tuple)
+
+    def offload(self) -> None:
+        """Move the weights to host memory with train.offload; `log_probs` and `reset` bring them back."""
+        self._offload.offload()
+
+    def reload(self) -> None:
+        """Undo `offload`, for callers that read the weights directly."""
+        self._offload.reload()
+
+    def log_probs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> list[Tensor]:
+        """Return the reference's log-probabilities as Worker.log_probs does; the actor's weights do not change."""
+        self._swap()
+        try:
+            return self.worker.log_probs(prompts, responses, temperature)
+        finally:
+            self._swap()
+
+    def reset_reason(self, step: int, evaluations: int) -> str:
+        """Return the reason to reset the reference after `step` steps, or "" if no reset is due.
+
+        evaluations: those without a new best since the last one or the last reset.
+        """
+        c = self.config
+        if c.reset_every and step % c.reset_every == 0:
+            return f"reference.reset_every = {c.reset_every} steps"
+        if c.reset_patience and evaluations >= c.reset_patience:
+            return f"{evaluations} evaluations without a new best (reference.reset_patience)"
+        return ""
+
+    def reset(self) -> None:
+        """Copy the actor's weights to the reference."""
+        self.worker.reload()
+        self.reload()
+        for name, p in self._of_actor().items():
+            self.weights[name].copy_(p.detach())
+
+    def _of_actor(self) -> dict[str, torch.nn.Parameter]:
+        """Return the actor's parameters that are trained."""
+        return {name: p for name, p in self.worker.actor.named_parameters() if p.requires_grad}
+
+    def _swap(self) -> None:
+        self.worker.reload()
+        self.reload()
+        with torch.no_grad():
+            for name, p in self._of_actor().items():
+                own = p.clone()
+                p.copy_(self.weights[name])
+                self.weights[name].copy_(own)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ each by the rank that sampled it. Training does not depend on these files.
 from __future__ import annotations
 
 import bisect
-import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +19,11 @@ from torch import Tensor
 from megatron_brorl import rollout_log
 from megatron_brorl.algo.advantages import has_signal
 from megatron_brorl.config.schema import Config, RunConfig
+from megatron_brorl.errors import warn
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
-from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, one_line
+from megatron_brorl.rollout_log import GROUPS, ROLLOUTS, LogEntry, one_line
 from megatron_brorl.train.carried_groups import with_own_tensors
 from megatron_brorl.train.groups import Outcomes
 from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
@@ -83,8 +82,7 @@ class Recorder:
         """Write the rollouts of a step. rollouts: from select_recorded. advantages, is_trained: [groups, N]."""
         advantages = advantages.masked_fill(~is_trained, float("nan"))
         where = choose_recorded(groups, outcomes, self.config.run)
-        log_entry = rollout_log.LogEntry("step", step)
-        self._write(log_entry, groups, outcomes, where, outcomes.closed, rollouts, advantages)
+        self._write(LogEntry("step", step), groups, outcomes, where, outcomes.closed, rollouts, advantages)
 
     def evaluation(
         self, steps: int, groups: Sequence[PromptGroup], outcomes: Outcomes, rollouts: Sequence[ScoredRollout]
@@ -92,13 +90,12 @@ class Recorder:
         """Write the rollouts of an evaluation after `steps` steps. rollouts: all of this rank's."""
         where = choose_recorded(groups, outcomes, self.config.run, all_groups=True)
         no_advantages = torch.full_like(outcomes.rewards, float("nan"))
-        log_entry = rollout_log.LogEntry("evaluation", steps)
-        every = range(len(groups))
-        self._write(log_entry, groups, outcomes, where, every, select_recorded(rollouts, where), no_advantages)
+        every, recorded = range(len(groups)), select_recorded(rollouts, where)
+        self._write(LogEntry("evaluation", steps), groups, outcomes, where, every, recorded, no_advantages)
 
     def _write(
         self,
-        log_entry: rollout_log.LogEntry,
+        log_entry: LogEntry,
         groups: Sequence[PromptGroup],
         outcomes: Outcomes,
         where: Tensor,
@@ -114,13 +111,11 @@ class Recorder:
             if self.rank == 0:
                 rollout_log.write_groups(self.folder, log_entry, group_table(groups, outcomes, where, listed))
         except OSError as e:
-            if self.warnings:
-                return
-            self.warnings.append(
-                f"warning: {self.folder}: {log_entry} is not recorded: {e.strerror or e}; training continues"
-            )
-            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk.
-                print(*self.warnings, file=sys.stderr, flush=True)
+            if not self.warnings:
+                self.warnings.append(
+                    f"{self.folder}: {log_entry} is not recorded: {e.strerror or e}; training continues"
+                )
+                warn(self.warnings[0])
 
     def _table(self, rollouts: Sequence[ScoredRollout], groups: Sequence[PromptGroup], advantages: Tensor) -> pa.Table:
         """Return a table of schema ROLLOUTS. advantages: [groups, N], nan for rollouts that are not trained on."""
@@ -144,15 +139,26 @@ class Recorder:
             if r.rollout.finish == "length" and not scores_cut_off(entry(verifier, "verifier", config), config):
                 texts = {**texts, "answer": None}
             advantage = advantage_of[r.group][r.rollout.index]
+            score = r.score  # A rollout that was restored from a checkpoint has none.
             records.append(
                 {
+                    "group": r.group,
                     "prompt_id": _valid(groups[r.group].prompt.id),
+                    "sibling": r.rollout.index,
+                    "reward": r.reward,
+                    "right": r.right,
+                    "score": score.reward if score else None,
+                    "parts": list(score.parts.items()) if score else None,
+                    "reason": _valid(score.reason) if score else None,
+                    "status": score.status if score else None,
+                    "finish": r.rollout.finish,
+                    "tokens": len(r.rollout.token_ids),
+                    "versions": [{"version": version, "tokens": tokens} for version, tokens in r.rollout.spans],
                     "advantage": None if advantage != advantage else advantage,
                     "token_ids": r.rollout.token_ids.tolist(),
                     "log_probs": None if no_log_probs else r.rollout.log_probs.tolist(),
                     "sampled": None if episode is None else episode.sampled.tolist(),
                     **texts,
-                    **_columns(r),
                 }
             )
         return pa.Table.from_pylist(records, ROLLOUTS)
@@ -177,26 +183,6 @@ class Recorder:
         verifier_entry = entry(verifier, "verifier", self.config.reward)
         answer = extract(answered, verifier_entry.find, verifier_entry.max_chars).answer
         return {"text": _valid(text), "answer": _valid(answer), "turns": turns}
-
-
-def _columns(scored: ScoredRollout) -> dict[str, object]:
-    """Return the columns that come from the rollout itself."""
-    r = scored.rollout
-    score = scored.score
-    return {
-        "group": scored.group,
-        "sibling": r.index,
-        "reward": scored.reward,
-        "right": scored.right,
-        # A rollout that was restored from a checkpoint has no score.
-        "score": score.reward if score else None,
-        "parts": list(score.parts.items()) if score else None,
-        "reason": _valid(score.reason) if score else None,
-        "status": score.status if score else None,
-        "finish": r.finish,
-        "tokens": len(r.token_ids),
-        "versions": [{"version": version, "tokens": tokens} for version, tokens in r.spans],
-    }
 
 
 def group_table(groups: Sequence[PromptGroup], outcomes: Outcomes, where: Tensor, listed: Sequence[int]) -> pa.Table:

@@ -107,7 +107,6 @@ class RolloutRunner:
         scored = [ScoredRollout(group_of[i], r, *row) for (i, r), *row in zip(done, *columns, strict=True)]
         score_seconds = time.monotonic() - generated
 
-        # Unfinished rollouts have no reward yet.
         cut: list[ScoredRollout] = []
         if sampling.tokens_per_call:
             # A stuck engine may still extend group_of.

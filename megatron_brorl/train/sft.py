@@ -33,12 +33,7 @@ def sft_optim(config: SftConfig, optim: OptimConfig) -> OptimConfig:
 
     Its learning rate follows optim.lr_schedule over the sft.steps optimizer steps.
     """
-    return replace(
-        optim,
-        lr=config.lr,
-        warmup_steps=WARMUP_STEPS,
-        weight_decay=WEIGHT_DECAY,
-    )
+    return replace(optim, lr=config.lr, warmup_steps=WARMUP_STEPS, weight_decay=WEIGHT_DECAY)
 
 
 def sft(
@@ -69,7 +64,7 @@ def sft(
         tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
 
         lr = learning_rate(optim, step, config.steps)
-        update, losses = worker.train(prompts, responses, _loss(trained, tokens), 1.0, lr)
+        update, losses = worker.train(prompts, responses, _loss(trained, tokens), worker.head(1.0), lr)
         # Only the last pipeline stage has losses; the others add 0.
         loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ from pydantic import BaseModel, Field, InstanceOf, ValidationError
 from megatron_brorl.checkpoints import folders
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best
-from megatron_brorl.config.schema import Config, CriticConfig, TrainConfig
-from megatron_brorl.data.source import PromptSource
-from megatron_brorl.errors import UserError
-from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.train.carried_groups import CarriedGroups, checkpoint_files, read_checkpoint
+from megatron_brorl.config.schema import Config, TrainConfig
+from megatron_brorl.errors import UserError, warn
+from megatron_brorl.train.carried_groups import CarriedGroups
 from megatron_brorl.train.collect import SourcePosition
 from megatron_brorl.train.console import passes
-from megatron_brorl.train.models import TrainingModels
 
 
 class EarlyStopping(BaseModel):
@@ -58,10 +54,6 @@ class RunState(BaseModel):
     # Groups that the next step continues or trains on. They have files of their own.
     carried: InstanceOf[CarriedGroups] = Field(default_factory=CarriedGroups, exclude=True)
 
-    def in_critic_warmup(self, critic: CriticConfig) -> bool:
-        """Return whether the critic has been updated, but not yet the actor (critic.warmup_steps)."""
-        return 0 < self.critic_steps <= critic.warmup_steps
-
     def is_complete(self, config: TrainConfig) -> bool:
         """Return whether train.steps, train.max_seconds or train.patience is reached. The same on all ranks."""
         return (
@@ -69,33 +61,6 @@ class RunState(BaseModel):
             or bool(config.max_seconds and self.trained_s >= config.max_seconds)
             or bool(config.patience and self.early_stopping.count >= config.patience)
         )
-
-
-def begin_save(
-    state: RunState,
-    models: TrainingModels,
-    config: Config,
-    grid: Grid,
-    seconds: float,
-    copy: bool = False,
-    new_best: Best | None = None,
-) -> checkpoint.Save:
-    """Capture the state of the run for a checkpoint; Save.write writes it. Collective.
-
-    seconds: those of the job so far. copy: copy the state, because the run continues before it is written. new_best:
-    set if this is the best checkpoint so far.
-    """
-    save = checkpoint.begin(
-        root=Path(config.run.dir) / "checkpoints",
-        step=state.step,
-        models=models.checkpoint_parts(),
-        run=state.model_copy(update={"elapsed_s": seconds, "best": new_best or state.best}).model_dump(),
-        keep=config.train.keep_checkpoints,
-        files=checkpoint_files(state.carried, grid),
-        copy=copy,
-    )
-    save.best = new_best
-    return save
 
 
 def read_state(directory: Path) -> RunState:
@@ -119,24 +84,6 @@ def read_state(directory: Path) -> RunState:
 def _keys(value: Any) -> Any:
     """Return the keys of nested dicts, with None in place of other values."""
     return {key: _keys(inner) for key, inner in value.items()} if isinstance(value, dict) else None
-
-
-def restore(
-    directory: Path, state: RunState, models: TrainingModels, source: PromptSource, config: Config, grid: Grid
-) -> RunState:
-    """Return the state that a checkpoint holds, and load weights and optimizers into `models`. Collective.
-
-    The caller has checked the fingerprint. state: that of a run before its first step.
-    """
-    # Read and check run.json before any weight changes.
-    restored = read_state(directory)
-    checkpoint.load(directory, models.checkpoint_parts())
-    latest = directory.parent / folders.LATEST
-    models.require_finite(str(directory), f"delete it and {latest} to continue from an older checkpoint")
-    restored.fingerprint = state.fingerprint
-    restored.carried = read_checkpoint(directory, source, grid)
-    restored.best = folders.best_so_far(directory.parent, restored.best, restored.step, config.train.keep_best)
-    return restored
 
 
 def new_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> Best | None:
@@ -168,4 +115,4 @@ def mark_last_as_best(config: Config, state: RunState, metrics: Mapping[str, flo
         state.best = best
         folders.rotate(root, best.step, config.train.keep_checkpoints)
     except OSError as e:
-        print(f"warning: {root / folders.BEST}: cannot be written: {e.strerror}", file=sys.stderr, flush=True)
+        warn(f"{root / folders.BEST}: cannot be written: {e.strerror}")

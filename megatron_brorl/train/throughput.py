@@ -10,9 +10,7 @@ microseconds. Times count from a barrier at the start of the step.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_brorl.config.schema import RunConfig
+from megatron_brorl.errors import warn
 from megatron_brorl.parallel import collectives
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.tracking.timeline import Timeline, record
@@ -191,5 +190,4 @@ def write_trace(path: Path, timeline: Timeline, rank: int, origin: float) -> Non
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found), encoding="utf-8")
     except OSError as e:
-        with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
-            print(f"warning: {path}: {e.strerror or e}; this trace is missing", file=sys.stderr, flush=True)
+        warn(f"{path}: {e.strerror or e}; this trace is missing")

@@ -19,6 +19,7 @@ from typing import NoReturn
 from megatron_brorl import rollout_log, signals
 from megatron_brorl.algo.advice import large_first_update
 from megatron_brorl.checkpoints import folders
+from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.folders import Best
 from megatron_brorl.checkpoints.training import BackgroundSaver, NotWritten
 from megatron_brorl.config.schema import Config
@@ -33,10 +34,11 @@ from megatron_brorl.tracking.progress import Progress
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train import state as run_state
 from megatron_brorl.train.callbacks import Callbacks
+from megatron_brorl.train.carried_groups import checkpoint_files, read_checkpoint
 from megatron_brorl.train.collect import Collector
 from megatron_brorl.train.console import after_steps_text, console_line, evaluation_line, evaluation_metrics
 from megatron_brorl.train.diagnostics import mass_balance_metrics
-from megatron_brorl.train.evaluate import Evaluation, evaluate
+from megatron_brorl.train.evaluate import Evaluation, sample_answers, summarize
 from megatron_brorl.train.experience import make_experience, rollout_advantages, shape_rewards, sharing_metrics
 from megatron_brorl.train.groups import Outcomes, group_metrics, mini_batches
 from megatron_brorl.train.models import TrainingModels
@@ -137,7 +139,10 @@ class Trainer:
                 self._checkpoint_seconds = dict.fromkeys(self._checkpoint_seconds, 0.0)
                 # The slowest rank's seconds count, so that all ranks reach train.max_seconds together.
                 state.trained_s += timings["ranks/step_slowest"]
-                if self._evaluation_is_due():
+                # A complete run is evaluated separately at its end.
+                every = self.config.evaluate.every if self.held_out else 0
+                is_due = every and state.step % every == 0 and not state.is_complete(self.config.train)
+                if is_due and not self.runner.stuck():
                     metrics |= self._evaluate_step(progress, timings)
             except StepError as e:
                 if writer and before is state:
@@ -182,7 +187,6 @@ class Trainer:
         state = self.state
         begun = time.monotonic()
 
-        # Prompts -> rollouts -> rewards -> groups whose rewards differ.
         sampling = self.collector.sampling
         with span("collect"):
             collected = self.collector.collect(state.carried, state.step, state.source_position, state.updates)
@@ -200,7 +204,6 @@ class Trainer:
         with _timed(seconds, "diagnose"), span("diagnose"):
             mass_balance = mass_balance_metrics(config, state.step, collected, self.models.actor, sampling)
 
-        # Rewards -> advantages -> log-probabilities, values.
         with _timed(seconds, "train"), span("experience"):
             outcomes = shape_rewards(collected.outcomes, config, state.step)
             subset = collected.subset
@@ -212,14 +215,13 @@ class Trainer:
             if self.recorder:  # The rollout log has a sample of the rollouts, with their rewards before shaping.
                 self.recorder.step(state.step, groups, collected.outcomes, collected.recorded, advantages, subset.mask)
 
-        # Updates of critic and actor.
         with _timed(seconds, "train"), span("update"):
             algo, kept = config.algo, outcomes.kept
             batches = mini_batches(experience.slots, kept, algo.mini_batches, algo.mini_batch_of, subset.place)
             trained = int(subset.mask.sum())  # rollouts of all ranks
             metrics |= update_models(self.models, experience, batches * config.algo.epochs, trained, config, state)
 
-        # New weights for the engine. Weights that are not finite are neither saved nor sent.
+        # Weights that are not finite are neither saved nor sent to the engine.
         state.step += 1
         with _timed(seconds, "weight_sync"):
             self.models.require_finite(
@@ -257,9 +259,11 @@ class Trainer:
             for text in sample_lines(groups, rollouts, self.runner.tokenizer.decode, self.stop_ids):
                 progress.note(f"held-out {text}")
 
+        config = self.config.evaluate
         sampling = evaluation_sampling_params(self.config, self.stop_ids)
         with span("evaluate"):
-            evaluation = evaluate(self.runner, self.held_out, self.config.evaluate, sampling, on_samples)
+            answers = sample_answers(self.runner, self.held_out, config.samples, sampling, on_samples)
+            evaluation = summarize(answers, len(self.held_out), config, self.runner.seed)
         if evaluation.lost:
             progress.note(evaluation.remark())
         if self.recorder:
@@ -271,25 +275,15 @@ class Trainer:
                 self.callbacks.call("on_evaluation", self.state.step, evaluation.as_dict(), samples)
         return evaluation
 
-    def _evaluation_is_due(self) -> bool:
-        """Return whether to evaluate after this step. A complete run is evaluated separately at its end."""
-        every = self.config.evaluate.every
-        return (
-            bool(every and self.held_out)
-            and self.state.step % every == 0
-            and not self.state.is_complete(self.config.train)
-            and not self.runner.stuck()
-        )
-
     def _evaluate_step(self, progress: Progress, seconds: dict[str, float]) -> dict[str, float]:
         """Evaluate between two steps and return the metrics."""
         with _timed(seconds, "evaluate"):
             evaluation = self.evaluate(progress)
         progress.note(f"held-out {after_steps_text(self.state.step)}: {evaluation_line(evaluation.as_dict())}")
         metrics = evaluation_metrics(evaluation)
-        # The actor does not change during the warm-up of the critic, so these evaluations count
-        # neither towards train.patience nor towards resets of the reference policy.
-        if not self.state.in_critic_warmup(self.config.critic):
+        # The actor does not change during the warm-up of the critic, so these evaluations count neither towards
+        # train.patience nor towards resets of the reference policy.
+        if not 0 < self.state.critic_steps <= self.config.critic.warmup_steps:
             self.state.early_stopping.record(metrics["pass_at_1"])
             self.state.reference_stopping.record(metrics["pass_at_1"])
         return metrics
@@ -367,9 +361,17 @@ class Trainer:
         begun = time.monotonic()
         with span("checkpoint"):
             self._wait_for_background_save()
-            save = run_state.begin_save(
-                self.state, self.models, self.config, self.grid, self.run_seconds(), in_background, new_best
+            run = self.state.model_copy(update={"elapsed_s": self.run_seconds(), "best": new_best or self.state.best})
+            save = checkpoint.begin(
+                root=Path(self.config.run.dir) / "checkpoints",
+                step=self.state.step,
+                models=self.models.checkpoint_parts(),
+                run=run.model_dump(),
+                keep=self.config.train.keep_checkpoints,
+                files=checkpoint_files(self.state.carried, self.grid),
+                copy=in_background,
             )
+            save.best = new_best
             if in_background:
                 self.background_saver.start(save, timedelta(seconds=self.config.parallel.timeout_s))
             else:
@@ -400,13 +402,21 @@ class Trainer:
             self.state.best = written.best
 
     def restore(self, directory: Path) -> None:
-        """Continue from a checkpoint, whose fingerprint the caller has checked."""
-        self.state = run_state.restore(directory, self.state, self.models, self.train_source, self.config, self.grid)
+        """Continue from a checkpoint, whose fingerprint the caller has checked. Collective."""
+        train, root = self.config.train, directory.parent
+        restored = run_state.read_state(directory)  # checks run.json before any weight changes
+        checkpoint.load(directory, self.models.checkpoint_parts())
+        remedy = f"delete it and {root / folders.LATEST} to continue from an older checkpoint"
+        self.models.require_finite(str(directory), remedy)
+        restored.fingerprint = self.state.fingerprint
+        restored.carried = read_checkpoint(directory, self.train_source, self.grid)
+        restored.best = folders.best_so_far(root, restored.best, restored.step, train.keep_best)
+        self.state = restored
         if self.grid.rank == 0:
             # A killed run may lack the `best` file, whose checkpoint folders.repair keeps.
-            if self.state.best and folders.read_best(directory.parent) != self.state.best:
-                folders.write_best(directory.parent, self.state.best)
-            folders.repair(directory.parent, self.state.step, self.config.train.keep_checkpoints)
+            if restored.best and folders.read_best(root) != restored.best:
+                folders.write_best(root, restored.best)
+            folders.repair(root, restored.step, train.keep_checkpoints)
 
 
 def count_nonfinite_steps(before: int, metrics: Mapping[str, float]) -> int:

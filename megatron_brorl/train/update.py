@@ -16,7 +16,8 @@ from megatron_brorl.algo.policy_loss import PolicyLossSettings, token_weights
 from megatron_brorl.config.schema import AlgoConfig, Config, CriticConfig, OptimConfig
 from megatron_brorl.errors import StepError
 from megatron_brorl.models.gpt import Head
-from megatron_brorl.ops.interface import Backend, compute_dtype
+from megatron_brorl.ops.backend import Backend
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.packing import Packed
@@ -50,15 +51,10 @@ def update_models(
     metrics = {}
     steps = config.train.steps
     if models.critic:
-        metrics = update_critic(
-            models.critic,
-            experience,
-            batches,
-            config.critic.clip,
-            critic_optim(config.critic, config.optim),
-            state.critic_updates,
-            optimizer_steps(config.algo, steps),
-        )
+        optim = critic_optim(config.critic, config.optim)
+        total = optimizer_steps(config.algo, steps)
+        clip = config.critic.clip
+        metrics = update_critic(models.critic, experience, batches, clip, optim, state.critic_updates, total)
         # The actor's schedule has the training steps that are left after the critic's warm-up.
         steps -= config.critic.warmup_steps
         if state.critic_steps < config.critic.warmup_steps:
@@ -69,15 +65,10 @@ def update_models(
         state.critic_steps += metrics["critic_updates"] > 0
 
     rollout = config.rollout
+    optim = scaled(config.optim, trained)
+    total = optimizer_steps(config.algo, steps)
     updated = update_policy(
-        models.actor,
-        experience,
-        batches,
-        config.algo,
-        scaled(config.optim, trained),
-        rollout.temperature,
-        state.updates,
-        optimizer_steps(config.algo, steps),
+        models.actor, experience, batches, config.algo, optim, rollout.temperature, state.updates, total
     )
     state.updates += int(updated["updates"])
 
@@ -131,7 +122,7 @@ def update_policy(
         if part.weights:
             weights = [x * w.loss for x, w in zip(weights, part.weights, strict=True)]
         loss = ActorLoss(part, algo, weights)
-        result, values = worker.train(part.prompts, part.responses, loss, temperature, lr, part.routes)
+        result, values = worker.train(part.prompts, part.responses, loss, worker.head(temperature), lr, part.routes)
         if not result.applied:
             for text in filter(None, collectives.all_gather(loss.error)):
                 raise StepError(text)
@@ -190,7 +181,7 @@ def update_critic(
         if not tokens:
             return None
         loss = _critic_loss(part, clip or math.inf, 1 / tokens, critic.options.ops)
-        result, values = critic.train(part.prompts, part.responses, loss, lr)
+        result, values = critic.train(part.prompts, part.responses, loss, critic.critic.values, lr)
         own = {key: sum((v.sums[key] for v in values), 0.0) for key in _VALUE_SUMS}
         return result, collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
 

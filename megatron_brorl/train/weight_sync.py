@@ -48,12 +48,8 @@ def sync_engines(models: TrainingModels, runner: RolloutRunner, version: int, co
     when = config.train.verify_weights
     if when == "always" or (when == "auto" and config.rollout.engine in ENGINES):
         gap, restarts = verify_weights(models.actor, engine, version, config)
-        metrics = {
-            "weight_sync_again": float(repeats + restarts),
-            "reshard_gap_mean": gap.mean,
-            "reshard_gap_p99": gap.p99,
-            "reshard_gap_max": gap.max,
-        }
+        metrics["weight_sync_again"] += restarts
+        metrics |= {"reshard_gap_mean": gap.mean, "reshard_gap_p99": gap.p99, "reshard_gap_max": gap.max}
     models.offload()
     # An engine allocates its KV cache when the first of its ranks generates, so all ranks must have freed memory.
     dist.barrier()

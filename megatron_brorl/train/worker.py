@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,16 +27,15 @@ from megatron_brorl.models.gpt import Actor, Head, build_actor
 from megatron_brorl.models.layers.lora import MergedWeights
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.stream import make_buckets, stream
+from megatron_brorl.ops.backend import Backend
 from megatron_brorl.ops.checksum import ChecksummedTensor
-from megatron_brorl.ops.interface import Backend, compute_dtype
+from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.parallel.collectives import all_gather, all_reduce_max
-from megatron_brorl.parallel.context import split_for_rank
 from megatron_brorl.parallel.flops import forward_flops, training_flops
 from megatron_brorl.parallel.grid import Grid
-from megatron_brorl.parallel.packing import MIN_SHARING_GAIN, Packed, pack, token_gain
+from megatron_brorl.parallel.packing import Packed, pack, split_for_rank
 from megatron_brorl.tracking.timeline import span
-from megatron_brorl.train.offload import Offload
 
 # (batch, output of the head at its predicting positions) -> (scalar loss, values that the caller receives). The output
 # is models.gpt.Head for an actor and the values [R] for a critic.
@@ -84,6 +83,49 @@ class StageOptions:
     seed: int = 0  # of new adapters
 
 
+class Offload:
+    """Moves tensors that generation does not need to host memory, and back bit for bit. Views of them stay valid."""
+
+    def __init__(self, kept: Callable[[], Iterable[Tensor]], dropped: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        """kept: tensors whose bytes are restored. dropped: tensors whose contents are undefined after a reload."""
+        self._kept = kept
+        self._dropped = dropped
+        self._host: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._empty: list[tuple[torch.UntypedStorage, int]] = []
+
+    def offload(self) -> None:
+        """Copy the bytes to host memory and free the device memory, unless that has been done."""
+        if self._host or self._empty:
+            return
+        for storage in _storages(self._kept()):
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            host.copy_(_bytes(storage))
+            self._host.append((storage, host))
+        self._empty = [(storage, storage.nbytes()) for storage in _storages(self._dropped())]
+        for storage, _ in (*self._host, *self._empty):
+            storage.resize_(0)
+
+    def reload(self) -> None:
+        """Allocate device memory and copy the bytes back."""
+        for storage, host in self._host:
+            storage.resize_(len(host))
+            _bytes(storage).copy_(host)
+        for storage, size in self._empty:
+            storage.resize_(size)
+        self._host = []
+        self._empty = []
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the distinct storages that are not empty."""
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 class _Neighbours(P2PCommunicator):
     """Exchanges activations and their gradients with the next and previous stages.
 
@@ -122,10 +164,10 @@ class Stage:
         align = get_fp8_align_size(module.config.fp8_recipe) if module.config.fp8 else 1
         self._multiple = self._segments_of * (self.grid.tp_size if self.grid.sequence_parallel else 1) * align
         self._limit = options.tokens_per_micro_batch * self.grid.cp_size  # of a micro-batch, over its ranks
-        self._weights = Offload(lambda: (*module.parameters(), *module.buffers())) if options.offload else None
-        self._state = Offload(self._optimizer_tensors) if options.offload and optim is not None else None
+        self._weights = Offload((lambda: (*module.parameters(), *module.buffers())) if options.offload else tuple)
+        self._state = Offload(self._optimizer_tensors if options.offload and optim is not None else tuple)
         # Gradients need no copy in host memory, because every update starts from zeros.
-        self._gradients = Offload(tuple, self._gradient_buffers) if optim is not None else None
+        self._gradients = Offload(tuple, self._gradient_buffers if optim is not None else tuple)
         if optim is not None:
             for layer in module.decoder.layers if options.freeze_router else ():
                 layer.mlp.router.requires_grad_(False)
@@ -182,9 +224,8 @@ class Stage:
         Training, scoring and weight sync move the tensors that they use back. weights: move the weights, too.
         """
         self._finish_gather()
-        for part in (self._gradients, self._state, self._weights if weights else None):
-            if part:
-                part.offload()
+        for part in (self._gradients, self._state, *([self._weights] if weights else [])):
+            part.offload()
         cpu_bridge.release_freed_memory()  # for the engine
 
     def reload(self) -> None:
@@ -192,20 +233,16 @@ class Stage:
         self._finish_gather()
         self._reload()
 
-    @property
-    def _keeps_read(self) -> bool:
-        """Return whether load_hf keeps the tensors of the file to fill the float32 masters from them."""
-        return self.options.distributed_optimizer and self.options.dtype != torch.float32
-
-    def _fill_masters(self, read: Mapping[str, Tensor]) -> None:
-        """Fill the optimizer's float32 masters from tensors by parameter name, or from the weights if there are none.
-
-        Weights in FP8 or bfloat16 are rounded, so masters made from them would differ from the file.
-        """
-        values = {**dict(self.module.named_parameters()), **read} if read else None
-        # A ChainedOptimizer would pass the tensors only to its first optimizer. Experts have one of their own.
-        for optimizer in self.optimizer.chained_optimizers:
-            optimizer.reload_model_params(state_dict=values)
+    def _load(self, shape: ModelShape, directory: str | Path, own: Sequence[str]) -> None:
+        """Fill the weights, except `own`, and the optimizer's float32 masters from a Hugging Face directory."""
+        # Weights in FP8 or bfloat16 are rounded, so masters made from them would differ from the file.
+        keep = self.options.distributed_optimizer and self.options.dtype != torch.float32
+        read = hugging_face.load(self.module, shape, directory, own, keep)
+        if self.optim is not None:
+            values = {**dict(self.module.named_parameters()), **read} if read else None
+            # A ChainedOptimizer would pass the tensors only to its first optimizer. Experts have one of their own.
+            for optimizer in self.optimizer.chained_optimizers:
+                optimizer.reload_model_params(state_dict=values)
 
     def require_finite(self, what: str, then: str) -> None:
         """Raise UserError on all ranks if a weight of any rank is NaN or infinite. Collective.
@@ -227,14 +264,12 @@ class Stage:
     def _named(self) -> Mapping[str, Tensor]:
         """Return the parameters by global name, in device memory and gathered."""
         self._finish_gather()
-        if self._weights:
-            self._weights.reload()
+        self._weights.reload()
         return names.global_parameters(self.module)
 
     def _reload(self) -> None:
         for part in (self._weights, self._state, self._gradients):
-            if part:
-                part.reload()
+            part.reload()
 
     def _finish_gather(self) -> None:
         """Gather the weights that overlap_param_gather would gather in the next forward pass."""
@@ -254,7 +289,7 @@ class Stage:
     def _gradient_buffers(self) -> list[Tensor]:
         return [buffer.grad_data for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers)]
 
-    def _train(
+    def train(
         self,
         prompts: Sequence[Tensor],
         responses: Sequence[Tensor],
@@ -337,17 +372,6 @@ class Stage:
         self.steps_taken += 1
         return OptimizerStep(norm, applied=True)
 
-    def tokens(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None = None
-    ) -> dict[str, float]:
-        """Return the tokens of rows with a prompt each ("plain") and of streams with shared prompts ("computed").
-
-        The latter count a prompt once in each micro-batch that has it, and once for each of its routes.
-        """
-        plain = float(sum(map(len, prompts)) + sum(len(r) - 1 for r in responses))
-        gain = token_gain(prompts, responses, self._limit, routes) if self.options.share_prompt else 1.0
-        return {"plain": plain, "computed": plain / gain if gain >= MIN_SHARING_GAIN else plain}
-
     def micro_batches(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], routes: Sequence[Tensor] | None = None
     ) -> list[Packed]:
@@ -366,8 +390,7 @@ class Stage:
         return [split_for_rank(batch, self.grid.groups.cp.rank(), self.grid.cp_size) for batch in batches]
 
     def _run(self, batches: list[Packed], loss: LossFunction, head: MakeHead, forward_only: bool = False) -> list[Any]:
-        if self._weights:
-            self._weights.reload()
+        self._weights.reload()
         if self.shape.experts:
             self._finish_gather()  # The modules of experts are not called, so they would not gather their weights.
 
@@ -406,11 +429,7 @@ class Worker(Stage):
 
     def load_hf(self, directory: str | Path) -> None:
         """Fill the weights, except adapters, and the optimizer's float32 masters from a Hugging Face directory."""
-        te_names = self.actor.uses_te
-        own = [entry.megatron for entry in self.adapter_table]
-        read = hugging_face.load(self.actor, self.shape, self.grid, directory, te_names, own, keep=self._keeps_read)
-        if self.optim is not None:
-            self._fill_masters(read)
+        self._load(self.shape, directory, [entry.megatron for entry in self.adapter_table])
 
     def hf_tensors(self) -> Iterator[ChecksummedTensor]:
         """Yield the full weights as (Hugging Face name, tensor) with checksums, the same on every rank. Collective.
@@ -437,7 +456,7 @@ class Worker(Stage):
 
         They are on the device. routes: the experts to use, see parallel.packing.pack.
         """
-        return self._per_token(prompts, responses, self._head(temperature), lambda head: head.log_probs()[0], routes)
+        return self._per_token(prompts, responses, self.head(temperature), lambda head: head.log_probs()[0], routes)
 
     def last_logits(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor | None:
         """Return the logits [B, V] on the CPU from which the last token of each of B > 0 responses is drawn.
@@ -452,7 +471,7 @@ class Worker(Stage):
             return head.hidden.sum(), None
 
         with torch.no_grad():
-            self._run(self.micro_batches(prompts, responses), collect, self._head(1.0), forward_only=True)
+            self._run(self.micro_batches(prompts, responses), collect, self.head(1.0), forward_only=True)
         if not self.grid.last_stage:
             return None
         table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.options.dtype))
@@ -462,19 +481,8 @@ class Worker(Stage):
         dist.all_reduce(table, group=self.grid.groups.cp)  # each rank has its own rows, and zeros
         return table.cpu()
 
-    def train(
-        self,
-        prompts: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        loss: LossFunction,
-        temperature: float,
-        lr: float,
-        routes: Sequence[Tensor] | None = None,
-    ) -> tuple[OptimizerStep, list[Any]]:
-        """Take one optimizer step on rows of [tokens] each, see Stage._train."""
-        return self._train(prompts, responses, loss, self._head(temperature), lr, routes)
-
-    def _head(self, temperature: float) -> MakeHead:
+    def head(self, temperature: float) -> MakeHead:
+        """Return the LM head, which computes log-probabilities at this temperature."""
         return lambda hidden, batch: self.actor.head(hidden, batch, temperature)
 
 

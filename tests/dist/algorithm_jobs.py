@@ -38,6 +38,6 @@ def loss_and_gradients(
         advantages=tuple(a.expand(n) for a, n in zip(advantages, lengths, strict=True)),
     )
     loss = ActorLoss(experience, algo, token_weights(lengths, "sequence_mean", sum(lengths), len(lengths)))
-    values = worker._run(worker.micro_batches(prompts, responses), loss, worker._head(0.9))
+    values = worker._run(worker.micro_batches(prompts, responses), loss, worker.head(0.9))
     gradients = {name: p.grad for name, p in worker.actor.named_parameters() if p.grad is not None}
     return sum(v.sums["loss"] for v in values), gradients

@@ -46,7 +46,7 @@ def expected_gradient(
     experience, _ = make_experience(rollouts, groups, torch.zeros(pi.shape), models, algo, TEMPERATURE)
 
     loss = ActorLoss(experience, algo, pi.flatten().tolist())
-    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker._head(TEMPERATURE))
+    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker.head(TEMPERATURE))
     gradients = {name: p.grad for name, p in names.global_parameters(worker.actor).items()}
     buckets = make_buckets(names.entries(worker.shape, 1), 8)
     return {n: x.clone() for n, x in stream(buckets, worker.shape.kv_heads, gradients, worker.grid, torch.float64)}

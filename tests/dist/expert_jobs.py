@@ -36,7 +36,9 @@ def gradients(
         return -head.log_probs()[0].sum() / sum(map(len, responses)), None
 
     own_routes = routes and [routes[i] for i in own]
-    step, _ = worker.train([prompts[i] for i in own], [responses[i] for i in own], loss, 1.0, 0.0, own_routes)
+    step, _ = worker.train(
+        [prompts[i] for i in own], [responses[i] for i in own], loss, worker.head(1.0), 0.0, own_routes
+    )
     for values in logits.values():
         dist.all_reduce(values, group=grid.groups.cp)  # zeros except for this rank's tokens
     with torch.no_grad():

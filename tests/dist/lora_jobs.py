@@ -14,7 +14,7 @@ from megatron_brorl.config.schema import AlgoConfig, LoraConfig, OptimConfig, Re
 from megatron_brorl.models.weights.layouts import to_local
 from megatron_brorl.models.weights.names import global_parameters
 from megatron_brorl.models.weights.stream import make_buckets, stream
-from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.models import ReferencePolicy
 from megatron_brorl.train.update import ActorLoss, update_policy
 from megatron_brorl.train.worker import Worker, _reduce_gradients
 from megatron_brorl.types import Experience
@@ -66,7 +66,7 @@ def forward_and_gradients(
     experience = experience_of(worker, grid.dp_rank, grid.dp_size)
     lengths = [len(r) for r in experience.responses]
     loss = ActorLoss(experience, AlgoConfig(), token_weights(lengths, "token_mean", sum(map(len, rows(2)[1])), 24))
-    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker._head(TEMPERATURE))
+    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker.head(TEMPERATURE))
     sums = {name: p.main_grad for name, p in global_parameters(worker.actor).items() if p.requires_grad}
     buckets = make_buckets(worker.adapter_table, 8)
     full = stream(buckets, worker.shape.kv_heads, sums, grid, torch.float64)

@@ -10,14 +10,13 @@ from dist.jobs import grid_of, rows
 
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ReferenceConfig
 from megatron_brorl.families.shape import read_shape
-from megatron_brorl.models.critic import body
+from megatron_brorl.models.gpt import critic_body
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.stream import make_buckets, stream
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import mini_batches
-from megatron_brorl.train.models import CriticWorker, TrainingModels
-from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.models import CriticWorker, ReferencePolicy, TrainingModels
 from megatron_brorl.train.update import update_critic, update_policy
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt, PromptGroup, TrainingRollout
@@ -112,7 +111,7 @@ def ppo(
 
 def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
     """Return the full weights by Hugging Face name and, on the last stage, the value head."""
-    shape = body(critic.shape)
+    shape = critic_body(critic.shape)
     grid = critic.grid
     buckets = make_buckets(names.entries(shape, grid.pp_size), 4)
     parameters = names.global_parameters(critic.critic)

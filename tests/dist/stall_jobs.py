@@ -11,7 +11,7 @@ from dist.jobs import grid_of
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.parallel import grid as grids
 from megatron_brorl.parallel import network
-from megatron_brorl.parallel.stalls import StallReporter
+from megatron_brorl.parallel.network import StallReporter
 from megatron_brorl.tracking.timeline import span
 
 

@@ -38,9 +38,8 @@ from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.rollout.sampler import deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.rollout.work_stealing import WorkStealing
-from megatron_brorl.train.models import CriticWorker, TrainingModels
+from megatron_brorl.train.models import CriticWorker, ReferencePolicy, TrainingModels
 from megatron_brorl.train.recorder import Recorder
-from megatron_brorl.train.reference import ReferencePolicy
 from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import critic_optim

@@ -84,8 +84,7 @@ def test_steps_agree_with_those_on_one_gpu(case, directories, single):
 def test_context_parallel_streams_are_cut_as_transformer_engine_cuts_them():
     pytest.importorskip("transformer_engine.pytorch")  # loads the libraries of transformer_engine_torch
     tex = pytest.importorskip("transformer_engine_torch")
-    from megatron_brorl.parallel.context import own_tokens, segment_lengths
-    from megatron_brorl.parallel.packing import PackedGroup
+    from megatron_brorl.parallel.packing import PackedGroup, own_tokens, segment_lengths
 
     groups = (PackedGroup(0, ((3, 8), (2, 24))), PackedGroup(0, ((1, 16),)))
     ends = torch.tensor([0, *segment_lengths(groups)]).cumsum(0).int().cuda()

@@ -15,8 +15,8 @@ import torch
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused import native
-from megatron_brorl.ops.fused.flash_decode import FlashDecode
-from megatron_brorl.ops.reference.decode import ReferenceDecode
+from megatron_brorl.ops.fused.decode import FlashDecode
+from megatron_brorl.ops.reference.decode import DecodeOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -62,7 +62,7 @@ def test_fused_on_a_gpu_needs_kernels_for_it(monkeypatch):
     monkeypatch.setattr(native, "CUDA", True)
     on_gpu, plain = backend("fused", CUDA), backend("reference", CUDA)
     assert not on_gpu.fused_layers
-    assert (type(on_gpu.decode), type(plain.decode)) == (FlashDecode, ReferenceDecode)
+    assert (type(on_gpu.decode), type(plain.decode)) == (FlashDecode, DecodeOps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -12,9 +12,9 @@ from threads import with_threads
 
 from megatron_brorl.ops.fused.decode import FusedDecode
 from megatron_brorl.ops.reference import decode as reference
-from megatron_brorl.ops.reference.decode import ReferenceDecode
+from megatron_brorl.ops.reference.decode import DecodeOps
 
-IMPLEMENTATIONS = [FusedDecode(), ReferenceDecode()]
+IMPLEMENTATIONS = [FusedDecode(), DecodeOps()]
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
@@ -34,7 +34,7 @@ def test_the_same_bits_for_any_number_of_threads():
 def test_the_reference_gathers_a_few_rows_at_a_time(monkeypatch):
     case = make(2, torch.float32)
     monkeypatch.setattr(reference, "GATHERED", 1)  # one row
-    check(case, case.run(ReferenceDecode()))
+    check(case, case.run(DecodeOps()))
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)

@@ -9,7 +9,7 @@ import torch
 from attention_kernels import kernels_on_cpu  # noqa: F401
 from decode_cases import CASES, TOLERANCE, make
 
-from megatron_brorl.ops.fused.flash_decode import FlashDecode
+from megatron_brorl.ops.fused.decode import FlashDecode
 from megatron_brorl.ops.interface import PAGE
 
 ROOM = 1100  # tokens of a page

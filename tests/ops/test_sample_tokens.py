@@ -116,7 +116,7 @@ def test_ties():
 
 def test_no_rows():
     none = torch.zeros(0, dtype=torch.int64)
-    ids, log_probs = sample_tokens(torch.zeros(0, 5), none, none, none, 1.0)
+    ids, log_probs = sample_tokens(torch.zeros(0, 5), none, none, none, 1.0, 1.0, 0)
     assert (ids.tolist(), log_probs.tolist()) == ([], [])
 
 

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_brorl.models.layers import gpu_attention
-from megatron_brorl.models.layers.repeated_rows import RepeatedRows
+from megatron_brorl.models.layers.gpu_attention import RepeatedRows
 from megatron_brorl.ops import rope
 from megatron_brorl.ops.interface import compute_dtype
 from megatron_brorl.parallel import cpu_bridge
-from megatron_brorl.parallel.context import own_tokens, segment_lengths
-from megatron_brorl.parallel.packing import PackedGroup
+from megatron_brorl.parallel.packing import PackedGroup, own_tokens, segment_lengths
 
 
 @dataclass
@@ -73,8 +72,10 @@ class Segments(PackedSeqParams):
 
     @cached_property
     def own(self) -> gpu_attention.Pieces:
-        """The kernels' description of the segments."""
-        return gpu_attention.segments(self.table, cpu_bridge.default_device())
+        """The kernels' description of the segments, each of which attends causally to itself."""
+        lengths = self.table[:, 1]
+        limits = gpu_attention.limits(lengths, lengths, cpu_bridge.default_device())
+        return gpu_attention.Pieces(limits, causal=True)
 
     @cached_property
     def prompts(self) -> tuple[gpu_attention.Pieces, RepeatedRows]:

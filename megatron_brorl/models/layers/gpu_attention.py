@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from megatron_brorl.models.layers.repeated_rows import RepeatedRows
 
 # Queries per copy of a shared prompt. In the backward pass, a block of threads computes one head of one piece, so short
 # pieces use more multiprocessors. Each piece has its own gradient of the prompt, so long pieces write less memory.
@@ -77,11 +76,6 @@ class Pieces:
         return piece, slice(None), torch.arange(len(piece), device=ends.device) - ends[piece]
 
 
-def segments(table: Tensor, device: torch.device) -> Pieces:
-    """Return the causal attention of each segment to itself. table: layers.attention.segment_table."""
-    return Pieces(_limits(table[:, 1], table[:, 1], device), causal=True)
-
-
 def shared_prompts(table: Tensor, device: torch.device) -> tuple[Pieces, RepeatedRows]:
     """Return the attention to copies of the shared prompts, and the rows of the stream to copy.
 
@@ -95,11 +89,12 @@ def shared_prompts(table: Tensor, device: torch.device) -> tuple[Pieces, Repeate
     ignored = (keys == 0).repeat_interleave(queries)
     keys = keys.clamp(min=1)
     copies = torch.arange(int(keys.sum())) + (first - keys.cumsum(0) + keys).repeat_interleave(keys)
-    attention = Pieces(_limits(queries, keys, device), causal=False, ignored=ignored.unsqueeze(1).to(device))
+    attention = Pieces(limits(queries, keys, device), causal=False, ignored=ignored.unsqueeze(1).to(device))
     return attention, RepeatedRows(copies.to(device), len(ignored))
 
 
-def _limits(queries: Tensor, keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+def limits(queries: Tensor, keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Return Pieces.limits of pieces with these numbers of queries and keys."""
     a, b = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).to(device, torch.int32) for x in (queries, keys))
     return a, b, int(queries.max()), int(keys.max())
 
@@ -121,3 +116,37 @@ def _deterministic() -> Iterator[None]:
     finally:
         torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
         torch._C._set_deterministic_fill_uninitialized_memory(fill)
+
+
+@dataclass(frozen=True)
+class RepeatedRows:
+    """An index [n] int64 of a tensor's rows, which may repeat rows and omit others.
+
+    The gradients of a row are summed in the order of the index, on a GPU in float32. Those of index_select would be
+    summed there in any order, in the tensor's dtype.
+    """
+
+    index: Tensor
+    rows: int
+
+    def select(self, x: Tensor) -> Tensor:
+        """x [rows, ...] -> [n, ...]."""
+        return _Select.apply(x, self)
+
+    @cached_property
+    def readers(self) -> tuple[Tensor, Tensor]:
+        """The places in the index, sorted by row, and the first of each row in that order."""
+        order = self.index.argsort(stable=True)
+        return order, torch.searchsorted(self.index[order], torch.arange(self.rows, device=order.device))
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, selection: RepeatedRows) -> Tensor:
+        ctx.selection = selection
+        return x.index_select(0, selection.index)
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
+        total = torch.embedding_bag(grad[0].flatten(1), *ctx.selection.readers)[0]
+        return total.view(-1, *grad[0].shape[1:]), None

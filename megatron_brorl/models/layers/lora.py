@@ -151,6 +151,12 @@ class ColumnAdapted(Adapted):
 class RowAdapted(Adapted):
     """A row-parallel layer: every rank has its own columns of a and all of b."""
 
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, in/tp] -> [T, 1, H], and no bias."""
+        out, bias = super().forward(x)
+        a = self.stacked_a()
+        return self.with_adapters(out, None if a is None else linear(x, a)), bias
+
     def over_ranks(self, down: Tensor) -> Tensor:
         """Return the sum over ranks of their products `down`, also of their parts of the layer's result."""
         if self.sequence_parallel:
@@ -170,12 +176,6 @@ class ColumnLinear(ColumnAdapted, ColumnParallelLinear):
 
 class RowLinear(RowAdapted, RowParallelLinear):
     """RowParallelLinear with adapters, if any."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, in/tp] -> [T, 1, H], and no bias."""
-        out, bias = super().forward(x)
-        a = self.stacked_a()
-        return self.with_adapters(out, None if a is None else linear(x, a)), bias
 
 
 def mlp_submodules(layer: Any) -> Any:

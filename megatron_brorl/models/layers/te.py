@@ -36,12 +36,6 @@ class AdaptedColumnLinear(ColumnAdapted, TELayerNormColumnParallelLinear):
 class AdaptedRowLinear(RowAdapted, TERowParallelLinear):
     """Transformer Engine's row-parallel linear layer with adapters, if any."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, in/tp] -> [T, 1, H], and no bias."""
-        out, bias = super().forward(x)
-        a = self.stacked_a()
-        return self.with_adapters(out, None if a is None else linear(x, a)), bias
-
 
 class PackedTeAttention(TEDotProductAttention):
     """Transformer Engine's variable-length attention over the groups of layers.attention.Segments.

@@ -105,7 +105,7 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[int | None, int | None, Par
     yield None, None, family.embedding
     for layer in range(shape.layers):
         for parameter in family.layer:
-            for expert in range(shape.experts) if parameter.per_expert else (None,):
+            for expert in range(shape.experts) if "{expert}" in parameter.megatron else (None,):
                 yield layer, expert, parameter.of_expert(expert)
     yield None, None, family.final_norm
     if not shape.tied:

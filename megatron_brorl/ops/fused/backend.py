@@ -15,9 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron_brorl.algo.advantages import Moments
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.fused import decode, flash_decode, linear, native
+from megatron_brorl.ops.fused import decode, linear, native
 from megatron_brorl.ops.fused.native import check_devices
-from megatron_brorl.ops.interface import DecodeOps, ValueLoss
+from megatron_brorl.ops.interface import ValueLoss
+from megatron_brorl.ops.reference.decode import DecodeOps
 
 
 def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -98,5 +99,5 @@ class FusedBackend:
                 'BRORL_CUDA=1 and CUDA_HOME set, or set it to "reference"'
             )
         self.fused_layers = on_cpu
-        self.decode: DecodeOps = decode.FusedDecode() if on_cpu else flash_decode.FlashDecode()
-        self.sample_tokens = decode.sample_tokens if on_cpu else flash_decode.sample_tokens
+        self.decode: DecodeOps = decode.FusedDecode() if on_cpu else decode.FlashDecode()
+        self.sample_tokens = decode.sample_tokens if on_cpu else decode.sample_tokens_on_gpu

@@ -1,28 +1,36 @@
-"""Decoding and sampling on CPUs by csrc/cpu/{decode_attention,layer_ops,sample_tokens}.*, for heads of up to 256.
-
-Several queries read a prompt's pages together, new keys and values are written in place, and nothing is gathered.
-Tensors are float32 or bfloat16. Wrong shapes, dtypes and indices raise ValueError, TypeError or IndexError.
-"""
+"""Decoding and sampling on CPUs by csrc/cpu/{decode_attention,layer_ops,sample_tokens}.*, and on GPUs by torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, rms_norm
 
+from megatron_brorl.ops import rope
 from megatron_brorl.ops.fused import linear, native
 from megatron_brorl.ops.interface import DecodeBatch, HeadNorms
-from megatron_brorl.ops.reference.decode import ReferenceDecode
+from megatron_brorl.ops.reference import sampling
+from megatron_brorl.ops.reference.decode import DecodeOps
+
+# With one split, the result of a row does not depend on the other rows. Older releases of torch never split here.
+_ARGUMENTS = {a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+_ONE_SPLIT = {"num_splits": 1} if "num_splits" in _ARGUMENTS else {}
 
 
-class FusedDecode(ReferenceDecode):
-    """See ops.interface.DecodeOps; on CPUs."""
+class FusedDecode(DecodeOps):
+    """DecodeOps on CPUs, for heads of up to 256.
+
+    Several queries read a prompt's pages together, new keys and values are written in place, and nothing is gathered.
+    Tensors are float32 or bfloat16. Wrong shapes, dtypes and indices raise ValueError, TypeError or IndexError.
+    """
 
     linear_logits = staticmethod(linear.linear_logits) if native.BFLOAT16_KERNEL else None
 
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:
-        """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
         places = (batch.tables, batch.lengths, batch.prompt_tables, batch.prompt_lengths, batch.prompts)
         native.check_devices("decode_attention_", qkv, keys, values, batch.cos, batch.sin, *places)
         _, kv_heads, dim, _ = keys.shape
@@ -32,34 +40,143 @@ class FusedDecode(ReferenceDecode):
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See DecodeOps: x [B, H], overwritten by x + delta, and weight [H] -> [B, H]."""
         out = torch.empty_like(x)
         torch.ops.brorl.add_rms_norm_(x, delta, weight, eps, out)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See DecodeOps: [B, 2 F] -> [B, F]."""
         return torch.ops.brorl.silu_mul(gate_up)
 
 
 def sample_tokens(
-    logits: Tensor,
-    keys: Tensor,
-    index: Tensor,
-    position: Tensor,
-    temperature: float,
-    top_p: float = 1.0,
-    top_k: int = 0,
+    logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, temperature: float, top_p: float, top_k: int
 ) -> tuple[Tensor, Tensor]:
     """Sample as ops.reference.sampling.sample_tokens, but without copying or sorting the logits.
 
-    logits [B, V] float32 or bfloat16, whose rows may be strided; keys (63 bits), index and position (32 bits) [B]
-    int64. Returns ids [B] int64 and their log-probabilities [B] float32 in nats under the distribution they were drawn
-    from. A row depends neither on other rows nor on the number of threads. An id can differ from the reference's if the
-    uniform is within float32 rounding of a step of the CDF. -inf masks a token. Raises ValueError for a row with NaN or
-    +inf or with nothing above -inf, and for a wrong shape, value or device; TypeError for a wrong dtype.
+    logits [B, V] are float32 or bfloat16, and rows may be strided. A row depends neither on other rows nor on the
+    number of threads. An id can differ from the reference's if the uniform is within float32 rounding of a step of the
+    CDF. -inf masks a token. Raises ValueError for a row with NaN or +inf or with nothing above -inf, and for a wrong
+    shape, value or device; TypeError for a wrong dtype.
     """
     native.check_devices("sample_tokens", logits, keys, index, position)
     with torch.no_grad():
-        ids, log_probs = torch.ops.brorl.sample_tokens(logits, keys, index, position, temperature, top_p, top_k)
-    return ids, log_probs
+        return torch.ops.brorl.sample_tokens(logits, keys, index, position, temperature, top_p, top_k)
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Sequences of queries, each with its keys, in the terms of the kernels. Q queries, s sequences."""
+
+    queries: Tensor  # [s + 1] int32: the first query of each sequence, and Q
+    keys: Tensor  # [s + 1] int32: index of its first key; the last number is not used
+    lengths: Tensor  # [s] int32: its keys
+    most: int  # maximum number of queries of a sequence
+    sequence: Tensor  # [Q] int64: the sequence of each query
+    place: Tensor  # [Q] int64: its index in the sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FlashBatch(DecodeBatch):
+    new: Tensor  # [B] int64: index of the key of each row's newest token
+    own: _Sequences
+    prompt: _Sequences
+
+
+class FlashDecode(DecodeOps):
+    """DecodeOps on GPUs, by the attention kernels of torch.
+
+    Keys and values are [pages, page, K, d], and batch.prompts must be ascending. Each row attends to its own tokens in
+    one call and to its prompt in another one, in which the rows of a prompt are the queries of one sequence, so that
+    its keys are read once for all of them (Juravsky et al. 2024, Hydragen). The query heads of a kv head are further
+    queries, so that both calls have as many query heads as kv heads. The two results are merged by the log-sum-exp of
+    their scores. No step waits for the device, so a CUDA graph can record it. torch's flash attention takes bfloat16
+    and float16. Its memory-efficient attention takes float32.
+    """
+
+    contiguous = True
+    linear_logits = staticmethod(linear.linear_logits)
+
+    def takes(self, dtype: torch.dtype, head_dim: int) -> bool:
+        if dtype in (torch.bfloat16, torch.float16):
+            return head_dim % 8 == 0 and head_dim <= 256
+        return dtype == torch.float32 and head_dim % 4 == 0
+
+    def prepare(self, batch: DecodeBatch, page: int, queries_per_key: int) -> DecodeBatch:
+        rows, device = len(batch.lengths), batch.lengths.device
+        each = torch.arange(rows + 1, device=device)
+        groups = torch.arange(len(batch.prompt_lengths) + 1, device=device)
+
+        def sequences(first_row: Tensor, table: Tensor, lengths: Tensor, most: int) -> _Sequences:
+            first = first_row * queries_per_key
+            query = torch.arange(rows * queries_per_key, device=device)
+            sequence = torch.searchsorted(first, query, right=True) - 1
+            # A group may be empty, so that its first query is that of the next one or Q.
+            starts = pad(table[:, 0] * page, (0, 1))
+            # Rows that pad a batch may make a group larger than `most`. Nothing reads their results.
+            place = (query - first[sequence]).clamp(max=most * queries_per_key - 1)
+            return _Sequences(first.int(), starts.int(), lengths.int(), most * queries_per_key, sequence, place)
+
+        return _FlashBatch(
+            **vars(batch),
+            new=batch.tables[:, 0].long() * page + batch.lengths - 1,
+            own=sequences(each, batch.tables, batch.lengths, 1),
+            prompt=sequences(
+                torch.searchsorted(batch.prompts, groups),
+                batch.prompt_tables,
+                batch.prompt_lengths,
+                batch.largest_group,
+            ),
+        )
+
+    def attend(
+        self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
+    ) -> Tensor:
+        """See DecodeOps. batch: from `prepare`."""
+        assert isinstance(batch, _FlashBatch)
+        rows = len(qkv)
+        _, page, kv_heads, dim = keys.shape
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        qk = qkv[:, : -kv_heads * dim].float().view(rows, -1, dim)
+        if norms is not None:
+            q, k = qk.split([heads, kv_heads], dim=1)
+            q, k = rms_norm(q, (dim,), norms.q, norms.eps), rms_norm(k, (dim,), norms.k, norms.eps)
+            qk = torch.cat((q, k), dim=1)
+        cos, sin = (torch.cat((x, x), dim=-1).unsqueeze(1) for x in (batch.cos, batch.sin))
+        q, k = rope.rotate(qk, cos, sin).to(keys.dtype).split([heads, kv_heads], dim=1)
+
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        keys[batch.new] = k
+        values[batch.new] = qkv[:, -kv_heads * dim :].view(rows, kv_heads, dim)
+
+        q = q.unflatten(1, (kv_heads, -1)).transpose(1, 2).flatten(0, 1)  # [B * heads / K, K, d]
+        own, own_lse = _attention(q, keys, values, batch.own, page, scale)
+        prompt, prompt_lse = _attention(q, keys, values, batch.prompt, page, scale)
+        weight = (prompt_lse - own_lse).sigmoid().unsqueeze(-1)
+        out = torch.lerp(own.float(), prompt.float(), weight).to(qkv.dtype)
+        return out.unflatten(0, (rows, -1)).transpose(1, 2).flatten(1)
+
+
+def sample_tokens_on_gpu(
+    logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, temperature: float, top_p: float, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Sample as ops.reference.sampling.sample_tokens, with one kernel for the random numbers instead of 300."""
+    native.check_devices("sample_tokens", logits, keys, index, position)
+    return sampling.sample(logits, torch.ops.brorl.uniforms(keys, index, position), temperature, top_p, top_k)
+
+
+def _attention(
+    q: Tensor, keys: Tensor, values: Tensor, sequences: _Sequences, page: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention [Q, K, d] of queries q [Q, K, d] to keys and values [tokens, K, d], and log-sum-exps [Q, K]."""
+    s = sequences
+    if q.dtype == torch.float32:
+        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            q[None], keys[None], values[None], None, s.queries, s.keys, s.most, page, 0.0, 0, True,
+            scale=scale, seqlen_k=s.lengths,
+        )  # fmt: skip
+        return out[0], lse[s.sequence, :, s.place]  # the kernel pads the log-sum-exps of each sequence
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, keys, values, s.queries, s.keys, s.most, page, 0.0, False, False,
+        scale=scale, seqused_k=s.lengths, **_ONE_SPLIT,
+    )  # fmt: skip
+    return out, lse.t()

@@ -49,8 +49,7 @@ def add_product(out: Tensor, down: Tensor, b: Tensor) -> Tensor:
 
     No other function may need out, which must be contiguous, for its own backward pass.
     """
-    total: Tensor = _AddProduct.apply(out, down, b)
-    return total
+    return _AddProduct.apply(out, down, b)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_brorl.algo.policy_loss import SUMS, PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.ops.fused.native import check_devices
 from megatron_brorl.ops.fused.softmax import Shard, gemm_, merged, ppo_tokens, softmax_gradient_, softmax_statistics
-from megatron_brorl.ops.interface import compute_dtype
+from megatron_brorl.ops.interface import Group, compute_dtype
 
 # Rows of logits held at a time. Fewer make the products slower, because every chunk reads and writes the weight's
 # gradient. More only take memory. CHUNK_BYTES lowers the number for very large vocabularies.
@@ -35,24 +35,16 @@ VECTOR = 4  # logits that a GPU reads at a time
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    temperature: float,
-    group: dist.ProcessGroup | None = None,
-    vocab: int | None = None,
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, group: Group = None, vocab: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute reference.linear_log_probs chunk by chunk. The backward pass recomputes the logits.
 
-    hidden [R, H] and weight [V, H] are both float32, bfloat16 or float64; products accumulate in at least float32. Rows
-    of weight from `vocab` on are padding, without probability and gradient. With a group, hidden and ids are the
-    same on all its ranks, weight is this rank's shard [V/tp, H], and the gradient of hidden is summed over the group.
-    Raises ValueError for a shape, value or device, TypeError for a dtype, and on a CPU IndexError for an id outside the
-    vocabulary (on a GPU this check would wait for the device).
+    hidden and weight are both float32, bfloat16 or float64; products accumulate in at least float32. Raises ValueError
+    for a shape, value or device, TypeError for a dtype, and on a CPU IndexError for an id outside the vocabulary (on a
+    GPU this check would wait for the device).
     """
     shard = _shard("linear_log_probs", hidden, weight, ids, temperature, group, vocab)
-    log_probs, entropy = _FusedLogProbs.apply(hidden, weight, ids, shard)
-    return log_probs, entropy
+    return _FusedLogProbs.apply(hidden, weight, ids, shard)
 
 
 def linear_ppo_loss(
@@ -62,7 +54,7 @@ def linear_ppo_loss(
     tokens: PolicyTokens,
     settings: PolicyLossSettings,
     temperature: float,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     vocab: int | None = None,
 ) -> PolicyLoss:
     """Compute reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
@@ -104,13 +96,7 @@ def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _shard(
-    op: str,
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    temperature: float,
-    group: dist.ProcessGroup | None,
-    vocab: int | None,
+    op: str, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, group: Group, vocab: int | None
 ) -> Shard:
     """Return this rank's shard; csrc checks all other shapes and dtypes. Raises as linear_log_probs says."""
     check_devices(op, hidden, weight, ids)
@@ -120,7 +106,6 @@ def _shard(
     vocab = len(weight) * ranks if vocab is None else vocab
     if not 0 < vocab <= len(weight) * ranks:
         raise ValueError(f"{op}: a vocabulary of {vocab} does not fit {ranks} x {len(weight)} rows of weight")
-    # On a GPU this check would wait for the device.
     if ids.device.type == "cpu" and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise IndexError(f"{op}: ids are from {ids.min()} to {ids.max()}, outside a vocabulary of {vocab}")
 
@@ -215,13 +200,6 @@ def _live_first(live: Tensor) -> Tensor:
     return order
 
 
-def _gather_rows_(matrix: Tensor, order: Tensor) -> None:
-    """Set matrix[:L] = matrix[order] for the order of _live_first, with little extra memory."""
-    moved = (order != torch.arange(len(order), device=order.device)).nonzero().squeeze(-1)
-    for part in moved.split(ROWS_MOVED):
-        matrix[part] = matrix[order[part]]
-
-
 class _Gradients:
     """The gradients of hidden and weight, summed chunk by chunk in the compute dtype."""
 
@@ -246,8 +224,10 @@ class _Gradients:
                 live |= entropy_gradient != 0
             found = _live_first(live)
             if len(found) < len(live):
-                # Logits are moved in place. The other tensors are small and are copied.
-                _gather_rows_(chunk.logits, found)
+                # Logits are moved in place, a few rows at a time. The other tensors are small and are copied.
+                moved = (found != torch.arange(len(found), device=found.device)).nonzero().squeeze(-1)
+                for part in moved.split(ROWS_MOVED):
+                    chunk.logits[part] = chunk.logits[found[part]]
                 order = found
         hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
         log_prob_gradient = log_prob_gradient[order]

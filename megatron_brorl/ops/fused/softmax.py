@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_brorl.algo.policy_loss import POLICY_LOSSES, PolicyLossSettings, PolicyTokens
 from megatron_brorl.ops.fused import native
+from megatron_brorl.ops.interface import Group
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Shard:
     start: int  # token id of its first logit
     live: int  # number of its logits; further rows of the LM head are padding
     temperature: float
-    group: dist.ProcessGroup | None  # ranks that share the vocabulary; None: this rank has all of it
+    group: Group
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
@@ -31,8 +32,7 @@ def gemm_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
 
 def softmax_statistics(logits: Tensor, ids: Tensor, shard: Shard) -> Tensor:
     """Return [R, 4] float64 of this shard: largest logit, sum and weighted sum of exponentials, logit of ids or 0."""
-    statistics: Tensor = torch.ops.brorl.softmax_statistics(logits, ids, shard.start, shard.temperature)
-    return statistics
+    return torch.ops.brorl.softmax_statistics(logits, ids, shard.start, shard.temperature)
 
 
 def merged(statistics: Tensor, shard: Shard) -> Tensor:
@@ -74,7 +74,7 @@ def ppo_tokens(
 
     The columns are algo.policy_loss.SUMS before "entropy".
     """
-    first, second, columns = torch.ops.brorl.ppo_tokens(
+    return torch.ops.brorl.ppo_tokens(
         log_probs,
         entropy,
         tokens.old_log_probs,
@@ -89,4 +89,3 @@ def ppo_tokens(
         settings.kl_estimator,
         settings.entropy_coef,
     )
-    return first, second, columns

@@ -14,25 +14,31 @@ from megatron_brorl.ops.interface import PAGE, DecodeBatch, HeadNorms
 GATHERED = 1 << 26  # elements of keys gathered at a time, so that N = 512 long rows fit a GPU's memory
 
 
-class ReferenceDecode:
-    """See ops.interface.DecodeOps. Gathers the pages of every row, its prompt's included."""
+class DecodeOps:
+    """The ops of the built-in engine's decoder. Those here gather the pages of every row, its prompt's included."""
 
-    contiguous = False
+    contiguous = False  # whether the keys of a row or of a prompt are in one page of any size, see ops.interface
+    # Backend.linear_logits for bfloat16, or None where a copy of the weight in float32 is faster.
     linear_logits: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def takes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """See DecodeOps."""
+        """Return whether attend computes this dtype and head size."""
         return True
 
     def prepare(self, batch: DecodeBatch, page: int, queries_per_key: int) -> DecodeBatch:
-        """See DecodeOps."""
+        """Return the batch with everything that attend derives from it, computed once for all layers.
+
+        page: tokens of a page. queries_per_key: query heads of a kv head.
+        """
         return batch
 
     def attend(
         self, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, batch: DecodeBatch, scale: float
     ) -> Tensor:
-        """See DecodeOps: qkv [B, (heads + 2 K) d] -> [B, heads d]."""
-        # Norm and rotate queries and keys in float32.
+        """Write each row's new key and value to its place, then attend to the row's prompt and own tokens.
+
+        qkv [B, (heads + 2 K) d] before normalization and rotation -> [B, heads d].
+        """
         _, kv_heads, dim, _ = keys.shape
         q, k, v = qkv.float().unflatten(-1, (-1, dim)).tensor_split([-2 * kv_heads, -kv_heads], dim=1)
         if norms is not None:
@@ -61,13 +67,13 @@ class ReferenceDecode:
         return torch.cat([_attention(*part, keys, values) for part in parts]).to(qkv.dtype)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See DecodeOps: x [B, H], overwritten by x + delta, and weight [H] -> [B, H]."""
+        """x [B, H] += delta, in place, and x / rms(x) * weight [H] (Zhang & Sennrich 2019, eq. 4)."""
         if delta is not None:
             x += delta
         return rms_norm(x, weight.shape, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See DecodeOps: [B, 2 F] -> [B, F]."""
+        """[B, 2 F] -> [B, F]: silu of the first half times the second (Shazeer 2020)."""
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up
 

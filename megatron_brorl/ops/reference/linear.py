@@ -14,18 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo.policy_loss import PolicyLoss, PolicyLossSettings, PolicyTokens, policy_loss
-from megatron_brorl.ops.interface import compute_dtype
+from megatron_brorl.ops.interface import Group, compute_dtype
 
 CHUNK_BYTES = 64 << 20  # of logits held at a time
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    temperature: float,
-    group: dist.ProcessGroup | None = None,
-    vocab: int | None = None,
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, group: Group = None, vocab: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability of ids and entropy of softmax(hidden @ weight.T / temperature) at each row.
 
@@ -37,8 +32,7 @@ def linear_log_probs(
     ranks = 1 if group is None else dist.get_world_size(group)
     vocab = len(weight) * ranks if vocab is None else vocab
     shared = group if ranks > 1 else None
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, ids, vocab, temperature, shared)
-    return log_probs, entropy
+    return _LinearLogProbs.apply(hidden, weight, ids, vocab, temperature, shared)
 
 
 def linear_ppo_loss(
@@ -48,7 +42,7 @@ def linear_ppo_loss(
     tokens: PolicyTokens,
     settings: PolicyLossSettings,
     temperature: float,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     vocab: int | None = None,
 ) -> PolicyLoss:
     """Return the policy loss of algo.policy_loss, which documents formula and metrics, from hidden states.
@@ -68,13 +62,7 @@ def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        ids: Tensor,
-        vocab: int,
-        temperature: float,
-        group: dist.ProcessGroup | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, vocab: int, temperature: float, group: Group
     ) -> tuple[Tensor, Tensor]:
         # This rank's part of the vocabulary: `live` tokens from `start` on, followed by padding.
         start = 0 if group is None else dist.get_rank(group) * weight.shape[0]
@@ -158,6 +146,6 @@ def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
     return (hidden @ head.t()).to(compute_dtype(hidden.dtype)) / temperature
 
 
-def _reduce(x: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+def _reduce(x: Tensor, op: Any, group: Group) -> None:
     if group is not None:
         dist.all_reduce(x, op, group=group)

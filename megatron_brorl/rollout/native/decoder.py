@@ -18,7 +18,8 @@ from megatron_brorl.families import dense, gemma3, moe
 from megatron_brorl.families.family import Parameter
 from megatron_brorl.families.shape import ModelShape
 from megatron_brorl.ops import rope
-from megatron_brorl.ops.interface import DecodeBatch, DecodeOps, HeadNorms, RowPages, compute_dtype
+from megatron_brorl.ops.interface import DecodeBatch, HeadNorms, RowPages, compute_dtype
+from megatron_brorl.ops.reference.decode import DecodeOps
 from megatron_brorl.rollout.native.pages import PagePool, to_device
 
 QUERIES = 1024  # queries of a chunk that attend to earlier pages at a time

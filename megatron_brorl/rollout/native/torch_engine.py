@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.ops.interface import PAGE, DecodeOps
-from megatron_brorl.ops.reference.decode import ReferenceDecode
+from megatron_brorl.ops.interface import PAGE
+from megatron_brorl.ops.reference.decode import DecodeOps
 from megatron_brorl.rollout.engine import (
     GenerateCallbacks,
     KvUsage,
@@ -59,7 +59,7 @@ class TorchEngine:
         self.dtype = dtype
         self.max_rows = max_rows
         self.sample = sample
-        self.ops = ops if ops and ops.takes(dtype, shape.head_dim) else ReferenceDecode()
+        self.ops = ops if ops and ops.takes(dtype, shape.head_dim) else DecodeOps()
         self.memory = memory
         self.decode = decode
         self.version = -1

@@ -21,7 +21,7 @@ def test_policy_gradient_equals_finite_differences(processes, tmp_path, family, 
     tiny.make_model(tmp_path, family, tied)
     shape = read_shape(tmp_path)
     actor = build_actor(shape, processes, torch.float64, backend(ops, cpu_bridge.default_device()))
-    hugging_face.load(actor, shape, processes, tmp_path, actor.uses_te)
+    hugging_face.load(actor, shape, tmp_path)
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=g) for n in (4, 7)]
     prompts.insert(0, prompts[0])

@@ -22,7 +22,7 @@ from megatron_brorl.ops.backend import backend
 def load(directory, processes):
     shape = read_shape(directory)
     actor = build_actor(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
-    hugging_face.load(actor, shape, processes, directory, te_names=False)
+    hugging_face.load(actor, shape, directory)
     return stream(
         make_buckets(entries(shape, 1), 4), shape.kv_heads, global_parameters(actor), processes, torch.float32
     )

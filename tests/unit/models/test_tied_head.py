@@ -18,8 +18,7 @@ from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.cli.convert import convert
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import WEIGHTS, read_shape
-from megatron_brorl.models import critic
-from megatron_brorl.models.gpt import build_actor
+from megatron_brorl.models.gpt import build_actor, build_critic, critic_body
 from megatron_brorl.ops.backend import backend
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -47,7 +46,7 @@ def another(tmp_path):
 def load(directory: Path, processes) -> torch.nn.Module:
     shape = read_shape(directory)
     actor = build_actor(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
-    hugging_face.load(actor, shape, processes, directory, te_names=False)
+    hugging_face.load(actor, shape, directory)
     return actor
 
 
@@ -93,9 +92,9 @@ def test_a_head_of_another_shape_is_named(another, processes):
 def test_a_critic_ignores_the_head_of_an_untied_model(another, processes):
     set_tied(another, False)
     shape = read_shape(another)
-    built = critic.build_critic(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
+    built = build_critic(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
     own = ["output_layer.weight"]
-    hugging_face.load(built, critic.body(shape), processes, another, built.uses_te, own)
+    hugging_face.load(built, critic_body(shape), another, own)
     assert torch.equal(built.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])
 
 

@@ -8,8 +8,7 @@ import torch
 from megatron_brorl.config.schema import ParallelConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.parallel import grid
-from megatron_brorl.parallel.context import own_tokens, segment_lengths, split_for_rank
-from megatron_brorl.parallel.packing import Packed, pack
+from megatron_brorl.parallel.packing import Packed, own_tokens, pack, segment_lengths, split_for_rank
 
 
 def batch(size: int, count: int = 20) -> tuple[list[torch.Tensor], list[torch.Tensor], Packed]:

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from megatron_brorl.algo.pass_at_k import mixed_share
 from megatron_brorl.cli.main import main
 from megatron_brorl.rollout_log import FOLDER, GROUPS, LogEntry, write_groups
-from megatron_brorl.theory.pass_rates import mixed_share
 
 
 @pytest.mark.parametrize(

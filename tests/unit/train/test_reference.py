@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_brorl.config.schema import ReferenceConfig
-from megatron_brorl.train.reference import ReferencePolicy
+from megatron_brorl.train.models import ReferencePolicy
 from megatron_brorl.train.state import EarlyStopping
 
 

@@ -106,8 +106,8 @@ def test_evaluation_separates_groups_of_one_prompt(processes, model, tmp_path):
     trainer.sync_weights()
     a, b = fakes.prompts(2)
     sampling = Sampling(1.0, 1.0, 0, TOKENS, (fakes.STOP,))
-    found = sample_answers(trainer.runner, [a, b, a], 40, sampling, "s")
-    keys = [stream_key(SEED, "s", "p/0"), stream_key(SEED, "s", "p/1"), stream_key(SEED, "s", 1, "p/0")]
+    found = sample_answers(trainer.runner, [a, b, a], 40, sampling)
+    keys = [stream_key(SEED, "evaluate", *name) for name in (("p/0",), ("p/1",), (1, "p/0"))]
     assert [(x.prompt.id, x.index) for x in found] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
     assert [x.right / x.samples for x in found] == [rate(key, 40) for key in keys]
     assert found[0].right != found[2].right

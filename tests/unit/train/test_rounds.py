@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -46,7 +47,8 @@ def test_one_extra_round_in_twenty_steps(begin, end):
             for _ in range(1 + CONFIG.refills):
                 count = round_size(128 - waiting - found, position, CONFIG)
                 found += sum(rng.random() < p for _ in range(count))
-                position = position.after_round(count).with_kept(start, found)
+                position = replace(position, rounds=position.rounds + 1, prompts_read=position.prompts_read + count)
+                position = position.with_kept(start, found)
                 if waiting + found >= 128:
                     break
             assert waiting + found >= 128

@@ -37,8 +37,8 @@ def step(stage):
         return 0.0 * found.sum(), None
 
     before = {name: p.detach().clone() for name, p in stage.module.named_parameters()}
-    temperature = () if isinstance(stage, CriticWorker) else (1.0,)
-    update, _ = stage.train(PROMPTS, RESPONSES, loss, *temperature, LR)
+    head = stage.critic.values if isinstance(stage, CriticWorker) else stage.head(1.0)
+    update, _ = stage.train(PROMPTS, RESPONSES, loss, head, LR)
     assert (update.applied, update.grad_norm) == (True, 0.0)
     return before, dict(stage.module.named_parameters())
 

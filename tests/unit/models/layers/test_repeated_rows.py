@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_brorl.models.layers.repeated_rows import RepeatedRows
+from megatron_brorl.models.layers.gpu_attention import RepeatedRows
 
 
 @pytest.mark.parametrize("index", [[3, 0, 3, 5, 3, 0, 5], []], ids=["repeated", "none"])

@@ -14,10 +14,9 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused import decode as fused_decode
-from megatron_brorl.ops.fused.decode import FusedDecode
-from megatron_brorl.ops.fused.flash_decode import FlashDecode
+from megatron_brorl.ops.fused.decode import FlashDecode, FusedDecode
 from megatron_brorl.ops.philox import stream_key
-from megatron_brorl.ops.reference.decode import ReferenceDecode
+from megatron_brorl.ops.reference.decode import DecodeOps
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native import graphs
@@ -321,7 +320,7 @@ def test_bfloat16_stays_near_float32(pair):
     if read_shape(pair[0]).experts:
         pytest.skip("rounding changes the experts of some tokens; see dist/test_experts.py")
     asked = [Request(p, 7, 20) for p in prompts()]
-    for ops in (FusedDecode(), ReferenceDecode()):
+    for ops in (FusedDecode(), DecodeOps()):
         groups = make_engine(*pair, ops=ops, dtype=torch.bfloat16).generate(asked, Sampling(1.0, 1, 0, 20, ()))
         for prompt, group in zip(prompts(), groups, strict=True):
             for r in group:
@@ -329,7 +328,7 @@ def test_bfloat16_stays_near_float32(pair):
                 assert (r.log_probs - expected).abs().mean() < 0.1
 
 
-@pytest.mark.parametrize("ops", [FusedDecode, FlashDecode, ReferenceDecode])
+@pytest.mark.parametrize("ops", [FusedDecode, FlashDecode, DecodeOps])
 def test_bfloat16_weights_give_logits_in_float32(one, ops):
     decoder = make_engine(*one, ops=ops(), dtype=torch.bfloat16)._decoder
     hidden = torch.randn(5, decoder.shape.hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -376,7 +375,7 @@ def test_experts_are_recorded_in_any_batch(moe, rows, pages, ops):
         or ops.contiguous
         or engine.kv_usage().prompt_tokens > sum(r.n * len(r.prompt.token_ids) for r in ROUTED)
     )
-    together = make_engine(*moe, ops=ReferenceDecode()).generate(ROUTED, replace(ROUTES, routes=False))
+    together = make_engine(*moe, ops=DecodeOps()).generate(ROUTED, replace(ROUTES, routes=False))
     for group, other in zip(groups, together, strict=True):
         assert [r.token_ids.tolist() for r in group] == [r.token_ids.tolist() for r in other]
         assert all(r.routes is None for r in other)
