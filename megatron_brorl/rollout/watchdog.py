@@ -105,7 +105,6 @@ class Watchdog:
         return None if self.stuck else self.engine.kv_usage()
 
     def restart(self, why: str) -> bool:
-        """See RolloutEngine."""
         return self.engine.restart(why)
 
     def sleep(self) -> None:

@@ -38,7 +38,10 @@ class Linear:
         """product: computes x [B, in], weight [out, in] -> [B, out] instead of oneDNN and torch."""
         self.bias = bias
         self.product = product
-        self.packed = product is None and weight.device.type == "cpu" and _has_layout_for(weight.dtype)
+        # The layout of bfloat16 needs AVX-512.
+        packs = weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.packed = product is None and on_cpu and bool(packs)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -332,13 +335,6 @@ class Decoder:
         if routes is not None:
             pool.routes[page, slot] = routes[stored].to(pool.routes.dtype)
         return hidden[to_device(torch.arange(batch) * width + lengths - 1, self.device)]
-
-
-def _has_layout_for(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has a weight layout for this dtype here; bfloat16 needs AVX-512."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _fused(weights: Mapping[str, Tensor], prefix: str, parameter: Parameter) -> Tensor:

@@ -130,11 +130,6 @@ class PagePool:
         self.max_used = max(self.max_used, used)
         self.used_sum += used
 
-    def record_prompt(self, tokens: int, cached: int) -> None:
-        """Record the prompt of a new row, by its number of tokens and how many of them are already in the cache."""
-        self.prompt_tokens += tokens
-        self.cached_prompt_tokens += cached
-
     def allocate(self, count: int) -> Tensor:
         """Return `count` free pages [count] int32 on the CPU."""
         assert count <= self.free

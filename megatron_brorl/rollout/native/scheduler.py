@@ -151,7 +151,8 @@ class Scheduler:
                 own = self.slot_pages[slot, : self.pool.pages_for(len(response))]
                 chunks.append(PrefillChunk(tokens, len(prompt_tokens) - reused, own.clone(), reused, before))
                 outputs.append((slot_hidden, slot))
-            self.pool.record_prompt(len(prompt_tokens), cached)
+            self.pool.prompt_tokens += len(prompt_tokens)
+            self.pool.cached_prompt_tokens += cached
             slots.append(slot)
 
         if not slots:
@@ -228,7 +229,7 @@ class Scheduler:
 
     def withdrawn(self) -> Tensor:
         """Drop the queued rollouts of withdrawn requests. Return which active rows belong to one, [B] bool."""
-        gone = {i for i in self.withdrawable if _is_withdrawn(self.requests[i])}
+        gone = {i for i in self.withdrawable if (event := self.requests[i].withdrawn) and event.is_set()}
         self.withdrawable -= gone
         for queued in [queued for queued in self.queue if queued.request in gone]:
             self.queue.remove(queued)
@@ -314,10 +315,6 @@ class Scheduler:
         length = int(self.prompt_lengths[prompt])
         self.prefixes.remove(self.prompts[prompt], self.prompt_pages[prompt, : self.pool.pages_for(length)].clone())
         self.prompt_lengths[prompt] = 0
-
-
-def _is_withdrawn(request: Request) -> bool:
-    return request.withdrawn is not None and request.withdrawn.is_set()
 
 
 def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[QueuedRollout]:

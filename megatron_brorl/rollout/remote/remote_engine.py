@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.config.schema import Config, EngineConfig
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, warn
 from megatron_brorl.files import read_object
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import GenerateCallbacks, KvUsage, Request, Sampling, Supply, check_context
@@ -96,7 +95,6 @@ class RemoteEngine:
 
     @property
     def duplicate_advice(self) -> str:
-        """See RolloutEngine."""
         return f'{self.capabilities.engine}; start a new run with rollout.engine = "torch"'
 
     @property
@@ -147,18 +145,14 @@ class RemoteEngine:
             return
         self._write_update(tensors, self.version)
 
-    def _encode(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensor in the engine's dtype, or FP8 blocks with scales if the engine loads them."""
-        in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
-        return (to_fp8_blocks if in_blocks else unchanged)(name, tensor.to(self.dtype))
-
     def _write_update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights:
         """Write and check an update in shared memory. Collective of the node."""
         assert self.node
         # Keep the file of the current weights, from which a crashed engine restarts.
         current = self.supervisor.weights if self.supervisor else None
         number = 1 if current and current.path.name == "weights_0" else 0
-        update = WeightUpdate(version, self.names, self.dtype, self._encode)
+        in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
+        update = WeightUpdate(version, self.names, self.dtype, to_fp8_blocks if in_blocks else unchanged)
         return write_update(tensors, update, self.node, self.folder / f"weights_{number}")
 
     def generate(
@@ -227,8 +221,8 @@ class RemoteEngine:
             self.supervisor.restarts = 0  # only consecutive restarts count
 
         if pending.faults:
-            warning = f"{len(pending.faults)} rollouts with invalid answers are lost, for example: {pending.faults[0]}"
-            print(f"warning: {self.options.key}: {warning}", file=sys.stderr, flush=True)
+            text = f"{len(pending.faults)} rollouts with invalid answers are lost, for example: {pending.faults[0]}"
+            warn(f"{self.options.key}: {text}")
         return pending.result()
 
     def _ask(self, rows: Mapping[int, PendingRollout], sampling: Sampling) -> int:
@@ -292,7 +286,6 @@ class RemoteEngine:
             raise UserError(f"{self.options.key}: {e}") from None
 
     def barrier(self) -> None:
-        """See RolloutEngine."""
         self._barrier()
 
     def close(self) -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_brorl.rollout.engine import Sampling
-from megatron_brorl.rollout.sampler import deal, make_groups, requests
+from megatron_brorl.rollout.sampler import SharedSlots, SlotSupply, WorkStealing, deal, make_groups, requests
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.rollout.work_stealing import SharedSlots, SlotSupply, WorkStealing
 
 SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
 GROUPS = make_groups(fakes.prompts(5), 0)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_brorl.data.chat import prompt_text
-from megatron_brorl.data.prepare.sets import INSTRUCTIONS, SETS, DataSet, Unusable, without_instruction
 from megatron_brorl.data.prompts import check_row
+from megatron_brorl.data.published_sets import INSTRUCTIONS, SETS, DataSet, Unusable, without_instruction
 from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
