@@ -94,10 +94,9 @@ def _config(args: argparse.Namespace) -> int:
         return 0
 
     # Search for sections and keys by name, and only then for keys that contain the word.
-    exact = [
-        key for key in keys() if any(key == word or key.startswith((f"{word}.", f"{word}[]")) for word in args.words)
-    ]
-    found = exact or [key for key in keys() if not args.words or any(word in key for word in args.words)]
+    words = args.words
+    exact = [key for key in keys() if any(key == word or key.startswith((f"{word}.", f"{word}[]")) for word in words)]
+    found = exact or [key for key in keys() if not words or any(word in key for word in words)]
     if not found:
         word = args.words[0]
         raise UserError(f"no key is called {word!r}; {suggestion(word) or '`brorl config` lists all of them'}")
@@ -192,7 +191,13 @@ def _init(args: argparse.Namespace) -> int:
         if not (guess.is_scored or args.reward):
             values["data.verifier"] = _OWN_REWARD
             missing["data.verifier"] = "the rows have no answer, so write score(response, row), or name a verifier"
-        missing |= _mistakes(values)
+        from megatron_brorl.data.prompts import RowFormat, first_mistake  # imports torch, which is slow
+
+        # The run would refuse the file if its first row has a mistake.
+        row_format = RowFormat(values["data.verifier"], columns=ColumnsConfig(**values["data.columns"]))
+        files = map(data_file, (*values["data.train"], *values["data.held_out"]))
+        if mistake := next(filter(None, (first_mistake(file, row_format) for file in files)), ""):
+            missing["data.columns"] = mistake
     else:
         missing["data.train"] = "a file with rows"
 
@@ -205,16 +210,6 @@ def _init(args: argparse.Namespace) -> int:
         print(f"fill in: {'; '.join(f'{key} ({what})' for key, what in missing.items())}")
     print(f"next: brorl train --dry-run {shlex.quote(str(args.file))}")
     return 0
-
-
-def _mistakes(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return a message by key if the run would refuse the first row of a data file, else {}."""
-    from megatron_brorl.data.prompts import RowFormat, first_mistake  # imports torch, which is slow
-
-    row_format = RowFormat(values["data.verifier"], columns=ColumnsConfig(**values["data.columns"]))
-    files = map(data_file, (*values["data.train"], *values["data.held_out"]))
-    found = next(filter(None, (first_mistake(file, row_format) for file in files)), "")
-    return {"data.columns": found} if found else {}
 
 
 def run_dir(file: Path) -> str:

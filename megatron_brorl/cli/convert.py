@@ -101,7 +101,11 @@ def convert(args: argparse.Namespace) -> int:
     from megatron_brorl.tracking.progress import progress
 
     args.source = folders.resolve(args.source)
-    _check_target(args)
+    check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
+    if args.target.exists() and contains(args.source, args.target):
+        raise UserError(f"{args.target}: is part of the source, {args.source}; give another target")
+    if args.target.exists() and not args.overwrite:
+        raise UserError(f"{args.target}: exists; give another target or --overwrite")
     if args.direction == "to-megatron" and min(args.tensor, args.pipeline) < 1:
         raise UserError(f"--tensor {args.tensor} --pipeline {args.pipeline}: must be at least 1")
     source, shape, companions = _open(args)
@@ -144,15 +148,6 @@ def _open(args: argparse.Namespace) -> tuple[Any, ModelShape, Path]:
     if not has_adapters and args.direction == "to-peft":
         raise UserError(f"{args.source}: has no adapters, because lora.rank was 0 in its run: convert to-hf")
     return found
-
-
-def _check_target(args: argparse.Namespace) -> None:
-    """Raise UserError if the target would replace a file that is read, or exists."""
-    check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
-    if args.target.exists() and contains(args.source, args.target):
-        raise UserError(f"{args.target}: is part of the source, {args.source}; give another target")
-    if args.target.exists() and not args.overwrite:
-        raise UserError(f"{args.target}: exists; give another target or --overwrite")
 
 
 def _quantize(args: argparse.Namespace) -> int:

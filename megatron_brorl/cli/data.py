@@ -84,7 +84,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if counts.letters:
         print(f"  {counts.letters} rows: verifier math compares letters of the answer as text (docs/verifiers_math.md)")
     print(f"also written: {job.card.name}, {job.dropped.name}")
-    if job.data_set.evaluation:
+    if job.data_set.test:
         print(f"{args.source} is an evaluation set: do not train on it")
     return 0
 

@@ -61,11 +61,7 @@ def evaluate(args: argparse.Namespace) -> int:
             # Two evaluations have the same prompts only if these are equal.
             "chat_template_kwargs": config.data.chat_template_kwargs,
             "template_date": str(session.template_date) if session.template_date else None,
-            "sampling": {
-                "temperature": evaluation.temperature,
-                "top_p": evaluation.top_p,
-                "max_tokens": config.rollout.max_tokens,
-            },
+            "sampling": {key: getattr(sampling, key) for key in ("temperature", "top_p", "max_tokens")},
         }
 
         if session.is_main_rank:

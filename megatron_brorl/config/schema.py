@@ -66,9 +66,7 @@ def key(default: Any, description: str, **options: Any) -> Any:
 class RunConfig:
     """Output folder, seed and logging."""
 
-    dir: str = key(
-        "runs/default", "Output folder for metrics, checkpoints, plots and model/. It must contain no input."
-    )
+    dir: str = key("runs/default", "Output folder for metrics, checkpoints, plots and model/. It must hold no input.")
     seed: int = key(0, "Random seed. It determines the order of the data and every random stream.")
     record_groups: Natural = key(
         4, "Groups per step whose texts are stored in run.dir/rollouts. Evaluations store all groups."
@@ -78,9 +76,7 @@ class RunConfig:
         "Trackers that receive the metrics in addition to metrics.jsonl, if they are installed. W&B and MLflow "
         'use the project "brorl" unless WANDB_PROJECT, MLFLOW_TRACKING_URI and similar variables are set.',
     )
-    trace_every: Natural = key(
-        0, "Steps between traces of all ranks (run.dir/traces/step_000010.json). 0 disables tracing."
-    )
+    trace_every: Natural = key(0, "Steps between traces of all ranks (traces/step_000010.json). 0 disables tracing.")
 
 
 @section
@@ -88,9 +84,7 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = key("", "Hugging Face directory, or the name of a model on the Hugging Face hub (Qwen/Qwen2.5-0.5B).")
-    dtype: Literal["fp32", "bf16"] = key(
-        "fp32", "Data type of weights and activations. The optimizer keeps fp32 weights."
-    )
+    dtype: Literal["fp32", "bf16"] = key("fp32", "Type of weights and activations. The optimizer keeps fp32 weights.")
     context: Natural = key(0, "Maximum tokens of prompt and response. 0 uses max_position_embeddings of config.json.")
 
 
@@ -171,18 +165,14 @@ class TaskConfig:
     name: str = Field(description="Name of the task in reasoning-gym.")
     weight: PositiveFloat = key(1.0, "Share of the prompts, relative to the sum of the weights of all tasks.")
     prompt_regex: str = key("", 'Regular expression whose first group is the prompt. "" uses the whole question.')
-    config: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of reasoning_gym.create_dataset."
-    )
+    config: dict[str, Any] = Field(default_factory=dict, description="Arguments of reasoning_gym.create_dataset.")
 
 
 @section
 class MixtureConfig:
     """A source of a mixture of files."""
 
-    files: tuple[str, ...] = Field(
-        description="JSONL, JSON, Parquet or CSV files, shuffled in every epoch of this source."
-    )
+    files: tuple[str, ...] = Field(description="JSONL, JSON, Parquet or CSV files, shuffled in every epoch of it.")
     weight: PositiveFloat = Field(description="Share of the prompts of each step, relative to the sum of all weights.")
     name: str = key("", 'Name of the source in reports. "" uses the name of the first file without its suffix.')
     verifier: str = key("", 'Verifier of rows that do not name one. "" uses data.verifier.')
@@ -207,9 +197,7 @@ class DataConfig:
         "with algo.distill_coef or reward.group_function; held-out prompts of data.tasks keep their own verifier.",
     )
     template: str = key("{prompt}", "Text around every prompt, with {prompt} in its place.")
-    chat: bool = key(
-        False, "Apply the chat template of the tokenizer. A prompt that is a text becomes one user message."
-    )
+    chat: bool = key(False, "Apply the chat template of the tokenizer. A prompt that is a text becomes a user message.")
     system_prompt: str = key("", "System message that is added to every conversation. It needs data.chat.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
@@ -318,9 +306,7 @@ class EngineConfig:
         " FP8 weights with one scale per block of 128 x 128.",
     )
     cuda_graphs: bool = key(True, "Use CUDA graphs (and compilation in vLLM) on a GPU.")
-    shared_memory: str = key(
-        "/dev/shm", "Folder in shared memory for weights: one copy per node, two during an update."
-    )
+    shared_memory: str = key("/dev/shm", "Folder in shared memory for weights: a copy per node, two during an update.")
 
 
 @section
@@ -385,9 +371,7 @@ class AlgoConfig:
     gamma: Share = key(1.0, 'Discount factor per token of advantage = "gae".')
     lam: Share = key(1.0, 'Lambda of advantage = "gae": 1 uses only the rewards, 0 only the critic.')
     dynamic_sampling: bool = key(True, "Train only on groups with different rewards.")
-    train_on: Natural = key(
-        0, "Rollouts of a group in the update: those with the largest variance of rewards. 0 uses all."
-    )
+    train_on: Natural = key(0, "Rollouts of a group in an update: those whose rewards vary most. 0 uses all.")
     overlong_filter: bool = key(False, "Exclude cut-off responses from the loss, but not from the baselines.")
     kl_coef: NonNegativeFloat = key(0.0, "Coefficient of the KL divergence from the reference policy. 0 disables it.")
     kl_estimator: Literal["k1", "k2", "k3"] = key(
@@ -440,9 +424,7 @@ class CriticConfig:
     """The critic of algo.advantage = "gae". Its optimizer uses the other settings of [optim]."""
 
     lr: NonNegativeFloat = key(1e-5, "Learning rate of the critic.")
-    warmup_steps: Natural = key(
-        0, "Steps at the start that train only the critic. Steps without an update do not count."
-    )
+    warmup_steps: Natural = key(0, "First steps, which train only the critic. Steps without an update do not count.")
     clip: NonNegativeFloat = key(0.2, "Clip range of the value loss around the old values. 0 disables clipping.")
 
 
@@ -500,9 +482,7 @@ class TrainConfig:
     """Length of the run, memory, checkpoints and checks."""
 
     steps: Natural = key(100, "Maximum number of training steps.")
-    max_seconds: NonNegativeFloat = key(
-        0.0, "Seconds of training steps after which the run ends. 0 disables the limit."
-    )
+    max_seconds: NonNegativeFloat = key(0.0, "Seconds of training steps after which the run ends. 0 sets no limit.")
     patience: Natural = key(0, "Consecutive evaluations without a new best pass@1 before the run ends. 0 disables it.")
     tokens_per_micro_batch: Natural = key(
         0, "Maximum number of tokens of a micro-batch on a rank. 0 uses 2,048 on a CPU and 16,384 on a GPU."
@@ -512,9 +492,7 @@ class TrainConfig:
     )
     offload: bool = key(False, "Move weights and optimizer state to host memory while the engine generates.")
     freeze_router: bool = key(False, "Do not train the routers of a mixture of experts.")
-    share_prompt: bool = key(
-        True, "Share one copy of a group's prompt in a micro-batch if this saves 10% of its tokens."
-    )
+    share_prompt: bool = key(True, "Share a copy of a group's prompt in a micro-batch if this saves 10% of its tokens.")
     checkpoint_every: Natural = key(50, "Number of steps between checkpoints. 0 saves only at the end of the run.")
     keep_checkpoints: Count = key(2, "Number of the newest checkpoints that are kept.")
     keep_best: Literal["", "pass_at_1", "pass_at_k"] = key(

@@ -67,7 +67,9 @@ class SentencePieceTokenizer:
             if piece.type == piece.CONTROL:
                 piece.type = piece.USER_DEFINED
         self._decoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-        self.leads_with_bos = self.bos_id is not None and _adds_bos(directory / SETTINGS)
+        settings = _read(directory / SETTINGS)
+        is_llama = str(settings.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # It adds BOS by default.
+        self.leads_with_bos = self.bos_id is not None and bool(settings.get("add_bos_token", is_llama))
 
     def template_reads(self, variable: str, tools: Any = None) -> bool:
         return False
@@ -221,12 +223,6 @@ def check_texts(pieces: list[str]) -> Iterator[str]:
         yield "".join(piece * draw.randint(1, 4) for piece in draw.choices(pieces, k=draw.randint(1, 5)))
         for low, high in ranges:
             yield "".join(chr(draw.randint(low, high)) for _ in range(draw.randint(1, 20)))
-
-
-def _adds_bos(path: Path) -> bool:
-    config = _read(path)
-    is_llama = str(config.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # It adds BOS by default.
-    return bool(config.get("add_bos_token", is_llama))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -138,10 +138,10 @@ class Scorer:
         unscored = cut_off and not scores_cut_off(verifier, self.config)
         found = Found(None, "cut off")
         if not unscored:
-            text = rollout.episode and rollout.episode.text
-            if text is None:
-                text = self.decode(without_stop(rollout.token_ids, self.stop_ids).tolist())
-            found = extract(text, verifier.find, verifier.max_chars)
+            returned = rollout.episode.text if rollout.episode else None
+            if returned is None:
+                returned = self.decode(without_stop(rollout.token_ids, self.stop_ids).tolist())
+            found = extract(returned, verifier.find, verifier.max_chars)
         submitted = self.pool.submit(ScoreRequest(prompt, *found))
         return _Pending(cut_off, unscored, found.answer, submitted, f"verifier {verifier_name(prompt)}")
 

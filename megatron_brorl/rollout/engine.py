@@ -248,14 +248,15 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     routes = iter(tensors["routes"].split(of_routes) if of_routes else ())
     rows = []
     columns = zip(records, tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths), strict=True)
-    for ((_, size), (group, *scored, score), index, finish, spans, of_episode), ids, log_probs in columns:
+    for ((_, size), scored, index, finish, spans, of_episode), ids, log_probs in columns:
         episode = None
         if of_episode:
-            *counts, of_environment, starts = of_episode
-            episode = Episode(next(masks), *counts, scores[of_environment], tuple(starts))
+            turns, calls, malformed, score, starts = of_episode
+            episode = Episode(next(masks), turns, calls, malformed, scores[score], tuple(starts))
         own = next(routes) if size else None
         rollout = Rollout(index, ids, log_probs, finish, tuple(map(tuple, spans)), episode, own)
-        rows.append(ScoredRollout(group, rollout, *scored, scores[score]))
+        group, reward, right, answer, score = scored
+        rows.append(ScoredRollout(group, rollout, reward, right, answer, scores[score]))
     return rows
 
 

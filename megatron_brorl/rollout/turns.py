@@ -56,28 +56,23 @@ class Running:
 R = TypeVar("R", bound=Running)
 
 
+@dataclass(eq=False)
 class Interaction(GenerateCallbacks, Supply, Generic[R]):
     """One call of generate: the callbacks and the supply of the engine.
 
     Only the generating thread uses it. Other threads put events into a queue.
     """
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        name: str,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        callbacks: GenerateCallbacks | None,
-        supply: Supply | None,
-    ) -> None:
-        """name: of the environment or agent, for messages."""
-        self.pool = pool
-        self.name = name
-        self.sampling = sampling
-        self.callbacks = callbacks
-        self.supply = supply
-        self.requests = list(requests)
+    pool: EnvironmentPool
+    name: str  # of the environment or agent, for messages
+    requests: list[Request]  # of the caller, then those of the supply
+    sampling: Sampling
+    callbacks: GenerateCallbacks | None
+    supply: Supply | None
+
+    def __post_init__(self) -> None:
+        requests, supply = self.requests, self.supply
+        self.requests = [*requests]
         self.rows = sum(r.n for r in requests) + (supply.rows if supply else 0)
         self.prompt_tokens = max([supply.prompt_tokens if supply else 0, *(len(r.prompt.token_ids) for r in requests)])
         self.rollouts: list[R] = []

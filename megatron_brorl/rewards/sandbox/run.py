@@ -200,17 +200,13 @@ class Sandbox:
         job = {"mode": "scripts", "program": program, "prelude": prelude}
         return _completed(self._answered(job, [{"stdin": stdin} for stdin in stdins]), len(stdins))
 
-    def calls(
-        self, program: str, function: str, calls: Sequence[Mapping[str, Any]], prelude: str = ""
-    ) -> list[Outcome]:
+    def calls(self, program: str, function: str, calls: list[Mapping[str, Any]], prelude: str = "") -> list[Outcome]:
         """Call the program's function, once per {"args", "kwargs"}, which inside.codec has encoded."""
         job = {"mode": "calls", "program": program, "function": function, "prelude": prelude}
         requests = [{"args": call["args"], "kwargs": call.get("kwargs", {})} for call in calls]
         return _completed(self._answered(job, requests), len(calls))
 
-    def asserts(
-        self, program: str, function: str, setup: str, tests: Sequence[str], prelude: str = ""
-    ) -> list[Outcome]:
+    def asserts(self, program: str, function: str, setup: str, tests: list[str], prelude: str = "") -> list[Outcome]:
         """Run test code that calls the program's function. The program runs in another sandbox than the tests."""
         return _completed(self._judged(program, function, setup, tests, prelude), len(tests))
 

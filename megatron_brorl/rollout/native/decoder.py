@@ -111,9 +111,8 @@ class Decoder:
         # Rounding to bfloat16 would move a logit of 32 by up to 0.125, and training does not round logits.
         product = ops.linear_logits if dtype == torch.bfloat16 else None
         self.head = Linear(head if product else head.to(compute_dtype(dtype)), product=product)
-        self.embedding_scale = (
-            None if shape.embedding_scale is None else self.embedding.new_tensor(shape.embedding_scale)
-        )
+        scale = shape.embedding_scale
+        self.embedding_scale = None if scale is None else self.embedding.new_tensor(scale)
         self.norm = self._scale(_fused(weights, "", family.final_norm)).to(dtype)
 
         self.layers = [self._layer(weights, f"model.layers.{i}.", i) for i in range(shape.layers)]

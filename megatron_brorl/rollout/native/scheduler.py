@@ -33,6 +33,7 @@ class QueuedRollout:
     limit: int  # response length at which it stops
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Assigns rollouts to slots and pages.
 
@@ -42,26 +43,20 @@ class Scheduler:
     the finish reason of a rollout that a call of generate leaves unfinished. A later call may continue it.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        pool: PagePool,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        max_rows: int,
-        version: int,
-        supply: Supply | None = None,
-    ) -> None:
-        """supply: the source of requests that may be added later."""
-        self.decoder = decoder
-        self.pool = pool
-        self.requests = list(requests)
-        self.version = version
-        self.sampling = sampling
+    decoder: Decoder
+    pool: PagePool
+    requests: list[Request]
+    sampling: Sampling
+    max_rows: int
+    version: int
+    supply: Supply | None = None  # the source of requests that may be added later
+
+    def __post_init__(self) -> None:
+        pool, requests, sampling, supply = self.pool, self.requests, self.sampling, self.supply
         self.queue = deque(_queued(requests, sampling))
 
         # State per slot.
-        slots = min(max_rows, len(self.queue) + (supply.rows if supply else 0))
+        slots = min(self.max_rows, len(self.queue) + (supply.rows if supply else 0))
         self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
         self.slot_rollout: list[QueuedRollout | None] = [None] * slots  # as it was when it entered the slot

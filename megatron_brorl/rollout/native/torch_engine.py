@@ -114,7 +114,7 @@ class TorchEngine:
 
         stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, self.decode)
         pool = self._pages(requests, sampling, supply)
-        scheduler = Scheduler(decoder, pool, requests, sampling, self.max_rows, self.version, supply)
+        scheduler = Scheduler(decoder, pool, list(requests), sampling, self.max_rows, self.version, supply)
         results: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(ended: list[tuple[int, Rollout]]) -> None:

@@ -167,10 +167,8 @@ class Server:
         tensors = message.tensors
         rows = []
         texts = tensors["ids"].split(tensors["lengths"].tolist())
-        table = zip(
-            tensors["numbers"].tolist(), texts, tensors["tokens"].tolist(), tensors["seeds"].tolist(), strict=True
-        )
-        for number, ids, tokens, seed in table:
+        columns = (tensors[name].tolist() for name in ("numbers", "tokens", "seeds"))
+        for ids, number, tokens, seed in zip(texts, *columns, strict=True):
             own = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stops.get(number, ())))
             params = self.backend.params(own, tokens, seed)
             rows.append((number, self.backend.submit(ids.tolist(), params), own))

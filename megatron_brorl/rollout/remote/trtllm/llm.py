@@ -115,9 +115,7 @@ class TrtllmBackend(EngineBackend):
     async def start(self) -> Capabilities:
         await self._llm
         tokens = min(await self.call_workers("brorl_kv_tokens"))
-        return Capabilities(
-            engine=f"TensorRT-LLM {tensorrt_llm.__version__}", kv_tokens=tokens, rows=self._fitting(tokens)
-        )
+        return Capabilities(f"TensorRT-LLM {tensorrt_llm.__version__}", tokens, rows=self._fitting(tokens))
 
     def params(self, sampling: Sampling, tokens: int, seed: int) -> SamplingParams:
         """See EngineBackend. config.rules refuses stop strings with this engine.
