@@ -233,7 +233,7 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         "token_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *(r.token_ids for r in rollouts)]),
         "log_probs": torch.cat([torch.zeros(0), *(r.log_probs for r in rollouts)]),
         "sampled": torch.cat([torch.zeros(0, dtype=torch.bool), *(e.sampled for e in episodes)]),
-        "json": torch.frombuffer(bytearray(json.dumps([texts, records]).encode()), dtype=torch.uint8),
+        "json": torch.frombuffer(bytearray(json.dumps([texts, records], default=int).encode()), dtype=torch.uint8),
         **({"routes": torch.cat(routes)} if routes else {}),
     }
 
@@ -256,7 +256,7 @@ def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
         own = next(routes) if size else None
         rollout = Rollout(index, ids, log_probs, finish, tuple(map(tuple, spans)), episode, own)
         group, reward, right, answer, score = scored
-        rows.append(ScoredRollout(group, rollout, reward, right, answer, scores[score]))
+        rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, scores[score]))
     return rows
 
 
