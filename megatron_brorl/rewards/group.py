@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron_brorl.rewards.answer_text import plain_number, plain_text
-from megatron_brorl.rewards.verifier import NoScore, VerifierRow, number, printable
+from megatron_brorl.rewards.verifier import NoScore, number, printable
 from megatron_brorl.user_functions import describe, import_function
 
 KEY = "reward.group_function"
@@ -25,7 +25,7 @@ def judge(name: str) -> Callable[..., list[Any]]:
 
 
 def score_group(
-    function: Callable[..., Any], row: VerifierRow, texts: list[str], answers: list[str | None], rollouts: list[int]
+    function: Callable[..., Any], row: dict[str, Any], texts: list[str], answers: list[str | None], rollouts: list[int]
 ) -> list[Any]:
     """Call the function of a group. Reply like verifier.Judge, with the score of each rollout in parts; never raise.
 
