@@ -11,6 +11,7 @@ with completions that cost nothing: all CPU time of both processes is that of ca
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from dataclasses import replace
@@ -59,7 +60,10 @@ def main() -> None:
     sampling = Sampling(1.0, 1.0, 0, TURNS * (TURN_TOKENS + len(OBSERVATION)), (STOP,))
     config = EnvironmentConfig(factory=FACTORY, max_turns=TURNS)
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, EnvironmentPool(FACTORY, args.workers, 60.0, "tags") as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(EnvironmentPool(FACTORY, args.workers, 60.0, "tags")) as pool,
+    ):
         write_model(name, Path(folder))
         shape = read_shape(folder)
         device = torch.device("cpu")

@@ -15,8 +15,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from megatron_brorl.data.prepare.sets import SETS
 from megatron_brorl.data.prompts import Row, check_row
+from megatron_brorl.data.published_sets import SETS
 from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import VerifierRow

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import math_verify
 
+from megatron_brorl.rewards.extract import given_answer
 from megatron_brorl.rewards.verifier import VerifierRow
 from megatron_brorl.rewards.verifiers import math as math_verifier
 
@@ -72,7 +73,8 @@ def main() -> None:
 
     # False negatives of each form, which depends on the number only. math-verify gets the response and the number.
     print(f"| {'form':26} | answers | refused by `math` | refused by math-verify |\n|---|---|---|---|")
-    numbers = sorted({int(math_verifier.reference_of(_row(solution)).replace(",", "")) for solution in solutions})
+    references = (given_answer(solution, math_verifier.same)[0] for solution in solutions)
+    numbers = sorted({int(reference.replace(",", "")) for reference in references})
     for form, write in FORMS.items():
         pairs = [(text, n) for n in numbers if (text := write(n)) is not None]
         ours = sum(not _ours(text, str(n)) for text, n in pairs)

@@ -17,6 +17,7 @@ from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.backend import backend
 from megatron_brorl.ops.fused.decode import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
+from megatron_brorl.rollout.native.pages import page_bytes
 from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt
 
@@ -71,9 +72,14 @@ def main() -> None:
         syncs.append(time.perf_counter() - start)
 
     # Memory per prompt token, from two prompts of which one is twice as long, at the second draw.
+    def kv_bytes() -> int:
+        pool = engine._pool
+        assert pool
+        return (pool.size - pool.free) * page_bytes(shape, dtype, pool.page, pool.contiguous)
+
     prompt = job["prompts"][0]
     seen = []
-    sampler.look = engine.kv_bytes
+    sampler.look = kv_bytes
     for times in (1, 2):
         generate(prompt * times, [2] * len(job["lengths"]), 0)
         seen.append(sampler.seen)

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+from tiny_tokenizer import train_sentencepiece
+
 from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Config
 from megatron_brorl.data.chat import prompt_text
 from megatron_brorl.data.generate import corpus
 from megatron_brorl.data.prompts import RowFormat, read_rows
-from megatron_brorl.data.sentencepiece import SETTINGS, train_sentencepiece
+from megatron_brorl.data.sentencepiece import SETTINGS
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
 

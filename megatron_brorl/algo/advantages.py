@@ -1,6 +1,6 @@
 """Advantages of rollouts against their group, and the moments that whiten them over the global batch.
 
-A new estimator is a function here with an entry in ADVANTAGES, and a name in config.algorithms.
+A new estimator is a function here with an entry in ADVANTAGES, and a name in config.schema.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Advantage:
     takes_k: bool = False  # the formula also receives k, the config key algo.pass_k
 
 
-# Their meanings are in config.algorithms.
+# Their meanings are in config.schema.
 ADVANTAGES = {
     # REINFORCE++-baseline (Hu et al. 2025, section 3.2), per trajectory as in BroRL, section 3.1.
     "reinforce_pp_baseline": Advantage(group_baseline, whitened=True),

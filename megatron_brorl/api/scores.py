@@ -79,9 +79,7 @@ def score(
         answer, status = (f.answer, result.status) if f else (None, "length")
         scored.append(Reward(reward, right, result.reason, status, answer, result.parts))
     rewards = iter(scored)
-    return [
-        next(rewards) if isinstance(given, (str, Sample)) else [next(rewards) for _ in given] for given in responses
-    ]
+    return [next(rewards) if isinstance(each, (str, Sample)) else [next(rewards) for _ in each] for each in responses]
 
 
 def _prompt(row: str | Mapping[str, Any] | None, i: int, row_format: RowFormat) -> Prompt:

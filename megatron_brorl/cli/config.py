@@ -21,7 +21,7 @@ from megatron_brorl.data.hub import data_file
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import write_text
 from megatron_brorl.tracking import run_info
-from megatron_brorl.tracking.metric_docs import Metric, Section, sections
+from megatron_brorl.tracking.metric_docs import sections
 from megatron_brorl.tracking.metrics import METRICS_FILE
 
 _WIDTH = 110
@@ -73,12 +73,8 @@ def add_commands(commands: Any) -> None:
     command = commands.add_parser("init", help=text, description=text)
     command.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="file to write (%(default)s)")
     command.add_argument("--model", default="", metavar="DIR", help="Hugging Face directory, or a name on the hub")
-    command.add_argument(
-        "--data",
-        default="",
-        metavar="FILE",
-        help="JSONL or Parquet file to train on; columns are detected from its first row",
-    )
+    text = "JSONL or Parquet file to train on; columns are detected from its first row"
+    command.add_argument("--data", default="", metavar="FILE", help=text)
     command.add_argument("--held-out", default="", metavar="FILE", help="JSONL or Parquet file to evaluate on")
     for key in ("prompt", "answer", "task"):
         command.add_argument(f"--{key}", default="", metavar="COLUMN", help=f"column of the data: data.columns.{key}")
@@ -98,10 +94,9 @@ def _config(args: argparse.Namespace) -> int:
         return 0
 
     # Search for sections and keys by name, and only then for keys that contain the word.
-    exact = [
-        key for key in keys() if any(key == word or key.startswith((f"{word}.", f"{word}[]")) for word in args.words)
-    ]
-    found = exact or [key for key in keys() if not args.words or any(word in key for word in args.words)]
+    words = args.words
+    exact = [key for key in keys() if any(key == word or key.startswith((f"{word}.", f"{word}[]")) for word in words)]
+    found = exact or [key for key in keys() if not words or any(word in key for word in words)]
     if not found:
         word = args.words[0]
         raise UserError(f"no key is called {word!r}; {suggestion(word) or '`brorl config` lists all of them'}")
@@ -111,7 +106,12 @@ def _config(args: argparse.Namespace) -> int:
         if key.partition(".")[0] != section:
             section = key.partition(".")[0]
             print(f"\n[{section}]  {section_description(section)}")
-        print("\n".join(key_lines(key)))
+        schema = keys()[key]
+        default = f" = {to_toml(schema['default'])}" if "default" in schema else ""
+        notes = [type_text(schema), *bounds(schema)]
+        if ".".join(key.replace("[]", "").split(".")[:2]) in fixed_keys():
+            notes.append("a resumed run must keep it")
+        print("\n".join([f"{key}{default}   ({', '.join(notes)})", *_wrapped(description(key), "    ")]))
     return 0
 
 
@@ -119,16 +119,6 @@ def section_description(name: str) -> str:
     """Return the description of a section in one line."""
     table = table_of(json_schema()["properties"][name]) or {}
     return " ".join(table["description"].split())
-
-
-def key_lines(path: str) -> list[str]:
-    """Return the lines of a key: default, type and bounds, then its description."""
-    found = keys()[path]
-    default = f" = {to_toml(found['default'])}" if "default" in found else ""
-    notes = [type_text(found), *bounds(found)]
-    if ".".join(path.replace("[]", "").split(".")[:2]) in fixed_keys():
-        notes.append("a resumed run must keep it")
-    return [f"{path}{default}   ({', '.join(notes)})", *_wrapped(description(path), "    ")]
 
 
 def description(path: str) -> str:
@@ -201,7 +191,13 @@ def _init(args: argparse.Namespace) -> int:
         if not (guess.is_scored or args.reward):
             values["data.verifier"] = _OWN_REWARD
             missing["data.verifier"] = "the rows have no answer, so write score(response, row), or name a verifier"
-        missing |= _mistakes(values)
+        from megatron_brorl.data.prompts import RowFormat, first_mistake  # imports torch, which is slow
+
+        # The run would refuse the file if its first row has a mistake.
+        row_format = RowFormat(values["data.verifier"], columns=ColumnsConfig(**values["data.columns"]))
+        files = map(data_file, (*values["data.train"], *values["data.held_out"]))
+        if mistake := next(filter(None, (first_mistake(file, row_format) for file in files)), ""):
+            missing["data.columns"] = mistake
     else:
         missing["data.train"] = "a file with rows"
 
@@ -214,16 +210,6 @@ def _init(args: argparse.Namespace) -> int:
         print(f"fill in: {'; '.join(f'{key} ({what})' for key, what in missing.items())}")
     print(f"next: brorl train --dry-run {shlex.quote(str(args.file))}")
     return 0
-
-
-def _mistakes(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return a message by key if the run would refuse the first row of a data file, else {}."""
-    from megatron_brorl.data.prompts import RowFormat, first_mistake  # imports torch, which is slow
-
-    row_format = RowFormat(values["data.verifier"], columns=ColumnsConfig(**values["data.columns"]))
-    files = map(data_file, (*values["data.train"], *values["data.held_out"]))
-    found = next(filter(None, (first_mistake(file, row_format) for file in files)), "")
-    return {"data.columns": found} if found else {}
 
 
 def run_dir(file: Path) -> str:
@@ -267,11 +253,8 @@ def starter(values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
 def _assume_chat(model: str) -> tuple[bool, str]:
     """Return data.chat for a model, and a line that gives the reason."""
     if not model or not Path(model).is_dir():
-        name = model or "model.path"
-        return (
-            False,
-            f"data.chat = false: {name} is not a directory here; set it to true if there is a chat template",
-        )
+        reason = f"{model or 'model.path'} is not a directory here; set it to true if there is a chat template"
+        return False, f"data.chat = false: {reason}"
     if has_chat_template(Path(model)):
         return True, f"data.chat = true: {model} has a chat template, and every prompt becomes a user message in it"
     return False, f"data.chat = false: {model} has no chat template, and prompts are plain text in data.template"
@@ -281,7 +264,11 @@ def _metrics(args: argparse.Namespace) -> int:
     known = [(section, metric) for section in sections() for metric in section.metrics]
     words = [word.removeprefix("time.") for word in args.words]
     # Search for exact names and groups, and only then for parts of names.
-    found = [pair for pair in known if not words or any(_is_named(*pair, word) for word in words)]
+    found = [
+        (of, metric)
+        for of, metric in known
+        if not words or any(metric.matches(word) or word in (of.group, of.title, metric.name) for word in words)
+    ]
     found = found or [pair for pair in known if any(word in pair[1].name for word in words)]
     if not found:
         near = difflib.get_close_matches(words[0], [metric.name for _, metric in known], n=1)
@@ -295,10 +282,6 @@ def _metrics(args: argparse.Namespace) -> int:
             for text in filter(None, (metric.meaning, metric.bad and f"bad: {metric.bad}")):
                 print("\n".join(_wrapped(_plain(text), "    ")))
     return 0
-
-
-def _is_named(section: Section, metric: Metric, word: str) -> bool:
-    return metric.matches(word) or word in (section.group, section.title, metric.name)
 
 
 def _plain(text: str) -> str:

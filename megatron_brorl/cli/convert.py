@@ -52,25 +52,18 @@ def add_commands(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     directions = converter.add_subparsers(dest="direction", required=True, metavar="to-megatron | to-hf | to-peft")
-    for name, text in [
-        (
-            "to-megatron",
-            "convert a Hugging Face directory, or a Megatron checkpoint of another layout, to a Megatron checkpoint",
-        ),
-        (
-            "to-hf",
-            "convert a Megatron checkpoint of any layout to a Hugging Face directory, with a run's adapters merged",
-        ),
-        ("to-peft", "convert the adapters in a checkpoint of a run to a PEFT directory"),
-    ]:
+    conversions = {
+        "to-megatron": "a Hugging Face directory, or a Megatron checkpoint of another layout, to a Megatron checkpoint",
+        "to-hf": "a Megatron checkpoint of any layout to a Hugging Face directory, with a run's adapters merged",
+        "to-peft": "the adapters in a checkpoint of a run to a PEFT directory",
+    }
+    for name, what in conversions.items():
+        text = f"convert {what}"
         command = directions.add_parser(name, help=text, description=text)
         command.add_argument("source", type=Path)
         command.add_argument("target", type=Path, help="directory to write")
-        text = (
-            "Hugging Face directory with config.json and tokenizer, or the base model of adapters; needed for a "
-            "checkpoint of a run"
-        )
-        command.add_argument("--config", type=Path, help=text)
+        text = "Hugging Face directory with config.json and tokenizer, or the base model of adapters"
+        command.add_argument("--config", type=Path, help=f"{text}; needed for a checkpoint of a run")
         if name != "to-peft":
             command.add_argument("--verify", action="store_true", help="compare the logits of input and output")
         command.add_argument("--overwrite", action="store_true", help="replace an existing target")
@@ -86,19 +79,18 @@ def add_commands(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = quantize.add_subparsers(required=True, dest="action", metavar="evaluate | export")
-    for name, text in [
+    for name, text in (
         ("evaluate", "print how much quantization changes the next-token distributions"),
         ("export", "write a quantized checkpoint"),
-    ]:
+    ):
         command = actions.add_parser(name, help=text, description=text)
         command.add_argument("model", type=Path, help="Hugging Face directory")
         command.add_argument("prompts", type=Path, help='JSONL rows with "prompt"')
         if name == "export":
             command.add_argument("out", type=Path, help="folder to write")
         command.add_argument("--format", choices=list(FORMATS), default="fp8")
-        command.add_argument(
-            "--calibrate", type=int, default=32, help="number of prompts that calibrate the scales (%(default)s)"
-        )
+        text = "number of prompts that calibrate the scales (%(default)s)"
+        command.add_argument("--calibrate", type=int, default=32, help=text)
     quantize.set_defaults(command=_quantize)
 
 
@@ -109,7 +101,11 @@ def convert(args: argparse.Namespace) -> int:
     from megatron_brorl.tracking.progress import progress
 
     args.source = folders.resolve(args.source)
-    _check_target(args)
+    check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
+    if args.target.exists() and contains(args.source, args.target):
+        raise UserError(f"{args.target}: is part of the source, {args.source}; give another target")
+    if args.target.exists() and not args.overwrite:
+        raise UserError(f"{args.target}: exists; give another target or --overwrite")
     if args.direction == "to-megatron" and min(args.tensor, args.pipeline) < 1:
         raise UserError(f"--tensor {args.tensor} --pipeline {args.pipeline}: must be at least 1")
     source, shape, companions = _open(args)
@@ -152,15 +148,6 @@ def _open(args: argparse.Namespace) -> tuple[Any, ModelShape, Path]:
     if not has_adapters and args.direction == "to-peft":
         raise UserError(f"{args.source}: has no adapters, because lora.rank was 0 in its run: convert to-hf")
     return found
-
-
-def _check_target(args: argparse.Namespace) -> None:
-    """Raise UserError if the target would replace a file that is read, or exists."""
-    check_output(args.target, [("the source", args.source), *([("--config", args.config)] if args.config else [])])
-    if args.target.exists() and contains(args.source, args.target):
-        raise UserError(f"{args.target}: is part of the source, {args.source}; give another target")
-    if args.target.exists() and not args.overwrite:
-        raise UserError(f"{args.target}: exists; give another target or --overwrite")
 
 
 def _quantize(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_brorl.data.hub import data_file
-from megatron_brorl.data.prepare.sets import SETS, DataSet
+from megatron_brorl.data.published_sets import SETS, DataSet
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import check_output, write_text
 
@@ -21,41 +21,25 @@ def add_commands(commands: Any) -> None:
     actions = data.add_subparsers(required=True, dest="action", metavar="prepare | generate")
 
     text = "convert a data set to rows with verifiers, drop duplicates and evaluation problems, and write a data card"
-    command = actions.add_parser(
-        "prepare",
-        help=text,
-        description=text,
-        epilog="sets: " + "; ".join(f"{name} ({s.licence})" for name, s in SETS.items()) + f"; {CUSTOM} (any columns)",
-    )
+    sets = "sets: " + "; ".join(f"{name} ({s.licence})" for name, s in SETS.items()) + f"; {CUSTOM} (any columns)"
+    command = actions.add_parser("prepare", help=text, description=text, epilog=sets)
     command.add_argument("source", metavar="SET", help="name of the set, see below")
-    command.add_argument(
-        "inputs", metavar="INPUT", nargs="+", help=".jsonl, .json, .parquet, .csv, or hf://datasets/OWNER/NAME/FILE"
-    )
+    text = ".jsonl, .json, .parquet, .csv, or hf://datasets/OWNER/NAME/FILE"
+    command.add_argument("inputs", metavar="INPUT", nargs="+", help=text)
     command.add_argument("--out", required=True, type=Path, help="file to write (.jsonl)")
     command.add_argument("--verifier", default="", help="verifier to use instead of that of the set")
-    command.add_argument(
-        "--instruction", help="text to append to every problem (default: by verifier; '' appends nothing)"
-    )
-    command.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="folder of the model whose tokenizer counts --max-prompt-tokens"
-    )
+    text = "text to append to every problem (default: by verifier; '' appends nothing)"
+    command.add_argument("--instruction", help=text)
+    text = "folder of the model whose tokenizer counts --max-prompt-tokens"
+    command.add_argument("--tokenizer", type=Path, metavar="DIR", help=text)
     command.add_argument("--max-prompt-tokens", type=int, default=0, metavar="N", help="drop longer prompts")
-    command.add_argument(
-        "--decontaminate",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="[SET=]FILE",
-        help="drop problems of these evaluations; the default SET is 'rows'",
-    )
+    text = "drop problems of these evaluations; the default SET is 'rows'"
+    option: Any = {"nargs": "+", "action": "extend", "default": [], "metavar": "[SET=]FILE"}
+    command.add_argument("--decontaminate", **option, help=text)
     command.add_argument("--prompt", metavar="COLUMN", help=f"for {CUSTOM}: column of the problem")
     command.add_argument("--answer", default="", metavar="COLUMN", help=f"for {CUSTOM}: column of the answer")
-    command.add_argument(
-        "--answer-regex",
-        default="",
-        metavar="R",
-        help=f"for {CUSTOM}: the answer is the first group of the last match of this pattern",
-    )
+    text = f"for {CUSTOM}: the answer is the first group of the last match of this pattern"
+    command.add_argument("--answer-regex", default="", metavar="R", help=text)
     command.set_defaults(command=_prepare, name="data prepare")
 
     text = "write rows of the reasoning-gym tasks of a configuration (data.tasks), to be mixed with other rows"
@@ -68,7 +52,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from megatron_brorl.data.prepare.prepare import Job, prepare
+    from megatron_brorl.data.prepare import Job, prepare
     from megatron_brorl.data.tokenizers import load_tokenizer
     from megatron_brorl.rewards.registry import entry
 
@@ -100,7 +84,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if counts.letters:
         print(f"  {counts.letters} rows: verifier math compares letters of the answer as text (docs/verifiers_math.md)")
     print(f"also written: {job.card.name}, {job.dropped.name}")
-    if job.data_set.evaluation:
+    if job.data_set.test:
         print(f"{args.source} is an evaluation set: do not train on it")
     return 0
 

@@ -21,9 +21,9 @@ def evaluate(args: argparse.Namespace) -> int:
     from megatron_brorl.cli.session import Session
     from megatron_brorl.report.comparison import evaluation_figure, evaluation_markdown
     from megatron_brorl.report.plots import save
-    from megatron_brorl.rollout.engine import Sampling
     from megatron_brorl.train.evaluate import mean_over, sample_answers, summarize
     from megatron_brorl.train.recorder import sample_lines
+    from megatron_brorl.train.sampling_params import evaluation_sampling_params
     from megatron_brorl.train.weight_sync import sync_weights
 
     config = load(args.config, args.overrides)
@@ -36,15 +36,7 @@ def evaluate(args: argparse.Namespace) -> int:
         sync_weights(session.worker(None), rollouts.engine, 0)
 
         evaluation = config.evaluate
-        rollout = config.rollout
-        sampling = Sampling(
-            evaluation.temperature,
-            evaluation.top_p,
-            0,
-            rollout.max_tokens,
-            session.stop_ids,
-            config.stop_strings,
-        )
+        sampling = evaluation_sampling_params(config, session.stop_ids)
 
         def print_samples(name: str, groups: Any, rollouts: Any, _: Any) -> None:
             for text in sample_lines(groups, rollouts, session.tokenizer.decode, session.stop_ids):
@@ -54,8 +46,8 @@ def evaluate(args: argparse.Namespace) -> int:
         p.note(session.report)
         answers = {}
         for number, (name, prompts) in enumerate(names.items(), 1):
-            show = functools.partial(print_samples, name)
-            answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, show)
+            on_samples = functools.partial(print_samples, name)
+            answers[name] = sample_answers(rollouts, prompts, evaluation.samples, sampling, on_samples)
             p.update(number, {})
         p.stop()
         every = [a for part in answers.values() for a in part]
@@ -69,11 +61,7 @@ def evaluate(args: argparse.Namespace) -> int:
             # Two evaluations have the same prompts only if these are equal.
             "chat_template_kwargs": config.data.chat_template_kwargs,
             "template_date": str(session.template_date) if session.template_date else None,
-            "sampling": {
-                "temperature": evaluation.temperature,
-                "top_p": evaluation.top_p,
-                "max_tokens": rollout.max_tokens,
-            },
+            "sampling": {key: getattr(sampling, key) for key in ("temperature", "top_p", "max_tokens")},
         }
 
         if session.is_main_rank:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from megatron_brorl import __version__, signals
 from megatron_brorl.cli import config as config_cli
@@ -138,6 +139,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     )
     parser.add_argument("--version", action="version", version=f"brorl {__version__}")
     commands = parser.add_subparsers(metavar="command")
+    overrides: Any = {"nargs": "*", "metavar": "section.key=value", "help": "override a value of the configuration"}
 
     # Commands that run on several ranks and take a configuration.
     for name, function, text in [
@@ -146,15 +148,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
         ("evaluate", evaluate_cli.evaluate, "measure pass@1 and pass@k of a model on held-out prompts or benchmarks"),
     ]:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "--processes",
-            type=int,
-            help="number of ranks to start on this machine; omit it under torchrun or Slurm",
-        )
+        text = "number of ranks to start on this machine; omit it under torchrun or Slurm"
+        command.add_argument("--processes", type=int, help=text)
         command.add_argument("config", help="TOML file")
-        command.add_argument(
-            "overrides", nargs="*", metavar="section.key=value", help="override a value of the configuration"
-        )
+        command.add_argument("overrides", **overrides)
         if name == "train":
             text = "check everything that the run needs, including a forward and backward pass, and write nothing"
             command.add_argument("--dry-run", action="store_true", help=text)
@@ -175,16 +172,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     text = "check this machine, and plan the memory of a run; exit code 1 if no run could start"
     doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.add_argument("config", nargs="?", help="TOML file of a run whose memory is planned")
-    doctor.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="override a value of the configuration"
-    )
-    doctor.add_argument(
-        "--ranks", type=int, default=0, help="number of ranks of the run (default: one per GPU of this machine)"
-    )
+    doctor.add_argument("overrides", **overrides)
+    text = "number of ranks of the run (default: one per GPU of this machine)"
+    doctor.add_argument("--ranks", type=int, default=0, help=text)
     doctor.add_argument("--ranks-per-node", type=int, default=0, help="ranks per node (default: at most 8)")
-    doctor.add_argument(
-        "--gpu-gib", type=float, default=0, help="memory of a GPU of another machine, in GiB, to plan for it"
-    )
+    text = "memory of a GPU of another machine, in GiB, to plan for it"
+    doctor.add_argument("--gpu-gib", type=float, default=0, help=text)
     doctor.set_defaults(command=_lazily("preflight", "doctor"))
     theory_cli.add_commands(commands)  # brorl simulate, brorl pass-rates
     return parser, commands.choices

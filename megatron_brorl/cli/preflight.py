@@ -19,7 +19,7 @@ from importlib import metadata
 import torch
 
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.sandbox import probe
+from megatron_brorl.rewards.sandbox import run as sandbox
 from megatron_brorl.rollout.registry import ENGINES, EngineKind
 
 TESTED_MEGATRON = ("0.16", "0.19")  # as in pyproject.toml: before Python 3.12, and from it on
@@ -153,10 +153,10 @@ def _disk() -> Finding:
 
 
 def _sandbox() -> Finding:
-    reason = probe.problem()
+    reason = sandbox.problem()
     if not reason:
         return Finding("sandbox", "bubblewrap isolates programs")
-    remedy = f"{reason}; or set {probe.KEY} = true to run programs without one"
+    remedy = f"{reason}; or set {sandbox.KEY} = true to run programs without one"
     return Finding("sandbox", 'none, which verifier "code" needs', remedy, stops=False)
 
 

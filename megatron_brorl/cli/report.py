@@ -16,14 +16,11 @@ SEVERAL = "comparison.html"
 
 def add_commands(commands: Any) -> None:
     """Add both commands to the parser of `brorl`."""
-    text = (
-        "write an HTML page about a run (result, curves, prompts, rollouts, configuration), or one that compares runs"
-    )
+    text = "write an HTML page about a run (result, curves, prompts, rollouts, configuration), or one to compare runs"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("runs", metavar="RUN", nargs="+", help="run.dir of a training run, finished or running")
-    command.add_argument(
-        "--out", type=Path, metavar="FILE", help="file to write (default: report.html in RUN, or comparison.html)"
-    )
+    text = "file to write (default: report.html in RUN, or comparison.html)"
+    command.add_argument("--out", type=Path, metavar="FILE", help=text)
     size = "maximum size of the file; rollouts fill the space that is left (%(default)s)"
     command.add_argument("--megabytes", type=float, default=5.0, metavar="MB", help=size)
     command.set_defaults(command=_report)
@@ -34,9 +31,8 @@ def add_commands(commands: Any) -> None:
 
     when = command.add_mutually_exclusive_group()
     when.add_argument("--step", type=int, metavar="K", help="a training step, counted from 1")
-    when.add_argument(
-        "--evaluation", type=int, metavar="K", help="the evaluation after K steps (default: the last one)"
-    )
+    text = "the evaluation after K steps (default: the last one)"
+    when.add_argument("--evaluation", type=int, metavar="K", help=text)
 
     command.add_argument("--prompt", metavar="ID", help="show one prompt with its responses")
     command.add_argument("--right", action="store_true", help="only correct responses")
@@ -44,18 +40,14 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--mixed", action="store_true", help="only prompts whose responses have different rewards")
     command.add_argument("--contains", metavar="TEXT", default="", help="only responses that contain this text")
 
-    command.add_argument(
-        "--limit", type=int, default=50, metavar="N", help="number of prompts to list; 0 lists all (%(default)s)"
-    )
+    text = "number of prompts to list; 0 lists all (%(default)s)"
+    command.add_argument("--limit", type=int, default=50, metavar="N", help=text)
     command.add_argument("--export", type=Path, metavar="FILE", help="write the rollouts as .jsonl or .parquet")
     command.set_defaults(command=_rollouts)
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Write the page of a run, draw its curves again and print its summary; or write the page of several runs.
-
-    Raises UserError for a folder without a run, or if a file cannot be written.
-    """
+    """Write the page of a run, draw its curves again and print its summary; or write the page of several runs."""
     # Matplotlib is imported here, because it would slow down the start of every command.
     from megatron_brorl.report.content import read_run
     from megatron_brorl.report.page import page
@@ -144,7 +136,7 @@ def _percent(p: dict[str, float] | None) -> str:
 
 
 def _rollouts(args: argparse.Namespace) -> int:
-    from megatron_brorl.report.rollout_browser import Filters, export, listed, print_prompt, print_prompts, read
+    from megatron_brorl.report.rollout_browser import export, listed, print_prompt, print_prompts, read
     from megatron_brorl.rollout_log import FOLDER, entries, filter_rows
 
     folder = args.run / FOLDER
@@ -155,7 +147,7 @@ def _rollouts(args: argparse.Namespace) -> int:
 
     # Filters may match no rollout, but an unknown prompt is an error.
     whole = read(folder, kind, number, args.prompt)
-    found = whole.filtered(Filters(args.prompt, args.mixed, args.right, args.wrong, args.contains))
+    found = whole.filtered(args.prompt, args.mixed, args.right, args.wrong, args.contains)
     if args.prompt is not None and not len(found.groups):
         raise UserError(f"{folder}: {whole.moment} has no prompt {args.prompt!r} that passes the filters")
 

@@ -43,13 +43,13 @@ from megatron_brorl.parallel.network import StallReporter
 from megatron_brorl.rewards import custom
 from megatron_brorl.rewards.preflight import CheckedVerifiers, check_references, check_verifiers, try_texts
 from megatron_brorl.rewards.registry import ENVIRONMENT
-from megatron_brorl.rewards.sandbox import probe
+from megatron_brorl.rewards.sandbox import run as sandbox
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import RolloutEngine
 from megatron_brorl.rollout.native.torch_engine import TorchEngine
+from megatron_brorl.rollout.sampler import WorkStealing
 from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.rollout.watchdog import GRACE_S, Watchdog
-from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.timeline import dump_stacks_after, span
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
@@ -333,7 +333,7 @@ class Session:
         if reward:
             started = replace(started, sha256={**started.sha256, custom.IN_PROCESS: source_sha256(reward)})
         if started.unsandboxed and self.is_main_rank:
-            warn(probe.WARNING)
+            warn(sandbox.WARNING)
         return started
 
     @functools.cached_property

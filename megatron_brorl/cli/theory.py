@@ -13,25 +13,19 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.rollout_log import FOLDER
 from megatron_brorl.theory.simulator import Curves, Settings, simulate, write_csv
 
-Commands = Any  # argparse._SubParsersAction, which is private
 
-
-def add_commands(commands: Commands) -> None:
+def add_commands(commands: Any) -> None:
     """Add both commands to the parser of `brorl`."""
-    _add_simulate(commands)
     text = "print the success rates of a run's prompts, and the share of mixed groups for N = 8 to 1024"
     command = commands.add_parser("pass-rates", help=text, description=text)
     command.add_argument("run", metavar="RUN", type=Path, help="run.dir of a training run or an evaluation")
     command.set_defaults(command=_pass_rates)
 
-
-def _add_simulate(commands: Commands) -> None:
     text = "run the paper's token simulator, which shows where probability mass moves for each N"
     command = commands.add_parser("simulate", help=text, description=text)
     command.add_argument("--n", type=int, nargs="+", default=[4, 8, 16, 512, 51200], help="draws per step")
-    command.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="seeds; every N runs with every seed"
-    )
+    text = "seeds; every N runs with every seed"
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help=text)
 
     types = typing.get_type_hints(Settings)
     for setting in fields(Settings):

@@ -151,12 +151,9 @@ def build_trainer(session: Session, started: float) -> Trainer:
 
     # Start the engine last, because it uses the remaining memory.
     worker = session.worker(config.optim)
-    models = TrainingModels(
-        worker,
-        session.critic(),
-        ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None,
-        session.teacher(),
-    )
+    critic = session.critic()
+    reference = ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None
+    models = TrainingModels(worker, critic, reference, session.teacher())
     models.offload()
     return Trainer(
         config=config,
@@ -244,12 +241,10 @@ def dry_run(config: Config, program: Program) -> int:
     _print_check("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
     found = session.share_errors(lambda: checkpoint.find(session.dir / "checkpoints"))
     _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session, found)))
-    _print_check(
-        "engine", session.share_errors(lambda: preflight.engine_line(config.rollout.engine, config.engine.python))
-    )
-    _print_check(
-        "reward", session.check_verifiers([*session.sources.representative_prompts(), *session.sources.held_out])
-    )
+    kind, python = config.rollout.engine, config.engine.python
+    _print_check("engine", session.share_errors(lambda: preflight.engine_line(kind, python)))
+    sources = session.sources
+    _print_check("reward", session.check_verifiers([*sources.representative_prompts(), *sources.held_out]))
 
     if agent := session.agent:
         first, size = session.sources.train.prompts(0, 1)[0], context(config, session.shape)

@@ -40,7 +40,9 @@ def check_user_functions(
         own = functions.find(KEY, group)
         for row in rows:
             answers = [None if i % 2 else row["answer"] for i in range(n)]
-            status, _, reason, _ = score_group(own.function, row, [a or "" for a in answers], answers, list(range(n)))
+            status, _, reason, _ = score_group(
+                own.function, dict(row), [a or "" for a in answers], answers, list(range(n))
+            )
             if status != "ok":
                 own.refuse(reason)
     return hashes

@@ -8,8 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_brorl.config.algorithms import ADVANTAGE_NAMES, BINARY_ADVANTAGES, POLICY_LOSS_NAMES
-from megatron_brorl.config.schema import CALL_END, AgentConfig, AlgoConfig, Config, EnvironmentConfig
+from megatron_brorl.config.schema import (
+    ADVANTAGE_NAMES,
+    BINARY_ADVANTAGES,
+    CALL_END,
+    POLICY_LOSS_NAMES,
+    AlgoConfig,
+    Config,
+)
 from megatron_brorl.errors import UserError, shown
 from megatron_brorl.user_functions import is_function
 
@@ -30,7 +36,6 @@ def check(config: Config, where: Callable[[str], str]) -> None:
         _advantages,
         _updates,
         _distillation,
-        _learning_rate,
         _data,
     ):
         _refuse(config, where, rules(config))
@@ -89,13 +94,11 @@ def _functions(config: Config) -> Iterator[Rule]:
 
     # A user's loss computes its own ratio and its own bounds, so these keys would have no effect.
     own = is_function(algo.policy_loss)
+    name = f"algo.policy_loss = {algo.policy_loss}"
     for key in ("eps_low", "eps_high", "dual_clip", "ratio"):
         default = getattr(AlgoConfig(), key)
-        yield (
-            f"algo.{key}",
-            own and getattr(algo, key) != default,
-            f"must be {default!r} (the default) with algo.policy_loss = {algo.policy_loss}, which does not receive it",
-        )
+        why = f"must be {default!r} (the default) with {name}, which does not receive it"
+        yield f"algo.{key}", own and getattr(algo, key) != default, why
     yield "algo.policy_loss", own and config.parallel.context > 1, "needs whole sequences: parallel.context must be 1"
 
 
@@ -104,21 +107,15 @@ def _rollout(config: Config) -> Iterator[Rule]:
     algo = config.algo
     yield "run.dir", not config.run.dir.strip(), "name a folder for the results; '.' is the working directory"
     yield "rollout.stop_strings", not all(rollout.stop_strings), "an empty string would stop every response"
-    yield (
-        "rollout.stop_strings",
-        rollout.engine == "trtllm" and bool(rollout.stop_strings),
-        'rollout.engine = "trtllm" stops only at tokens: leave it empty',
-    )
+    only_tokens = rollout.engine == "trtllm" and bool(rollout.stop_strings)
+    yield "rollout.stop_strings", only_tokens, 'rollout.engine = "trtllm" stops only at tokens: leave it empty'
     # Groups that wait for the next step have log-probabilities of older weights than the actor's.
     waiting = "rollout.partial_tokens" if rollout.partial_tokens else "rollout.refills" if rollout.refills else ""
     yield "algo.old_log_probs", bool(waiting) and algo.old_log_probs != "actor", f'must be "actor" with {waiting}'
     yield "rollout.refills", bool(rollout.refills and rollout.partial_tokens), "must be 0 with rollout.partial_tokens"
     yield "rollout.refills", bool(rollout.refills) and not algo.dynamic_sampling, "needs algo.dynamic_sampling = true"
-    yield (
-        "shaping.overlong_tokens",
-        config.shaping.overlong_tokens > rollout.max_tokens,
-        f"must be at most rollout.max_tokens = {rollout.max_tokens}",
-    )
+    too_many = config.shaping.overlong_tokens > rollout.max_tokens
+    yield "shaping.overlong_tokens", too_many, f"must be at most rollout.max_tokens = {rollout.max_tokens}"
 
 
 def _environment(config: Config) -> Iterator[Rule]:
@@ -126,41 +123,25 @@ def _environment(config: Config) -> Iterator[Rule]:
     rollout = config.rollout
     on = bool(environment.factory)
     name = f"environment.factory = {environment.factory}"
-    yield (
-        "environment.factory",
-        on and not is_function(environment.factory),
-        'name a class as "my_env.py:Calculator" or "package.module:Calculator"',
-    )
-    for field in dataclasses.fields(environment)[1:]:
-        changed = getattr(environment, field.name) != getattr(EnvironmentConfig(), field.name)
-        yield f"environment.{field.name}", changed and not on, "needs environment.factory"
+    form = 'name a class as "my_env.py:Calculator" or "package.module:Calculator"'
+    yield "environment.factory", on and not is_function(environment.factory), form
+    yield from _without_effect(config, "environment")
     # An unfinished rollout of a checkpoint would lack the object of its environment.
     yield "rollout.partial_tokens", on and bool(rollout.partial_tokens), f"must be 0 with {name}"
-    yield (
-        "data.chat",
-        on and not config.data.chat and rollout.engine == "trtllm",
-        f'with {name}, turns end at {CALL_END}, but rollout.engine = "trtllm" stops only at tokens',
-    )
-    yield (
-        "data.chat_template_kwargs",
-        on and "tools" in config.data.chat_template_kwargs,
-        f"remove tools: the template receives those of {name}",
-    )
+    why = f'with {name}, turns end at {CALL_END}, but rollout.engine = "trtllm" stops only at tokens'
+    yield "data.chat", on and not config.data.chat and rollout.engine == "trtllm", why
+    has_tools = "tools" in config.data.chat_template_kwargs
+    yield "data.chat_template_kwargs", on and has_tools, f"remove tools: the template receives those of {name}"
 
 
 def _agent(config: Config) -> Iterator[Rule]:
     agent = config.agent
     on = bool(agent.function)
     name = f"agent.function = {agent.function}"
-    yield (
-        "agent.function",
-        on and not is_function(agent.function),
-        'name a function as "my_agent.py:solve" or "package.module:solve"',
-    )
+    form = 'name a function as "my_agent.py:solve" or "package.module:solve"'
+    yield "agent.function", on and not is_function(agent.function), form
     yield "agent.function", on and bool(config.environment.factory), "give either an agent or environment.factory"
-    for field in dataclasses.fields(agent)[1:]:
-        changed = getattr(agent, field.name) != getattr(AgentConfig(), field.name)
-        yield f"agent.{field.name}", changed and not on, "needs agent.function"
+    yield from _without_effect(config, "agent")
     yield "data.chat", on and not config.data.chat, f"must be true with {name}, which calls the model with messages"
     yield "data.system_prompt", on and bool(config.data.system_prompt), f"remove it: {name} writes the messages"
     yield "rollout.engine", on and config.rollout.engine == "trtllm", f'must be "torch" or "vllm" with {name}'
@@ -171,20 +152,22 @@ def _agent(config: Config) -> Iterator[Rule]:
     yield "rollout.replay_routes", on and config.rollout.replay_routes == "always", f'must be "never" with {name}'
 
 
+def _without_effect(config: Config, section: str) -> Iterator[Rule]:
+    """Refuse other keys of a section whose first key, which names a class or function, is empty."""
+    given, defaults = dataclasses.asdict(getattr(config, section)), dataclasses.asdict(getattr(Config(), section))
+    first, *others = given
+    for key in others:
+        changed = given[key] != defaults[key]
+        yield f"{section}.{key}", changed and not given[first], f"needs {section}.{first}"
+
+
 def _parallel(config: Config) -> Iterator[Rule]:
     parallel = config.parallel
     yield "parallel.sequence", parallel.sequence and parallel.tensor == 1, "needs parallel.tensor > 1"
     # Context parallelism distributes the tokens of one sequence, so no rank has a whole sequence or a whole prompt.
-    yield (
-        "train.share_prompt",
-        parallel.context > 1 and config.train.share_prompt,
-        "must be false with parallel.context > 1",
-    )
-    yield (
-        "algo.ratio",
-        parallel.context > 1 and config.algo.ratio != "token",
-        "must be 'token' with parallel.context > 1",
-    )
+    splits = parallel.context > 1
+    yield "train.share_prompt", splits and config.train.share_prompt, "must be false with parallel.context > 1"
+    yield "algo.ratio", splits and config.algo.ratio != "token", "must be 'token' with parallel.context > 1"
 
 
 def _experts(config: Config, family: str, experts: int) -> Iterator[Rule]:
@@ -211,11 +194,8 @@ def _fp8(config: Config) -> Iterator[Rule]:
     off = fp8.recipe == "none"
     yield "model.dtype", not off and config.model.dtype != "bf16", "must be 'bf16' with an fp8.recipe"
     yield "fp8.parameters", off and fp8.parameters, "needs an fp8.recipe"
-    yield (
-        "fp8.parameters",
-        fp8.parameters and not config.parallel.distributed_optimizer,
-        "needs parallel.distributed_optimizer = true, which keeps fp32 weights that are not rounded to FP8",
-    )
+    why = "needs parallel.distributed_optimizer = true, which keeps fp32 weights that are not rounded to FP8"
+    yield "fp8.parameters", fp8.parameters and not config.parallel.distributed_optimizer, why
     yield "fp8.bf16_layers", off and bool(fp8.bf16_layers), "needs an fp8.recipe"
     yield "fp8.bf16_layers", fp8.recipe == "delayed" and bool(fp8.bf16_layers), 'must be 0 with fp8.recipe = "delayed"'
     yield "train.offload", config.train.offload and fp8.parameters, "must be false with fp8.parameters"
@@ -235,11 +215,8 @@ def _evaluation(config: Config) -> Iterator[Rule]:
     # Names must be unique, because results are listed by name.
     benchmarks = [parse_benchmark(benchmark) for benchmark in evaluate.benchmarks]
     names = [name for name, _ in benchmarks]
-    yield (
-        "evaluate.benchmarks",
-        not all(name and file and "|" not in name for name, file in benchmarks),
-        "each must be a file, or a name without |, then = and a file",
-    )
+    valid = all(name and file and "|" not in name for name, file in benchmarks)
+    yield "evaluate.benchmarks", not valid, "each must be a file, or a name without |, then = and a file"
     again = next((name for name in names if names.count(name) > 1), "")
     yield "evaluate.benchmarks", bool(again), f'two are called {again!r}: rename one, as in "{again}_2=FILE"'
 
@@ -264,32 +241,21 @@ def _advantages(config: Config) -> Iterator[Rule]:
 
     # The mean of a single rollout is its reward. A critic needs no groups, unless groups are selected, and training
     # without a verifier needs none.
-    yield (
-        "rollout.n",
-        n < 2 and (not gae or algo.dynamic_sampling) and not _is_unscored(config),
-        "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling",
-    )
+    needs_groups = (not gae or algo.dynamic_sampling) and not _is_unscored(config)
+    why = "a group baseline needs at least 2 rollouts per prompt, and so does algo.dynamic_sampling"
+    yield "rollout.n", n < 2 and needs_groups, why
 
 
 def _updates(config: Config) -> Iterator[Rule]:
     algo = config.algo
     rollout = config.rollout
     # A lower value would clip ratios that algo.eps_high allows.
-    yield (
-        "algo.dual_clip",
-        algo.dual_clip != 0 and algo.dual_clip <= 1 + algo.eps_high,
-        "must be 0 (off) or above 1 + algo.eps_high",
-    )
-    yield (
-        "algo.dual_clip",
-        algo.dual_clip != 0 and algo.policy_loss != "clip",
-        f'must be 0 (off) with algo.policy_loss = "{algo.policy_loss}"',
-    )
-    yield (
-        "algo.aggregation_tokens",
-        algo.aggregation == "fixed" and algo.aggregation_tokens == 0,
-        'give the tokens per sequence that algo.aggregation = "fixed" divides by, for example rollout.max_tokens',
-    )
+    clips = algo.dual_clip != 0
+    yield "algo.dual_clip", clips and algo.dual_clip <= 1 + algo.eps_high, "must be 0 (off) or above 1 + algo.eps_high"
+    why = f'must be 0 (off) with algo.policy_loss = "{algo.policy_loss}"'
+    yield "algo.dual_clip", clips and algo.policy_loss != "clip", why
+    why = 'give the tokens per sequence that algo.aggregation = "fixed" divides by, for example rollout.max_tokens'
+    yield "algo.aggregation_tokens", algo.aggregation == "fixed" and algo.aggregation_tokens == 0, why
 
     of_prompts = algo.mini_batch_of == "prompts"
     pieces, of = (rollout.prompts, "prompts (rollout.prompts)") if of_prompts else (rollout.n, "siblings (rollout.n)")
@@ -305,6 +271,9 @@ def _updates(config: Config) -> Iterator[Rule]:
     for name, value in dataclasses.asdict(config.reference).items():
         yield f"reference.{name}", bool(value) and algo.kl_coef == 0, "needs algo.kl_coef above 0"
 
+    rate = config.optim
+    flat = rate.lr_schedule == "constant"
+    yield "optim.min_lr_ratio", rate.min_lr_ratio > 0 and flat, 'must be 0 with optim.lr_schedule = "constant"'
     masked = algo.mismatch_mask != "off"
     from_engine = algo.old_log_probs == "rollout"
     yield "algo.mismatch_mask", masked and from_engine, 'needs algo.old_log_probs = "actor" to compare with'
@@ -324,23 +293,14 @@ def _distillation(config: Config) -> Iterator[Rule]:
     yield "teacher.path", bool(config.teacher.path) and not distills, "needs algo.distill_coef above 0"
     # The teacher is a signal for groups with equal rewards, too.
     yield "algo.dynamic_sampling", distills and algo.dynamic_sampling, "must be false with algo.distill_coef"
-    yield (
-        "data.verifier",
-        _is_unscored(config) and not distills,
-        "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path, or reward.group_function",
-    )
+    why = "all rewards would be 0: name a verifier, or set algo.distill_coef and teacher.path, or reward.group_function"
+    yield "data.verifier", _is_unscored(config) and not distills, why
 
 
 def _is_unscored(config: Config) -> bool:
     """Return whether no training row has a verifier, apart from rows that name one, and no function scores groups."""
     verifiers = [part.verifier or config.data.verifier for part in config.data.mixture] or [config.data.verifier]
     return set(verifiers) == {"none"} and not config.reward.group_function
-
-
-def _learning_rate(config: Config) -> Iterator[Rule]:
-    optim = config.optim
-    decays = optim.lr_schedule != "constant"
-    yield "optim.min_lr_ratio", optim.min_lr_ratio > 0 and not decays, 'must be 0 with optim.lr_schedule = "constant"'
 
 
 def _data(config: Config) -> Iterator[Rule]:

@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_brorl.config.schema import DataConfig, TaskConfig
@@ -25,29 +26,23 @@ _MAX_DRAWS = 1000
 _CHECKED = 64  # prompts that are encoded and decoded as a check
 
 
+@dataclass
 class GeneratedPrompts:
     """A stream of the weighted tasks of a configuration, without the questions in `excluded`."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        seed: int,
-        tokenizer: Tokenizer,
-        max_prompt_tokens: int,
-        excluded: Container[str] = frozenset(),
-        verifier: str = VERIFIER,
-    ) -> None:
-        self._config = config
-        self._seed = seed
-        self._tokenizer = tokenizer
-        self._max_prompt_tokens = max_prompt_tokens
-        self._excluded = excluded
-        self._verifier = verifier
-        self._mixture = _Mixture(config.tasks, seed)
+    config: DataConfig
+    seed: int
+    tokenizer: Tokenizer
+    max_prompt_tokens: int
+    excluded: Container[str] = frozenset()
+    verifier: str = VERIFIER
+
+    def __post_init__(self) -> None:
+        self._mixture = _Mixture(self.config.tasks, self.seed)
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
         """Return `count` prompts of the stream from index `start` on."""
-        return [self._prompt(i, self._mixture.item(i, self._excluded)) for i in range(start, start + count)]
+        return [self._prompt(i, self._mixture.item(i, self.excluded)) for i in range(start, start + count)]
 
     def held_out(self, count: int) -> dict[str, Prompt]:
         """Return `count` prompts with different questions, by question."""
@@ -59,9 +54,9 @@ class GeneratedPrompts:
         return [(item.where, (item.question, item.entry["answer"])) for item in items]
 
     def _prompt(self, index: int, item: _Item) -> Prompt:
-        text, ids = render(item.question, self._tokenizer, self._config, self._max_prompt_tokens, item.where)
-        prompt_id = f"{item.task.name}:{self._seed}:{index}"
-        return Prompt(prompt_id, text, ids, item.entry["answer"], self._verifier, item.metadata)
+        text, ids = render(item.question, self.tokenizer, self.config, self.max_prompt_tokens, item.where)
+        prompt_id = f"{item.task.name}:{self.seed}:{index}"
+        return Prompt(prompt_id, text, ids, item.entry["answer"], self.verifier, item.metadata)
 
 
 def generated_rows(tasks: Sequence[TaskConfig], seed: int, count: int) -> Iterator[dict[str, Any]]:

@@ -65,7 +65,11 @@ def without_nulls(value: Any, arrow: bool = False, parent_key: str = "") -> Any:
     if isinstance(value, list):
         return [without_nulls(element, arrow) for element in value]
     if not isinstance(value, dict):
-        return _json_value(value) if arrow else value
+        if arrow and isinstance(value, (datetime.date, datetime.time)):
+            return value.isoformat()
+        if arrow and isinstance(value, decimal.Decimal):
+            return int(value) if value == value.to_integral_value() else float(value)
+        return value
 
     # Values that a tested function or the scorer of a reasoning-gym task receives unchanged.
     is_call = isinstance(value.get("args"), list)
@@ -76,14 +80,6 @@ def without_nulls(value: Any, arrow: bool = False, parent_key: str = "") -> Any:
         for key, child in value.items()
         if child is not None or key == nullable
     }
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    return value
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

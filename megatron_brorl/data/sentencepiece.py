@@ -1,4 +1,4 @@
-"""sentencepiece tokenizers: loading, training a small one, and export for transformers.
+"""sentencepiece tokenizers: loading, and export for transformers.
 
 Without a tokenizer.json, transformers reads tokenizer.model according to the model_type in config.json. For a Qwen2
 model it treats the pieces as byte-level BPE and drops text that it does not find in the vocabulary, including spaces.
@@ -9,12 +9,11 @@ sentencepiece does.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ from megatron_brorl.files import read_object
 MODEL = "tokenizer.model"
 CONVERTED = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
-_BYTE_FALLBACK_FROM = 512  # pieces; in a smaller vocabulary, 256 byte tokens would leave no room for others
-_LOG_ERRORS = 2
 _EXPORT_MARK = "sentencepiece_export"  # in tokenizer_config.json: SHA-256 of the tokenizer.json that was written
 # transformers 5 uses the Qwen2 tokenizer for every tokenizer.json of a Qwen2 model, unless a file defines the class.
 _OVERRIDDEN = "qwen2"
@@ -70,7 +67,9 @@ class SentencePieceTokenizer:
             if piece.type == piece.CONTROL:
                 piece.type = piece.USER_DEFINED
         self._decoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-        self.leads_with_bos = self.bos_id is not None and _adds_bos(directory / SETTINGS)
+        settings = _read(directory / SETTINGS)
+        is_llama = str(settings.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # It adds BOS by default.
+        self.leads_with_bos = self.bos_id is not None and bool(settings.get("add_bos_token", is_llama))
 
     def template_reads(self, variable: str, tools: Any = None) -> bool:
         return False
@@ -116,64 +115,6 @@ class SentencePieceTokenizer:
     def proto(self) -> Any:
         """Return the model as a protobuf message."""
         return sentencepiece_model_pb2.ModelProto.FromString(self._model.serialized_model_proto())
-
-
-def train_sentencepiece(texts: Iterable[str], directory: Path, vocab_size: int) -> SentencePieceTokenizer:
-    """Train a BPE model on texts, write it to a directory and load it.
-
-    Training is deterministic. Digits are single tokens, and white space survives a round trip. The vocabulary is
-    smaller than asked for if the texts do not yield that many pieces. From 512 pieces on, unseen characters fall back
-    to bytes.
-    """
-    # All characters are required, because the trainer misses some, such as a line break at the end of a text.
-    texts = list(texts)
-    characters = sorted(set().union(*texts) - {" ", "\0"})
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            hard_vocab_limit=False,
-            character_coverage=1.0,
-            required_chars="".join(characters),
-            split_digits=True,
-            byte_fallback=vocab_size >= _BYTE_FALLBACK_FROM,
-            normalization_rule_name="identity",  # With the next two options, every text is decoded as it was.
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            max_sentence_length=1 << 24,
-            num_threads=1,  # More threads would make the pieces depend on timing.
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=3,
-            minloglevel=_LOG_ERRORS,
-        )
-    except (RuntimeError, OSError) as e:
-        raise UserError(
-            f"{directory}/{MODEL}: cannot train a tokenizer of {vocab_size} pieces: {shown(e)}; "
-            "give more text or another vocabulary size"
-        ) from None
-
-    # transformers' LlamaTokenizer reads these settings.
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / MODEL).write_bytes(model.getvalue())
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "add_bos_token": False,
-        "add_eos_token": False,
-        "add_prefix_space": False,
-        "legacy": False,
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / SETTINGS).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return SentencePieceTokenizer(directory)
 
 
 def write_tokenizer_json(source: Path, target: Path) -> None:
@@ -282,12 +223,6 @@ def check_texts(pieces: list[str]) -> Iterator[str]:
         yield "".join(piece * draw.randint(1, 4) for piece in draw.choices(pieces, k=draw.randint(1, 5)))
         for low, high in ranges:
             yield "".join(chr(draw.randint(low, high)) for _ in range(draw.randint(1, 20)))
-
-
-def _adds_bos(path: Path) -> bool:
-    config = _read(path)
-    is_llama = str(config.get("tokenizer_class", "")).startswith("LlamaTokenizer")  # It adds BOS by default.
-    return bool(config.get("add_bos_token", is_llama))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -196,9 +196,8 @@ def load_benchmarks(
 ) -> tuple[dict[str, list[Prompt]], str]:
     """Return the prompts of evaluate.benchmarks by their names, and a report. Raises UserError for invalid data."""
     reader = _Reader(config, reward, tokenizer, max_prompt_tokens)
-    found = {
-        name: reader.read([file], f"evaluate.benchmarks ({name})") for name, file in map(parse_benchmark, benchmarks)
-    }
+    named = map(parse_benchmark, benchmarks)
+    found = {name: reader.read([file], f"evaluate.benchmarks ({name})") for name, file in named}
     return found, "\n".join(reader.report)
 
 

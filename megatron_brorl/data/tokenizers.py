@@ -121,10 +121,7 @@ class HuggingFaceTokenizer:
     """A tokenizer.json and its settings, read by transformers."""
 
     def __init__(self, directory: Path, today: datetime.date | None = None) -> None:
-        """Raise UserError if transformers cannot load the files, or if there is no end-of-sequence token.
-
-        today: the date that chat templates write, by default that of this call.
-        """
+        """See load_tokenizer."""
         from transformers import AutoTokenizer  # Importing transformers takes seconds.
 
         self.directory = directory

@@ -3,9 +3,6 @@
 An environment stays in one process from `reset` to the end of its episode. If it raises, its episode ends with reward
 0. If a call hangs or ends the process, all episodes of the process are lost, and a new process serves later episodes.
 A class that a Python program passes runs in threads of this process instead, where a hang or a crash is not contained.
-
-A worker with the calculator has 32 MB, and 0.4 MB more with 1,024 episodes: half of the 512 rollouts of 4 prompts. The
-address space of a worker with environments is limited to 4 GB.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from megatron_brorl.types import ScoreResult
 
 # Calls of one process at a time; the time limit of a call begins when the call is sent. A call of Agents is a rollout.
 _MAX_RUNNING = {Episodes: 64, Agents: 256}
-_MEMORY_MB = {Episodes: 4096, Agents: 1 << 30}  # agents have no limit
+_MEMORY_MB = {Episodes: 4096, Agents: 1 << 30}  # address space of a process; agents have no limit
 _MAX_FAILED_STARTS = 3
 _MAX_LINE = 1 << 20  # bytes of a result
 _RESULT = TypeAdapter(tuple[int, Outcome])  # a worker writes the number of a call and its outcome
@@ -59,43 +56,33 @@ class Reply:
 Send = Callable[[Reply], None]
 
 
-class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
-    """Environments by the number of their episode, which the caller chooses. A context manager, thread-safe.
+@dataclass(eq=False)
+class EnvironmentPool:
+    """Environments by the number of their episode, which the caller chooses. Thread-safe.
 
     A reply is passed to a function, in the thread of the pool. Replies to ended episodes are dropped, also by `close`.
     """
 
-    def __init__(
-        self,
-        factory: str | Callable[..., Any],
-        workers: int,
-        max_tool_seconds: float,
-        format: Format = "hermes",
-        kind: type[Episodes] | type[Agents] = Episodes,
-    ) -> None:
-        """factory: "my_env.py:Class", or a class, which runs in this process. Check it with `describe` first.
+    # "my_env.py:Class", or a class, which runs in this process. Check it with `describe` first.
+    factory: str | Callable[..., Any]
+    workers: int
+    max_tool_seconds: float  # time limit of a reset or step, which may contain several tool calls, or of an agent
+    format: Format = "hermes"
+    kind: type[Any] = Episodes  # Agents if the factory is an agent
 
-        max_tool_seconds: time limit of a reset or step, which may contain several tool calls, or of an agent.
-        kind: Agents if the factory is an agent.
-        """
-        self._factory = factory
-        self._kind: type[Any] = kind
-        self._seconds = max_tool_seconds
-        self._format = format
+    def __post_init__(self) -> None:
         self._closed = False
         # Only the thread of the loop uses the processes and the episodes.
-        self._processes: list[_Process | _Threads | None] = [None] * (workers if isinstance(factory, str) else 1)
-        self._rooms = [asyncio.Semaphore(_MAX_RUNNING[kind]) for _ in self._processes]
+        self._processes: list[_Process | _Threads | None]
+        self._processes = [None] * (self.workers if isinstance(self.factory, str) else 1)
+        self._rooms = [asyncio.Semaphore(_MAX_RUNNING[self.kind]) for _ in self._processes]
         self._episodes: dict[int, _Episode] = {}
         self._failed_starts: list[str] = []  # reasons why the last processes could not start
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(_MAX_RUNNING[kind]))
+        self._loop.set_default_executor(ThreadPoolExecutor(_MAX_RUNNING[self.kind]))
         # A daemon thread lets the program exit even if the pool was not closed.
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._thread.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def reset(self, episode: int, row: Mapping[str, Any], reply: Send) -> None:
         """Create an environment and begin an episode on a data row.
@@ -110,7 +97,7 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
 
     def step(self, episode: int, text: str, last: bool, reply: Send, in_thought: bool = False) -> None:
         """Pass a turn to the environment. last: the episode ends with it and is scored. in_thought: see find_calls."""
-        self._submit(self._call(episode, reply, "step", text, last, self._format, in_thought))
+        self._submit(self._call(episode, reply, "step", text, last, self.format, in_thought))
 
     def play(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """Return the score of an episode for each request, whose answer is the only turn. No other episode may run."""
@@ -139,7 +126,7 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
 
     def _begin(self, episode: int, reply: Send, method: str, *arguments: Any) -> None:
         if len(self._failed_starts) >= _MAX_FAILED_STARTS:
-            raise UserError(f"{self._factory}: its process cannot start: {self._failed_starts[-1]}")
+            raise UserError(f"{self.factory}: its process cannot start: {self._failed_starts[-1]}")
         self._submit(self._create(episode, reply, method, *arguments))
 
     def _submit(self, call: Coroutine[Any, Any, None]) -> None:
@@ -173,7 +160,7 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     async def _end(self, number: int) -> None:
         episode = self._episodes.pop(number, None)
         if episode:
-            if self._kind is Agents and episode.process:
+            if self.kind is Agents and episode.process:
                 episode.process.end(number)  # ends the call
                 return
             async with episode.lock:  # A running call may still create the environment.
@@ -183,10 +170,10 @@ class EnvironmentPool(contextlib.AbstractContextManager["EnvironmentPool"]):
     def _live_process(self, place: int) -> _Process | _Threads:
         process = self._processes[place]
         if process is None or process.lost:
-            if isinstance(self._factory, str):
-                process = _Process(self._factory, self._seconds, self._failed_starts, self._kind)
+            if isinstance(self.factory, str):
+                process = _Process(self.factory, self.max_tool_seconds, self._failed_starts, self.kind)
             else:
-                process = _Threads(self._kind(self._factory))
+                process = _Threads(self.kind(self.factory))
             self._processes[place] = process
         return process
 
@@ -254,6 +241,8 @@ class _Process:
 
     async def _run(self) -> None:
         """Start the process, and pass on its results until it ends."""
+        # HTTP clients connect to the loopback interface directly.
+        direct = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
         with tempfile.TemporaryFile() as stderr:
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -262,7 +251,7 @@ class _Process:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,
-                    env={**environment(), **_no_proxy()},
+                    env={**environment(), **direct},
                     start_new_session=True,  # The terminal's Ctrl-C is meant for the trainer.
                     limit=_MAX_LINE,
                 )
@@ -316,8 +305,3 @@ def _reply(outcome: Outcome, kind: type[Any]) -> Reply:
     is_verified = kind is Agents and outcome.score is None  # by the verifier of the row
     score = score_result(outcome.score) if outcome.done and not is_verified else None
     return Reply(tuple(outcome.messages), outcome.done, score, outcome.calls, outcome.malformed)
-
-
-def _no_proxy() -> dict[str, str]:
-    """Return variables with which HTTP clients connect to the loopback interface directly."""
-    return {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}

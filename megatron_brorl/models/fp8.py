@@ -73,7 +73,7 @@ def settings(config: Fp8Config) -> dict[str, Any]:
     if config.recipe == "none":
         return {}
     return {
-        "fp8": config.format,
+        "fp8": "hybrid",  # stores gradients in e5m2
         "fp8_recipe": config.recipe,
         "fp8_param": config.parameters,
         "fp8_amax_history_len": 1024,

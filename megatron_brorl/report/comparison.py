@@ -95,10 +95,7 @@ def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
 
 
 def compare(
-    before: Mapping[Key, Mapping[str, Any]],
-    after: Mapping[Key, Mapping[str, Any]],
-    name: str,
-    other: str,
+    before: Mapping[Key, Mapping[str, Any]], after: Mapping[Key, Mapping[str, Any]], name: str, other: str
 ) -> dict[str, Any]:
     """Compare two evaluations, over all prompts and per benchmark. Raises UserError unless the prompts are the same.
 

@@ -95,7 +95,9 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RecordedRun]]
     found: dict[str, Any] = {"made": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "runs": parts}
     found["meanings"] = meanings(sorted({name for run in parts for name in run["curves"]["values"]}))
     if several:
-        found["against"] = _against(runs, evaluated)
+        # The last evaluation of each run is compared with that of the first run.
+        last = [next((e for e in reversed(own) if e.prompts), None) for own in evaluated]
+        found["against"] = [compared(last[0], e, _seed(runs[0])) if last[0] and e else None for e in last]
         found["time_to"] = times_to_target([run["checkpoints"] for run in parts])
     return found, runs
 
@@ -220,28 +222,21 @@ def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]
 
 def _from_summaries(run: RecordedRun) -> list[RecordedEvaluation]:
     """Return the evaluations of metrics.jsonl and summary.json, whose prompts are unknown."""
-    found = []
+    found: list[tuple[int, dict[int, Any], dict[str, Any], Mapping[str, float]]] = []
     for row in run.rows:
         if row.get("pass_at_1") is not None:
             names = {key.removeprefix("pass_at_"): v for key, v in row.items() if v is not None}
             passes = {int(k): {"mean": v} for k, v in names.items() if k.isdigit()}
             passes[1] = _interval(row, "pass_at_1")
-            found.append(_without_prompts(row["step"] + 1, passes, {}, _interval(row, "held_out_reward")))
+            found.append((row["step"] + 1, passes, {}, _interval(row, "held_out_reward")))
     for name, steps in (("before", 0), ("after", run.steps)):
         if e := run.summary.get(name):
             passes = {int(k): {"mean": v} for k, v in e["pass_at_k"].items()} | {1: dict(e["pass_at_1"])}
-            found.append(_without_prompts(steps, passes, e.get("by_task", {}), e["mean_reward"]))
-    return found
-
-
-def _without_prompts(
-    steps: int,
-    passes: Mapping[int, Mapping[str, float]],
-    tasks: Mapping[str, Mapping[str, float]],
-    reward: Mapping[str, float],
-) -> RecordedEvaluation:
-    other = reward if reward and reward["mean"] != passes[1]["mean"] else None
-    return RecordedEvaluation(steps, {}, passes, tasks, other)
+            found.append((steps, passes, e.get("by_task", {}), e["mean_reward"]))
+    return [
+        RecordedEvaluation(steps, {}, passes, tasks, r if r and r["mean"] != passes[1]["mean"] else None)
+        for steps, passes, tasks, r in found
+    ]
 
 
 def _interval(row: Row, name: str) -> dict[str, float]:
@@ -260,15 +255,6 @@ def change_of_run(folder: Path) -> dict[str, Any] | None:
     run = read_run(folder)
     ends = [m for m in run.of_kind("evaluation") if m.number in (0, run.steps)]
     return change(run, evaluations(replace(run, moments=ends)))
-
-
-def _against(
-    runs: Sequence[RecordedRun], evaluated: Sequence[Sequence[RecordedEvaluation]]
-) -> list[dict[str, Any] | None]:
-    """Compare the last evaluation of each run with that of the first run."""
-    last = [next((e for e in reversed(own) if e.prompts), None) for own in evaluated]
-    first = last[0]
-    return [compared(first, e, _seed(runs[0])) if first and e else None for e in last]
 
 
 def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -> dict[str, Any] | None:
@@ -353,9 +339,10 @@ def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> li
 def first_reached(xs: Sequence[float], ys: Sequence[float], target: float) -> float | None:
     """Return the first x at which a piecewise linear curve reaches `target`, or None."""
     end = next((i for i, y in enumerate(ys) if y >= target), None)
-    return (
-        None if end is None else float(np.interp(target, ys[max(end - 1, 0) : end + 1], xs[max(end - 1, 0) : end + 1]))
-    )
+    if end is None:
+        return None
+    around = slice(max(end - 1, 0), end + 1)
+    return float(np.interp(target, ys[around], xs[around]))
 
 
 def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any] | None]:
@@ -440,7 +427,9 @@ def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
 
 def by_task(run: RecordedRun) -> dict[str, Any]:
     """Return the mean distinct answers and the share right by task, over the groups of each recorded step."""
-    steps = _evenly(run.of_kind("step"))
+    recorded = run.of_kind("step")
+    count = min(len(recorded), MAX_MOMENTS)
+    steps = [recorded[i] for i in np.linspace(0, len(recorded) - 1, count).round().astype(int)]
     found: list[dict[str, list[float]]] = []
     distinct: list[float | None] = []
     for moment in steps:
@@ -485,12 +474,6 @@ def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
 def _tenth(right: int, n: int) -> int:
     """Return the index in TENTHS. A share on a bound belongs to the tenth above it."""
     return 0 if not right else len(TENTHS) - 1 if right == n else 1 + 10 * right // n
-
-
-def _evenly(recorded: list[LogEntry]) -> list[LogEntry]:
-    """Return at most MAX_MOMENTS moments at even distances, including the first and the last."""
-    count = min(len(recorded), MAX_MOMENTS)
-    return [recorded[i] for i in np.linspace(0, len(recorded) - 1, count).round().astype(int)]
 
 
 def _flat(row: Row) -> dict[str, Any]:

@@ -122,11 +122,7 @@ def _unchanged(config: Config, rows: Sequence[Row]) -> str:
 
 
 def verdict(
-    rows: Sequence[Row],
-    summary: Row,
-    wanted: int,
-    evaluations: Sequence[Mapping[str, Any]],
-    changed: Mapping[str, Any] | None,
+    rows: Sequence[Row], summary: Row, wanted: int, evaluations: Sequence[Row], changed: Row | None
 ) -> dict[str, Any]:
     """Return headline, tone, details and findings (sentences), and the state of a run.
 

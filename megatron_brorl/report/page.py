@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import jinja2
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
@@ -60,9 +60,7 @@ def page(folders: Sequence[Path], megabytes: float = MAX_MB) -> str:
 
 def render(found: dict[str, Any]) -> str:
     """Return the page with this content."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FILES), autoescape=True, undefined=jinja2.StrictUndefined
-    )
+    environment = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined)
     scripts = [_inline(_vega()), _inline("\n".join(_file(name) for name in SCRIPTS))]
     return environment.get_template("page.html").render(
         title=" and ".join(run["name"] for run in found["runs"]),
@@ -93,7 +91,10 @@ def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
     chunks = _Chunks(room)
     listed = []
     tables: dict[LogEntry, list[Row]] = {}
-    for moment in _most_informative_first(run)[:MAX_MOMENTS]:
+    # The last and the first evaluation, the last and the first step, then the others, latest first.
+    evaluations, steps = run.of_kind("evaluation"), run.of_kind("step")
+    ends = [*evaluations[-1:], *evaluations[:1], *steps[-1:], *steps[:1]]
+    for moment in list(dict.fromkeys([*ends, *evaluations[::-1], *steps[::-1]]))[:MAX_MOMENTS]:
         rows = run.groups(moment).to_pylist()
         excerpts = _excerpts([g["prompt"] for g in rows], run.key("data", "template", ""))
         own = [{key: g[key] for key in _GROUP_KEYS} | {"excerpt": e} for g, e in zip(rows, excerpts, strict=True)]
@@ -143,14 +144,6 @@ class _Chunks:
         return len(self.texts) - 1
 
 
-def _most_informative_first(run: RecordedRun) -> list[LogEntry]:
-    """Return the last and the first evaluation, the last and the first step, then the others, latest first."""
-    evaluations = run.of_kind("evaluation")
-    steps = run.of_kind("step")
-    ends = [*evaluations[-1:], *evaluations[:1], *steps[-1:], *steps[:1]]
-    return list(dict.fromkeys([*ends, *evaluations[::-1], *steps[::-1]]))
-
-
 def _units(run: RecordedRun, tables: Mapping[LogEntry, list[Row]], moved: set[str]) -> Iterator[Unit]:
     """Yield the groups of newly solved or lost prompts, then all groups by moment."""
     evaluations = [m for m in tables if m.kind == "evaluation"]
@@ -165,9 +158,8 @@ def _units(run: RecordedRun, tables: Mapping[LogEntry, list[Row]], moved: set[st
         if not wanted:
             continue
         rollouts: dict[int, list[Row]] = {}
-        for row in filter_rows(
-            read_rollouts(run.folder / FOLDER, moment), "group", [g["group"] for g in wanted]
-        ).to_pylist():
+        recorded = read_rollouts(run.folder / FOLDER, moment)
+        for row in filter_rows(recorded, "group", [g["group"] for g in wanted]).to_pylist():
             rollouts.setdefault(row["group"], []).append(row)
         for g in wanted:
             own = [_rollout(r) for r in select_siblings(rollouts.get(g["group"], []))]

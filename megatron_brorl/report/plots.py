@@ -174,10 +174,8 @@ def _accuracy(axes: Axes, evaluated: Sequence[RecordedEvaluation]) -> None:
     _intervals(axes, [e.steps for e in evaluated], [e.passes[1] for e in evaluated], "pass@1 and 95% interval")
     k = max(k for e in evaluated for k in e.passes)
     if k > 1:
-        wide = {e.steps: e.passes[k]["mean"] for e in evaluated if k in e.passes}
-        axes.plot(
-            list(wide), list(wide.values()), color=SKY, marker="s", markersize=4, linewidth=1.4, label=f"pass@{k}"
-        )
+        steps, values = zip(*((e.steps, e.passes[k]["mean"]) for e in evaluated if k in e.passes), strict=True)
+        axes.plot(steps, values, color=SKY, marker="s", markersize=4, linewidth=1.4, label=f"pass@{k}")
     tasks = sorted({task for e in evaluated for task in e.tasks})
     if 1 < len(tasks) <= len(_TASK_COLORS):
         for task, color in zip(tasks, _TASK_COLORS, strict=False):
@@ -302,10 +300,8 @@ def simulation_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
     drop.legend(frameon=False, fontsize=9, title="N (draws per step)", title_fontsize=9, loc="best")
 
     # The lower row splits the change of Q_pos.
-    title = (
-        "What moved it: AdamW's steps, split" if settings.optimizer == "adamw" else "What moved it: the steps, split"
-    )
-    panel(moved, title, "change of $Q_{pos}$ over the run", "N")
+    what = "AdamW's steps" if settings.optimizer == "adamw" else "the steps"
+    panel(moved, f"What moved it: {what}, split", "change of $Q_{pos}$ over the run", "N")
     _parts(moved, runs, MOVED, with_measured=True)
 
     panel(predicted, "What Theorem 1 predicts: plain gradient", "change of $Q_{pos}$ over the run", "N")

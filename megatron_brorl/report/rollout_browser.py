@@ -25,17 +25,6 @@ _MAX_CHARS = 100  # characters of an answer or a prompt in a table
 
 
 @dataclass(frozen=True)
-class Filters:
-    """Conditions that rollouts must meet. The defaults select all rollouts."""
-
-    prompt: str | None = None  # the id of one prompt
-    mixed: bool = False  # only prompts with right and wrong responses
-    right: bool = False  # only right responses; `right` and `wrong` together select both
-    wrong: bool = False
-    contains: str = ""  # text that a response must contain, ignoring case
-
-
-@dataclass(frozen=True)
 class Recorded:
     """Groups and rollouts of one moment, possibly filtered."""
 
@@ -43,20 +32,24 @@ class Recorded:
     groups: pa.Table  # rollout_log.GROUPS
     rollouts: pa.Table  # rollout_log.ROLLOUTS
 
-    def filtered(self, by: Filters) -> Recorded:
-        """Return the groups and rollouts that pass. A filter of responses removes groups without a passing response."""
+    def filtered(self, prompt: str | None, mixed: bool, right: bool, wrong: bool, contains: str) -> Recorded:
+        """Return the groups and rollouts that pass. A filter of responses removes groups without a passing response.
+
+        prompt: the id of one prompt. mixed: only prompts with right and wrong responses. right: only right responses;
+        `right` and `wrong` together select both. contains: text that a response must contain, ignoring case.
+        """
         groups = self.groups
         rollouts = self.rollouts
-        if by.prompt is not None:
-            groups = filter_rows(groups, "prompt_id", [by.prompt])
-        if by.mixed:
+        if prompt is not None:
+            groups = filter_rows(groups, "prompt_id", [prompt])
+        if mixed:
             groups = filter_rows(groups, "outcome", ["mixed"])
         rollouts = filter_rows(rollouts, "group", groups["group"].to_pylist())
-        if by.right != by.wrong:
-            rollouts = filter_rows(rollouts, "right", [by.right])
-        if by.contains:
-            rollouts = rollouts.filter(pc.match_substring(rollouts["text"], by.contains, ignore_case=True))
-        if by.right != by.wrong or by.contains:
+        if right != wrong:
+            rollouts = filter_rows(rollouts, "right", [right])
+        if contains:
+            rollouts = rollouts.filter(pc.match_substring(rollouts["text"], contains, ignore_case=True))
+        if right != wrong or contains:
             groups = filter_rows(groups, "group", rollouts["group"].unique().to_pylist())
         return replace(self, groups=groups, rollouts=rollouts)
 

@@ -123,9 +123,7 @@ microm micrometer micrometre micron|microg microgram|micros microsecond|microL m
 V volt|A amp ampere|C coulomb|Ω ohm \Omega|F farad|T tesla|mol mole|M molar|cal calorie|kcal|K kelvin
 $ dollar usd|€ euro eur|£ gbp|¥ yen|cent|° degree deg|rad radian|mph
 """
-_SYMBOLS = {
-    name: names.split()[0] for line in _UNITS.splitlines() for names in line.split("|") for name in names.split()
-}
+_SYMBOLS = {name: names.split()[0] for row in _UNITS.splitlines() for names in row.split("|") for name in names.split()}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _UNIT_WORD = re.compile(
     r"\s*(?:(?P<mark>[/*.()]|\\cdot|\\times)|(?P<word>\\?[A-Za-z]+|[$€£¥°Ωµμ])(?:\s*\^\s*\{?\s*(?P<power>-?\d)\s*\}?)?)"

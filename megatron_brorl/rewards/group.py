@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,7 @@ def judge(name: str) -> Callable[..., list[Any]]:
 
 
 def score_group(
-    function: Callable[..., Any],
-    row: Mapping[str, Any],
-    texts: list[str],
-    answers: list[str | None],
-    rollouts: list[int],
+    function: Callable[..., Any], row: dict[str, Any], texts: list[str], answers: list[str | None], rollouts: list[int]
 ) -> list[Any]:
     """Call the function of a group. Reply like verifier.Judge, with the score of each rollout in parts; never raise.
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards import custom, registry
-from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox import isolation
+from megatron_brorl.rewards.sandbox.run import refuse
 from megatron_brorl.rewards.scoring import final_reward, verifier_name
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.rewards.worker_process import call_in_worker
@@ -37,9 +38,9 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
     isolation.set_environment(config.unsandboxed, config.timeout_s)
     executing = [name for name, entry in entries.items() if entry.executes]
     if executing and not config.unsandboxed:
-        reason = call_in_worker("megatron_brorl.rewards.sandbox.probe:problem")
+        reason = call_in_worker("megatron_brorl.rewards.sandbox.run:problem")
         if reason:
-            raise probe.refuse(f"verifier {executing[0]!r}", reason)
+            raise refuse(f"verifier {executing[0]!r}", reason)
 
     found = {name: custom.validate(name) for name, entry in entries.items() if entry.is_custom}
     return CheckedVerifiers(

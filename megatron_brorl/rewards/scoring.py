@@ -19,7 +19,7 @@ from megatron_brorl.config.schema import RewardConfig
 from megatron_brorl.rewards.extract import Found, extract
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.verifier import Entry
-from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
+from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest, completed
 from megatron_brorl.types import Prompt, Rollout, ScoreResult, Status
 
 _RAISED = {
@@ -50,6 +50,7 @@ class Scores:
     raised: dict[str, str]  # message about each failing verifier -> the reason of its first failure
 
 
+@dataclass(eq=False)
 class Scorer:
     """Scores the rollouts of one call of the engine as they end; a context manager.
 
@@ -58,21 +59,13 @@ class Scorer:
     reward.cut_off_factor and reward.strict apply to it, too. A verifier scores the text that an agent returns.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        decode: Callable[[list[int]], str],
-        stop_ids: Sequence[int],
-        pool: RewardPool,
-        config: RewardConfig,
-    ) -> None:
-        """prompts: one per request to the engine; more may be added. stop_ids: tokens that end a response and are not
-        part of its text."""
-        self._prompts = prompts
-        self._decode = decode
-        self._stop_ids = stop_ids
-        self._pool = pool
-        self._config = config
+    prompts: Sequence[Prompt]  # one per request to the engine; more may be added
+    decode: Callable[[list[int]], str]
+    stop_ids: Sequence[int]  # tokens that end a response and are not part of its text
+    pool: RewardPool
+    config: RewardConfig
+
+    def __post_init__(self) -> None:
         self._entry = functools.cache(entry)
         self._pending: dict[tuple[int, int], _Pending] = {}  # by request and sibling
         self._ended: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()  # None is the last item
@@ -89,7 +82,7 @@ class Scorer:
         self._ended.put(None)
         self._thread.join()
         if self._cancelled:
-            self._pool.cancel()
+            self.pool.cancel()
 
     def finished(self, request: int, rollout: Rollout) -> None:
         """Queue a finished rollout of prompts[request] for scoring. The engine's thread calls this (watchdog.Finished).
@@ -108,14 +101,14 @@ class Scorer:
             raise self._error
         pending = [self._pending[place] for place in places]
         results = [each.score.result() for each in pending]
-        graded = [final_reward(r, each.cut_off, self._config) for r, each in zip(results, pending, strict=True)]
+        graded = [final_reward(r, each.cut_off, self.config) for r, each in zip(results, pending, strict=True)]
 
         counts = Counter(dict.fromkeys((*get_args(Status), "length"), 0))
         counts.update("length" if each.unscored else r.status for r, each in zip(results, pending, strict=True))
         raised: dict[str, str] = {}
         for (request, _), result, each in zip(places, results, pending, strict=True):
             if result.status in _RAISED:
-                row = f"row {self._prompts[request].id}: " if result.status == "invalid" else ""
+                row = f"row {self.prompts[request].id}: " if result.status == "invalid" else ""
                 raised.setdefault(_RAISED[result.status].format(each.scored_by), row + result.reason)
         return Scores(
             rewards=torch.tensor([reward for reward, _ in graded], dtype=torch.float32),
@@ -130,30 +123,26 @@ class Scorer:
         try:
             while (ended := self._ended.get()) is not None and not self._cancelled:
                 request, rollout = ended
-                self._pending[request, rollout.index] = self._submit(self._prompts[request], rollout)
+                self._pending[request, rollout.index] = self._submit(self.prompts[request], rollout)
         except BaseException as e:
             self._error = e  # raised by `finished` and `scores`
 
     def _submit(self, prompt: Prompt, rollout: Rollout) -> _Pending:
         cut_off = rollout.finish == "length"
         if rollout.episode is not None and rollout.episode.score is not None:
-            score: Future[ScoreResult] = Future()
-            score.set_result(rollout.episode.score)
             turns = [ids for sampled, ids in rollout.parts() if sampled]
-            text = self._decode(without_stop(turns[-1], self._stop_ids).tolist())
-            return _Pending(cut_off, False, text.strip(), score, "the environment")
+            text = self.decode(without_stop(turns[-1], self.stop_ids).tolist())
+            return _Pending(cut_off, False, text.strip(), completed(rollout.episode.score), "the environment")
 
-        verifier = self._entry(prompt.verifier, "verifier", self._config)
-        unscored = cut_off and not scores_cut_off(verifier, self._config)
-        if unscored:
-            found = Found(None, "cut off")
-        else:
-            if rollout.episode is not None and rollout.episode.text is not None:
-                text = rollout.episode.text
-            else:
-                text = self._decode(without_stop(rollout.token_ids, self._stop_ids).tolist())
-            found = extract(text, verifier.find, verifier.max_chars)
-        submitted = self._pool.submit(ScoreRequest(prompt, *found))
+        verifier = self._entry(prompt.verifier, "verifier", self.config)
+        unscored = cut_off and not scores_cut_off(verifier, self.config)
+        found = Found(None, "cut off")
+        if not unscored:
+            returned = rollout.episode.text if rollout.episode else None
+            if returned is None:
+                returned = self.decode(without_stop(rollout.token_ids, self.stop_ids).tolist())
+            found = extract(returned, verifier.find, verifier.max_chars)
+        submitted = self.pool.submit(ScoreRequest(prompt, *found))
         return _Pending(cut_off, unscored, found.answer, submitted, f"verifier {verifier_name(prompt)}")
 
 

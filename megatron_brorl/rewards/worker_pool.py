@@ -54,6 +54,7 @@ class _Job:
     crashed_once: bool = False  # The worker died on this job. The cause may be unrelated, so the job runs once more.
 
 
+@dataclass(eq=False)
 class RewardPool:
     """Worker processes that score requests as they arrive. A context manager. Any thread may submit requests.
 
@@ -66,25 +67,16 @@ class RewardPool:
     starts its own process.
     """
 
-    def __init__(
-        self,
-        workers: int,
-        timeout_s: float,
-        judge_factory: str = "megatron_brorl.rewards.registry:judge",
-        impure: frozenset[str] = frozenset(),
-        function: RewardFunction | None = None,
-    ) -> None:
-        """judge_factory: import path "module:function" of a function that maps a verifier's name to its Judge.
+    workers: int
+    timeout_s: float
+    # Import path "module:function" of a function that maps a verifier's name to its Judge.
+    judge_factory: str = "megatron_brorl.rewards.registry:judge"
+    impure: frozenset[str] = frozenset()  # verifiers whose scores are not cached, because equal answers may differ
+    function: RewardFunction | None = None  # scores the requests of verifier IN_PROCESS, in the thread of `submit`
 
-        impure: verifiers that may score equal answers differently, so that their scores are not cached. function:
-        scores the requests of verifier IN_PROCESS. It runs in the thread that calls `submit`.
-        """
+    def __post_init__(self) -> None:
         self.stats = PoolStats()
-        self._worker_count = workers
-        self._timeout_s = timeout_s
-        self._judge_factory = judge_factory
-        self._impure = impure
-        self._in_process_judge = Judge(function) if function else None
+        self._in_process_judge = Judge(self.function) if self.function else None
         # Guards stats and the members below. Threads are notified of new jobs and of a stop.
         self._condition = threading.Condition()
         self._queue: deque[_Job] = deque()
@@ -116,7 +108,7 @@ class RewardPool:
         # Metadata is not hashable, so the key contains its id. The cache keeps a reference to the metadata, because the
         # id is valid only while the object exists.
         key = (prompt.verifier, prompt.id, prompt.text, prompt.answer, id(prompt.metadata), answer)
-        pure = prompt.verifier not in self._impure
+        pure = prompt.verifier not in self.impure
         with self._condition:
             self._check_open()  # again, because another thread may have closed the pool since
             self.stats.answers += 1
@@ -174,7 +166,7 @@ class RewardPool:
         self._stopped = False
         self._start_error: UserError | None = None  # set once a thread gives up starting its worker process
         self._threads = []
-        for _ in range(self._worker_count):
+        for _ in range(self.workers):
             # Daemon threads let the program exit even if the pool was not closed.
             self._threads.append(threading.Thread(target=self._run_workers, name="rewards", daemon=True))
             self._threads[-1].start()
@@ -205,12 +197,12 @@ class RewardPool:
             jobs: deque[_Job] = deque()
             process = None
             try:
-                process = WorkerProcess(self._judge_factory)
+                process = WorkerProcess(self.judge_factory)
                 with self._condition:
                     self._processes.add(process)
                 while jobs := self._next_jobs():
                     calls = [(job.name, job.arguments) for job in jobs]
-                    for reply in process.run(calls, self._timeout_s):
+                    for reply in process.run(calls, self.timeout_s):
                         score = score_result(reply)
                         self._deliver(jobs.popleft(), score)
                     failed_starts = 0
@@ -238,7 +230,7 @@ class RewardPool:
         with self._condition:
             self._condition.wait_for(lambda: self._queue or self._stopped)
             # Take a quarter of this thread's share, so that all workers finish at about the same time.
-            size = min(_MAX_JOBS_PER_MESSAGE, max(1, len(self._queue) // (4 * self._worker_count)))
+            size = min(_MAX_JOBS_PER_MESSAGE, max(1, len(self._queue) // (4 * self.workers)))
             return deque() if self._stopped else deque(self._queue.popleft() for _ in range(size))
 
     def _deliver(self, job: _Job, score: ScoreResult) -> None:
@@ -259,7 +251,7 @@ class RewardPool:
         if not lost.during_call:
             return
         if lost.timed_out:
-            self._deliver(jobs.popleft(), ScoreResult(0.0, "timeout", f"no score in {self._timeout_s:g} s"))
+            self._deliver(jobs.popleft(), ScoreResult(0.0, "timeout", f"no score in {self.timeout_s:g} s"))
         elif jobs[0].crashed_once:
             self._deliver(
                 jobs.popleft(),

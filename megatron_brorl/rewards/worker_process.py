@@ -9,6 +9,7 @@ unpickle anything from a process that has handled hostile text.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -42,7 +43,7 @@ class WorkerLostError(Exception):
 
 
 class WorkerProcess:
-    """One worker process; a context manager that kills it. Only `stop` may be called from another thread."""
+    """One worker process. Only `stop` may be called from another thread."""
 
     def __init__(self, factory: str, memory_mb: int = 4096) -> None:
         """factory: import path "module:function" of a function that returns the object with a given name."""
@@ -64,12 +65,6 @@ class WorkerProcess:
         os.set_blocking(self._calls.fileno(), False)
         self._buffer = b""
 
-    def __enter__(self) -> WorkerProcess:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def run(self, calls: Sequence[tuple[str, tuple[Any, ...]]], seconds: float) -> Iterator[Any]:
         """Run calls (name of an object, arguments) and yield their results in order. Raises WorkerLostError.
 
@@ -90,10 +85,8 @@ class WorkerProcess:
     def close(self) -> None:
         """Kill the process and all processes that it has started."""
         if self._process.returncode is None:  # Otherwise the system may have given the process id to another process.
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self._process.kill()
             self._process.wait()
         for file in (self._calls, self._results, self._stderr):
             file.close()
@@ -137,7 +130,7 @@ class WorkerProcess:
 
 def call_in_worker(function: str, *arguments: Any) -> Any:
     """Call `function` ("module:function") in a new worker process and return the result. Raises WorkerLostError."""
-    with WorkerProcess("megatron_brorl.rewards.worker_main:load") as worker:
+    with contextlib.closing(WorkerProcess("megatron_brorl.rewards.worker_main:load")) as worker:
         return next(worker.run([(function, arguments)], START_S))
 
 

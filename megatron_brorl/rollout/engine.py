@@ -6,20 +6,19 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.types import Episode, FinishReason, Prompt, Rollout, ScoredRollout, ScoreResult
+from megatron_brorl.types import Episode, Prompt, Rollout, ScoredRollout, ScoreResult
 
 # (logits [B, V], keys, index, position [B], temperature, top_p, top_k) -> ids and log-probs [B]: sample_tokens of
 # ops.reference.sampling or ops.fused.decode.
 SampleTokens = Callable[[Tensor, Tensor, Tensor, Tensor, float, float, int], tuple[Tensor, Tensor]]
 Spans = tuple[tuple[int, int], ...]  # (version of the weights, number of tokens sampled with it), in order
-_FINISH: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 @dataclass(frozen=True)
@@ -212,79 +211,52 @@ def empty_routes(shape: ModelShape) -> Tensor:
 def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
     """Pack scored rollouts into a few tensors, because every object in a checkpoint file costs time.
 
-    heads [B, 7] int64: group, sibling, number of tokens, finish, number of spans, right, answer. token_ids [tokens]
-    int64 and log_probs [tokens] float32 of all rollouts. spans [spans, 2] int64. rewards [B] float32. scores [bytes]
-    uint8: JSON of the distinct ScoreResults. score [B] int64: index of each rollout's ScoreResult, -1 for none.
-    Only with environments: episodes [E, 5] int64: index of the rollout, turns, calls, malformed calls, and index of
-    the ScoreResult; sampled [tokens] bool of these rollouts; starts [S, 2] int64: index of the rollout, and start of a
-    sequence of an agent. Only with routes: routes [rows, layers, k] of all
-    rollouts; route_rows [B] int64: rows of each rollout, 0 for none.
+    token_ids [tokens] int64 and log_probs [tokens] float32 of all rollouts. sampled [tokens] bool of those with an
+    episode. routes [rows, layers, k] of those with routes, if there are any. json [bytes] uint8: the distinct
+    ScoreResults, and the other fields of each rollout.
     """
     rollouts = [row.rollout for row in rows]
-    heads = [
-        (row.group, r.index, len(r.token_ids), _FINISH.index(r.finish), len(r.spans), row.right, row.answer)
-        for row, r in zip(rows, rollouts, strict=True)
-    ]
-    spans = [span for r in rollouts for span in r.spans]
-    episodes = [(i, r.episode) for i, r in enumerate(rollouts) if r.episode]
+    episodes = [r.episode for r in rollouts if r.episode]
     routes = [r.routes for r in rollouts if r.routes is not None]
-    route_rows = torch.tensor([0 if r.routes is None else len(r.routes) for r in rollouts])
     # Rollouts with equal answers share one ScoreResult object.
-    given = [row.score for row in rows] + [episode.score for _, episode in episodes]
-    distinct = {id(score): score for score in given if score}
-    place = {key: i for i, key in enumerate(distinct)}
-    texts = [(v.reward, v.status, v.reason, dict(v.parts)) for v in distinct.values()]
-    of_episodes = {
-        "episodes": torch.tensor([(i, e.turns, e.calls, e.malformed, place.get(id(e.score), -1)) for i, e in episodes]),
-        "sampled": torch.cat([torch.zeros(0, dtype=torch.bool), *(e.sampled for _, e in episodes)]),
-        "starts": torch.tensor([(i, at) for i, e in episodes for at in e.starts], dtype=torch.int64).view(-1, 2),
-    }
+    scores = {id(score): score for score in (*(row.score for row in rows), *(e.score for e in episodes)) if score}
+    place = {key: i for i, key in enumerate(scores)}
+    texts = [(s.reward, s.status, s.reason, dict(s.parts)) for s in scores.values()]
+    records = []
+    for row in rows:
+        r, e = row.rollout, row.rollout.episode
+        of_episode = e and (e.turns, e.calls, e.malformed, place.get(id(e.score), -1), e.starts)
+        sizes = len(r.token_ids), 0 if r.routes is None else len(r.routes)
+        scored = row.group, row.reward, row.right, row.answer, place.get(id(row.score), -1)
+        records.append((sizes, scored, r.index, r.finish, r.spans, of_episode))
     return {
-        "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 7),
         "token_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *(r.token_ids for r in rollouts)]),
         "log_probs": torch.cat([torch.zeros(0), *(r.log_probs for r in rollouts)]),
-        "spans": torch.tensor(spans, dtype=torch.int64).view(-1, 2),
-        "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),
-        "scores": torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8),
-        "score": torch.tensor([place.get(id(row.score), -1) for row in rows], dtype=torch.int64),
-        **(of_episodes if episodes else {}),
-        **({"routes": torch.cat(routes), "route_rows": route_rows} if routes else {}),
+        "sampled": torch.cat([torch.zeros(0, dtype=torch.bool), *(e.sampled for e in episodes)]),
+        "json": torch.frombuffer(bytearray(json.dumps([texts, records], default=int).encode()), dtype=torch.uint8),
+        **({"routes": torch.cat(routes)} if routes else {}),
     }
 
 
 def rollouts_from_tensors(tensors: Mapping[str, Tensor]) -> list[ScoredRollout]:
     """Return the rollouts of rollouts_to_tensors, bit for bit. Their tensors are views."""
-    heads = tensors["heads"].tolist()
-    lengths = [head[2] for head in heads]
-    ids = tensors["token_ids"].split(lengths)
-    log_probs = tensors["log_probs"].split(lengths)
-    spans = tensors["spans"].tolist()
-    texts = json.loads(bytes(tensors["scores"].tolist()))
+    texts, records = json.loads(tensors["json"].numpy().tobytes())
     scores = [*(ScoreResult(*each) for each in texts), None]  # index -1 selects None
-    episodes = {}
-    if "episodes" in tensors:
-        of_episodes = tensors["episodes"].tolist()
-        masks = tensors["sampled"].split([lengths[row] for row, *_ in of_episodes])
-        starts: dict[int, tuple[int, ...]] = {}
-        for row, start in tensors["starts"].tolist():
-            starts[row] = (*starts.get(row, ()), start)
-        episodes = {
-            row: Episode(mask, turns, calls, malformed, scores[v], starts.get(row, ()))
-            for (row, turns, calls, malformed, v), mask in zip(of_episodes, masks, strict=True)
-        }
-    routes = [None] * len(heads)
-    if "routes" in tensors:
-        split = tensors["routes"].split(tensors["route_rows"].tolist())
-        routes = [own if len(own) else None for own in split]
-    rows: list[ScoredRollout] = []
-    at = 0
-    for (group, sibling, _, finish, count, right, answer), i, lp, reward, v in zip(
-        heads, ids, log_probs, tensors["rewards"].tolist(), tensors["score"].tolist(), strict=True
-    ):
-        own = tuple((version, tokens) for version, tokens in spans[at : at + count])
-        rollout = Rollout(sibling, i, lp, _FINISH[finish], own, episodes.get(len(rows)), routes[len(rows)])
-        rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, scores[v]))
-        at += count
+    lengths = [tokens for (tokens, _), *_ in records]
+    masks = iter(tensors["sampled"].split([tokens for (tokens, _), *_, of_episode in records if of_episode]))
+    of_routes = [size for (_, size), *_ in records if size]
+    routes = iter(tensors["routes"].split(of_routes) if of_routes else ())
+    rows = []
+    columns = zip(records, tensors["token_ids"].split(lengths), tensors["log_probs"].split(lengths), strict=True)
+    for ((_, size), scored, index, finish, spans, of_episode), ids, log_probs in columns:
+        episode = None
+        if of_episode:
+            turns, calls, malformed, score, starts = of_episode
+            episode = Episode(next(masks), turns, calls, malformed, scores[score], tuple(starts))
+        own = next(routes) if size else None
+        rollout = Rollout(index, ids, log_probs, finish, tuple(map(tuple, spans)), episode, own)
+        group, reward, right, answer, score = scored
+        rows.append(ScoredRollout(group, rollout, reward, bool(right), answer, scores[score]))
     return rows
 
 

@@ -7,17 +7,24 @@ on a rollout is chosen when all lengths are known (train.redistribute).
 
 A round can sample a prompt more than once, at the end of an epoch or if there are few prompts. Each occurrence is a
 group with its own random stream.
+
+Work stealing (rollout.pull): a rank whose engine has room samples rollouts that other ranks have not started. Each rank
+first claims slots from the front of its own part of a step, whenever its engine has room, then from the parts of other
+ranks. The torch.distributed store holds the number of claimed slots of each part, so each slot is claimed once. If an
+engine hangs, other ranks sample the rest of its part.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.ops.philox import stream_key
@@ -29,6 +36,7 @@ from megatron_brorl.types import Prompt, PromptGroup, Rollout
 MIN_NATS = 40.0
 
 Slot = tuple[int, int]  # a rollout to sample: (index of its group, sibling)
+_CALL_NUMBERS = count()  # shared by all instances of WorkStealing in this process, because they share one store
 
 
 def make_groups(prompts: Sequence[Prompt], round: int | str, start: int = 0) -> list[PromptGroup]:
@@ -124,3 +132,77 @@ def improbable_rollouts(requests: Sequence[Request], rollouts: Sequence[Sequence
                 hashes.append(int.from_bytes(digest, "little", signed=True))
                 names.append(f"prompt {request.prompt.id}: sibling {rollout.index}")
     return torch.tensor(hashes, dtype=torch.int64), names
+
+
+@dataclass
+class SharedSlots:
+    """The unclaimed slots of one call. All ranks have the same parts."""
+
+    counters: dist.Store
+    name: str  # that no other call uses
+    parts: Sequence[Sequence[Slot]]  # the slots of each rank
+    rank: int
+
+    def __post_init__(self) -> None:
+        # Each rank starts at its own part, so that ranks do not all claim from the same part.
+        self._order = [*range(self.rank, len(self.parts)), *range(self.rank)]
+
+    def claim(self, room: int) -> list[Slot]:
+        """Claim at most `room` slots, from this rank's own part first. Return [] if no slots are left."""
+        while self._order:
+            rank = self._order[0]
+            begin = self.counters.add(self._key(rank), room) - room
+            found = list(self.parts[rank][begin : begin + room])
+            if found:
+                return found
+            self._order.pop(0)  # Slots are never returned to a part.
+        return []
+
+    @property
+    def left(self) -> bool:
+        """Return whether a later claim may find slots."""
+        return bool(self._order)
+
+    def close(self) -> None:
+        """Delete this rank's counter. All ranks must have finished the call."""
+        self._order = []
+        self.counters.delete_key(self._key(self.rank))
+
+    def _key(self, rank: int) -> str:
+        return f"slots/{self.name}/{rank}"
+
+
+@dataclass
+class WorkStealing:
+    """Creates the shared slots of successive calls."""
+
+    counters: dist.Store
+    last: SharedSlots | None = None
+
+    def begin(self, parts: Sequence[Sequence[Slot]], rank: int) -> SharedSlots | None:
+        """Return the shared slots of a new call, or None if there is only one rank.
+
+        All ranks must make the same sequence of calls, because the call number is part of the keys in the store. parts:
+        the slots of each rank, identical on all ranks.
+        """
+        if self.last:
+            self.last.close()
+        self.last = SharedSlots(self.counters, str(next(_CALL_NUMBERS)), parts, rank) if len(parts) > 1 else None
+        return self.last
+
+
+@dataclass
+class SlotSupply:
+    """A rollout.engine.Supply that claims shared slots."""
+
+    slots: SharedSlots
+    make_requests: Callable[[Sequence[Slot]], list[Request]]  # called in the order of claims
+    rows: int
+    prompt_tokens: int
+
+    def next_requests(self, room: int) -> list[Request]:
+        slots = self.slots.claim(room) if room > 0 else []
+        return self.make_requests(slots) if slots else []
+
+    def has_more(self) -> bool:
+        return self.slots.left

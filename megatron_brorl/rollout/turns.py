@@ -1,38 +1,174 @@
-"""Rollouts of several turns: between two turns of the model, its environment answers.
+"""Rollouts that alternate between the engine and a process: episodes of environments (turns) and runs of agents.
 
-When a turn ends, a process of the environment pool runs its tool calls. Then the rollout continues from its tokens and
-those of the observation. Random numbers are keyed by the position of a token in its rollout, so tokens depend neither
-on the batch nor on the time of a reply.
+Every turn of the model is one request to the engine. While a process works on a rollout, the engine decodes others, so
+no rollout waits for another one. When a turn of an episode ends, a process of the environment pool runs its tool calls.
+Then the rollout continues from its tokens and those of the observation. Random numbers are keyed by the position of a
+token in its rollout, so tokens depend neither on the batch nor on the time of a reply. Runs of agents are in agents/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from megatron_brorl.config.schema import EnvironmentConfig
+from megatron_brorl.errors import warn
 from megatron_brorl.rewards.registry import ENVIRONMENT
 from megatron_brorl.rollout.engine import GenerateCallbacks, Request, RolloutEngine, Sampling, Supply, extend_spans
-from megatron_brorl.rollout.interaction import Interaction, Running, in_thought
-from megatron_brorl.types import Rollout, ScoreResult
+from megatron_brorl.types import Episode, Rollout, ScoreResult
 
 if TYPE_CHECKING:
     from megatron_brorl.environments.pool import EnvironmentPool, Reply
 
+_POLL_S = 0.05  # longest wait for a process before the caller is asked again whether the call is cancelled
+_TAG_TOKENS = 16  # most tokens of <think> and the white space after it
+_NUMBERS = count()  # of the rollouts of this process
+
+
+@dataclass(eq=False)
+class Running:
+    """A rollout of a call of generate."""
+
+    request: int  # index among the caller's requests
+    rollout: Rollout  # Its episode is not None.
+    number: int  # in the pool
+    is_complete: bool = field(default=False, init=False)
+
+    @property
+    def episode(self) -> Episode:
+        """The part of the rollout that comes from its process."""
+        assert self.rollout.episode is not None
+        return self.rollout.episode
+
+    def update(self, **changes: Any) -> None:
+        """Replace fields of the episode."""
+        self.rollout = replace(self.rollout, episode=replace(self.episode, **changes))
+
+
+R = TypeVar("R", bound=Running)
+
+
+@dataclass(eq=False)
+class Interaction(GenerateCallbacks, Supply, Generic[R]):
+    """One call of generate: the callbacks and the supply of the engine.
+
+    Only the generating thread uses it. Other threads put events into a queue.
+    """
+
+    pool: EnvironmentPool
+    name: str  # of the environment or agent, for messages
+    requests: list[Request]  # of the caller, then those of the supply
+    sampling: Sampling
+    callbacks: GenerateCallbacks | None
+    supply: Supply | None
+
+    def __post_init__(self) -> None:
+        requests, supply = self.requests, self.supply
+        self.requests = [*requests]
+        self.rows = sum(r.n for r in requests) + (supply.rows if supply else 0)
+        self.prompt_tokens = max([supply.prompt_tokens if supply else 0, *(len(r.prompt.token_ids) for r in requests)])
+        self.rollouts: list[R] = []
+        self.waiting: set[R] = set()  # for their processes
+        self.ready: deque[Any] = deque()  # turns for the engine
+        self.events: SimpleQueue[tuple[R, Any]] = SimpleQueue()
+        self._not_begun = deque(self._initial(0, requests))
+        self._lost: list[str] = []  # reasons
+
+    def generate(self, engine: RolloutEngine) -> list[list[Rollout]]:
+        """Return the rollouts of each request of the caller, by index."""
+        try:
+            # Sampling.turn_tokens also keeps the last bits independent of the time at which requests arrive.
+            engine.generate([], replace(self.sampling, turn_tokens=self.sampling.max_tokens), self, self)
+        finally:
+            self.receive()
+            for running in [running for running in self.rollouts if not running.is_complete]:
+                self.pool.end(running.number)
+                self.end(running)
+            if self._lost:
+                warn(f"{self.name}: {len(self._lost)} rollouts are lost, for example: {self._lost[0]}")
+        results: list[list[Rollout]] = [[] for _ in self.requests]
+        for running in self.rollouts:
+            results[running.request].append(running.rollout)
+        return [sorted(rollouts, key=lambda r: r.index) for rollouts in results]
+
+    @abstractmethod
+    def start(self, request: int, rollout: Rollout, number: int) -> R:
+        """Start the process of a rollout."""
+
+    @abstractmethod
+    def handle(self, running: R, event: Any) -> None:
+        """Handle an event of a process."""
+
+    @abstractmethod
+    def end(self, running: R) -> None:
+        """Handle the end of an unfinished rollout whose call has ended."""
+
+    def has_more(self) -> bool:
+        if self.waiting and not self.ready:
+            self.receive(_POLL_S)
+        return bool(self.waiting or self.ready or self._not_begun or (self.supply and self.supply.has_more()))
+
+    def cancelled(self) -> bool:
+        self.receive()
+        return self.callbacks is not None and self.callbacks.cancelled()
+
+    def begin(self, most: int) -> None:
+        """Start the processes of at most `most` further rollouts."""
+        if most > 0 and not self._not_begun and self.supply is not None:
+            new = self.supply.next_requests(most)
+            self._not_begun.extend(self._initial(len(self.requests), new))
+            self.requests += new
+        for _ in range(min(most, len(self._not_begun))):
+            running = self.start(*self._not_begun.popleft(), next(_NUMBERS))
+            self.rollouts.append(running)
+            self.waiting.add(running)
+
+    def receive(self, seconds: float = 0.0) -> None:
+        """Handle the events that have arrived. Wait at most `seconds` for the first one."""
+        with suppress(Empty):
+            item = self.events.get(bool(seconds), seconds)
+            while True:
+                self.handle(*item)
+                item = self.events.get_nowait()
+
+    def complete(self, running: R) -> None:
+        """Pass a complete rollout to the caller."""
+        running.is_complete = True
+        if self.callbacks is not None:
+            self.callbacks.finished(running.request, running.rollout)
+
+    def lose(self, running: R, reason: str) -> None:
+        """Complete a rollout as "cut", with the reason in its score."""
+        running.is_complete = True
+        self._lost.append(reason)
+        running.update(score=ScoreResult(0.0, "crash", reason))
+        running.rollout = replace(running.rollout, finish="cut")
+
+    def _initial(self, first: int, requests: Sequence[Request]) -> Iterable[tuple[int, Rollout]]:
+        empty = Episode(torch.empty(0, dtype=torch.bool), turns=0)
+        for i, request in enumerate(requests, start=first):
+            yield from ((i, replace(rollout, episode=empty)) for rollout in request.rollouts())
+
+
+def in_thought(decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> bool:
+    """Return whether the tokens before a turn end with <think>."""
+    return decode(context[-_TAG_TOKENS:]).rstrip().endswith("<think>")
+
 
 @dataclass
-class TurnEngine:
-    """A RolloutEngine whose rollouts are episodes of an environment. Methods other than generate are the engine's."""
+class ProcessEngine:
+    """A RolloutEngine whose rollouts alternate between `engine` and a process. Other methods are those of `engine`."""
 
     engine: RolloutEngine
     pool: EnvironmentPool
-    config: EnvironmentConfig
-    decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
-    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it
-    encode: Callable[[Sequence[dict[str, str]], bool], list[int]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -44,23 +180,40 @@ class TurnEngine:
         callbacks: GenerateCallbacks | None = None,
         supply: Supply | None = None,
     ) -> list[list[Rollout]]:
-        """See RolloutEngine. Rollouts have an Episode, and their max_tokens include the tokens of observations.
+        """See RolloutEngine. Rollouts have an Episode.
 
-        A rollout whose environment is lost is returned as "cut" with the reason in its score. Prompts of another
-        verifier than "environment" are sampled in a single turn.
+        A rollout whose process is lost is returned as "cut" with the reason in its score.
         """
-        # Weight sync compares log-probabilities on random prompts, which no environment knows.
-        if requests and requests[0].prompt.verifier != ENVIRONMENT:
+        interaction = self.interaction(requests, sampling, callbacks, supply)
+        if interaction is None:
             return self.engine.generate(requests, sampling, callbacks, supply)
-        episodes = _Episodes(self, requests, sampling, callbacks, supply)
-        return episodes.generate(self.engine, sampling.max_tokens, self.config.factory)
+        return interaction.generate(self.engine)
+
+    @abstractmethod
+    def interaction(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> Interaction[Any] | None:
+        """Return the interaction of a call of generate, or None for the random prompts of weight sync."""
+
+
+@dataclass
+class TurnEngine(ProcessEngine):
+    """An engine whose rollouts are episodes of an environment. Their max_tokens include the tokens of observations."""
+
+    config: EnvironmentConfig
+    decode: Callable[[Sequence[int]], str]  # the tokens of a turn without its stop token -> text
+    # The messages that answer a turn, and whether it has a stop token -> the tokens that follow it
+    encode: Callable[[Sequence[dict[str, str]], bool], list[int]]
+
+    def interaction(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> Interaction[Any] | None:
+        if requests and requests[0].prompt.verifier != ENVIRONMENT:
+            return None
+        return _Episodes(self, requests, sampling, *others)
 
 
 class _Episodes(Interaction[Running]):
     """The episodes of one call of generate. The finish of an incomplete rollout is that of its last turn."""
 
     def __init__(self, owner: TurnEngine, *call: Any) -> None:
-        super().__init__(owner.pool, *call)
+        super().__init__(owner.pool, owner.config.factory, *call)
         self.owner = owner
         self._turns: list[Running] = []  # by index of the engine's request
         self._resets = 0  # episodes among the waiting ones whose first turn has not begun

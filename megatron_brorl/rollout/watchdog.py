@@ -38,21 +38,21 @@ class GenerationResult:
     late: int  # number of rollouts that were unfinished at half of the time limit
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Runs this rank's engine with a time limit. Not thread-safe."""
 
-    def __init__(self, engine: RolloutEngine, timeout_s: float, rank: int = 0, grace_s: float = GRACE_S) -> None:
-        """timeout_s: seconds that one call of generate may take (config key rollout.timeout_s)."""
-        self.engine = engine
-        self.timeout_s = timeout_s
-        self.rank = rank
-        self.grace_s = grace_s
+    engine: RolloutEngine
+    timeout_s: float  # seconds that one call of generate may take (config key rollout.timeout_s)
+    rank: int = 0
+    grace_s: float = GRACE_S
+
+    def __post_init__(self) -> None:
         self.stuck = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         # A daemon thread, because the process must be able to exit while the engine hangs.
-        self._thread = threading.Thread(
-            target=_run_calls, args=(engine, self._calls, cpu_bridge.default_device()), name="rollouts", daemon=True
-        )
+        arguments = self.engine, self._calls, cpu_bridge.default_device()
+        self._thread = threading.Thread(target=_run_calls, args=arguments, name="rollouts", daemon=True)
 
     def generate(
         self,
@@ -73,7 +73,7 @@ class Watchdog:
                 "continue from the last checkpoint"
             )
 
-        call = _Call(requests, sampling, finished, supply)
+        call = _Call(list(requests), sampling, finished, supply)
         if not requests and not supply:
             return call.result(0)
         if not self._thread.is_alive():
@@ -105,7 +105,6 @@ class Watchdog:
         return None if self.stuck else self.engine.kv_usage()
 
     def restart(self, why: str) -> bool:
-        """See RolloutEngine."""
         return self.engine.restart(why)
 
     def sleep(self) -> None:
@@ -130,21 +129,21 @@ class Watchdog:
         return sum(missing)
 
 
+@dataclass(eq=False)
 class _Call:
     """One call of generate and its results so far. It is the engine's GenerateCallbacks and its Supply."""
 
-    def __init__(
-        self, requests: Sequence[Request], sampling: Sampling, on_finished: OnFinished | None, supply: Supply | None
-    ) -> None:
-        self.requests = list(requests)
-        self.sampling = sampling
-        self._on_finished = on_finished
-        self._supply = supply
-        self.rows, self.prompt_tokens = (supply.rows, supply.prompt_tokens) if supply else (0, 0)
+    requests: list[Request]
+    sampling: Sampling
+    on_finished: OnFinished | None
+    supply: Supply | None
+
+    def __post_init__(self) -> None:
+        self.rows, self.prompt_tokens = (self.supply.rows, self.supply.prompt_tokens) if self.supply else (0, 0)
         self.done = threading.Event()
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
-        self._found: list[dict[int, Rollout]] = [{} for _ in requests]  # by sibling, per request
+        self._found: list[dict[int, Rollout]] = [{} for _ in self.requests]  # by sibling, per request
         self._error: BaseException | None = None
         self._returned = False
 
@@ -157,9 +156,9 @@ class _Call:
             if self._returned or rollout.index in self._found[request]:
                 return
             self._found[request][rollout.index] = rollout
-            if self._on_finished and rollout.finish != "cut" and self._error is None:
+            if self.on_finished and rollout.finish != "cut" and self._error is None:
                 try:
-                    self._on_finished(request, rollout)
+                    self.on_finished(request, rollout)
                 except BaseException as e:
                     self._error = e
                     self.cancel()
@@ -167,8 +166,8 @@ class _Call:
     def next_requests(self, room: int) -> list[Request]:
         # A cancelled engine gets no more requests, so that other ranks can sample them. The supply may be slow, so the
         # call does not hold the lock.
-        assert self._supply is not None
-        new = [] if self._cancelled.is_set() else self._supply.next_requests(room)
+        assert self.supply is not None
+        new = [] if self._cancelled.is_set() else self.supply.next_requests(room)
         with self._lock:
             if self._returned:
                 return []
@@ -177,8 +176,8 @@ class _Call:
         return new
 
     def has_more(self) -> bool:
-        assert self._supply is not None
-        return not self._cancelled.is_set() and self._supply.has_more()
+        assert self.supply is not None
+        return not self._cancelled.is_set() and self.supply.has_more()
 
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
@@ -189,7 +188,7 @@ class _Call:
     def run(self, engine: RolloutEngine) -> None:
         """Run generate in the engine's thread."""
         try:
-            supply = self if self._supply else None
+            supply = self if self.supply else None
             for i, rollouts in enumerate(engine.generate(list(self.requests), self.sampling, self, supply)):
                 for rollout in rollouts:
                     self.finished(i, rollout)

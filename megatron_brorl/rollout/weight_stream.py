@@ -9,17 +9,15 @@ from torch import Tensor
 
 from megatron_brorl.ops.checksum import ChecksummedTensor, checksum
 
+NamedTensors = Iterable[tuple[str, Tensor]]  # [any shape], by their names in Hugging Face checkpoints
+Shapes = Mapping[str, tuple[int, ...]]  # by the name of a tensor
+
 
 class UpdateRefused(ValueError):
     """A weight update was incomplete or damaged. The engine keeps the previous version."""
 
 
-def receive(
-    tensors: Iterable[tuple[str, Tensor]],
-    names: Mapping[str, tuple[int, ...]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:
+def receive(tensors: NamedTensors, names: Shapes, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copy an update to `device` in `dtype`. It must hold each tensor of `names` (name -> shape) exactly once.
 
     Copies of ChecksummedTensor pairs are compared with their checksums. Raises UpdateRefused as receive_each.
@@ -49,8 +47,8 @@ def receive(
 
 
 def receive_each(
-    tensors: Iterable[tuple[str, Tensor]],
-    names: Mapping[str, tuple[int, ...]],
+    tensors: NamedTensors,
+    names: Shapes,
     store: Callable[[str, Tensor, Tensor | None], None],
     clear: Callable[[], None] = lambda: None,
 ) -> None:

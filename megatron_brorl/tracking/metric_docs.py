@@ -47,9 +47,7 @@ class Section:
 def sections() -> tuple[Section, ...]:
     """Return all sections, in the order of the documentation page."""
     data = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-    return tuple(
-        Section(**{**section, "metrics": tuple(Metric(*row) for row in section["metrics"])}) for section in data
-    )
+    return tuple(Section(**{**each, "metrics": tuple(Metric(*row) for row in each["metrics"])}) for each in data)
 
 
 @functools.cache

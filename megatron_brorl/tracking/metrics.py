@@ -107,12 +107,6 @@ class MetricsWriter:
                 self._trackers.remove(tracker)
                 warn(f"run.log: {tracker.name}: {shown(e)}; it gets no more metrics")
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics.jsonl, in order, without a last line that a crash cut off.

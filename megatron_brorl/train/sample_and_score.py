@@ -20,9 +20,8 @@ from megatron_brorl.rewards.extract import answer_hash
 from megatron_brorl.rewards.scoring import Scorer
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.rollout.engine import KvUsage, Request, Sampling
-from megatron_brorl.rollout.sampler import Slot, deal, improbable_rollouts, requests
+from megatron_brorl.rollout.sampler import Slot, SlotSupply, WorkStealing, deal, improbable_rollouts, requests
 from megatron_brorl.rollout.watchdog import GenerationResult, Watchdog
-from megatron_brorl.rollout.work_stealing import SlotSupply, WorkStealing
 from megatron_brorl.tracking.timeline import count, span
 from megatron_brorl.types import PromptGroup, Rollout, ScoredRollout
 

@@ -80,7 +80,7 @@ def update_models(
 
 def critic_optim(critic: CriticConfig, optim: OptimConfig) -> OptimConfig:
     """Return the critic's optimizer: that of [optim] with the learning rate of [critic]."""
-    return replace(optim, lr=critic.lr, warmup_steps=critic.lr_warmup_steps)
+    return replace(optim, lr=critic.lr)
 
 
 def update_policy(

@@ -79,7 +79,7 @@ def _engine(events: Events, folder: str, before_sleep: Callable[[], None]) -> Re
         events.happened("engine asleep")
 
     engine: Any = RemoteEngine.__new__(RemoteEngine)
-    engine._barrier = told_meet
+    engine.wait_for_ranks = told_meet
     engine.supervisor = None
     if leads:
         engine.supervisor = SimpleNamespace(sleep=sleep, wake=lambda: events.happened("engine awake"))

@@ -35,9 +35,8 @@ from megatron_brorl.parallel.grid import Grid
 from megatron_brorl.parallel.network import shared_store
 from megatron_brorl.rollout.engine import Sampling
 from megatron_brorl.rollout.native.torch_engine import TorchEngine
-from megatron_brorl.rollout.sampler import deal, requests
+from megatron_brorl.rollout.sampler import WorkStealing, deal, requests
 from megatron_brorl.rollout.watchdog import Watchdog
-from megatron_brorl.rollout.work_stealing import WorkStealing
 from megatron_brorl.train.models import CriticWorker, ReferencePolicy, TrainingModels
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.sample_and_score import RolloutRunner

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tiny
 from e2e.runs import brorl, rows
-
-from megatron_brorl.data.sentencepiece import train_sentencepiece
+from tiny_tokenizer import train_sentencepiece
 
 
 def test_a_run_replays_routes_of_carried_rollouts_after_it_is_resumed(config, tmp_path):

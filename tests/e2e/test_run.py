@@ -16,9 +16,9 @@ from e2e.runs import brorl, rewind, rows, train
 from random_model import qwen2_config, write_random_model
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
+from tiny_tokenizer import train_sentencepiece
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.rollout_log import FOLDER, LogEntry, entries, read_groups, read_rollouts
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.extract import after_thought
-from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox import isolation
 from megatron_brorl.rewards.sandbox.inside import codec
-from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
+from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox, require
 from megatron_brorl.rewards.verifier import Score, Verifier, VerifierRow
 from megatron_brorl.rewards.verifiers import code_blocks
 
@@ -25,7 +25,7 @@ _WRONG = Outcome("error", "wrong result")
 
 def load() -> Verifier:
     """Return the verifier. Raises UserError if programs cannot be isolated and reward.unsandboxed is false."""
-    sandbox = Sandbox(probe.require('verifier "code"'), isolation.limits())
+    sandbox = Sandbox(require('verifier "code"'), isolation.limits())
     return lambda answer, row: verify(answer, row, sandbox)
 
 

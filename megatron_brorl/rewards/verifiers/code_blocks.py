@@ -76,7 +76,11 @@ def _rank(block: str, function: str | None, has_input: bool, prelude: str) -> tu
     try:
         scope = symtable.symtable(block, "program", "exec")
         if function:
-            return _definition_or_method(scope, function.split("."))
+            path = function.split(".")
+            defined = _definition(scope, path)
+            # A method of `class Solution` counts more than an import.
+            method = _definition(scope, ["Solution", *path])[0] if len(path) == 1 and not defined[1] else 0
+            return max(defined, (method // 2, 0, 1)) if method else defined
         reads = _READS.search(block) and not _FEEDS.search(block)
         complete = "import *" in block or _is_complete(scope, _names(prelude))
         return _PRINTS.search(block) is not None, complete, bool(reads and has_input)
@@ -155,13 +159,6 @@ def _definition(scope: symtable.SymbolTable, path: list[str]) -> tuple[int, ...]
     classes = [child for child in scope.get_children() if child.get_name() == first and child.get_type() == "class"]
     inner = max((_definition(child, rest)[0] for child in classes), default=0) if rest else 0
     return 1 + inner, int(not symbol.is_imported())
-
-
-def _definition_or_method(scope: symtable.SymbolTable, path: list[str]) -> tuple[int, ...]:
-    """Return the result of `_definition`, where a method of `class Solution` counts more than an import."""
-    defined = _definition(scope, path)
-    method = _definition(scope, ["Solution", *path])[0] if len(path) == 1 and not defined[1] else 0
-    return max(defined, (method // 2, 0, 1)) if method else defined
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,16 +2,7 @@
 
 The checks follow Zhou et al. 2023 (arXiv 2311.07911). Each one takes the response and the arguments in the data row.
 Words and sentences are counted by fixed rules in linear time. The published program uses nltk, whose models change with
-its version.
-
-metadata of a row:
-    instruction_id_list   ids of the instructions
-    kwargs                arguments of each instruction, by name; null is the same as no argument
-    mode                  "strict" (default), or "loose": an instruction also counts if the response follows it without
-                          its first line, its last line, or the asterisks of Markdown
-    all                   true: 1 if all instructions are followed, else 0; false (default): the share of instructions
-    min_words             a shorter response scores 0 (default 0), because an almost empty response follows some
-                          instructions
+its version. docs/verifiers_ifeval.md describes the metadata of a row.
 """
 
 from __future__ import annotations

@@ -65,13 +65,8 @@ def check_row(row: VerifierRow, where: str) -> None:
 def verify(answer: str, row: VerifierRow) -> Score:
     """Return 1 if the answer equals the reference. With reward.extract = "full", the answer is a whole response."""
     given, why = given_answer(answer, same)
-    why = why or _difference(given, reference_of(row))
+    why = why or _difference(given, given_answer(row["answer"] or "", same)[0])
     return Score(float(not why), why)
-
-
-def reference_of(row: VerifierRow) -> str:
-    """Return the answer in the reference of a row."""
-    return given_answer(row["answer"] or "", same)[0]
 
 
 def load() -> Verifier:

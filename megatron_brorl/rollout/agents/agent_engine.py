@@ -21,45 +21,28 @@ import torch
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.agents.sequences import Call, Chat, Sequences, tokens
 from megatron_brorl.rollout.agents.server import MODEL, AgentServer, Endpoint
-from megatron_brorl.rollout.engine import GenerateCallbacks, Request, RolloutEngine, Sampling, Supply
-from megatron_brorl.rollout.interaction import Interaction, Running
+from megatron_brorl.rollout.engine import GenerateCallbacks, Request, Sampling, Supply
+from megatron_brorl.rollout.turns import Interaction, ProcessEngine, Running
 from megatron_brorl.types import Episode, FinishReason, Prompt, Rollout
 
 if TYPE_CHECKING:
-    from megatron_brorl.environments.pool import EnvironmentPool, Reply
+    from megatron_brorl.environments.pool import Reply
 
 GRACE_S = 10.0  # seconds after agent.max_seconds until the process of a function that is not async is killed
 
 
 @dataclass
-class AgentEngine:
-    """A RolloutEngine whose rollouts are runs of an agent. Methods other than generate and close are the engine's."""
+class AgentEngine(ProcessEngine):
+    """An engine whose rollouts are runs of an agent. Their Episode has the starts of their sequences.
 
-    engine: RolloutEngine
-    pool: EnvironmentPool
+    A rollout whose agent made no call is returned as "cut", too. Unfinished ones are not returned.
+    """
+
     chat: Chat
     server: AgentServer = field(default_factory=AgentServer)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        callbacks: GenerateCallbacks | None = None,
-        supply: Supply | None = None,
-    ) -> list[list[Rollout]]:
-        """See RolloutEngine. Rollouts have an Episode with the starts of their sequences.
-
-        A rollout whose process is lost, or whose agent made no call, is returned as "cut" with the reason in its score.
-        Unfinished ones are not returned.
-        """
-        # Weight sync compares log-probabilities on random prompts, which no agent answers.
-        if sampling.shares_prefixes:
-            return self.engine.generate(requests, sampling, callbacks, supply)
-        agents = _Agents(self, requests, sampling, callbacks, supply)
-        return agents.generate(self.engine, sampling.max_tokens, self.chat.config.function)
+    def interaction(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> Interaction[Any] | None:
+        return None if sampling.shares_prefixes else _Agents(self, requests, sampling, *others)
 
     def close(self) -> None:
         """End the processes of agents and the endpoint."""
@@ -76,7 +59,6 @@ class FixedText:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, callbacks: GenerateCallbacks, supply: Supply
     ) -> list[list[Rollout]]:
-        """See RolloutEngine."""
         numbers = count()
         while supply.has_more():
             for request in supply.next_requests(8):
@@ -98,7 +80,7 @@ class _Agents(Interaction[_Agent]):
     """The agents of one call of generate."""
 
     def __init__(self, owner: AgentEngine, *call: Any) -> None:
-        super().__init__(owner.pool, *call)
+        super().__init__(owner.pool, owner.chat.config.function, *call)
         self.owner = owner
         self.prompt_tokens = owner.chat.prompt_tokens
         self._sent: list[Call] = []  # by index of the engine's request

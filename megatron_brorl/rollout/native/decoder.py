@@ -39,7 +39,10 @@ class Linear:
         """product: computes x [B, in], weight [out, in] -> [B, out] instead of oneDNN and torch."""
         self.bias = bias
         self.product = product
-        self.packed = product is None and weight.device.type == "cpu" and _has_layout_for(weight.dtype)
+        # The layout of bfloat16 needs AVX-512.
+        packs = weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.packed = product is None and on_cpu and bool(packs)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -109,9 +112,8 @@ class Decoder:
         # Rounding to bfloat16 would move a logit of 32 by up to 0.125, and training does not round logits.
         product = ops.linear_logits if dtype == torch.bfloat16 else None
         self.head = Linear(head if product else head.to(compute_dtype(dtype)), product=product)
-        self.embedding_scale = (
-            None if shape.embedding_scale is None else self.embedding.new_tensor(shape.embedding_scale)
-        )
+        scale = shape.embedding_scale
+        self.embedding_scale = None if scale is None else self.embedding.new_tensor(scale)
         self.norm = self._scale(_fused(weights, "", family.final_norm)).to(dtype)
 
         self.layers = [self._layer(weights, f"model.layers.{i}.", i) for i in range(shape.layers)]
@@ -333,13 +335,6 @@ class Decoder:
         if routes is not None:
             pool.routes[page, slot] = routes[stored].to(pool.routes.dtype)
         return hidden[to_device(torch.arange(batch) * width + lengths - 1, self.device)]
-
-
-def _has_layout_for(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has a weight layout for this dtype here; bfloat16 needs AVX-512."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _fused(weights: Mapping[str, Tensor], prefix: str, parameter: Parameter) -> Tensor:

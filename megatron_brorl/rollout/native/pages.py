@@ -59,35 +59,32 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
+@dataclass(eq=False)
 class PagePool:
-    """The pages of all layers; page p is keys[layer][p] and values[layer][p]."""
+    """The pages of all layers; page p is keys[layer][p] and values[layer][p].
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        pages: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        page: int = PAGE,
-        contiguous: bool = False,
-    ) -> None:
-        """pages: number of pages. page: tokens of a page; PAGE unless contiguous, see DecodeOps.
+    On a CPU, pages that are never written take no memory.
+    """
 
-        On a CPU, pages that are never written take no memory.
-        """
-        self.size = pages
-        self.page = page
-        self.contiguous = contiguous
-        self.dim = shape.head_dim
+    shape: ModelShape
+    size: int  # number of pages
+    dtype: torch.dtype
+    device: torch.device
+    page: int = PAGE  # tokens of a page; PAGE unless contiguous, see DecodeOps
+    contiguous: bool = False
+
+    def __post_init__(self) -> None:
+        shape, dtype, device, pages = self.shape, self.dtype, self.device, self.size
         width = pages_for(shape.head_dim) * PAGE
         keys, values = (shape.kv_heads, shape.head_dim, PAGE), (shape.kv_heads, PAGE, width)
-        if contiguous:
-            keys = values = (page, shape.kv_heads, shape.head_dim)
+        if self.contiguous:
+            keys = values = (self.page, shape.kv_heads, shape.head_dim)
             pages += 1  # for the rows that only pad a batch
         self.keys = [_empty((pages, *keys), dtype, device) for _ in range(shape.layers)]
         self.values = [_empty((pages, *values), dtype, device) for _ in range(shape.layers)]
         # The experts of each token of a page in every layer; empty for a model without experts.
-        self.routes = _empty((pages, page, shape.layers, shape.chosen_experts), empty_routes(shape).dtype, device)
+        routes = pages, self.page, shape.layers, shape.chosen_experts
+        self.routes = _empty(routes, empty_routes(shape).dtype, device)
         self.reset()
 
     def pages_for(self, tokens: int) -> int:
@@ -101,7 +98,7 @@ class PagePool:
             self.values[layer][pages, slots] = values
         else:
             self.keys[layer][pages, :, :, slots] = keys
-            self.values[layer][pages, :, slots, : self.dim] = values
+            self.values[layer][pages, :, slots, : self.shape.head_dim] = values
 
     def load(self, layer: int, pages: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, K, tokens, d] of the first tokens in pages [B, n] int64."""
@@ -110,7 +107,7 @@ class PagePool:
             keys, values = (x.flatten(1, 2).transpose(1, 2) for x in (keys, values))
         else:  # [B, n, K, d, 16] and [B, n, K, 16, d']
             keys = keys.permute(0, 2, 1, 4, 3).flatten(2, 3)
-            values = values[..., : self.dim].transpose(1, 2).flatten(2, 3)
+            values = values[..., : self.shape.head_dim].transpose(1, 2).flatten(2, 3)
         return keys[:, :, :tokens], values[:, :, :tokens]
 
     def reset(self) -> None:
@@ -129,11 +126,6 @@ class PagePool:
         self.steps += 1
         self.max_used = max(self.max_used, used)
         self.used_sum += used
-
-    def record_prompt(self, tokens: int, cached: int) -> None:
-        """Record the prompt of a new row, by its number of tokens and how many of them are already in the cache."""
-        self.prompt_tokens += tokens
-        self.cached_prompt_tokens += cached
 
     def allocate(self, count: int) -> Tensor:
         """Return `count` free pages [count] int32 on the CPU."""

@@ -33,6 +33,7 @@ class QueuedRollout:
     limit: int  # response length at which it stops
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Assigns rollouts to slots and pages.
 
@@ -42,26 +43,20 @@ class Scheduler:
     the finish reason of a rollout that a call of generate leaves unfinished. A later call may continue it.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        pool: PagePool,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        max_rows: int,
-        version: int,
-        supply: Supply | None = None,
-    ) -> None:
-        """supply: the source of requests that may be added later."""
-        self.decoder = decoder
-        self.pool = pool
-        self.requests = list(requests)
-        self.version = version
-        self.sampling = sampling
+    decoder: Decoder
+    pool: PagePool
+    requests: list[Request]
+    sampling: Sampling
+    max_rows: int
+    version: int
+    supply: Supply | None = None  # the source of requests that may be added later
+
+    def __post_init__(self) -> None:
+        pool, requests, sampling, supply = self.pool, self.requests, self.sampling, self.supply
         self.queue = deque(_queued(requests, sampling))
 
         # State per slot.
-        slots = min(max_rows, len(self.queue) + (supply.rows if supply else 0))
+        slots = min(self.max_rows, len(self.queue) + (supply.rows if supply else 0))
         self.free_slots = list(range(slots - 1, -1, -1))
         self.active = torch.empty(0, dtype=torch.int64)
         self.slot_rollout: list[QueuedRollout | None] = [None] * slots  # as it was when it entered the slot
@@ -151,7 +146,8 @@ class Scheduler:
                 own = self.slot_pages[slot, : self.pool.pages_for(len(response))]
                 chunks.append(PrefillChunk(tokens, len(prompt_tokens) - reused, own.clone(), reused, before))
                 outputs.append((slot_hidden, slot))
-            self.pool.record_prompt(len(prompt_tokens), cached)
+            self.pool.prompt_tokens += len(prompt_tokens)
+            self.pool.cached_prompt_tokens += cached
             slots.append(slot)
 
         if not slots:
@@ -228,7 +224,7 @@ class Scheduler:
 
     def withdrawn(self) -> Tensor:
         """Drop the queued rollouts of withdrawn requests. Return which active rows belong to one, [B] bool."""
-        gone = {i for i in self.withdrawable if _is_withdrawn(self.requests[i])}
+        gone = {i for i in self.withdrawable if (event := self.requests[i].withdrawn) and event.is_set()}
         self.withdrawable -= gone
         for queued in [queued for queued in self.queue if queued.request in gone]:
             self.queue.remove(queued)
@@ -314,10 +310,6 @@ class Scheduler:
         length = int(self.prompt_lengths[prompt])
         self.prefixes.remove(self.prompts[prompt], self.prompt_pages[prompt, : self.pool.pages_for(length)].clone())
         self.prompt_lengths[prompt] = 0
-
-
-def _is_withdrawn(request: Request) -> bool:
-    return request.withdrawn is not None and request.withdrawn.is_set()
 
 
 def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> Iterable[QueuedRollout]:

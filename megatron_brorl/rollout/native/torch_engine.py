@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape
-from megatron_brorl.ops.interface import PAGE
+from megatron_brorl.ops.interface import PAGE, RowPages
 from megatron_brorl.ops.reference.decode import DecodeOps
 from megatron_brorl.rollout.engine import (
     GenerateCallbacks,
@@ -21,7 +24,6 @@ from megatron_brorl.rollout.engine import (
     check_context,
 )
 from megatron_brorl.rollout.native.decoder import Decoder
-from megatron_brorl.rollout.native.graphs import StepGraphs, move
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, page_bytes, pages_for, spare_memory, to_device
 from megatron_brorl.rollout.native.scheduler import Scheduler
 from megatron_brorl.rollout.native.stopping import StopCriteria
@@ -31,47 +33,37 @@ from megatron_brorl.types import FinishReason, Rollout
 SAMPLED_ROWS = 128  # rows sampled at a time on a CPU, so that their logits stay in its cache
 SAMPLED_LOGITS = 1 << 28  # logits sampled at a time on a GPU
 FEW_TOKENS = 16  # tokens of a call from which on CUDA graphs are worth recording
+# Numbers of rows of the graphs, as fractions of the maximum. Other numbers are padded to the next one.
+FRACTIONS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256)
 
 
+@dataclass(eq=False)
 class TorchEngine:
     """A RolloutEngine with a full copy of the model on one device."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        names: dict[str, tuple[int, ...]],
-        device: torch.device,
-        dtype: torch.dtype,
-        max_rows: int,
-        sample: SampleTokens,
-        ops: DecodeOps | None = None,
-        memory: int = 0,
-        decode: Callable[[Sequence[int]], str] | None = None,
-    ) -> None:
-        """names: every Hugging Face tensor of the model, with its shape. max_rows: rollouts decoded at a time.
+    shape: ModelShape
+    names: dict[str, tuple[int, ...]]  # every Hugging Face tensor of the model, with its shape
+    device: torch.device
+    dtype: torch.dtype
+    max_rows: int  # rollouts decoded at a time
+    sample: SampleTokens  # as the next, the op of config key ops.implementation
+    ops: DecodeOps | None = None
+    memory: int = 0  # bytes for keys and values; 0 = half of the free memory
+    decode: Callable[[Sequence[int]], str] | None = None  # tokens -> text, for stop strings
+    version: int = field(default=-1, init=False)
+    _decoder: Decoder | None = field(default=None, init=False)
+    _pool: PagePool | None = field(default=None, init=False)
+    _graphs: StepGraphs | None = field(default=None, init=False)
 
-        sample, ops: the ops of config key ops.implementation. memory: bytes for keys and values; 0 = half of the free
-        memory. decode: tokens -> text, for stop strings.
-        """
-        self.shape = shape
-        self.names = names
-        self.device = device
-        self.dtype = dtype
-        self.max_rows = max_rows
-        self.sample = sample
-        self.ops = ops if ops and ops.takes(dtype, shape.head_dim) else DecodeOps()
-        self.memory = memory
-        self.decode = decode
-        self.version = -1
-        self._decoder: Decoder | None = None
-        self._pool: PagePool | None = None
-        self._graphs: StepGraphs | None = None
+    def __post_init__(self) -> None:
+        self._ops = DecodeOps()
+        if self.ops and self.ops.takes(self.dtype, self.shape.head_dim):
+            self._ops = self.ops
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine."""
         received = receive(tensors, self.names, self.device, self.dtype)
         self._graphs = None
-        self._decoder = Decoder(self.shape, received, self.dtype, self.ops)
+        self._decoder = Decoder(self.shape, received, self.dtype, self._ops)
         self.version = version
 
     @property
@@ -82,13 +74,7 @@ class TorchEngine:
             "other ops.implementation"
         )
 
-    def kv_bytes(self) -> int:
-        """Return the bytes of all pages in use."""
-        pool = self._pool
-        return 0 if pool is None else (pool.size - pool.free) * self._page_bytes(pool.page)
-
     def skip_update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See RolloutEngine."""
         for _ in tensors:  # producing each tensor is a collective
             pass
 
@@ -96,7 +82,6 @@ class TorchEngine:
         """See RolloutEngine: no other rank shares this engine."""
 
     def kv_usage(self) -> KvUsage | None:
-        """See RolloutEngine."""
         pool = self._pool
         if pool is None or not pool.steps:
             return None
@@ -108,7 +93,6 @@ class TorchEngine:
         return False
 
     def sleep(self) -> None:
-        """See RolloutEngine."""
         self._decoder = self._pool = self._graphs = None
         self.version = -1
 
@@ -130,7 +114,7 @@ class TorchEngine:
 
         stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, self.decode)
         pool = self._pages(requests, sampling, supply)
-        scheduler = Scheduler(decoder, pool, requests, sampling, self.max_rows, self.version, supply)
+        scheduler = Scheduler(decoder, pool, list(requests), sampling, self.max_rows, self.version, supply)
         results: list[list[Rollout]] = [[] for _ in requests]
 
         def deliver(ended: list[tuple[int, Rollout]]) -> None:
@@ -271,7 +255,7 @@ class TorchEngine:
         if supply:  # assume that every row of the supply has a prompt of its own
             lengths += [supply.prompt_tokens] * min(self.max_rows, supply.rows)
             rows += supply.rows
-        contiguous = self.ops.contiguous
+        contiguous = self._ops.contiguous
         page = -(-max([sampling.max_tokens, *lengths]) // BLOCK) * BLOCK if contiguous else PAGE
         own = pages_for(sampling.max_tokens, page)
         prompts = [pages_for(n, page) for n in lengths]
@@ -281,7 +265,7 @@ class TorchEngine:
         pool = self._pool
         if pool is None or pool.page != page or pool.size < needed or pool.size > 2 * needed + 64:
             pool = self._pool = self._graphs = None  # frees its memory first
-            size = self._page_bytes(page)
+            size = page_bytes(self.shape, self.dtype, page, contiguous)
             # With fewer pages, the row with the longest prompt could not reach max_tokens.
             least = max(prompts, default=0) + own
             fitting = (self.memory or spare_memory(self.device)) // size - contiguous  # pages of all layers
@@ -297,9 +281,6 @@ class TorchEngine:
         # The pool may hold prompts of an earlier call, computed with other weights.
         pool.reset()
         return pool
-
-    def _page_bytes(self, page: int) -> int:
-        return page_bytes(self.shape, self.dtype, page, self.ops.contiguous)
 
 
 class HostCopy:
@@ -323,3 +304,99 @@ class HostCopy:
 def _rows(x: Tensor, chosen: Tensor) -> Tensor:
     """Return the rows of x that `chosen` [rows] bool, on the CPU, selects."""
     return x if bool(chosen.all()) else x[to_device(chosen.nonzero().squeeze(-1), x.device)]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    numbers: Tensor  # [3 rows + 2 prompts] int64, see _numbers
+    ids: Tensor  # [rows] int64
+    replay: Callable[[], Tensor]  # returns the hidden states [rows, H], which the next call overwrites
+
+
+class StepGraphs:
+    """Decoder.step for one decoder and one contiguous page pool.
+
+    A graph is recorded when its size occurs for the second time. It holds as long as the decoder's weights and the pool
+    stay where they are in memory.
+    """
+
+    def __init__(self, decoder: Decoder, pool: PagePool, max_rows: int) -> None:
+        self.decoder = decoder
+        self.pool = pool
+        self._rows = sorted({-int(-max_rows * f // 1) for f in FRACTIONS})
+        self._memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
+        self._seen: set[tuple[int, int, int]] = set()
+        self._graphs: dict[tuple[int, int, int], _Graph] = {}
+
+    def step(self, pages: RowPages, ids: Tensor) -> Tensor:
+        """Return Decoder.step(pages, ids). pages: on the CPU. A later call overwrites the result."""
+        count = len(ids)
+        # Upper bounds that seldom change. The kernels start a block for each of them, and most end at once.
+        prompts, largest = (1 << (n - 1).bit_length() for n in (len(pages.prompt_lengths), pages.largest_group))
+        size = rows, prompts, largest = next(n for n in self._rows if n >= count), prompts, largest
+        if size not in self._seen:
+            self._seen.add(size)
+            return self.decoder.step(self.pool, move(pages, ids.device), ids)
+
+        numbers = to_device(_numbers(pages, rows, prompts, self.pool.size), ids.device)
+        graph = self._graphs.get(size)
+        if graph is not None:
+            graph.numbers.copy_(numbers)
+            graph.ids[:count] = ids
+            return graph.replay()[:count]
+
+        # A first pass outside of the graph loads the kernels and allocates their workspaces.
+        padded = pad(ids, (0, rows - count))
+        tables, lengths, groups, prompt_tables, prompt_lengths = numbers.split([rows] * 3 + [prompts] * 2)
+        padded_pages = RowPages(
+            tables=tables.unsqueeze(1),
+            lengths=lengths,
+            prompts=groups,
+            prompt_tables=prompt_tables.unsqueeze(1),
+            prompt_lengths=prompt_lengths,
+            largest_group=largest,
+        )
+        hidden = self.decoder.step(self.pool, padded_pages, padded)
+        replay = record(lambda: self.decoder.step(self.pool, padded_pages, padded), self._memory)
+        self._graphs[size] = _Graph(numbers, padded, replay)
+        return hidden[:count]
+
+
+def move(pages: RowPages, device: torch.device) -> RowPages:
+    """Return the pages on a device."""
+    columns: dict[str, Any] = dict(vars(pages))
+    columns |= {name: to_device(x, device) for name, x in columns.items() if isinstance(x, Tensor)}
+    return RowPages(**columns)
+
+
+def record(run: Callable[[], Tensor], memory: Any) -> Callable[[], Tensor]:
+    """Record the kernels of `run` without executing them. Return a function that executes them and returns the result.
+
+    memory: from torch.cuda.graph_pool_handle, the same for graphs that are executed one after the other.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as one that writes a checkpoint, may use the device meanwhile.
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        result = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _numbers(pages: RowPages, rows: int, prompts: int, unused_page: int) -> Tensor:
+    """Return page, length and prompt of each row, and page and length of each prompt, as [3 rows + 2 prompts] int64.
+
+    Rows of padding have a token of their own in a page that nothing else uses, because attention to no token is NaN.
+    """
+    last = len(pages.prompt_lengths) - 1
+    columns = (
+        (pages.tables[:, 0], rows, unused_page),
+        (pages.lengths, rows, 1),
+        (pages.prompts, rows, last),  # in ascending order
+        (pages.prompt_tables[:, 0], prompts, unused_page),
+        (pages.prompt_lengths, prompts, 1),
+    )
+    return torch.cat([pad(x.long(), (0, size - len(x)), value=value) for x, size, value in columns])

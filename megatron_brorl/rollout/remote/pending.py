@@ -72,25 +72,19 @@ class PendingRollout:
         return "" if finish in get_args(FinishReason) else f"unknown finish reason {shown(finish)}"
 
 
+@dataclass
 class PendingRollouts:
     """The rollouts of one call of generate, both pending and answered."""
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        callbacks: GenerateCallbacks | None,
-        supply: Supply | None,
-        max_in_flight: int,
-        vocab: int,
-        decode: Callable[[Sequence[int]], str] | None = None,
-    ) -> None:
-        """vocab: vocabulary size with padding. decode: see StopCriteria."""
-        self._stops = StopCriteria(sampling.stop_ids, sampling.stop_strings, decode)
-        self._sampling = sampling
-        self._callbacks = callbacks
-        self._supply = supply
-        self._max_in_flight = max_in_flight
-        self._vocab = vocab
+    sampling: Sampling
+    callbacks: GenerateCallbacks | None
+    supply: Supply | None
+    max_in_flight: int
+    vocab: int  # size of the vocabulary, with padding
+    decode: Callable[[Sequence[int]], str] | None = None  # see StopCriteria
+
+    def __post_init__(self) -> None:
+        self._stops = StopCriteria(self.sampling.stop_ids, self.sampling.stop_strings, self.decode)
         self.faults: list[str] = []  # reasons of invalid answers, whose rollouts are lost
         self.rows: dict[int, PendingRollout] = {}  # by the number in messages
         self._results: list[list[Rollout]] = []  # by request
@@ -112,7 +106,7 @@ class PendingRollouts:
 
     def _pending(self, number: int, request: Request, begun: Rollout) -> PendingRollout:
         done = len(begun.token_ids)
-        sampling = self._sampling
+        sampling = self.sampling
         tokens = min(sampling.new_tokens, sampling.max_tokens - done, request.max_tokens or sampling.max_tokens)
         ids = (*request.prompt.token_ids, *begun.token_ids.tolist())
         seed = sibling_seed(request.key, begun.index, done)
@@ -120,8 +114,8 @@ class PendingRollouts:
 
     def admit(self) -> dict[int, PendingRollout]:
         """Add as many rollouts from the supply as the engine has room for, and return them by number."""
-        room = self._max_in_flight - len(self.rows)
-        return self.add(self._supply.next_requests(room)) if self._supply and room > 0 else {}
+        room = self.max_in_flight - len(self.rows)
+        return self.add(self.supply.next_requests(room)) if self.supply and room > 0 else {}
 
     def withdrawn(self) -> list[int]:
         """Return the numbers of the rollouts whose requests have been withdrawn, each once."""
@@ -137,8 +131,8 @@ class PendingRollouts:
         it delays incomplete characters and does not see the earlier text of a continued rollout.
         """
         row = self.rows.pop(answer.fields["number"])
-        fault = row.fault(answer, self._sampling, self._vocab)
-        rollout = row.begun if fault else row.completed(answer, self._sampling, version)
+        fault = row.fault(answer, self.sampling, self.vocab)
+        rollout = row.begun if fault else row.completed(answer, self.sampling, version)
         stops = self._stops.with_strings(row.source.stop_strings)
         if stops.strings and not fault:
             start = turn_start(row.begun)
@@ -171,8 +165,8 @@ class PendingRollouts:
     def _deliver(self, row: PendingRollout, rollout: Rollout) -> None:
         self._results[row.request].append(rollout)
         # A "cut" rollout is not finished, because it continues in a later call.
-        if self._callbacks and rollout.finish != "cut":
-            self._callbacks.finished(row.request, rollout)
+        if self.callbacks and rollout.finish != "cut":
+            self.callbacks.finished(row.request, rollout)
 
 
 def sibling_seed(key: int, sibling: int, done: int) -> int:

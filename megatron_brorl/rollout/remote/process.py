@@ -111,29 +111,15 @@ class Connection:
     """The trainer's end of the socket to an engine process, which may restart at any time. Not thread-safe."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
         self.pid = 0  # of the process that sent the last heartbeat; 0 = none yet
         self.version = -1  # version of its weights
         self.capabilities: Capabilities | None = None
         self.last_heard = time.monotonic()
         self._last_hello = 0.0
-        self._socket = self._connect()
-
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
-            socket.setsockopt(option, 0)
-        socket.connect(self.address)
-        return socket
-
-    def reconnect(self) -> None:
-        """Connect to a new process. Drop the state of the old one and the messages queued for it."""
-        self._socket.close()
-        self._socket = self._connect()
-        self.pid = 0
-        self.version = -1
-        self._last_hello = 0.0
-        self.last_heard = time.monotonic()
+            self._socket.setsockopt(option, 0)
+        self._socket.connect(address)
 
     def send(self, message: Message) -> None:
         """Queue a message. Only an answer confirms that it arrived."""
@@ -205,11 +191,7 @@ class EngineProcess:
                     f"engine.python = {python}: {e.strerror}; give the interpreter of the environment that has "
                     f"{kind.package}"
                 ) from None
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
+        self.pid = self._process.pid
 
     def ended(self) -> str:
         """Return how the process ended and the last line of its log, or "" if it is running."""
@@ -316,8 +298,10 @@ class Supervisor:
         return EngineProcess(self.settings.python or sys.executable, self.folder, self.options, self.devices, self.log)
 
     def _wait(self) -> None:
-        """Wait until the process answers. Raises EngineError if it ends or takes too long."""
-        self._link.reconnect()
+        """Wait until a new process answers. Raises EngineError if it ends or takes too long."""
+        # A new connection drops the state of the old process and the messages queued for it.
+        self._link.close()
+        self._link = Connection(address(self.folder))
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._link.pid or self._link.capabilities is None:
             self._link.poll(_POLL_S)

@@ -7,12 +7,11 @@ so that a restart does not need the other ranks. An engine never generates with 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.config.schema import Config, EngineConfig
-from megatron_brorl.errors import UserError
+from megatron_brorl.errors import UserError, warn
 from megatron_brorl.files import read_object
 from megatron_brorl.parallel import cpu_bridge
 from megatron_brorl.rollout.engine import GenerateCallbacks, KvUsage, Request, Sampling, Supply, check_context
@@ -46,49 +45,38 @@ _POLL_S = 0.05
 _STOP_S = 10.0  # seconds that an engine has to end cancelled calls
 
 
+@dataclass(eq=False)
 class RemoteEngine:
-    """One rank's connection to an engine process; see rollout.engine.RolloutEngine."""
+    """One rank's connection to an engine process; see rollout.engine.RolloutEngine.
 
-    def __init__(
-        self,
-        settings: EngineConfig,
-        options: EngineOptions,
-        names: dict[str, tuple[int, ...]],
-        folder: Path,
-        devices: Sequence[int] | None,
-        log: Path,
-        node: NodeRanks | None = None,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        barrier: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Start the process on the leader and wait until it answers.
+    The leader starts the process, and all ranks wait until it answers. Raises UserError if it does not start or does
+    not support the configuration.
+    """
 
-        names: shape of every Hugging Face tensor of the model. folder: from process.make_folder, the same on all ranks
-        that share the engine. devices: the engine's CUDA devices on the leader, None on other ranks. log: file for the
-        process's output. node: the ranks that write updates together; None if only the leader writes them. decode:
-        tokens -> text, for stop strings. barrier: a barrier of the ranks that share the engine.
+    settings: EngineConfig
+    options: EngineOptions
+    names: dict[str, tuple[int, ...]]  # shape of every Hugging Face tensor of the model
+    folder: Path  # from process.make_folder, the same on all ranks that share the engine
+    devices: Sequence[int] | None  # the engine's CUDA devices on the leader, None on other ranks
+    log: Path  # receives the output of the process
+    node: NodeRanks | None = None  # the ranks that write updates together; None if only the leader writes them
+    decode: Callable[[Sequence[int]], str] | None = None  # tokens -> text, for stop strings
+    wait_for_ranks: Callable[[], object] = lambda: None  # a barrier of the ranks that share the engine
 
-        Raises UserError if the process does not start or does not support the configuration.
-        """
-        self.settings = settings
-        self.options = options
-        self.names = names
-        self.folder = folder
-        self.decode = decode
-        self.dtype: torch.dtype = getattr(torch, options.dtype)
+    def __post_init__(self) -> None:
+        self.dtype: torch.dtype = getattr(torch, self.options.dtype)
         self.version = -1
-        self.is_leader = devices is not None
+        self.is_leader = self.devices is not None
         self.supervisor: Supervisor | None = None
-        self.node = node or (NodeRanks() if self.is_leader else None)
-        self._barrier = barrier
+        self.node = self.node or (NodeRanks() if self.is_leader else None)
         self._calls = 0
         self._open_calls: set[int] = set()  # calls of the current generate that have not ended
-        self._link = Connection(address(folder))
+        self._link = Connection(address(self.folder))
 
         # If this fails, close() removes the process and the folder.
         try:
-            if devices is not None:
-                self.supervisor = Supervisor(settings, options, folder, devices, log)
+            if self.devices is not None:
+                self.supervisor = Supervisor(self.settings, self.options, self.folder, self.devices, self.log)
             self.capabilities = self._wait_for_capabilities()
         except UserError:
             self.close()
@@ -96,7 +84,6 @@ class RemoteEngine:
 
     @property
     def duplicate_advice(self) -> str:
-        """See RolloutEngine."""
         return f'{self.capabilities.engine}; start a new run with rollout.engine = "torch"'
 
     @property
@@ -147,18 +134,14 @@ class RemoteEngine:
             return
         self._write_update(tensors, self.version)
 
-    def _encode(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensor in the engine's dtype, or FP8 blocks with scales if the engine loads them."""
-        in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
-        return (to_fp8_blocks if in_blocks else unchanged)(name, tensor.to(self.dtype))
-
     def _write_update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> HostWeights:
         """Write and check an update in shared memory. Collective of the node."""
         assert self.node
         # Keep the file of the current weights, from which a crashed engine restarts.
         current = self.supervisor.weights if self.supervisor else None
         number = 1 if current and current.path.name == "weights_0" else 0
-        update = WeightUpdate(version, self.names, self.dtype, self._encode)
+        in_blocks = self.settings.quantization == "fp8" and ENGINES[self.options.engine].takes_fp8_blocks
+        update = WeightUpdate(version, self.names, self.dtype, to_fp8_blocks if in_blocks else unchanged)
         return write_update(tensors, update, self.node, self.folder / f"weights_{number}")
 
     def generate(
@@ -227,8 +210,8 @@ class RemoteEngine:
             self.supervisor.restarts = 0  # only consecutive restarts count
 
         if pending.faults:
-            warning = f"{len(pending.faults)} rollouts with invalid answers are lost, for example: {pending.faults[0]}"
-            print(f"warning: {self.options.key}: {warning}", file=sys.stderr, flush=True)
+            text = f"{len(pending.faults)} rollouts with invalid answers are lost, for example: {pending.faults[0]}"
+            warn(f"{self.options.key}: {text}")
         return pending.result()
 
     def _ask(self, rows: Mapping[int, PendingRollout], sampling: Sampling) -> int:
@@ -292,8 +275,7 @@ class RemoteEngine:
             raise UserError(f"{self.options.key}: {e}") from None
 
     def barrier(self) -> None:
-        """See RolloutEngine."""
-        self._barrier()
+        self.wait_for_ranks()
 
     def close(self) -> None:
         """End the process and remove its folder."""
@@ -369,7 +351,7 @@ def connect_engine(
         kv_bytes=(config.rollout.kv_cache_mib * 2**20 or host_memory(per_node)[1] // 2 // per_node) * tensor,
         max_kv_tokens=kv_tokens,
         routes=routes,
-        section=dataclasses.asdict(settings),
+        section=asdict(settings),
     )
     return RemoteEngine(
         settings,

@@ -63,9 +63,6 @@ class Server:
     async def serve(self) -> None:
         """Answer messages until the task is cancelled."""
         self._spawn(self._heartbeat())
-        # Handlers of messages that _change answers with "done" or "error".
-        changes = {"begin": self._begin, "load": self._load, "finish": self._finish, "sleep": self._sleep}
-
         while True:
             # Answer a rank of another version with an error and keep serving the others.
             client, *frames = await self.socket.recv_multipart()
@@ -84,10 +81,8 @@ class Server:
                 self._spawn(self._generate(client, message))
             elif message.kind == "cancel":
                 self._spawn(self._cancel(client, message))
-            elif message.kind == "wake":
-                await self._change(client, message, self.backend.wake())  # weights follow in later messages
             else:
-                await self._change(client, message, changes[message.kind](message))
+                await self._change(client, message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -106,10 +101,21 @@ class Server:
     async def _send(self, client: bytes, message: Message) -> None:
         await self.socket.send_multipart([client, *encode(message)])
 
-    async def _change(self, client: bytes, message: Message, work: Coroutine[Any, Any, None]) -> None:
+    async def _change(self, client: bytes, message: Message) -> None:
         """Change the engine's state and answer. After a failure the weights may be mixed, so their version is -1."""
+        backend, fields = self.backend, message.fields
         try:
-            await work
+            if message.kind == "load":
+                await backend.load(dict(fields["bucket"]))
+            elif message.kind == "wake":
+                await backend.wake()  # Weights follow in later messages.
+            elif message.kind == "finish":
+                await backend.finish()
+                self.version = fields["version"]
+            else:
+                self.version = -1
+                await {"begin": backend.begin, "sleep": backend.sleep}[message.kind]()
+                self.caches_asleep |= message.kind == "sleep"
         except Exception as e:
             self.version = -1
             reply = Message("error", {"what": f"{message.kind}: {type(e).__name__}: {e}"})
@@ -117,29 +123,6 @@ class Server:
             reply = Message("done", {"kind": message.kind})
         await self._send(client, self._state())
         await self._send(client, reply)
-
-    async def _begin(self, message: Message) -> None:
-        self.version = -1
-        await self.backend.begin()
-
-    async def _load(self, message: Message) -> None:
-        await self.backend.load(dict(message.fields["bucket"]))
-
-    async def _finish(self, message: Message) -> None:
-        await self.backend.finish()
-        self.version = message.fields["version"]
-
-    async def _sleep(self, message: Message) -> None:
-        self.version = -1
-        await self.backend.sleep()
-        self.caches_asleep = True
-
-    async def _wake_caches(self) -> None:
-        """Wake the caches before the first generation after a sleep. All ranks have freed their memory by then."""
-        async with self.waking:
-            if self.caches_asleep:
-                await self.backend.wake_caches()
-                self.caches_asleep = False
 
     async def _cancel(self, client: bytes, message: Message) -> None:
         async with self.waking:  # A call that came earlier has submitted its rollouts then.
@@ -158,7 +141,11 @@ class Server:
 
         # Answer rollouts one by one, in the order in which they finish.
         try:
-            await self._wake_caches()
+            # All ranks have freed the memory of the caches before the first generation after a sleep.
+            async with self.waking:
+                if self.caches_asleep:
+                    await self.backend.wake_caches()
+                    self.caches_asleep = False
             sampling = Sampling(**fields["sampling"])
             rows = self._submit(message, sampling)
             self.calls[client, call] = {number: handle for number, handle, _ in rows}
@@ -180,10 +167,8 @@ class Server:
         tensors = message.tensors
         rows = []
         texts = tensors["ids"].split(tensors["lengths"].tolist())
-        table = zip(
-            tensors["numbers"].tolist(), texts, tensors["tokens"].tolist(), tensors["seeds"].tolist(), strict=True
-        )
-        for number, ids, tokens, seed in table:
+        columns = (tensors[name].tolist() for name in ("numbers", "tokens", "seeds"))
+        for ids, number, tokens, seed in zip(texts, *columns, strict=True):
             own = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stops.get(number, ())))
             params = self.backend.params(own, tokens, seed)
             rows.append((number, self.backend.submit(ids.tolist(), params), own))

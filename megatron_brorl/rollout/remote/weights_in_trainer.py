@@ -11,7 +11,7 @@ second file is used only while engines hold the weights of the first.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import checksum
 from megatron_brorl.ops.fp8_blocks import quantize
 from megatron_brorl.rollout.remote.weights_in_worker import TensorRecord, map_file, tensor_at
-from megatron_brorl.rollout.weight_stream import UpdateRefused, receive_each
+from megatron_brorl.rollout.weight_stream import NamedTensors, Shapes, UpdateRefused, receive_each
 
 BUCKET_BYTES = 256 << 20  # size of the tensors that a worker loads together
 THREADS = 4  # per rank
@@ -97,14 +97,12 @@ class WeightUpdate:
     """Description of one update."""
 
     version: int  # of the weights
-    names: Mapping[str, tuple[int, ...]]  # shape of every tensor of the model
+    names: Shapes  # shape of every tensor of the model
     dtype: torch.dtype  # dtype of the tensors passed to `encode`
     encode: Encode
 
 
-def write_update(
-    tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate, node: NodeRanks, path: Path
-) -> HostWeights:
+def write_update(tensors: NamedTensors, update: WeightUpdate, node: NodeRanks, path: Path) -> HostWeights:
     """Write and check an update (tensors [any shape]). Collective of the node.
 
     path: the file on the first rank, new or with weights that no engine needs. Other ranks' paths are ignored. Raises
@@ -141,9 +139,7 @@ def write_update(
     return HostWeights(path, update.version, tuple(r._replace(checksum=total[r.name]) for r in records))
 
 
-def file_layout(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, encode: Encode
-) -> tuple[list[TensorRecord], int]:
+def file_layout(shapes: Shapes, dtype: torch.dtype, encode: Encode) -> tuple[list[TensorRecord], int]:
     """Return the records of all tensors in an update file, without checksums, and its size in bytes.
 
     shapes: shape of each tensor before `encode`. All ranks of a node compute the same layout.
@@ -159,7 +155,7 @@ def file_layout(
     return records, offset
 
 
-def assign_writers(names: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
+def assign_writers(names: Shapes, ranks: int) -> dict[str, int]:
     """Assign each tensor to the rank with the fewest elements so far. Return the rank of each tensor by name."""
     load = [0] * ranks
     owner = {}
@@ -184,7 +180,7 @@ def allocate(path: Path, size: int) -> None:
 
 
 def _write(
-    tensors: Iterable[tuple[str, Tensor]], update: WeightUpdate, own: set[str], records: list[TensorRecord], path: Path
+    tensors: NamedTensors, update: WeightUpdate, own: set[str], records: list[TensorRecord], path: Path
 ) -> Checksums:
     """Read the stream to its end, write the tensors in `own` and return their checksums. Raises UpdateRefused."""
     memory = map_file(str(path))

@@ -20,7 +20,7 @@ from megatron_brorl.cli import main, preflight
 from megatron_brorl.cli.memory_plan import plan_for_doctor
 from megatron_brorl.cli.preflight import Finding
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.sandbox import probe
+from megatron_brorl.rewards.sandbox import run as sandbox
 from megatron_brorl.rollout.registry import ENGINES
 
 ROOT = Path(__file__).parents[3]
@@ -93,11 +93,11 @@ TRTLLM, VLLM = (partial(preflight._installed_engine, ENGINES[name]) for name in 
     ],
 )
 def test_a_problem_is_reported_with_its_remedy(plant, check, mark, remedy, monkeypatch):
-    probe.problem.cache_clear()
+    sandbox.problem.cache_clear()
     with monkeypatch.context() as patched:
         plant(patched)
         finding = check()
-    probe.problem.cache_clear()
+    sandbox.problem.cache_clear()
     [line], status = preflight.report([finding])
     assert line.split()[0] == mark
     assert remedy in finding.remedy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import metric_faults
 import pytest
@@ -14,7 +15,7 @@ from megatron_brorl.tracking.metrics import MetricsWriter
 
 
 def test_the_summary_shows_missing_evaluations_and_findings(tmp_path, capsys):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(0, {"reward": 0.0}, {"step": 1.0})
     summary = {"steps": 1, "rollouts_per_prompt": 4, "held_out_prompts": 0, "job_seconds": 2.0, "peak_rss_mib": 3.0}
     summary |= dict.fromkeys(("before", "after", "pass_at_1_before", "pass_at_1_after"))
@@ -53,7 +54,7 @@ def test_the_summary_shows_missing_evaluations_and_findings(tmp_path, capsys):
 )
 def test_user_errors_name_the_argument(tmp_path, monkeypatch, capsys, arguments, parts):
     monkeypatch.chdir(tmp_path)
-    with MetricsWriter(tmp_path / "run"):
+    with closing(MetricsWriter(tmp_path / "run")):
         pass
     line = error_line(capsys, "report", *arguments.split())
     assert all(part in line for part in parts), line

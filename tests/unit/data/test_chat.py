@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_tokenizer import train_sentencepiece
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 from unit.data.test_tokenizers import SUMS, make_hf
 
 from megatron_brorl.config.schema import DataConfig
 from megatron_brorl.data.prompts import read_rows, render, sft_examples, tokenize
-from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.source import load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError

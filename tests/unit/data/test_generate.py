@@ -10,12 +10,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tiny_tokenizer import train_sentencepiece
 
 from megatron_brorl.cli.main import main
 from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.generate import GeneratedPrompts, generated_rows
 from megatron_brorl.data.prompts import read_rows
-from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.verifier import Score, VerifierRow

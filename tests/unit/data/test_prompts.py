@@ -8,11 +8,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tokenizers
+from tiny_tokenizer import train_sentencepiece
 from unit.data.test_tokenizers import make_pieces
 
 from megatron_brorl.config.schema import DataConfig, TaskConfig
 from megatron_brorl.data.prompts import Row, check_round_trip, read_rows, tokenize
-from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.source import load_benchmarks, load_sources
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.errors import UserError

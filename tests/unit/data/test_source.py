@@ -7,10 +7,10 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from tiny_tokenizer import train_sentencepiece
 
 from megatron_brorl.config.schema import DataConfig, MixtureConfig, TaskConfig
 from megatron_brorl.data.prompts import sft_examples
-from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.source import (
     FileSource,
     MixtureSource,

@@ -8,13 +8,14 @@ import pytest
 import sentencepiece
 import tiny
 import tokenizers
+from tiny_tokenizer import train_sentencepiece
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from megatron_brorl.checkpoints import hugging_face
 from megatron_brorl.data.prompts import check_round_trip
-from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, train_sentencepiece, write_tokenizer_json
+from megatron_brorl.data.sentencepiece import SentencePieceTokenizer, write_tokenizer_json
 from megatron_brorl.data.tokenizers import HuggingFaceTokenizer, load_tokenizer, stop_ids, tokenizer_difference
 from megatron_brorl.errors import UserError
 

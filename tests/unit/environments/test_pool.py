@@ -2,7 +2,7 @@
 
 import json
 import queue
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cache
 
 import psutil
@@ -41,7 +41,7 @@ def pools():
     """Pools of two processes. Episodes of even and of odd numbers live in different ones."""
     with ExitStack() as stack:
         start = stack.enter_context
-        yield cache(lambda name, seconds=60.0: start(EnvironmentPool(f"{FILE}:{name}", 2, seconds, "hermes")))
+        yield cache(lambda name, seconds=60.0: start(closing(EnvironmentPool(f"{FILE}:{name}", 2, seconds, "hermes"))))
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_a_closed_pool_has_no_processes_and_sends_no_reply():
 
 
 def test_a_class_runs_in_this_process():
-    with EnvironmentPool(Hostile, 1, 1.0, "tags") as pool:
+    with closing(EnvironmentPool(Hostile, 1, 1.0, "tags")) as pool:
         assert reset(pool, 0, reset="result = 'begin'").messages == ({"role": "user", "content": "begin"},)
         assert outcome(step(pool, 0, "<call>add: {}</call>")).startswith("error: add: argument a")
         assert outcome(step(pool, 0, "no call")) == "ok 1.0: "
@@ -191,7 +191,7 @@ def test_a_class_runs_in_this_process():
 
 def test_a_process_that_cannot_start_is_a_user_error(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_module")
-    with EnvironmentPool(f"{tmp_path}/broken.py:Broken", 1, 5.0, "hermes") as pool:
+    with closing(EnvironmentPool(f"{tmp_path}/broken.py:Broken", 1, 5.0, "hermes")) as pool:
         for i in range(3):
             assert "no_such_module" in reset(pool, i).lost
         with pytest.raises(UserError, match=r"broken\.py:Broken: its process cannot start: .*no_such_module"):

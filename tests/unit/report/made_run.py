@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def make_run(
             names = [f"held/{i} & <b>" for i in range(prompts)]
             mean = rewards and rewards[0] + (rewards[1] - rewards[0]) * number / last
             _write(folder, LogEntry("evaluation", number), names, right, samples, samples, mean=mean)
-    with MetricsWriter(folder) as writer:
+    with closing(MetricsWriter(folder)) as writer:
         for step in range(steps):
             right = random.binomial(n, rate(step), 6)
             names = [f"train/{(step + i) % 8}" for i in range(6)]

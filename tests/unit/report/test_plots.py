@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_no_text_overlaps_another() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_plot_run_reads_the_files_of_a_run(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as metrics:
+    with closing(MetricsWriter(tmp_path)) as metrics:
         for row in make_rows(6):
             values = {key: value for key, value in row.items() if key not in ("step", "time")}
             values["reward"] = math.nan if row["step"] == 3 else row["reward"]

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import psutil
 import pytest
@@ -33,7 +34,7 @@ def test_a_call_of_many_megabytes_passes_through_the_pipe():
 
 
 def test_a_failing_constructor_gives_its_reason():
-    with WorkerProcess("callables:missing") as worker:
+    with closing(WorkerProcess("callables:missing")) as worker:
         with pytest.raises(WorkerLostError, match=r"^KeyError: 'a'$") as lost:
             list(worker.run([("a", ())], 10.0))
         assert not lost.value.during_call
@@ -44,7 +45,7 @@ def test_a_failing_constructor_gives_its_reason():
 def test_a_frozen_worker_times_out(monkeypatch):
     monkeypatch.setattr(worker_process, "START_S", 0.2)
     for size in (1, 1 << 20):  # The larger call does not fit into the pipe.
-        with WorkerProcess("callables:sleeper") as worker:
+        with closing(WorkerProcess("callables:sleeper")) as worker:
             os.kill(worker.pid, signal.SIGSTOP)
             with pytest.raises(WorkerLostError, match=r"^no answer in 0\.2 s$") as lost:
                 list(worker.run([("a", ("x" * size,))], 10.0))

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,13 @@ SECONDS = {"step": 2.0, "generate": 1.5}
 
 
 def _record(run: Path, steps: range, resume_step: int | None = None, offset: float = 0.0) -> None:
-    with MetricsWriter(run, resume_step=resume_step) as metrics:
+    with closing(MetricsWriter(run, resume_step=resume_step)) as metrics:
         for step in steps:
             metrics.write(step, {"reward": step / 10 + offset}, SECONDS)
 
 
 def test_the_format_of_a_line(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as metrics:
+    with closing(MetricsWriter(tmp_path)) as metrics:
         metrics.write(3, {"reward": 0.1, "kept": 7}, {"step": 2.5, "generate": 1.25})
         # The line is in the file before close() is called.
         assert (tmp_path / "metrics.jsonl").read_bytes() == (
@@ -35,7 +36,7 @@ def test_the_format_of_a_line(tmp_path: Path) -> None:
 
 def test_floats_come_back_bit_for_bit_and_others_are_null_and_listed(tmp_path: Path) -> None:
     values = {"third": 1 / 3, "tiny": 5e-324, "huge": math.nextafter(math.inf, 0), "minus_zero": -0.0, "whole": 2.0}
-    with MetricsWriter(tmp_path) as metrics:
+    with closing(MetricsWriter(tmp_path)) as metrics:
         metrics.write(0, {"loss": math.nan, **values, "norm": math.inf}, {"step": 1.0})
     text = (tmp_path / "metrics.jsonl").read_text()
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -89,7 +90,7 @@ def test_a_new_run_renames_the_old_file(tmp_path: Path) -> None:
 
 def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(tmp_path) as metrics:
+    with closing(MetricsWriter(tmp_path)) as metrics:
         metrics.write(0, {"reward": 0.0}, {})
         with file_size_limit(path.stat().st_size + 9):
             for step in (1, 2):
@@ -104,10 +105,10 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path, capsys: pytest
 
 def test_tensorboard_purges_repeated_steps(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, None, {})) as metrics:
+    with closing(MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, None, {}))) as metrics:
         for step in range(4):
             metrics.write(step, {"reward": float(step), "loss": math.nan}, {"generate": 1.5})
-    with MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, 2, {}), resume_step=2) as metrics:
+    with closing(MetricsWriter(tmp_path, open_trackers(["tensorboard"], tmp_path, 2, {}), resume_step=2)) as metrics:
         metrics.write(2, {"reward": 20.0}, {"generate": 2.5})
     board = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in board.Scalars("reward/reward")] == [(1, 0.0), (2, 1.0), (3, 20.0)]
@@ -132,7 +133,7 @@ class _Tracker:
 
 def test_a_broken_tracker_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken, whole = _Tracker("wandb", OSError(errno.ENOSPC, "No space left on device")), _Tracker("mlflow")
-    with MetricsWriter(tmp_path, [broken, whole]) as metrics:
+    with closing(MetricsWriter(tmp_path, [broken, whole])) as metrics:
         metrics.write(0, {"reward": 0.0}, {"step": 2.0})
         metrics.write(1, {"reward": 0.5}, {})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]

@@ -80,7 +80,7 @@ def test_actor_and_critic_decay_over_their_own_updates(processes, model):
     """critic.warmup_steps = 2 of 5 steps: 10 updates of the critic, 6 of the actor."""
     changes = {
         "algo": {"advantage": "gae", "mini_batches": 2},
-        "critic": {"lr": 4e-3, "lr_warmup_steps": 0, "warmup_steps": 2},
+        "critic": {"lr": 4e-3, "warmup_steps": 2},
         "optim": {"lr_schedule": "cosine", "warmup_steps": 0},
         "train": {"steps": 5},
     }

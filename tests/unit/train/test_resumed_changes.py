@@ -23,8 +23,7 @@ BEFORE = {"weight_decay": 0.1, "eps": 1e-8, "clip_grad": 1.0, "warmup_steps": 0}
 @pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
 def test_next_step_uses_the_new_settings(processes, model, tmp_path, after, critic):
     gae = {"advantage": "gae"} if critic else {}
-    critics = {"lr": 2e-3, "lr_warmup_steps": 0}
-    algo = {"algo": {"mini_batches": 1, **gae}, "critic": critics, "train": {"steps": 5}}
+    algo = {"algo": {"mini_batches": 1, **gae}, "critic": {"lr": 2e-3}, "train": {"steps": 5}}
     first = trainer_of(model, processes, {**algo, "optim": BEFORE}, tmp_path)
     for _ in range(2):
         first.train_step()

@@ -27,7 +27,7 @@ def trainer_of(model, processes, changes, tmp_path=None):
         "rollout": {"n": 8, "prompts": 3},
         "reward": {"cut_off_factor": 1.0},
         "optim": {"lr": 1e-3, "warmup_steps": 100},
-        "critic": {"lr": 1e-3, "lr_warmup_steps": 100},
+        "critic": {"lr": 1e-3},
         "algo": {"mini_batches": 2},
         "theory": {"every": 0},
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 from tensorrt_llm._torch.pyexecutor.resource_manager import ResourceManagerType
 from tensorrt_llm._torch.utils import get_device_uuid
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
-from torch import Tensor
 
 from megatron_brorl.rollout.remote.protocol import WorkerBucket
 from megatron_brorl.rollout.remote.weights_in_worker import read_bucket
@@ -24,7 +23,7 @@ class TrtllmWorkerExtension(WorkerExtension):
 
         # TensorRT-LLM expects CUDA IPC handles (function, arguments), and replaces the seventh argument by the device.
         # These handles return the tensors that this worker already has.
-        handles = [(name, (_held, (tensor, *[None] * 6))) for name, tensor in tensors.items()]
+        handles = [(name, (lambda tensor, *_: tensor, (tensor, *[None] * 6))) for name, tensor in tensors.items()]
         self.update_weights({get_device_uuid(self.device_id): handles})
 
     def brorl_finish(self) -> None:
@@ -43,7 +42,3 @@ class TrtllmWorkerExtension(WorkerExtension):
         manager = self.engine.resource_manager.get_resource_manager(ResourceManagerType.KV_CACHE_MANAGER)
         stats = manager.get_kv_cache_stats()
         return int(stats.max_num_blocks * stats.tokens_per_block)
-
-
-def _held(tensor: Tensor, *_: object) -> Tensor:
-    return tensor

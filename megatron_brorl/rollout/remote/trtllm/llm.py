@@ -35,7 +35,7 @@ _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "w
 
 
 class TrtllmBackend(EngineBackend):
-    """See EngineBackend."""
+    """An EngineBackend, where its methods are described."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Start Ray and TensorRT-LLM. Raises ValueError if not even one response fits."""
@@ -113,14 +113,9 @@ class TrtllmBackend(EngineBackend):
         )
 
     async def start(self) -> Capabilities:
-        """See EngineBackend."""
         await self._llm
         tokens = min(await self.call_workers("brorl_kv_tokens"))
-        return Capabilities(
-            engine=f"TensorRT-LLM {tensorrt_llm.__version__}",
-            kv_tokens=tokens,
-            rows=self._fitting(tokens),
-        )
+        return Capabilities(f"TensorRT-LLM {tensorrt_llm.__version__}", tokens, rows=self._fitting(tokens))
 
     def params(self, sampling: Sampling, tokens: int, seed: int) -> SamplingParams:
         """See EngineBackend. config.rules refuses stop strings with this engine.
@@ -145,11 +140,9 @@ class TrtllmBackend(EngineBackend):
         )
 
     def submit(self, ids: Sequence[int], params: SamplingParams) -> Any:
-        """See EngineBackend."""
         return self._llm.generate_async(list(ids), sampling_params=params)
 
     async def completion(self, handle: Any) -> Completion:
-        """See EngineBackend."""
         output = (await handle).outputs[0]
         # Drop the tokens of an aborted request, because they may differ from the sampled ones.
         if output.finish_reason not in ("stop", "length"):
@@ -158,24 +151,19 @@ class TrtllmBackend(EngineBackend):
         return Completion.of(output.token_ids, output.finish_reason, reported)
 
     def abort(self, handle: Any) -> None:
-        """See EngineBackend."""
         handle.abort()
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See EngineBackend."""
         found: list[Any] = await self._llm.collective_rpc(method, args=args)
         return found
 
     async def sleep(self) -> None:
-        """See EngineBackend."""
         # Otherwise the prefix cache would still refer to the released blocks.
         await self.call_workers("brorl_reset_prefix_cache")
         await self._llm.release(self.tags)
 
     async def wake(self) -> None:
-        """See EngineBackend."""
         await self._llm.resume([tag for tag in self.tags if tag != _KV_CACHE])
 
     async def wake_caches(self) -> None:
-        """See EngineBackend."""
         await self._llm.resume([_KV_CACHE])

@@ -37,7 +37,7 @@ _WATCH_S = 1.0  # seconds between checks that vLLM's own processes are alive
 
 
 class VllmBackend(EngineBackend):
-    """See EngineBackend."""
+    """An EngineBackend, where its methods are described."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Raise ValueError if vLLM does not support the options on this machine."""
@@ -125,7 +125,6 @@ class VllmBackend(EngineBackend):
         }
 
     async def start(self) -> Capabilities:
-        """See EngineBackend."""
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments()))
         self._watching = asyncio.create_task(self._watch())
         return Capabilities(
@@ -135,7 +134,6 @@ class VllmBackend(EngineBackend):
         )
 
     def params(self, sampling: Sampling, tokens: int, seed: int) -> SamplingParams:
-        """See EngineBackend."""
         return SamplingParams(
             n=1,  # one request per sibling, because with n > 1 vLLM uses consecutive seeds
             temperature=sampling.temperature,
@@ -197,26 +195,21 @@ class VllmBackend(EngineBackend):
             await asyncio.sleep(_WATCH_S)
 
     async def completion(self, handle: tuple[str, asyncio.Task[Completion]]) -> Completion:
-        """See EngineBackend."""
         return await handle[1]
 
     def abort(self, handle: tuple[str, asyncio.Task[Completion]]) -> None:
-        """See EngineBackend."""
         task = asyncio.create_task(self._llm.abort(handle[0]))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See EngineBackend."""
         found: list[Any] = await self._llm.collective_rpc(method, args=args)
         return found
 
     async def begin(self) -> None:
-        """See EngineBackend."""
         await self.call_workers("brorl_begin")
 
     async def finish(self) -> None:
-        """See EngineBackend."""
         await super().finish()
         if not await self._llm.reset_prefix_cache():
             raise ValueError("vLLM kept the prefix cache of the old weights, because a request is in flight")
@@ -228,12 +221,10 @@ class VllmBackend(EngineBackend):
             await self._llm.sleep(2)  # level 2 drops the weights, which are sent again
 
     async def wake(self) -> None:
-        """See EngineBackend."""
         if self.on_gpu:
             await self._llm.wake_up(["weights"])
 
     async def wake_caches(self) -> None:
-        """See EngineBackend."""
         if self.on_gpu:
             await self._llm.wake_up(["kv_cache"])
 

@@ -18,13 +18,13 @@ from typing import Any
 import attacks
 import pytest
 
-from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox import isolation
 from megatron_brorl.rewards.sandbox.inside import codec
 from megatron_brorl.rewards.sandbox.isolation import Limits
-from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox
+from megatron_brorl.rewards.sandbox.run import Outcome, Sandbox, problem
 from megatron_brorl.rewards.verifiers import code
 
-NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
+NEEDS = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 SHORT = Sandbox(True, Limits(seconds=30.0, test_seconds=0.7, output_bytes=1 << 16))
 LONG = Sandbox(True, Limits(seconds=30.0, test_seconds=15.0, output_bytes=1 << 16))
 

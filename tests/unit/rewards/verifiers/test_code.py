@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from rows import row
 
-from megatron_brorl.data.prepare.sets import PRELUDE
+from megatron_brorl.data.published_sets import PRELUDE
 from megatron_brorl.errors import UserError
-from megatron_brorl.rewards.sandbox import isolation, probe
+from megatron_brorl.rewards.sandbox import isolation
+from megatron_brorl.rewards.sandbox import run as sandbox
 from megatron_brorl.rewards.sandbox.isolation import Limits
 from megatron_brorl.rewards.sandbox.run import Sandbox
 from megatron_brorl.rewards.verifier import Score
@@ -19,7 +20,7 @@ from megatron_brorl.rewards.verifiers import code
 from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
 
-NEEDS = pytest.mark.skipif(probe.problem() is not None, reason=str(probe.problem()))
+NEEDS = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
 LONG = Sandbox(True, Limits(seconds=40.0, test_seconds=10.0))
 BARE = Sandbox(False, Limits(seconds=40.0, test_seconds=10.0))  # for harmless programs
 SHORT = Sandbox(True, Limits(seconds=40.0, test_seconds=0.7))
@@ -260,9 +261,9 @@ def test_values_are_compared_by_type_and_value(value, expected, same):
 
 def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypatch):
     monkeypatch.delenv(isolation.UNSANDBOXED, raising=False)
-    monkeypatch.setattr(probe, "problem", lambda: "bubblewrap is missing; install it (apt-get install bubblewrap)")
+    monkeypatch.setattr(sandbox, "problem", lambda: "bubblewrap is missing; install it (apt-get install bubblewrap)")
     with pytest.raises(UserError, match=r"^x: bubblewrap is missing; install it .*; or set reward\.unsandboxed = true"):
-        probe.require("x")
+        sandbox.require("x")
     with pytest.raises(UserError, match=r'^verifier "code": bubblewrap is missing'):
         code.load()
     monkeypatch.setenv(isolation.UNSANDBOXED, "1")
@@ -275,8 +276,8 @@ def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypat
 def test_the_program_of_the_probe_is_right():
     """A faulty probe would skip the tests of the sandbox. Without isolation, its program succeeds on every machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "Sandbox", lambda isolated, limits: Sandbox(False, limits))
-        assert probe.problem.__wrapped__() is None
+        patch.setattr(sandbox, "Sandbox", lambda isolated, limits: Sandbox(False, limits))
+        assert sandbox.problem.__wrapped__() is None
 
 
 def test_probe_reports_a_bubblewrap_without_namespaces(monkeypatch, tmp_path):
@@ -284,9 +285,9 @@ def test_probe_reports_a_bubblewrap_without_namespaces(monkeypatch, tmp_path):
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    probe.problem.cache_clear()
+    sandbox.problem.cache_clear()
     try:
-        assert "No permissions to create new namespace; permit user namespaces" in (probe.problem() or "")
+        assert "No permissions to create new namespace; permit user namespaces" in (sandbox.problem() or "")
     finally:
         monkeypatch.undo()
-        probe.problem.cache_clear()
+        sandbox.problem.cache_clear()

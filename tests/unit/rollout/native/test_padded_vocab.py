@@ -9,10 +9,10 @@ import sentencepiece
 import tiny
 import tokenizers
 import torch
+from tiny_tokenizer import train_sentencepiece
 from unit.data.test_tokenizers import make_hf
 from unit.rollout.native.test_torch_engine import make_engine
 
-from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.ops.fused import decode as fused_decode
 from megatron_brorl.rollout.engine import Request, Sampling

@@ -10,9 +10,9 @@ import pytest
 import sentencepiece
 import tokenizers
 import torch
+from tiny_tokenizer import train_sentencepiece
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_brorl.data.sentencepiece import train_sentencepiece
 from megatron_brorl.data.tokenizers import load_tokenizer
 from megatron_brorl.rollout.native.stopping import StopCriteria
 

@@ -19,7 +19,7 @@ from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.ops.reference.decode import DecodeOps
 from megatron_brorl.ops.reference.sampling import sample_tokens
 from megatron_brorl.rollout.engine import Request, Sampling
-from megatron_brorl.rollout.native import graphs
+from megatron_brorl.rollout.native import torch_engine
 from megatron_brorl.rollout.native.pages import page_bytes
 from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt, Rollout
@@ -71,7 +71,7 @@ def ops(request, monkeypatch):
     if request.param == "csrc":
         return FusedDecode()
     request.getfixturevalue("kernels_on_cpu")
-    monkeypatch.setattr(graphs, "record", lambda run, memory: run)
+    monkeypatch.setattr(torch_engine, "record", lambda run, memory: run)
     return FlashDecode()
 
 

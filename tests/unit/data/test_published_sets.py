@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_brorl.data.prepare.sets import INSTRUCTIONS, PRELUDE, SETS, Unusable, without_instruction
+from megatron_brorl.data.published_sets import INSTRUCTIONS, PRELUDE, SETS, Unusable, without_instruction
 from megatron_brorl.errors import UserError
 
 DAPO = (

@@ -47,7 +47,7 @@ class DataSet:
     id: str = ""
     frame: str = ""  # regular expression of a prompt with the set's own words; group 1 is the problem
     convert: Callable[[Mapping[str, Any], JsonRow], JsonRow] | None = None  # (published row, row) -> keys that change
-    evaluation: bool = False  # must not be trained on
+    test: bool = False  # must not be trained on
 
     def row(self, raw: Any, where: str) -> JsonRow:
         """Convert a published row to the keys of this project. Raises Unusable or UserError."""
@@ -162,37 +162,26 @@ def _ifeval(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
     return {"metadata": {key: raw[key] for key in ("instruction_id_list", "kwargs")}}
 
 
-_DAPO_FRAME = r"Solve the following math problem step by step\.[^\n]*\n\n(.*)\n\nRemember to put your answer on its .*"
-_EURUS_FRAME = r"(.*?)\n\nWrite Python code to solve the problem\..*"
+_DAPO = r"Solve the following math problem step by step\.[^\n]*\n\n(.*)\n\nRemember to put your answer on its .*"
+_EURUS = r"(.*?)\n\nWrite Python code to solve the problem\..*"
 _MAA = "problems are under copyright of the MAA"
 SETS: Mapping[str, DataSet] = {
     "gsm8k": DataSet("openai/gsm8k", "MIT", "math", "question", "answer", r"####\s*(.+)"),
-    "math500": DataSet(
-        "HuggingFaceH4/MATH-500", "not stated", "math", "problem", "answer", id="unique_id", evaluation=True
-    ),
-    "aime": DataSet(
-        "HuggingFaceH4/aime_2024", _MAA, "math", "problem|Problem|question", "answer|Answer", evaluation=True
-    ),
+    "math500": DataSet("HuggingFaceH4/MATH-500", "not stated", "math", "problem", "answer", id="unique_id", test=True),
+    "aime": DataSet("HuggingFaceH4/aime_2024", _MAA, "math", "problem|Problem|question", "answer|Answer", test=True),
     "deepscaler": DataSet("agentica-org/DeepScaleR-Preview-Dataset", "MIT", "math", "problem", "answer"),
     "dapo": DataSet(
-        "BytedTsinghua-SIA/DAPO-Math-17k",
-        "Apache-2.0",
-        "math",
-        "prompt",
-        "reward_model.ground_truth",
-        frame=_DAPO_FRAME,
+        "BytedTsinghua-SIA/DAPO-Math-17k", "Apache-2.0", "math", "prompt", "reward_model.ground_truth", frame=_DAPO
     ),
-    "eurus": DataSet("PRIME-RL/Eurus-2-RL-Data", "MIT", "code", "prompt", frame=_EURUS_FRAME, convert=_eurus),
+    "eurus": DataSet("PRIME-RL/Eurus-2-RL-Data", "MIT", "code", "prompt", frame=_EURUS, convert=_eurus),
     "humaneval": DataSet(
-        "openai/openai_humaneval", "MIT", "code", "prompt", id="task_id", convert=_humaneval, evaluation=True
+        "openai/openai_humaneval", "MIT", "code", "prompt", id="task_id", convert=_humaneval, test=True
     ),
     "mbpp": DataSet("google-research-datasets/mbpp", "CC BY 4.0", "code", "text|prompt", id="task_id", convert=_mbpp),
     "scp116k": DataSet(
         "EricLu/SCP-116K", "CC BY-NC-SA 4.0", "short_answer", "problem", "answer|extract_solution|solution"
     ),
-    "gpqa": DataSet(
-        "Idavidrein/gpqa", "CC BY 4.0", "choice", "Question", id="Record ID", convert=_gpqa, evaluation=True
-    ),
-    "ifeval": DataSet("google/IFEval", "Apache-2.0", "ifeval", "prompt", id="key", convert=_ifeval, evaluation=True),
+    "gpqa": DataSet("Idavidrein/gpqa", "CC BY 4.0", "choice", "Question", id="Record ID", convert=_gpqa, test=True),
+    "ifeval": DataSet("google/IFEval", "Apache-2.0", "ifeval", "prompt", id="key", convert=_ifeval, test=True),
     "rows": DataSet("", "your own", ""),
 }

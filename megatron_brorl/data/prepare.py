@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_brorl.data.chat import prompt_text
-from megatron_brorl.data.prepare.sets import INSTRUCTIONS, SETS, DataSet, Unusable, without_instruction
 from megatron_brorl.data.prompts import check_row
+from megatron_brorl.data.published_sets import INSTRUCTIONS, SETS, DataSet, Unusable, without_instruction
 from megatron_brorl.data.readers import parse_row, raw_rows
 from megatron_brorl.data.tokenizers import Tokenizer
 from megatron_brorl.errors import UserError
@@ -192,7 +192,7 @@ def _card(job: Job, counts: Counts) -> str:
     lines = [
         f"# {job.out.name}",
         f"Set: {job.name} ({hub}), licence: {job.data_set.licence}, sha256 {sha256(job.out)}",
-        f"Use: {'evaluation, not training' if job.data_set.evaluation else 'training'}",
+        f"Use: {'evaluation, not training' if job.data_set.test else 'training'}",
         *(f"Input: {path}, {rows} rows, sha256 {sha256(path)}" for path, rows in counts.read.items()),
         *([f"Problems that share {_N_GRAM} words in a row with these are dropped: {evaluations}"] * bool(evaluations)),
         *(f"Dropped, {reason}: {count} rows" for reason, count in sorted(counts.dropped.items())),

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_tokenizer import train_sentencepiece
 
 from megatron_brorl.cli.main import main
-from megatron_brorl.data.prepare.prepare import Contamination, Job, normalized, prepare
-from megatron_brorl.data.prepare.sets import SETS
+from megatron_brorl.data.prepare import Contamination, Job, normalized, prepare
 from megatron_brorl.data.prompts import read_rows
-from megatron_brorl.data.sentencepiece import train_sentencepiece
+from megatron_brorl.data.published_sets import SETS
 from megatron_brorl.errors import UserError
 
 FRUIT = "ann has three red apples and gives one of them to bo so how many are left"
