@@ -54,11 +54,12 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests: worlds of more than two processes, whole runs that are not marked `fast`, and slow.txt.
 
-    slow.txt lists test ids that take a second or more, since often only some cases of a test do.
+    slow.txt lists tests that take a second or more, and ids of single cases.
     """
     slow = set((TESTS / "slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
         size = getattr(item, "callspec", None) and item.callspec.params.get("size", 1)
         whole = item.path.is_relative_to(TESTS / "e2e") and not item.get_closest_marker("fast")
-        if whole or (size or 1) > 2 or f"tests/{item.nodeid.removeprefix('tests/')}" in slow:
+        name = f"tests/{item.nodeid.removeprefix('tests/')}"
+        if whole or (size or 1) > 2 or not slow.isdisjoint((name, name.partition("[")[0])):
             item.add_marker("slow")

@@ -89,11 +89,6 @@ def test_no_cycles():
     assert not cycles({m: (GRAPH[m] & files) - {m} for m in files})
 
 
-def test_a_cycle_would_be_found():
-    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c", "a"]]
-    assert not cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
-
-
 def test_heavy_packages_stay_in_their_rooms():
     allowed = {
         "megatron": lambda m: room(m) in ("parallel", "models", "checkpoints") or m == "megatron_brorl.train.worker",

@@ -27,17 +27,24 @@ SAMPLING = Sampling(1.0, 1.0, 0, 12, (2,))
 class Model:
     """A tiny model in a directory, and its weights as the trainer sends them."""
 
-    def __init__(self, directory: Path, seed: int = 0) -> None:
+    def __init__(self, directory: Path, family: str = "qwen2", tied: bool = False, **overrides: Any) -> None:
         self.directory = directory
-        self.module = tiny.make_model(directory, "qwen2", False, seed)
+        self.module = tiny.make_model(directory, family, tied, **overrides)
         self.shape = read_shape(directory)
 
     def stream(self, scale: float = 1.0) -> Any:
         return with_checksums([(n, p.detach() * scale) for n, p in self.module.named_parameters()])
 
-    def log_probs(self, rollout: Rollout, prompt: tuple[int, ...] = PROMPT.token_ids) -> torch.Tensor:
-        """Return the log-probabilities [G] of a rollout at temperature 1, by transformers."""
-        return tiny.log_probs(self.module, prompt, rollout.token_ids)
+    def logits(self, rollout: Rollout, prompt: tuple[int, ...] = PROMPT.token_ids) -> torch.Tensor:
+        """Return the logits [G, V] of a rollout by transformers."""
+        ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
+        with torch.no_grad():
+            logits: torch.Tensor = self.module(ids).logits[0, len(prompt) - 1 : -1]
+        return logits
+
+    def log_probs(self, rollout: Rollout) -> torch.Tensor:
+        """Return the log-probabilities [G] of a rollout at temperature 1."""
+        return self.logits(rollout).log_softmax(-1).gather(-1, rollout.token_ids[:, None])[:, 0]
 
 
 def make_engine(
@@ -61,6 +68,20 @@ def draw(engine: RemoteEngine, n: int = 16, first: int = 0, key: int = 11, **kwa
     """Sample the siblings first .. first + n - 1 of PROMPT."""
     sampling = kwargs.pop("sampling", SAMPLING)
     return engine.generate([Request(PROMPT, key, n, first)], sampling, **kwargs)[0]
+
+
+def damage_staged_weights(engine: RemoteEngine) -> None:
+    """Change a byte of each file of weights after the trainer has checked it."""
+    stage = engine._write_update
+
+    def damaged(tensors: Any, version: int) -> Any:
+        weights = stage(tensors, version)
+        with open(weights.path, "r+b") as file:
+            file.seek(weights.records[7].offset + 5)
+            file.write(b"\x55")
+        return weights
+
+    engine._write_update = damaged  # type: ignore[method-assign]
 
 
 def same(a: list[Rollout], b: list[Rollout]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contract.engines import PROMPT, SAMPLING, draw, same
+from contract.engines import SAMPLING, damage_staged_weights, draw, same
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor
@@ -72,10 +72,7 @@ def test_log_probs_are_of_the_sampling_distribution(model, start):
     cut = replace(SAMPLING, temperature=0.6, top_p=0.95)
     for sampling in (replace(SAMPLING, temperature=0.7), replace(SAMPLING, temperature=0.7, top_k=5, top_p=0.8), cut):
         for rollout in draw(engine, 8, sampling=sampling):
-            ids = torch.tensor([[*PROMPT.token_ids, *rollout.token_ids.tolist()]])
-            with torch.no_grad():
-                logits = model.module(ids).logits[0, len(PROMPT.token_ids) - 1 : -1]
-            expected = sampling_log_probs(logits, sampling.temperature, sampling.top_p, sampling.top_k)
+            expected = sampling_log_probs(model.logits(rollout), sampling.temperature, sampling.top_p, sampling.top_k)
             expected = expected.gather(-1, rollout.token_ids[:, None])[:, 0]
             torch.testing.assert_close(rollout.log_probs, expected, atol=5e-5, rtol=0)
     unasked = draw(engine, sampling=replace(cut, log_probs=False))
@@ -106,25 +103,25 @@ def test_engine_killed_in_its_sleep_restarts_at_wake(when, model, start, monkeyp
     assert "restarting it without weights" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("point", ["row:9", "load:1", "finish:1"])
-def test_results_after_a_kill_equal_undisturbed_ones(point, model, start, monkeypatch, tmp_path, capfd):
+def test_results_after_a_kill_equal_undisturbed_ones(model, start, monkeypatch, tmp_path, capfd):
     """Kill the engine after nine rollouts, before loading weights, and between loading and finishing."""
     undisturbed = start()
     undisturbed.update_weights(model.stream(), 0)
     undisturbed.update_weights(model.stream(0.9), 1)
     expected = draw(undisturbed, 40)
     flag = tmp_path / "died"
-    monkeypatch.setenv("BRORL_DOUBLE_DIE", f"{point}:{flag}")
-    flag.touch()  # disables the kill during the first update
-    engine = start()
-    engine.update_weights(model.stream(), 0)
-    flag.unlink()
-    engine.update_weights(model.stream(0.9), 1)
-    assert engine.version == 1
-    assert same(draw(engine, 40), expected)
-    assert flag.exists()
-    assert "ended (SIGKILL)" in capfd.readouterr().err
-    assert {path.name for path in engine.folder.glob("weights_*")} == {"weights_0", "weights_1"}
+    for point in ("row:9", "load:1", "finish:1"):
+        monkeypatch.setenv("BRORL_DOUBLE_DIE", f"{point}:{flag}")
+        flag.touch()  # disables the kill during the first update
+        engine = start()
+        engine.update_weights(model.stream(), 0)
+        flag.unlink()
+        engine.update_weights(model.stream(0.9), 1)
+        assert engine.version == 1
+        assert same(draw(engine, 40), expected)
+        assert flag.exists()
+        assert "ended (SIGKILL)" in capfd.readouterr().err
+        assert {path.name for path in engine.folder.glob("weights_*")} == {"weights_0", "weights_1"}
 
 
 def test_too_many_restarts_end_the_run(model, start, monkeypatch):
@@ -165,10 +162,13 @@ def test_two_ranks_share_an_engine(model, start):
         assert len({tuple(r.token_ids.tolist()) for r in siblings if len(r.token_ids) == 12}) > 3
 
 
-def test_a_process_that_does_not_answer_is_a_one_line_error(start, monkeypatch):
+def test_a_process_that_does_not_answer_is_a_one_line_error(start, monkeypatch, tmp_path):
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
     monkeypatch.setattr(process, "START_TIMEOUT_S", 0.3)
     with pytest.raises(UserError, match=r"did not answer within 0\.3 s; see"):
-        start()
+        start(config={"python": str(silent)})
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_process_that_does_not_answer_is_a_one_line_error(start, monkeypatch):
         ({}, {"PYTHONPATH": ""}, "No module named 'tensorrt_llm'"),
     ],
 )
-def test_failed_start_is_a_one_line_error(config, environment, message, start, monkeypatch, fresh):
+def test_failed_start_is_a_one_line_error(config, environment, message, start, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message) as error:
@@ -197,37 +197,35 @@ def test_batch_size_is_limited_by_the_cache(tokens, planned, rows, model, start,
     assert c.rows == rows
 
 
-@pytest.mark.parametrize("crashed", [False, True])
-def test_close_leaves_no_processes_and_files(crashed, model, start, fresh):
+def test_close_leaves_no_processes_and_files(model, start, fresh):
+    """Neither of the engine nor of one that crashed before, whose Ray keeps running."""
     engine = start()
     engine.update_weights(model.stream(), 0)
-    pid = engine.supervisor.pid
-    os.killpg(pid, 0)
-    if crashed:
-        os.kill(pid, signal.SIGKILL)  # its Ray keeps running
-        wait_for(lambda: engine.supervisor.pid != pid)
+    crashed = engine.supervisor.pid
+    os.killpg(crashed, 0)
+    os.kill(crashed, signal.SIGKILL)
+    wait_for(lambda: engine.supervisor.pid != crashed)
+    pids = [crashed, engine.supervisor.pid]
     engine.close()
     assert not engine.folder.exists()
-    assert not os.path.exists(f"/proc/{pid}")
-    wait_for(lambda: not has_members(pid))
+    for pid in pids:
+        assert not os.path.exists(f"/proc/{pid}")
+        wait_for(lambda pid=pid: not has_members(pid))
 
 
-@pytest.mark.parametrize("fault", ["missing", "damaged"])
-def test_faulty_update_leaves_the_engine_unchanged(fault, model, start):
-    pairs = list(model.stream())
-    if fault == "missing":
-        del pairs[-1]
-    else:
-        name, tensor = pairs[3]
-        pairs[3] = ChecksummedTensor(name, tensor.clone().fill_(1.0), pairs[3].checksum)
+def test_faulty_update_leaves_the_engine_unchanged(model, start):
     engine = start()
     engine.update_weights(model.stream(), 0)
     before, pid = draw(engine), engine.supervisor.pid
-    with pytest.raises(UpdateRefused):
-        engine.update_weights(pairs, 1)
-    assert engine.version == 0
-    assert same(draw(engine), before)
-    assert engine.supervisor.pid == pid
+    missing, damaged = list(model.stream())[:-1], list(model.stream())
+    name, tensor = damaged[3]
+    damaged[3] = ChecksummedTensor(name, tensor.clone().fill_(1.0), damaged[3].checksum)
+    for pairs in (missing, damaged):
+        with pytest.raises(UpdateRefused):
+            engine.update_weights(pairs, 1)
+        assert engine.version == 0
+        assert same(draw(engine), before)
+        assert engine.supervisor.pid == pid
 
 
 def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
@@ -235,16 +233,7 @@ def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
     monkeypatch.setattr(process, "MAX_RESTARTS", 1)
     engine = start()
     engine.update_weights(model.stream(), 0)
-    stage = engine._write_update
-
-    def spoiled(tensors, version):
-        weights = stage(tensors, version)
-        with open(weights.path, "r+b") as file:
-            file.seek(weights.records[7].offset + 5)
-            file.write(b"\x55")
-        return weights
-
-    engine._write_update = spoiled
+    damage_staged_weights(engine)
     with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
         engine.update_weights(model.stream(0.5), 1)
     with pytest.raises(UserError, match="gave up"):

@@ -29,3 +29,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     made = tmp_path_factory.mktemp("model")
     tiny.make_model(made, "qwen2", True)
     return str(made)
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny mixture of experts, which tests do not change."""
+    made = tmp_path_factory.mktemp("experts")
+    tiny.make_model(made, "qwen3_moe", False)
+    return str(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import tiny
@@ -43,6 +44,11 @@ def rows(seed: int, count: int = 24) -> tuple[list[torch.Tensor], list[torch.Ten
     )
 
 
+def share(items: Sequence[Any], grid: grids.Grid) -> list[Any]:
+    """Return the items of this data-parallel rank."""
+    return list(items[len(items) * grid.dp_rank // grid.dp_size : len(items) * (grid.dp_rank + 1) // grid.dp_size])
+
+
 _GRIDS: dict[str, tuple[grids.Grid, dict[str, Any]]] = {}
 
 
@@ -62,20 +68,25 @@ def make_worker(
     parallel: dict[str, Any],
     optim: OptimConfig | None = None,
     tokens: int = 120,
+    kind: Any = Worker,
     **kwargs: Any,
-) -> Worker:
+) -> Any:
+    """Return a worker of this kind with the weights of a Hugging Face directory."""
     grid = grid_of(**parallel)
     ops = backend(kwargs.pop("ops", "fused"), cpu_bridge.default_device())
     options = StageOptions(tokens, ops, **{"share_prompt": grid.cp_size == 1, **kwargs})
-    worker = Worker(read_shape(directory), grid, options, optim)
+    worker = kind(read_shape(directory), grid, options, optim)
     worker.load_hf(directory)
     return worker
 
 
-def log_probs(
-    _rank: int, directory: str, parallel: dict[str, Any], temperature: float
-) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Return log-probs of the responses on every rank, and on the last stage all logits [G, V] of every row."""
+def forward_and_export(
+    rank: int, directory: str, parallel: dict[str, Any], temperature: float, target: str
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return log-probs of the responses, on the last stage all logits [G, V] of every row, and the streamed weights.
+
+    Rank 0 writes the weights to the directory `target`.
+    """
     prompts, responses = rows(1)
     worker = make_worker(directory, parallel)
     actor = worker.actor
@@ -89,19 +100,13 @@ def log_probs(
         return type(actor).head(actor, hidden, batch, temperature)
 
     actor.head = head
-    found = worker.log_probs(prompts, responses, temperature)
+    log_probs = worker.log_probs(prompts, responses, temperature)
     for own in logits.values():
         dist.all_reduce(own, group=worker.grid.groups.cp)  # zeros except for this rank's tokens
-    return found, logits
-
-
-def export(rank: int, directory: str, parallel: dict[str, Any], target: str) -> dict[str, torch.Tensor]:
-    """Load a Hugging Face directory, stream it back, write it on rank 0, and return the streamed tensors."""
-    worker = make_worker(directory, parallel)
-    seen = {name: tensor.clone() for name, tensor in worker.hf_tensors()}
+    weights = streamed(worker)
     if rank == 0:
-        hugging_face.save(seen.items(), directory, target, "float32")
-    return seen
+        hugging_face.save(weights.items(), directory, target, "float32")
+    return log_probs, logits, weights
 
 
 def streamed(worker: Worker) -> dict[str, torch.Tensor]:
@@ -121,9 +126,7 @@ def train_steps(
     noise = [0.3 * torch.randn(len(r), generator=g) for r in responses]
     advantages = torch.randn(len(responses), generator=g)
     base = torch.full((), -4.0)
-    data = worker.grid.dp_size
-    rank = worker.grid.dp_rank
-    own = list(range(len(prompts) * rank // data, len(prompts) * (rank + 1) // data))
+    own = share(range(len(prompts)), worker.grid)
     experience = Experience(
         prompts=tuple(prompts),
         responses=tuple(responses),
@@ -175,10 +178,8 @@ def engine_gaps(_rank: int, directory: str, parallel: dict[str, Any], dtype: tor
 
 def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[torch.dtype]]:
     """Take two updates in bfloat16 with float32 masters; return metrics and the dtypes of the weights."""
-    grid = grid_of()
     optim = OptimConfig(lr=1e-3)
-    worker = Worker(read_shape(directory), grid, StageOptions(200, backend("fused", CPU), torch.bfloat16), optim)
-    worker.load_hf(directory)
+    worker = make_worker(directory, {}, optim, tokens=200, dtype=torch.bfloat16)
     prompts, responses = rows(2)
     lp = worker.log_probs(prompts, responses, 1.0)
     advantages = torch.linspace(-1, 1, len(prompts))

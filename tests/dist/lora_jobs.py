@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dist.jobs import make_worker, rows
+from dist.jobs import make_worker, rows, share, streamed
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
@@ -23,11 +23,10 @@ TEMPERATURE = 0.7
 ADVANTAGES = torch.randn(24, generator=torch.Generator().manual_seed(3))
 
 
-def experience_of(worker: Worker, rank: int = 0, ranks: int = 1) -> Experience:
+def experience_of(worker: Worker) -> Experience:
     """Return this data-parallel rank's part of the 24 responses of `rows`, whose ratios are 1."""
-    prompts, responses = (part[24 * rank // ranks : 24 * (rank + 1) // ranks] for part in rows(2))
-    own = ADVANTAGES[24 * rank // ranks : 24 * (rank + 1) // ranks]
-    per_token = tuple(a.expand(len(r)) for a, r in zip(own, responses, strict=True))
+    prompts, responses, advantages = (share(part, worker.grid) for part in (*rows(2), ADVANTAGES))
+    per_token = tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True))
     log_probs = worker.log_probs(prompts, responses, TEMPERATURE)
     return Experience(tuple(prompts), tuple(responses), tuple(log_probs), None, per_token)
 
@@ -57,13 +56,13 @@ def forward_and_gradients(
         "log_probs": worker.log_probs(*rows(2), TEMPERATURE),
         "logits": worker.last_logits(*rows(2)),
         "adapters": {name: tensor.clone() for name, tensor in worker.adapter_tensors()},
-        "merged": {name: tensor.clone() for name, tensor in worker.hf_tensors()},
+        "merged": streamed(worker),
     }
 
     # The worker's own DistributedDataParallel sums gradients in float32.
     worker.model = DistributedDataParallel(config, DistributedDataParallelConfig(), worker.actor)
     config.finalize_model_grads_func, config.no_sync_func = _reduce_gradients, worker.model.no_sync
-    experience = experience_of(worker, grid.dp_rank, grid.dp_size)
+    experience = experience_of(worker)
     lengths = [len(r) for r in experience.responses]
     loss = ActorLoss(experience, AlgoConfig(), token_weights(lengths, "token_mean", sum(map(len, rows(2)[1])), 24))
     worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker.head(TEMPERATURE))
@@ -84,7 +83,7 @@ def train_with_reference(
     optim = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.1)
     worker = make_worker(directory, parallel, optim, lora=LoraConfig(rank=3, alpha=12.0), seed=5, **options)
     reference = ReferencePolicy(worker, ReferenceConfig())
-    experience = experience_of(worker, worker.grid.dp_rank, worker.grid.dp_size)
+    experience = experience_of(worker)
     own = experience.prompts, experience.responses, TEMPERATURE
     adapters = [{name: tensor.clone() for name, tensor in worker.adapter_tensors()}]
 

@@ -6,19 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from dist.jobs import grid_of, rows
+from dist.jobs import make_worker, rows, share, streamed
 
 from megatron_brorl.config.schema import AlgoConfig, OptimConfig, ReferenceConfig
-from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.gpt import critic_body
 from megatron_brorl.models.weights import names
 from megatron_brorl.models.weights.stream import make_buckets, stream
-from megatron_brorl.ops.backend import backend
 from megatron_brorl.train.experience import make_experience
 from megatron_brorl.train.groups import mini_batches
 from megatron_brorl.train.models import CriticWorker, ReferencePolicy, TrainingModels
 from megatron_brorl.train.update import update_critic, update_policy
-from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt, PromptGroup, TrainingRollout
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
@@ -84,29 +81,25 @@ def ppo(
     _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any], algo: AlgoConfig, environment: bool
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the metrics of each step, with the trained positions, and the final weights of actor and critic."""
-    grid = grid_of(**parallel)
-    shape = read_shape(directory)
-    ops = backend(options.get("ops", "fused"), torch.device("cpu"))
-    stage = StageOptions(**{"tokens_per_micro_batch": 120, **options, "ops": ops})
-    worker = Worker(shape, grid, stage, OPTIM)
-    critic = CriticWorker(shape, grid, stage, CRITIC_OPTIM) if algo.advantage == "gae" else None
-    teacher = Worker(shape, grid, stage, None) if algo.distill_coef else None
-    for each in filter(None, (worker, critic, teacher)):
-        each.load_hf(directory)
+    worker = make_worker(directory, parallel, OPTIM, **options)
+    critic = teacher = None
+    if algo.advantage == "gae":
+        critic = make_worker(directory, parallel, CRITIC_OPTIM, kind=CriticWorker, **options)
+    if algo.distill_coef:
+        teacher = make_worker(directory, parallel, **options)
     models = TrainingModels(worker, critic, ReferencePolicy(worker, ReferenceConfig()), teacher)
     metrics = []
     for step in range(STEPS):
         groups, all_rows, advantages = scored(step, environment)
-        own = all_rows[24 * grid.dp_rank // grid.dp_size : 24 * (grid.dp_rank + 1) // grid.dp_size]
-        experience, found = make_experience(own, groups, advantages, models, algo, TEMPERATURE)
+        own = share(all_rows, worker.grid)
+        experience, step_metrics = make_experience(own, groups, advantages, models, algo, TEMPERATURE)
         batches = mini_batches(experience.slots, [0, 1, 2, 3], algo.mini_batches, "siblings") * algo.epochs
         if critic:
-            found |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
-        found |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, 4 * step)
+            step_metrics |= update_critic(critic, experience, batches, CLIP, CRITIC_OPTIM, 4 * step)
+        step_metrics |= update_policy(worker, experience, batches, algo, OPTIM, TEMPERATURE, 4 * step)
         places = [tuple(mask.nonzero().flatten().tolist()) for mask in experience.mask or ()]
-        metrics.append({**found, "trained": dict(zip(experience.ids, places, strict=True))})
-    weights = {name: tensor.clone() for name, tensor in worker.hf_tensors()}
-    return metrics, weights, critic_weights(critic) if critic else {}
+        metrics.append({**step_metrics, "trained": dict(zip(experience.ids, places, strict=True))})
+    return metrics, streamed(worker), critic_weights(critic) if critic else {}
 
 
 def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
@@ -115,7 +108,7 @@ def critic_weights(critic: CriticWorker) -> dict[str, torch.Tensor]:
     grid = critic.grid
     buckets = make_buckets(names.entries(shape, grid.pp_size), 4)
     parameters = names.global_parameters(critic.critic)
-    found = {n: t.clone() for n, t in stream(buckets, shape.kv_heads, parameters, grid, torch.float32)}
+    weights = {n: t.clone() for n, t in stream(buckets, shape.kv_heads, parameters, grid, torch.float32)}
     if grid.last_stage:
-        found["value_head"] = critic.critic.output_layer.weight.detach().clone()
-    return found
+        weights["value_head"] = critic.critic.output_layer.weight.detach().clone()
+    return weights

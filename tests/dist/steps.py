@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+import pytest
 import torch
-from dist.jobs import grid_of, make_worker
+from dist.jobs import grid_of, make_worker, streamed
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.config.schema import (
@@ -55,6 +56,32 @@ BASE = Config(
 )
 
 
+# 3 prompts x 32 over 2 or 4 replicas.
+UNEVEN = {"rollout": {"prompts": 3}}
+VARIANTS = {
+    "whole": UNEVEN | {"algo": {"mini_batches": 2}},
+    "siblings": UNEVEN | {"algo": {"mini_batches": 3, "mini_batch_of": "siblings", "epochs": 2}},
+    "one": UNEVEN,
+    "critic": UNEVEN
+    | {
+        "algo": {"advantage": "gae", "lam": 0.95, "mini_batches": 2, "epochs": 2},
+        "critic": {"lr": 2e-3, "warmup_steps": 1},
+    },
+    "reward_kl": UNEVEN
+    | {
+        "algo": {
+            "kl_coef": 0.05,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+            "mini_batches": 2,
+            "mismatch_mask": "sequence",
+        },
+        "optim": {"lr_for_rollouts": 24},
+    },
+    "partial": {"rollout": {"prompts": 3, "partial_tokens": 4}, "algo": {"mini_batches": 2}},
+}
+
+
 def configured(changes: dict[str, dict[str, Any]]) -> Config:
     return replace(BASE, **{name: replace(getattr(BASE, name), **values) for name, values in changes.items()})
 
@@ -90,6 +117,26 @@ def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any,
     return Trainer(config, grid, models, rollouts, fakes.Source(), held_out, (fakes.STOP,), 0.0)
 
 
+def trainer_of(directory: str, parallel: dict[str, Any], changes: dict[str, Any], engine: Any = None) -> Trainer:
+    """Return a trainer in a layout; changes: to BASE. Its engine has no weights yet."""
+    return make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine())
+
+
+def take_steps(trainer: Trainer, steps: int) -> list[dict[str, float]]:
+    """Send the weights to the engine and take steps; return the metrics of each."""
+    trainer.sync_weights()
+    return [trainer.train_step()[0] for _ in range(steps)]
+
+
+def restore(trainer: Trainer) -> None:
+    """Restore the newest checkpoint under run.dir."""
+    newest = checkpoint.find(Path(trainer.config.run.dir) / "checkpoints")
+    assert newest is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
+        trainer.restore(newest)
+
+
 def _critic(directory: str | Path, grid: Grid, config: Config) -> CriticWorker | None:
     if config.algo.advantage != "gae":
         return None
@@ -108,27 +155,23 @@ def run_steps(
     """
     mine = faults.get("rank", rank) == rank
     engine = fakes.Engine(**{k: v for k, v in faults.items() if k != "rank"} if mine else {})
-    trainer = make_trainer(directory, grid_of(**parallel), configured(changes), engine)
-    trainer.sync_weights()
-    metrics = [trainer.train_step()[0] for _ in range(steps)]
+    trainer = trainer_of(directory, parallel, changes, engine)
+    metrics = take_steps(trainer, steps)
     asked = [(i, r.prompt.id, range(r.first, r.first + r.n)) for i, call in enumerate(engine.calls) for r in call]
-    return metrics, {name: tensor.clone() for name, tensor in trainer.models.actor.hf_tensors()}, asked
+    return metrics, streamed(trainer.models.actor), asked
 
 
 def recorded(rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], folder: str) -> list[str]:
     """Record two steps and an evaluation; return the files that this rank wrote."""
-    config = configured(changes)
-    trainer = make_trainer(directory, grid_of(**parallel), config, fakes.Engine())
-    trainer.recorder = Recorder(Path(folder), config, fakes.Tokenizer().decode, (fakes.STOP,), rank)
-    trainer.sync_weights()
-    for _ in range(2):
-        trainer.train_step()
+    trainer = trainer_of(directory, parallel, changes)
+    trainer.recorder = Recorder(Path(folder), trainer.config, fakes.Tokenizer().decode, (fakes.STOP,), rank)
+    take_steps(trainer, 2)
     trainer.evaluate(_Silent())
     return sorted(path.name for path in Path(folder).glob(f"*.{rank:05d}.parquet"))
 
 
 def evaluation(_rank: int, directory: str, parallel: dict[str, Any], lose: set[tuple[str, int]]) -> dict[str, Any]:
-    trainer = make_trainer(directory, grid_of(**parallel), BASE, fakes.Engine(lose=lose))
+    trainer = trainer_of(directory, parallel, {}, fakes.Engine(lose=lose))
     trainer.sync_weights()
     return trainer.evaluate(_Silent()).as_dict()
 
@@ -143,37 +186,50 @@ class _Silent:
 
 def resumed(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, stop_at: int, root: str
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Take steps up to `stop_at`, save, and take the rest in a trainer that starts from there with another engine."""
-    grid = grid_of(**parallel)
-    config = configured(changes | {"run": {"seed": 3, "dir": root}})
-    first = make_trainer(directory, grid, config, fakes.Engine())
-    first.sync_weights()
-    metrics = [first.train_step()[0] for _ in range(stop_at)]
-    first.save()
-    return _go_on(directory, grid, config, metrics, steps - stop_at)
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Take steps and save after `stop_at` of them; then take the rest in a trainer that starts from the checkpoint.
+
+    Return metrics and final weights of both. test_checkpoints.py checks that saving changes no metric of a run.
+    """
+    trainer = trainer_of(directory, parallel, changes | {"run": {"seed": 3, "dir": root}})
+    metrics = take_steps(trainer, stop_at)
+    trainer.save()
+    metrics += [trainer.train_step()[0] for _ in range(steps - stop_at)]
+    return metrics, streamed(trainer.models.actor), *go_on(_rank, directory, parallel, changes, steps - stop_at, root)
 
 
 def go_on(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], steps: int, root: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Take steps from the checkpoint under `root`, which another layout may have written."""
-    config = configured(changes | {"run": {"seed": 3, "dir": root}})
-    return _go_on(directory, grid_of(**parallel), config, [], steps)
+    trainer = trainer_of(directory, parallel, changes | {"run": {"seed": 3, "dir": root}})
+    restore(trainer)
+    return take_steps(trainer, steps), streamed(trainer.models.actor)
 
 
-def _go_on(
-    directory: str, grid: Grid, config: Config, metrics: list[dict[str, float]], steps: int
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    trainer = make_trainer(directory, grid, config, fakes.Engine())
-    found = checkpoint.find(Path(config.run.dir) / "checkpoints")
-    assert found is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
-        trainer.restore(found)
-    trainer.sync_weights()
-    metrics = [*metrics, *(trainer.train_step()[0] for _ in range(steps))]
-    return metrics, {name: tensor.clone() for name, tensor in trainer.models.actor.hf_tensors()}
+# Metrics that depend on floating-point order; the others are counts or sums in the same order.
+ROUNDED = {
+    *("loss", "grad_norm", "entropy", "approx_kl", "ratio_mean", "ratio_max"),
+    *("logprob_gap_mean", "logprob_gap_max", "staleness_mean"),
+    *("reference_kl", "explained_variance", "value_mean", "return_mean", "value_loss", "critic_grad_norm"),
+}
+
+
+# Metrics that depend on the layout: shared prompts on several replicas, balance, and bytes sent.
+OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
+
+
+def assert_same(results, expected):
+    """Compare metrics and weights of every rank."""
+    wanted, weights = expected[:2]
+    for metrics, got, *_ in results:
+        for step, (a, b) in enumerate(zip(metrics, wanted, strict=True)):
+            assert a.keys() == b.keys()
+            for key in a.keys() - OF_LAYOUT:
+                tolerance = 1e-4 if key in ROUNDED or key.startswith("theory_") else 0
+                assert a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance, nan_ok=True), (step, key)
+        for name, value in weights.items():
+            assert (got[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 @dataclass(frozen=True)
@@ -205,14 +261,14 @@ def draw(
     slots = deal(list(product(range(len(groups)), range(n))), [0] * worker.grid.world_size)[worker.grid.rank]
     wanted, numbers = requests(slots, groups, {}, seed=1)
     result = Watchdog(engine, 300.0).generate(wanted, Sampling(1.0, 1.0, 0, 24, (2, 5, 7, 11)))
-    found = {}
+    drawn = {}
     for number, request, rollouts in zip(numbers, wanted, result.rollouts, strict=True):
         for r in rollouts:
             places = [seen[request.key, r.index, position] for position in range(len(r.token_ids))]
             uniforms = [u for u, _ in places]
             logits = torch.stack([row for _, row in places])
-            found[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)
-    return found
+            drawn[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)
+    return drawn
 
 
 def meeting(rank: int) -> str:
@@ -225,10 +281,10 @@ def meeting(rank: int) -> str:
     if rank == 1:
         shared_store().wait(["rank 0 has waited"], timedelta(seconds=60))
         return ""
-    said = "nobody was missed"
+    message = "no rank is missing"
     try:
         grid.barrier()
     except RuntimeError as e:
-        said = str(e)
+        message = str(e)
     shared_store().set("rank 0 has waited", "")
-    return said
+    return message

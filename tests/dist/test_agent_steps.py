@@ -4,24 +4,88 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import tiny
 import torch
-from dist.agent_jobs import GROUPS, OPTIM, N, scored
+from dist.jobs import make_worker, streamed
 from dist.test_ppo import descend, optimizer
-from dist.world import pairs
+from dist.world import PP, TP
 
-from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.config.schema import AlgoConfig, OptimConfig
+from megatron_brorl.train.experience import make_experience
+from megatron_brorl.train.groups import choose_subset, gather_outcomes, mini_batches, select_groups
+from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.redistribute import assign_replicas, cost_model, send_to_replicas
+from megatron_brorl.train.update import update_policy
+from megatron_brorl.types import Episode, Prompt, PromptGroup, Rollout, ScoredRollout
 
 pytestmark = pytest.mark.slow
+# Adam's eps well above float32 noise, so that layouts can be compared.
+OPTIM = OptimConfig(lr=2e-3, clip_grad=0.5, weight_decay=0.1, eps=1e-3)
+GROUPS, N = 3, 4
 COMMON = {"advantage": "grpo", "mini_batches": 2, "mini_batch_of": "siblings", "old_log_probs": "actor", "is_cap": 1.5}
 ALGOS = {
     "token_mean": AlgoConfig(aggregation="token_mean", **COMMON),
     "sequence_mean": AlgoConfig(aggregation="sequence_mean", **COMMON),
     "fixed": AlgoConfig(aggregation="fixed", aggregation_tokens=20, **COMMON),
 }
-LAYOUTS = [(1, {}, {}), (2, {}, {}), (2, {"pipeline": 2}, {"share_prompt": False}), (2, {"tensor": 2}, {})]
+CASES = [
+    *((1, {}, {}, name) for name in ALGOS),
+    (2, {}, {}, "sequence_mean"),
+    (2, PP, {"share_prompt": False}, "token_mean"),
+    (2, TP, {}, "fixed"),
+]
+
+
+def scored() -> list[ScoredRollout]:
+    """Return rollouts of one to three sequences, each with one to three calls. Some begin with the same prompt."""
+    g = torch.Generator().manual_seed(3)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=g))
+
+    rollouts = []
+    for group in range(GROUPS):
+        first = torch.randint(0, tiny.VOCAB, (draw(5, 9),), generator=g)
+        for sibling in range(N):
+            ids: list[torch.Tensor] = []
+            sampled: list[int] = []
+            starts = []
+            for sequence in range(1 + (group + sibling) % 3):
+                starts.append(sum(map(len, ids)))
+                for call in range(draw(1, 4)):
+                    shared = sequence < 2 and not call
+                    context = first if shared else torch.randint(0, tiny.VOCAB, (draw(1, 6),), generator=g)
+                    new = torch.randint(0, tiny.VOCAB, (draw(1, 7),), generator=g)
+                    ids += [context, new]
+                    sampled += [0] * len(context) + [1] * len(new)
+            mask = torch.tensor(sampled, dtype=torch.bool)
+            log_probs = (-5.0 + 0.4 * torch.randn(len(mask), generator=g)) * mask
+            episode = Episode(mask, turns=len(ids) // 2, starts=tuple(starts))
+            rollout = Rollout(sibling, torch.cat(ids), log_probs, "stop", ((0, len(mask)),), episode)
+            rollouts.append(ScoredRollout(group, rollout, float(torch.rand(1, generator=g)), right=False))
+    return rollouts
+
+
+def step(
+    rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any], algo: AlgoConfig
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Send the rollouts to their replicas, and take a step per mini-batch. Return metrics and the final weights."""
+    worker = make_worker(directory, parallel, OPTIM, **options)
+    grid = worker.grid
+    own = scored()[rank :: grid.world_size]
+    outcomes = select_groups(gather_outcomes(own, GROUPS, N))
+    groups = [PromptGroup(Prompt(str(i), "", (1, 2), None, "none"), 0, i) for i in range(GROUPS)]
+    subset = choose_subset(outcomes, algo)
+    replica, _ = assign_replicas(outcomes, subset, [2] * GROUPS, algo, cost_model(worker), grid.dp_size)
+    received, _ = send_to_replicas(own, outcomes, replica, grid)
+    models = TrainingModels(worker)
+    experience, metrics = make_experience(received, groups, outcomes.rewards, models, algo, 1.0)
+    batches = mini_batches(experience.slots, outcomes.kept, algo.mini_batches, algo.mini_batch_of)
+    metrics |= update_policy(worker, experience, batches, algo, OPTIM, 1.0, 0)
+    return metrics, streamed(worker)
 
 
 def loop(directory, algo):
@@ -31,12 +95,12 @@ def loop(directory, algo):
 
     def log_probs(rollout):
         """Return the log-probabilities of the sampled tokens, by one pass per sequence."""
-        found = []
+        parts = []
         for begin, end in pairwise((*rollout.episode.starts, len(rollout.token_ids))):
             ids, sampled = rollout.token_ids[begin:end], rollout.episode.sampled[begin:end]
             table = actor(ids[None]).logits[0, :-1].log_softmax(-1)
-            found.append(table.gather(-1, ids[1:, None])[:, 0][sampled[1:]])
-        return torch.cat(found)
+            parts.append(table.gather(-1, ids[1:, None])[:, 0][sampled[1:]])
+        return torch.cat(parts)
 
     rows = scored()
     with torch.no_grad():
@@ -71,12 +135,12 @@ def loops(tmp_path_factory):
     return cache(lambda name: loop(tmp_path_factory.mktemp("model"), ALGOS[name]))
 
 
-@pytest.mark.parametrize(("size", "parallel", "options", "name"), pairs(LAYOUTS, list(ALGOS)))
+@pytest.mark.parametrize(("size", "parallel", "options", "name"), CASES)
 def test_steps_equal_a_plain_loop(worlds, loops, size, parallel, options, name):
     """A rollout counts once, whatever the number of its sequences."""
     directory, expected, weights = loops(name)
     assert any(len(r.rollout.episode.starts) == 3 for r in scored())
-    for metrics, own in worlds(size).run("agent_jobs:step", directory, parallel, options, ALGOS[name]):
+    for metrics, own in worlds(size).run("test_agent_steps:step", directory, parallel, options, ALGOS[name]):
         assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-6)
         assert metrics["trained_tokens"] == sum(int(r.rollout.episode.sampled.sum()) for r in scored())
         assert metrics["finite_rows"] == sum(len(r.rollout.episode.starts) for r in scored()) > GROUPS * N

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
-from dist.ppo_jobs import scored
+from dist.jobs import make_worker, share
+from dist.ppo_jobs import TEMPERATURE, scored
 from dist.test_ppo import distribution, log_probs
-from dist.world import pairs
+from dist.world import PP, TP
 
 from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.models.weights import names
+from megatron_brorl.models.weights.stream import make_buckets, stream
+from megatron_brorl.train.experience import make_experience
+from megatron_brorl.train.models import TrainingModels
+from megatron_brorl.train.update import ActorLoss
+from megatron_brorl.types import Prompt, PromptGroup, TrainingRollout
 
-LAYOUTS = [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {}), (4, {"tensor": 2, "pipeline": 2})]
-# The source of log pi, and the difference between the vocabularies of teacher and student.
-CASES = [("actor", 8), ("rollout", -1)]
+# Layout, source of log pi, and the difference between the vocabularies of teacher and student.
+CASES = [
+    (1, {}, "actor", 8),
+    (2, TP, "rollout", -1),
+    (2, {}, "rollout", 8),
+    (4, TP | PP, "actor", -1),
+]
 SIZES = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 8, "intermediate_size": 100}
 
 
@@ -24,10 +37,22 @@ def make_models(folder, vocab, teacher_vocab):
     return [str(folder / "student"), str(folder / "teacher")], student.double(), teacher.double()
 
 
-@pytest.mark.parametrize(("size", "parallel", "case"), pairs(LAYOUTS, CASES))
-def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, case):
+def advantages(
+    _rank: int, folders: list[str], parallel: dict[str, Any], algo: AlgoConfig
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return the advantages of this replica's part of 24 rollouts by their ids, and metrics. folders: of both models"""
+    actor, teacher = (make_worker(folder, parallel, offload=True) for folder in folders)
+    models = TrainingModels(actor, teacher=teacher)
+    models.offload()
+    assert not any(p.untyped_storage().nbytes() for p in teacher.actor.parameters())
+    groups, rollouts, table = scored(0)
+    experience, metrics = make_experience(share(rollouts, actor.grid), groups, table, models, algo, TEMPERATURE)
+    return dict(zip(experience.ids, experience.advantages, strict=True)), metrics
+
+
+@pytest.mark.parametrize(("size", "parallel", "source", "more"), CASES)
+def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, source, more):
     """Rows with an id that the teacher does not know are left out. The student samples it from its padding."""
-    source, more = case
     folders, student, teacher = make_models(tmp_path, tiny.VOCAB, tiny.VOCAB + more)
     groups, rollouts, rewards = scored(0)
     expected = {}
@@ -43,12 +68,33 @@ def test_advantages_equal_a_plain_loop(worlds, tmp_path, size, parallel, case):
     assert (len(expected) == 24) == (more > 0)
 
     algo = AlgoConfig(distill_coef=0.3, old_log_probs=source)
-    results = worlds(size).run("distillation_jobs:advantages", folders, parallel, algo)
-    assert set().union(*(found for found, _ in results)) == expected.keys()
-    for found, metrics in results:
+    results = worlds(size).run("test_distillation:advantages", folders, parallel, algo)
+    assert set().union(*(advantages for advantages, _ in results)) == expected.keys()
+    for advantages, metrics in results:
         assert metrics["teacher_kl"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-5)
-        for name, mine in found.items():
+        for name, mine in advantages.items():
             torch.testing.assert_close(mine.double(), expected[name], atol=1e-5, rtol=1e-5)
+
+
+def expected_gradient(
+    _rank: int, folders: list[str], prefixes: list[list[int]], pi: torch.Tensor, algo: AlgoConfig
+) -> dict[str, torch.Tensor]:
+    """Return the sum over prefixes and next tokens x of pi(x) times the gradient of the loss of x, by name.
+
+    pi: [prefixes, V], the student's probabilities.
+    """
+    worker, teacher = (make_worker(folder, {}, dtype=torch.float64) for folder in folders)
+    groups = [PromptGroup(Prompt(str(i), "", tuple(p), None, "none"), 0, i) for i, p in enumerate(prefixes)]
+    tokens = [(g, x) for g in range(len(prefixes)) for x in range(pi.shape[1])]
+    rollouts = [TrainingRollout(g, x, torch.tensor([x]), pi[g, x, None].log().float(), False) for g, x in tokens]
+    models = TrainingModels(worker, teacher=teacher)
+    experience, _ = make_experience(rollouts, groups, torch.zeros(pi.shape), models, algo, TEMPERATURE)
+
+    loss = ActorLoss(experience, algo, pi.flatten().tolist())
+    worker._run(worker.micro_batches(experience.prompts, experience.responses), loss, worker.head(TEMPERATURE))
+    gradients = {name: p.grad for name, p in names.global_parameters(worker.actor).items()}
+    buckets = make_buckets(names.entries(worker.shape, 1), 8)
+    return {n: x.clone() for n, x in stream(buckets, worker.shape.kv_heads, gradients, worker.grid, torch.float64)}
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl(worlds, tmp_path):
@@ -59,8 +105,8 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(worlds, tmp_path):
     own, other = (torch.cat([distribution(m, torch.tensor(p), one) for p in prefixes]) for m in (student, teacher))
     (0.7 * (own.exp() * (own - other.detach())).sum()).backward()
     algo = AlgoConfig(distill_coef=0.7, is_cap=0.0)
-    (found,) = worlds(1).run("distillation_jobs:expected_gradient", folders, prefixes, own.detach().exp(), algo)
+    (gradients,) = worlds(1).run("test_distillation:expected_gradient", folders, prefixes, own.detach().exp(), algo)
     wanted = {name: p.grad for name, p in student.named_parameters()}
-    assert found.keys() == wanted.keys()
+    assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():  # The advantages are float32.
-        assert (found[name] - gradient).norm() <= 3e-6 * gradient.norm(), name
+        assert (gradients[name] - gradient).norm() <= 3e-6 * gradient.norm(), name

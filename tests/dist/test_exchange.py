@@ -1,20 +1,84 @@
-"""Exchange of rows on 2 and 4 ranks: bit-exact, at equal cost, and without unnecessary bytes."""
+"""Exchange of rows on 2 and 4 ranks without a model: bit-exact, at equal cost, and without unnecessary bytes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import prod
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from dist.exchange_jobs import CUT, LOST, PROMPTS, N, rollout
+import torch.distributed as dist
+from dist.jobs import grid_of
+from dist.world import PP, TP
 
 from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel.balance import CostModel
+from megatron_brorl.rollout.sampler import deal
+from megatron_brorl.train import redistribute
+from megatron_brorl.train.groups import choose_subset, gather_outcomes, select_groups
+from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
-LAYOUTS = [(2, {}), (2, {"tensor": 2}), (4, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})]
+GROUPS = 6
+N = 90
+PROMPTS = [5, 300, 20, 40, 8, 150]  # tokens
+LOST = {(0, 3), (2, 89), (5, 44)}
+CUT = {(4, 17)}  # so that group 4 is not closed
 KEPT = [0, 1, 2, 5]  # all of group 3 are right, and one of group 4 continues in the next step
 PAIR = 1e-3
+
+
+@cache
+def rollout(group: int, sibling: int) -> ScoredRollout:
+    """Make a rollout from its position; some log-probabilities are not finite, and some tokens not sampled."""
+    g = torch.Generator().manual_seed(1000 * group + sibling)
+    tokens = int((200 * (0.5 * torch.randn(2, generator=g).sum()).exp()).clamp(1, 900))
+    log_probs = torch.randn(tokens, generator=g)
+    log_probs[-1] = (float("nan"), float("-inf"), -0.0)[sibling % 3]
+    finish = "cut" if (group, sibling) in CUT else ("stop", "length")[tokens > 700]
+    # All of group 3 are right, so that it is not kept.
+    reward = 1.0 if group == 3 else float(sibling % 4 == 0)
+    ids = torch.randint(0, 2**30, (tokens,), generator=g)
+    routes = torch.randint(0, 300, (PROMPTS[group] + tokens - 1, 3, 1), generator=g, dtype=torch.int16)
+    episode = Episode(torch.arange(tokens) % 5 > 0, 3) if sibling % 3 else None
+    rollout = Rollout(sibling, ids, log_probs, finish, ((0, tokens),), episode, routes)
+    return ScoredRollout(group, rollout, reward, finish != "cut" and sibling % 3 == 0, sibling + 2**40)
+
+
+def exchanged(
+    rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel, message: int, with_routes: bool
+) -> dict[str, Any]:
+    """Return this rank's rows, its log, and the bytes of its messages to other ranks."""
+    grid = grid_of(**parallel)
+    slots = list(product(range(GROUPS), range(N)))
+    own = [rollout(*slot) for slot in deal(slots, [0] * grid.world_size)[rank] if slot not in LOST]
+    outcomes = select_groups(gather_outcomes(own, GROUPS, N))
+    subset = choose_subset(outcomes, algo)
+    replica, balance = redistribute.assign_replicas(outcomes, subset, PROMPTS, algo, costs, grid.dp_size)
+
+    sent = []
+    send = dist.all_to_all_single
+
+    def spy(received: torch.Tensor, flat: torch.Tensor, sizes: list[int], splits: list[int]) -> Any:
+        assert sum(splits) == len(flat)
+        sent.append(flat.element_size() * (sum(splits) - splits[rank]))
+        return send(received, flat, sizes, splits)
+
+    with mock.patch.object(dist, "all_to_all_single", spy), mock.patch.object(redistribute, "MESSAGE_BYTES", message):
+        no_routes = torch.empty(0, 3, 1, dtype=torch.int16) if with_routes else None
+        rows, moved = redistribute.send_to_replicas(own, outcomes, replica, grid, PROMPTS, no_routes)
+    return {
+        "replica": grid.dp_rank,
+        "rows": [replace(row, log_probs=row.log_probs.view(torch.int32)) for row in rows],
+        "held": [(row.group, row.rollout.index) for row in own],
+        "moved": moved,
+        "balance": balance,
+        "sent": sum(sent),
+        "messages": len(sent),
+    }
 
 
 def cost(rows: list[tuple[int, int]]) -> float:
@@ -23,23 +87,30 @@ def cost(rows: list[tuple[int, int]]) -> float:
     return sum(n + PAIR * sum(range(n)) for n in lengths)
 
 
-@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
-@pytest.mark.parametrize(("of", "overlong", "message"), [("prompts", False, 2**28), ("siblings", True, 80_000)])
+@pytest.mark.parametrize(
+    ("size", "parallel", "of", "overlong", "message"),
+    [
+        (2, {}, "prompts", False, 2**28),
+        (2, TP, "siblings", True, 80_000),
+        (4, PP, "prompts", False, 2**28),
+        (4, {}, "siblings", True, 80_000),
+    ],
+)
 def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message):
     with_routes = overlong
     algo = AlgoConfig(mini_batches=3, mini_batch_of=of, overlong_filter=overlong)
     costs = CostModel(PAIR, 4096, False)
-    found = worlds(size).run("exchange_jobs:exchanged", parallel, algo, costs, message, with_routes)
+    ranks = worlds(size).run("test_exchange:exchanged", parallel, algo, costs, message, with_routes)
     model = prod(parallel.values())
-    replicas = {f["replica"]: f["rows"] for f in found}
+    replicas = {rank["replica"]: rank["rows"] for rank in ranks}
     assert sorted(replicas) == list(range(size // model))
 
     # All ranks of a replica have the same rows; every trained row is on one replica, unchanged.
     places = {}
-    for f in found:
-        for a, b in zip(f["rows"], replicas[f["replica"]], strict=True):
+    for rank in ranks:
+        for a, b in zip(rank["rows"], replicas[rank["replica"]], strict=True):
             assert (a.group, a.index) == (b.group, b.index)
-        for row in f["rows"]:
+        for row in rank["rows"]:
             sent = rollout(row.group, row.index)
             assert torch.equal(row.token_ids, sent.rollout.token_ids)
             assert torch.equal(row.log_probs, sent.rollout.log_probs.view(torch.int32))
@@ -50,7 +121,7 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
                 assert torch.equal(row.routes, sent.rollout.routes)
             else:
                 assert row.routes is None
-            places[row.group, row.index] = f["replica"]
+            places[row.group, row.index] = rank["replica"]
     expected = {slot for slot in product(KEPT, range(N)) if slot not in LOST | CUT}
     if overlong:
         expected = {slot for slot in expected if rollout(*slot).rollout.finish == "stop"}
@@ -74,22 +145,32 @@ def test_rows_reach_their_replicas(worlds, size, parallel, of, overlong, message
         assert max(costs) <= 1.02 * sum(costs) / len(costs)
         mean = mean + sum(costs) / len(costs)
         most = most + max(costs)
-    assert all(f["balance"] == pytest.approx(mean / most, abs=1e-3) for f in found)
+    assert all(rank["balance"] == pytest.approx(mean / most, abs=1e-3) for rank in ranks)
 
     # A row is sent once to every rank of its replica that did not sample it, 4 bytes per id and per log-probability,
     # and 2 for each of the 3 experts of a token.
-    holders = {slot: f["replica"] for f in found for slot in f["held"]}
+    holders = {slot: rank["replica"] for rank in ranks for slot in rank["held"]}
     needed = sum(
         (8 * len(r.token_ids) + 6 * with_routes * len(r.routes)) * (model - (holders[slot] == at))
         for (slot, at), r in ((place, rollout(*place[0]).rollout) for place in places.items())
     )
-    assert {f["moved"] for f in found} == {needed}
-    assert sum(f["sent"] for f in found) == needed
-    assert all(f["messages"] > (2 if message < 2**28 else 0) for f in found)
+    assert {rank["moved"] for rank in ranks} == {needed}
+    assert sum(rank["sent"] for rank in ranks) == needed
+    assert all(rank["messages"] > (2 if message < 2**28 else 0) for rank in ranks)
+
+
+def nothing(_rank: int, parallel: dict[str, Any], algo: AlgoConfig, costs: CostModel) -> tuple[list[Any], int, float]:
+    """Return rows, bytes and balance of a step whose groups were all lost."""
+    grid = grid_of(**parallel)
+    outcomes = select_groups(gather_outcomes([], GROUPS, N))
+    subset = choose_subset(outcomes, algo)
+    replica, balance = redistribute.assign_replicas(outcomes, subset, PROMPTS, algo, costs, grid.dp_size)
+    rows, moved = redistribute.send_to_replicas([], outcomes, replica, grid)
+    return rows, moved, balance
 
 
 def test_exchange_without_rows_to_train_on(worlds):
     """If every rollout is lost, all ranks agree that there are no messages."""
     algo = AlgoConfig(mini_batches=2)
-    for f in worlds(2).run("exchange_jobs:nothing", {}, algo, CostModel(PAIR, 4096, True)):
-        assert f == ([], 0, 1.0)
+    for result in worlds(2).run("test_exchange:nothing", {}, algo, CostModel(PAIR, 4096, True)):
+        assert result == ([], 0, 1.0)

@@ -1,43 +1,65 @@
-"""Mixtures of experts in many layouts: logits, gradients, training steps, and checkpoints of training."""
+"""Mixtures of experts in many layouts: logits, gradients and training steps. test_checkpoints.py resumes runs."""
 
 from __future__ import annotations
 
 import re
-from functools import partial
-from itertools import product
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from conversions import to_hf, weights
-from dist.jobs import rows
-from dist.test_distributed_optimizer import BF16, OVERLAP, ZERO
-from dist.test_steps import VARIANTS, assert_bit_exact, assert_same
+from dist.jobs import make_worker, rows, streamed
+from dist.steps import VARIANTS
+from dist.world import CP, EP, PP, SEQUENCE
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_brorl.config.schema import LoraConfig
+from megatron_brorl.config.schema import LoraConfig, OptimConfig
+from megatron_brorl.parallel.packing import Packed
 
-EP2, EP4 = {"expert": 2}, {"expert": 4}
-TP = {"tensor": 2, "sequence": True}
+EP4 = {"expert": 4}
+TP_EP = SEQUENCE | EP
 SHARED = "qwen2_moe"
 WHOLE = {"share_prompt": False}  # context parallelism needs whole sequences
-LAYOUTS = [
-    (1, {}, {}),
-    (1, {}, {"ops": "reference", "tokens": 60}),
-    (2, {}, {"recompute": True}),
-    (2, {"pipeline": 2}, {}),
-    (2, EP2, {}),
-    (2, EP2, {"first": 7, "tokens": 60}),  # different numbers of micro-batches
-    (2, EP2, {"first": 24, "overlap": True}),  # no rows on one rank
-    (2, {**TP, **EP2}, {}),
-    (2, {"context": 2, **EP2}, WHOLE),
-    (4, {"context": 2, **EP2}, WHOLE),  # each expert on two ranks
-    (4, EP2, {"first": 3, "tokens": 60}),  # no rows on two ranks
-    (4, {"pipeline": 2, **EP2}, {"recompute": True}),
-    (4, {**TP, **EP4}, {"first": 7}),
-    (4, {**TP, **EP2, "pipeline": 2}, {}),
-]
+REFERENCE = {"ops": "reference"}
+
+
+def gradients(
+    _rank: int, directory: str, parallel: dict[str, Any], options: dict[str, Any]
+) -> tuple[dict[int, Tensor], dict[str, Tensor], float]:
+    """Return logits [G, V] of this replica's rows, the gradient of the mean of -log p, and its norm.
+
+    The option first is the number of rows of the first replica; the last one has the others. The option routes has the
+    experts of every row, or None.
+    """
+    first = options.pop("first", 12)
+    routes = options.pop("routes")
+    worker = make_worker(directory, parallel, OptimConfig(clip_grad=0.0), **options)
+    prompts, responses = rows(1)
+    grid = worker.grid
+    ends = [0, *[first] * (grid.dp_size - 1), len(prompts)]
+    own = range(ends[grid.dp_rank], ends[grid.dp_rank + 1])
+    logits: dict[int, Tensor] = {}
+
+    def loss(batch: Packed, head: Any) -> tuple[Tensor, None]:
+        rows_of_batch = batch.split(head.logits(torch.arange(len(head.hidden))).detach())
+        logits.update((own[row], values) for row, values in rows_of_batch)
+        return -head.log_probs()[0].sum() / sum(map(len, responses)), None
+
+    own_routes = routes and [routes[i] for i in own]
+    step, _ = worker.train(
+        [prompts[i] for i in own], [responses[i] for i in own], loss, worker.head(1.0), 0.0, own_routes
+    )
+    for values in logits.values():
+        dist.all_reduce(values, group=grid.groups.cp)  # zeros except for this rank's tokens
+    with torch.no_grad():
+        for p in worker.actor.parameters():
+            p.copy_(p.main_grad)
+    return logits, streamed(worker), step.grad_norm
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +75,8 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(models, tmp_path_factory):
     """Logits of the rows, and the gradient of the mean of -log p, by transformers, by model and replay."""
-    found = {}
-    for kind, replayed in product(models, (True, False)):
+
+    def compute(kind, replayed):
         model = AutoModelForCausalLM.from_pretrained(models[kind])
         logits = []
         loss = torch.zeros(())
@@ -70,8 +92,9 @@ def expected(models, tmp_path_factory):
             parameter.data = parameter.grad
         target = tmp_path_factory.mktemp("gradients")
         model.save_pretrained(target)
-        found[kind, replayed] = ([x.detach() for x in logits], tiny.weights(target))
-    return found
+        return [x.detach() for x in logits], tiny.weights(target)
+
+    return cache(compute)
 
 
 def given_experts():
@@ -99,42 +122,40 @@ def choose(gate, experts, hidden):
     return logits, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, experts
 
 
-PLAIN_WEIGHTS = [(1, {}, {}, False, False), (2, EP2, {"tokens": 60}, False, False)]  # norm_topk_prob = false
-SHARED_EXPERT = [
-    (1, {}, {"ops": "reference", "recompute": True}, SHARED, False),
-    (2, {**TP, **EP2}, {}, SHARED, False),
-    (2, {**TP, **EP2}, {"ops": "reference"}, SHARED, True),
-    (4, {"pipeline": 2, **EP2}, {"recompute": True}, SHARED, False),
-]
-REPLAYED = [
-    (1, {}, {}, False, True),
+# Layout, options, kind of the model (norm_topk_prob, or SHARED), and whether the experts are given.
+GRADIENTS = [
+    (1, {}, {}, True, False),
+    (1, {}, REFERENCE | {"tokens": 60}, False, False),
     (1, {}, {**WHOLE, "tokens": 60, "recompute": True}, True, True),
-    (2, {"pipeline": 2}, {"tokens": 60}, True, True),
-    (2, EP2, {"first": 7, "tokens": 60}, True, True),
-    (2, {**TP, **EP2}, {"tokens": 60, "recompute": True}, True, True),
-    (2, {"context": 2, **EP2}, {**WHOLE, "tokens": 60}, True, True),
-    (4, {"pipeline": 2, **EP2}, {"tokens": 60, "recompute": True}, True, True),
-    (4, {**TP, **EP4, "context": 2}, WHOLE, True, True),
+    (1, {}, REFERENCE | {"recompute": True}, SHARED, False),
+    (2, EP, {"first": 7, "tokens": 60}, False, False),  # different numbers of micro-batches
+    (2, EP, {"first": 24, "overlap": True}, True, False),  # no rows on one rank
+    (2, PP, {"tokens": 60}, True, True),
+    (2, TP_EP, {}, SHARED, False),
+    (2, TP_EP, REFERENCE | {"tokens": 60, "recompute": True}, SHARED, True),
+    (2, CP | EP, WHOLE | {"tokens": 60}, True, True),
+    (4, CP | EP, WHOLE, True, False),  # each expert on two ranks
+    (4, EP, {"first": 3, "tokens": 60}, True, False),  # no rows on two ranks
+    (4, PP | EP, {"recompute": True}, SHARED, False),
+    (4, TP_EP | PP, {}, True, False),
+    (4, SEQUENCE | EP4 | CP, WHOLE, True, True),
 ]
 
 
-@pytest.mark.parametrize(
-    ("size", "parallel", "options", "kind", "replayed"),
-    [*((*case, True, False) for case in LAYOUTS), *PLAIN_WEIGHTS, *SHARED_EXPERT, *REPLAYED],
-)
+@pytest.mark.parametrize(("size", "parallel", "options", "kind", "replayed"), GRADIENTS)
 def test_logits_and_gradients_equal_transformers(worlds, models, expected, size, parallel, options, kind, replayed):
-    logits, of_loss = expected[kind, replayed]
+    logits, of_loss = expected(kind, replayed)
     options = options | {"routes": given_experts() if replayed else None}
     norm = torch.stack([x.norm() for x in of_loss.values()]).norm().item()
     seen: set[int] = set()
-    for found, gradients, got in worlds(size).run("expert_jobs:gradients", models[kind], parallel, options):
-        assert got == pytest.approx(norm, rel=1e-5)
-        for row, values in found.items():
+    for own_logits, gradients, own_norm in worlds(size).run("test_experts:gradients", models[kind], parallel, options):
+        assert own_norm == pytest.approx(norm, rel=1e-5)
+        for row, values in own_logits.items():
             torch.testing.assert_close(values, logits[row], atol=1e-4, rtol=0)
             got, want = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, logits[row]))
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)  # about 20 units in the last place
         torch.testing.assert_close(gradients, of_loss, atol=5e-6, rtol=0)
-        seen |= found.keys()
+        seen |= own_logits.keys()
     assert seen == set(range(len(logits)))
 
 
@@ -151,115 +172,48 @@ OVERLAPPED = {"distributed_optimizer": True, "overlap": True}
 FROZEN = {"freeze_router": True}
 LORA = {"lora": LoraConfig(rank=4, targets=("q_proj", "o_proj"))}
 TRAINING = [
-    (2, {}, {}, OVERLAPPED),
-    (2, EP2, {}, {"tokens": 60, "offload": True}),
-    (2, EP2, FROZEN, {"overlap": True}),
-    (2, {**TP, **EP2}, {}, OVERLAPPED),
-    (2, {**TP, **EP2}, LORA, OVERLAPPED),
-    (2, {"context": 2, **EP2}, {}, {**OVERLAPPED, **WHOLE}),
-    (4, EP2, {}, {**OVERLAPPED, "tokens": 60}),  # each expert on two ranks, which share its optimizer
-    (4, EP2, FROZEN, {**OVERLAPPED, "offload": True}),
-    (4, {"pipeline": 2, **EP2}, {}, {**OVERLAPPED, "offload": True, "recompute": True}),
-    (4, {**TP, **EP4}, {}, {"distributed_optimizer": True, "offload": True}),
+    (2, EP, {}, {"tokens": 60, "offload": True}),
+    (2, EP, FROZEN, {"overlap": True}),
+    (2, TP_EP, LORA, OVERLAPPED),
+    (2, CP | EP, {}, OVERLAPPED | WHOLE),
+    (4, EP, {}, OVERLAPPED | {"tokens": 60}),  # each expert on two ranks, which share its optimizer
+    (4, PP | EP, FROZEN, OVERLAPPED | {"offload": True, "recompute": True}),
+    (4, SEQUENCE | EP4, {}, {"distributed_optimizer": True, "offload": True}),
 ]
 
 
 @pytest.fixture(scope="module")
 def single(worlds, models):
     """Two updates in a single process with the ops in plain torch, by the trained parameters."""
-    options = {"tokens": 100_000, "ops": "reference", "share_prompt": False}
+    options = {"tokens": 100_000} | REFERENCE | WHOLE
     before = tiny.weights(models[True])
-    found = []
+    results = []
     for trained, fixed in (({}, "never"), (FROZEN, r"\.mlp\.gate\."), (LORA, r"(?<!q_proj|o_proj)\.weight$")):
         result = worlds(1).run("jobs:train_steps", models[True], {}, options | trained)[0]
         assert {name for name, x in result[1].items() if torch.equal(x, before[name])} == set(
             filter(re.compile(fixed).search, before)
         )
-        found.append((trained, result))
-    return found
+        results.append((trained, result))
+    return results
 
 
 @pytest.mark.parametrize(("size", "parallel", "trained", "options"), TRAINING)
 def test_training_steps_equal_those_of_a_single_process(worlds, models, single, size, parallel, trained, options):
     expected_metrics, expected_weights = next(result for key, result in single if key == trained)
-    for metrics, found in worlds(size).run("jobs:train_steps", models[True], parallel, options | trained):
+    for metrics, got_weights in worlds(size).run("jobs:train_steps", models[True], parallel, options | trained):
         for got, want in zip(metrics, expected_metrics, strict=True):
             for key in ("loss", "grad_norm", "entropy"):
                 assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6)
-        torch.testing.assert_close(found, expected_weights, atol=1e-6, rtol=0)
-
-
-# The engine of the following tests records no experts.
-FEW = {"rollout": {"n": 8, "replay_routes": "never"}}
-CRITIC, KL = (VARIANTS[name] | FEW for name in ("critic", "reward_kl"))
-TP_EP = {**TP, **EP2}
-
-
-@pytest.fixture(scope="module")
-def steps(worlds, models):
-    """Metrics and weights of three steps in one process, by the settings that differ."""
-    found = {}
-
-    def get(changes):
-        if repr(changes) not in found:
-            (found[repr(changes)],) = worlds(1).run("steps:run_steps", models[True], {}, changes, 3, {})
-        return found[repr(changes)]
-
-    return get
-
-
-@pytest.mark.parametrize(
-    ("size", "parallel", "changes", "other_size", "other"),
-    [
-        (1, {}, CRITIC, 2, EP2),
-        (2, EP2, CRITIC, 1, {}),
-        (2, EP2, CRITIC, 4, {**TP_EP, "pipeline": 2}),
-        (2, TP_EP, KL, 2, EP2),
-        (2, TP_EP, FEW, 2, {"pipeline": 2}),
-        (4, EP4, FEW, 2, TP_EP),
-    ],
-)
-def test_resume_in_another_layout(worlds, models, tmp_path, steps, size, parallel, changes, other_size, other):
-    metrics, expected, _ = steps(changes)
-    worlds(size).run("steps:resumed", models[True], parallel, changes, 2, 2, str(tmp_path))
-    got = worlds(other_size).run("steps:go_on", models[True], other, changes, 1, str(tmp_path))
-    assert_same(got, (metrics[2:], expected, None))
-    for _, found in got:
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("size", "parallel", "changes", "optimizer"),
-    [
-        (2, EP2, FEW, BF16),
-        (2, EP2, CRITIC, ZERO),
-        (2, TP_EP, FEW, ZERO | BF16),
-        (4, EP2, CRITIC, OVERLAP),
-        (4, {**EP2, "pipeline": 2}, FEW, BF16),
-    ],
-)
-def test_resume_is_bit_exact(worlds, models, tmp_path, steps, size, parallel, changes, optimizer):
-    whole = worlds(size).run("steps:run_steps", models[True], parallel, changes | optimizer, 3, {})
-    cut = worlds(size).run("steps:resumed", models[True], parallel, changes | optimizer, 3, 2, str(tmp_path))
-    assert_bit_exact(cut, whole)
-    if "model" not in optimizer:
-        assert_same(whole, steps(changes))
-
-
-def test_the_distributed_optimizer_needs_the_saved_expert_size(worlds, models, tmp_path, steps):
-    """Another number of replicas is allowed."""
-    metrics, expected, _ = steps(FEW)
-    worlds(2).run("steps:resumed", models[True], EP2, FEW | ZERO, 2, 2, str(tmp_path))
-    got = worlds(4).run("steps:go_on", models[True], EP2, FEW | ZERO, 1, str(tmp_path))
-    assert_same(got, (metrics[2:], expected, None))
-    for refused in worlds(2).run("saving_jobs:refused", models[True], {}, FEW | ZERO, str(tmp_path)):
-        assert re.search("parallel.expert = 2 and this run has .*parallel.expert = 1;", refused)
+        torch.testing.assert_close(got_weights, expected_weights, atol=1e-6, rtol=0)
 
 
 def test_a_checkpoint_with_frozen_routers_becomes_a_hugging_face_directory(worlds, models, tmp_path):
-    ((_, expected), _) = worlds(2).run("steps:resumed", models[True], EP2, KL | {"train": FROZEN}, 2, 2, str(tmp_path))
+    changes = VARIANTS["reward_kl"] | {"rollout": {"n": 8, "replay_routes": "never"}, "train": FROZEN}
+    ((_, expected, *_), _) = worlds(2).run("steps:resumed", models[True], EP, changes, 2, 2, str(tmp_path))
     to_hf(tmp_path / "checkpoints" / "step_00000002", tmp_path / "back", Path(models[True]))
-    found = weights(tmp_path / "back")
-    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    converted = weights(tmp_path / "back")
+    torch.testing.assert_close(converted, expected, atol=0, rtol=0)
     before = tiny.weights(models[True])
-    assert {name for name in before if torch.equal(found[name], before[name])} == {n for n in before if ".gate." in n}
+    assert {name for name in before if torch.equal(converted[name], before[name])} == {
+        n for n in before if ".gate." in n
+    }

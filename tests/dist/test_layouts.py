@@ -9,26 +9,14 @@ import pytest
 import tiny
 import torch
 from dist.jobs import rows
-from dist.world import World, pairs
+from dist.world import CP, EP, PP, SEQUENCE, TP, World, pairs
 from ops.linear_cases import EVERYTHING, OTHER_LOSSES, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
 from megatron_brorl.ops.reference import linear as reference
 
-LAYOUTS = [
-    (1, {}),
-    (2, {"tensor": 2}),
-    (2, {"tensor": 2, "sequence": True}),
-    (2, {"pipeline": 2}),
-    (4, {"tensor": 2, "pipeline": 2}),
-]
-EP2, EP4, TP_EP = {"expert": 2}, {"expert": 4}, {"tensor": 2, "sequence": True, "expert": 2}
 MIXTURES = [("qwen3_moe", False), ("qwen2_moe", False)]
-CONTEXTS = [
-    (2, {"context": 2}),
-    (4, {"context": 2, "pipeline": 2}),
-    (4, {"context": 2, "tensor": 2, "sequence": True}),
-]
+QWEN2, QWEN3 = ("qwen2", True), ("qwen3", False)
 
 
 @pytest.fixture(scope="module")
@@ -41,33 +29,35 @@ def models(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize(("size", "parallel", "case"), pairs([*LAYOUTS, *CONTEXTS], tiny.CASES))
-def test_logits_and_log_probs_equal_transformers(worlds, models, size, parallel, case):
+@pytest.mark.parametrize(
+    ("size", "parallel", "case"),
+    [
+        *pairs([(1, {})], [*tiny.CASES, MIXTURES[0]]),
+        *pairs([(2, TP), (2, SEQUENCE), (2, PP), (2, CP)], [QWEN2, QWEN3]),
+        *pairs([(4, TP | PP), (4, CP | SEQUENCE)], [("llama", False), ("gemma3", True)]),
+        (4, CP | PP, ("gemma3", False)),
+        (2, SEQUENCE | EP, MIXTURES[1]),
+    ],
+)
+def test_logits_and_a_round_trip_equal_transformers(worlds, models, tmp_path, size, parallel, case):
+    """Logits agree within rounding, and the weights have the same bits on every rank and in the written directory."""
     directory, model = models[case]
-    results = worlds(size).run("jobs:log_probs", directory, parallel, 0.7)
+    target = tmp_path / "out"
+    results = worlds(size).run("jobs:forward_and_export", directory, parallel, 0.7, str(target))
     prompts, responses = rows(1)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         with torch.no_grad():
-            logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / 0.7).log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
-        for log_probs, _ in results:
-            torch.testing.assert_close(log_probs[row], expected, atol=1e-4, rtol=0)
-        last_stage = [found[row] for _, found in results if found]
+            expected = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+        expected_log_probs = (expected / 0.7).log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
+        for log_probs, _, _ in results:
+            torch.testing.assert_close(log_probs[row], expected_log_probs, atol=1e-4, rtol=0)
+        last_stage = [logits[row] for _, logits, _ in results if logits]
         assert len(last_stage) == size // parallel.get("pipeline", 1)
-        for found in last_stage:
-            torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
+        for logits in last_stage:
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
-
-@pytest.mark.parametrize(
-    ("size", "parallel", "case"),
-    [*pairs(LAYOUTS, tiny.CASES), *pairs([(1, {}), (2, EP2), (4, EP4)], MIXTURES[:1]), (2, TP_EP, MIXTURES[1])],
-)
-def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case):
-    directory, model = models[case]
-    target = tmp_path / "out"
-    results = worlds(size).run("jobs:export", directory, parallel, str(target))
-    for found in (*results, tiny.weights(target)):
-        torch.testing.assert_close(found, tiny.weights(directory), atol=0, rtol=0)
+    for weights in (*(result[2] for result in results), tiny.weights(target)):
+        torch.testing.assert_close(weights, tiny.weights(directory), atol=0, rtol=0)
     loaded = AutoModelForCausalLM.from_pretrained(target)
     assert type(loaded) is type(model)
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
@@ -79,72 +69,65 @@ def test_round_trip_is_bit_exact(worlds, models, tmp_path, size, parallel, case)
 
 # Terms of the loss in addition to the default ones.
 FULL = {"dual_clip": 5.5, "entropy_coef": 0.1, "aggregation": "fixed", "aggregation_tokens": 20}
-SEQUENCE = {"ratio": "sequence", "aggregation": "sequence_mean"}
+OF_SEQUENCES = {"ratio": "sequence", "aggregation": "sequence_mean"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-OVERLAPPED = {"distributed_optimizer": True, "overlap": True}
-TRAINING = [
-    (2, {"tensor": 2}, {}),
-    (2, {"tensor": 2, "sequence": True}, {}),
-    (2, {"pipeline": 2}, {}),
-    (4, {"tensor": 2, "pipeline": 2}, {}),
-    (2, {}, {}),
-    (4, {"tensor": 2}, {}),
-    (4, {"pipeline": 2}, {"recompute": True}),
-    (1, {}, {"tokens": 1}),  # one row per micro-batch
-    (1, {}, {}),
-    (1, {}, {"share_prompt": False}),
-    (4, {"tensor": 2, "pipeline": 2}, {"share_prompt": False}),
-    (4, {"tensor": 2, "pipeline": 2, "sequence": True}, {"recompute": True, "tokens": 60}),
-    (2, {"pipeline": 2}, {"fields": SELECTIVE}),
-    (2, {}, {"overlap": True, "tokens": 60}),
-    (4, {"tensor": 2}, {"offload": True, "overlap": True, "fields": SELECTIVE}),
-    (2, {}, {"distributed_optimizer": True}),
-    (4, {"pipeline": 2}, {"distributed_optimizer": True, "overlap": True, "tokens": 60}),
-    (2, {}, OVERLAPPED),
-    (4, {"tensor": 2}, {**OVERLAPPED, "ops": "reference", "offload": True}),
-    (2, {"tensor": 2}, {"ops": "reference"}),
-    (2, {"pipeline": 2}, {"ops": "reference"}),
-    (4, {"tensor": 2, "pipeline": 2}, {"algo": FULL}),
-    (2, {}, {"algo": FULL, "ops": "reference"}),
-    (2, {"tensor": 2}, {"algo": SEQUENCE}),
-    (2, {"pipeline": 2}, {"algo": SEQUENCE, "ops": "reference"}),
-    *((size, parallel, {"share_prompt": False}) for size, parallel in CONTEXTS),
-    (4, {"context": 2}, {"share_prompt": False, "algo": FULL, "tokens": 30}),  # two replicas of two ranks
-    (2, {"context": 2}, {"share_prompt": False, "recompute": True, "ops": "reference", "overlap": True}),
-]
-
-
+ZERO = {"distributed_optimizer": True}
+WHOLE = {"share_prompt": False}
+REFERENCE = {"ops": "reference"}
+# Tied and untied models alternate: the embedding and the head of a tied one are a parameter on two stages.
 TRAINED = [
-    # Layouts with additional options are slow, the plain ones are not.
-    *(
-        pytest.param(*pair, marks=pytest.mark.slow if pair[2] else ())
-        for pair in pairs(TRAINING, [("qwen2", True), ("qwen3", False)])
-    ),
-    # The other cases run once, in the layout with the most divisions.
-    *(
-        (4, {"tensor": 2, "pipeline": 2, "sequence": True}, {}, (family, True))
-        for family in tiny.FAMILIES
-        if family not in ("qwen2", "qwen3")
-    ),
+    (1, {}, {}, QWEN2),
+    (1, {}, WHOLE, QWEN3),
+    (1, {}, {"tokens": 1}, QWEN3),  # one row per micro-batch
+    (2, {}, {}, QWEN3),
+    (2, TP, {}, QWEN2),
+    (2, PP, {}, QWEN2),
+    (2, PP, {}, QWEN3),
+    (2, SEQUENCE, {}, QWEN3),
+    (2, TP, {"algo": OF_SEQUENCES}, QWEN3),
+    (2, TP, REFERENCE, QWEN2),
+    (2, PP, {"algo": OF_SEQUENCES, **REFERENCE}, QWEN3),
+    (2, PP, {"fields": SELECTIVE}, QWEN2),
+    (2, CP, WHOLE, QWEN3),
+    (2, CP, {**WHOLE, **REFERENCE, "recompute": True, "overlap": True}, QWEN2),
+    (2, {}, {"algo": FULL, **REFERENCE}, QWEN2),
+    (2, {}, {"overlap": True, "tokens": 60}, QWEN2),
+    (2, {}, ZERO, QWEN2),
+    (2, {}, {**ZERO, "overlap": True}, QWEN3),
+    (4, TP, {"offload": True, "overlap": True, "fields": SELECTIVE}, QWEN3),
+    (4, TP, {**ZERO, **REFERENCE, "overlap": True, "offload": True}, QWEN2),
+    (4, PP, {**ZERO, "overlap": True, "tokens": 60}, QWEN2),
+    (4, PP, {"recompute": True}, QWEN3),
+    (4, TP | PP, {**WHOLE, "algo": FULL}, QWEN2),
+    (4, SEQUENCE | PP, {"recompute": True, "tokens": 60}, QWEN3),
+    (4, SEQUENCE | PP, {}, ("llama", True)),
+    (4, SEQUENCE | PP, {}, ("gemma3", True)),
+    (4, CP, {**WHOLE, "algo": FULL, "tokens": 30}, QWEN2),  # two replicas of two ranks
+    (4, CP | PP, WHOLE, QWEN2),
+    (4, CP | SEQUENCE, WHOLE, QWEN3),
 ]
 
 
 @pytest.fixture(scope="module")
 def single(worlds, models):
     """Two updates in a single process: one micro-batch, no shared prompts, the ops in plain torch."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def get(case, algo):
         key = f"{case} {algo}"
-        if key not in found:
-            options = {"tokens": 100_000, "ops": "reference", "share_prompt": False, "algo": algo}
-            found[key] = worlds(1).run("jobs:train_steps", models[case][0], {}, options)[0]
-        return found[key]
+        if key not in results:
+            options = {"tokens": 100_000, **REFERENCE, **WHOLE, "algo": algo}
+            results[key] = worlds(1).run("jobs:train_steps", models[case][0], {}, options)[0]
+        return results[key]
 
     return get
 
 
-@pytest.mark.parametrize(("size", "parallel", "options", "case"), TRAINED)
+# The layouts without options run in `make test-fast`.
+@pytest.mark.parametrize(
+    ("size", "parallel", "options", "case"),
+    [pytest.param(*case, marks=pytest.mark.slow if case[2] else ()) for case in TRAINED],
+)
 def test_training_step_equals_single_process(worlds, models, single, size, parallel, options, case):
     """Loss, gradient norm and updated weights of two clipped AdamW steps, within 1e-5 relative."""
     expected_metrics, expected = single(case, options.get("algo", {}))
@@ -163,35 +146,19 @@ def test_training_step_equals_single_process(worlds, models, single, size, paral
 
 def test_pipeline_stages_exchange_activations_only(worlds, models):
     """The receiver knows the shapes of all micro-batches, which differ in length."""
-    first, last = worlds(2).run("jobs:pipeline_messages", models["qwen2", True][0], {"pipeline": 2})
+    first, last = worlds(2).run("jobs:pipeline_messages", models[QWEN2][0], {"pipeline": 2})
     assert (first["isend"], last["isend"]) == (last["irecv"], first["irecv"])
     assert first["isend"] == last["isend"]  # gradients have the shapes of the activations
-    hidden = tiny.weights(models["qwen2", True][0])["model.norm.weight"].shape[0]
+    hidden = tiny.weights(models[QWEN2][0])["model.norm.weight"].shape[0]
     assert {(dtype, shape[1:]) for dtype, shape in first["isend"]} == {(torch.float32, (1, hidden))}
     assert len({shape[0] for _, shape in first["isend"]}) > 1
-
-
-# Every rank has an engine; two data-parallel copies of the actor serve twice as many.
-ENGINES = [*LAYOUTS, (2, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "parallel", "case"),
-    [
-        *pairs(ENGINES, [("qwen2", True)]),
-        *pairs([(1, {}), (4, {"tensor": 2, "pipeline": 2})], [(f, False) for f in tiny.FAMILIES if f != "qwen2"]),
-    ],
-)
-def test_engine_log_probs_equal_the_actor_s(worlds, models, size, parallel, case):
-    assert max(worlds(size).run("jobs:engine_gap", models[case][0], parallel)) <= 1e-4
 
 
 def test_engine_log_probs_of_eight_ranks(models):
     """TP2 x PP2 twice: two data-parallel copies of an actor over four ranks."""
     world = World(8)
     try:
-        gaps = world.run("jobs:engine_gap", models["qwen2", True][0], {"tensor": 2, "pipeline": 2})
+        gaps = world.run("jobs:engine_gap", models[QWEN2][0], {"tensor": 2, "pipeline": 2})
     finally:
         world.close()
     assert max(gaps) <= 1e-4
@@ -199,7 +166,7 @@ def test_engine_log_probs_of_eight_ranks(models):
 
 def test_bf16_trains_with_fp32_masters(worlds, models):
     """The first loss has a closed form: minus the token mean of the advantages."""
-    directory = models["qwen2", True][0]
+    directory = models[QWEN2][0]
     ((metrics, dtypes),) = worlds(1).run("jobs:bf16_step", directory)
     assert dtypes == {torch.bfloat16}
     prompts, responses = rows(2)
@@ -212,8 +179,13 @@ def test_bf16_trains_with_fp32_masters(worlds, models):
     assert metrics[0]["loss"] == pytest.approx(float(-(advantages * tokens).sum() / tokens.sum()), rel=1e-2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence"), *OTHER_LOSSES])
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (4, EVERYTHING),
+        *((2, each) for each in (SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence"), *OTHER_LOSSES)),
+    ],
+)
 def test_fused_loss_over_a_sharded_vocabulary(worlds, world, settings):
     """Values, metrics and gradients of 2 and 4 tensor-parallel ranks equal the float64 reference on one."""
     expected = make(150, 16, 1001, seed=7).call(reference.linear_ppo_loss, settings=settings, upstream=-1.5)

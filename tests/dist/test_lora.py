@@ -27,19 +27,15 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any], str, LoraConfig]] = [
     (1, {}, {}, "llama", ALL),
     (1, {}, REFERENCE, "llama", ALL),
     (1, {}, {"share_prompt": False, "tokens": 60}, "llama", SOME),
-    (1, {}, {"recompute": True}, "qwen2", ALL),
     (1, {}, SELECTIVE, "qwen3", ALL),
+    (1, {}, {"recompute": True}, "gemma3", SOME),
     (2, {}, {}, "llama", ALL),
     (2, {"tensor": 2}, {}, "llama", ALL),
-    (2, {"tensor": 2}, REFERENCE, "qwen2", SOME),
     (2, SEQUENCE, {}, "qwen2", ALL),
     (2, SEQUENCE, REFERENCE, "llama", ALL),
     (2, {"pipeline": 2}, {}, "llama", ALL),
     (4, DIVIDED, {"recompute": True, "tokens": 60}, "llama", SOME),
-    (4, DIVIDED, {}, "qwen2", ALL),
     (4, DIVIDED, {}, "qwen3", ALL),
-    (4, DIVIDED, {}, "gemma3", ALL),
-    (1, {}, {"recompute": True}, "gemma3", SOME),
 ]
 
 
@@ -88,17 +84,17 @@ def loop(model: Any, lora: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any
 def test_outputs_gradients_and_merged_weights_equal_peft_s(worlds, peft_results, size, parallel, options, family, lora):
     directory, adapters, expected = peft_results(family, lora)
     results = worlds(size).run("lora_jobs:forward_and_gradients", directory, parallel, lora, adapters, options)
-    for rank, found in enumerate(results):
-        for got, want in zip(found["log_probs"], expected["log_probs"], strict=True):
+    for rank, result in enumerate(results):
+        for got, want in zip(result["log_probs"], expected["log_probs"], strict=True):
             torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=0)
-        assert (found["logits"] is None) == ("pipeline" in parallel and rank < size // 2)
-        if found["logits"] is not None:
-            torch.testing.assert_close(found["logits"], torch.stack(expected["logits"]), atol=1e-6, rtol=0)
-        assert all(torch.equal(found["adapters"][name], value) for name, value in adapters.items())
-        assert found["gradients"].keys() == found["adapters"].keys() == adapters.keys()
+        assert (result["logits"] is None) == ("pipeline" in parallel and rank < size // 2)
+        if result["logits"] is not None:
+            torch.testing.assert_close(result["logits"], torch.stack(expected["logits"]), atol=1e-6, rtol=0)
+        assert all(torch.equal(result["adapters"][name], value) for name, value in adapters.items())
+        assert result["gradients"].keys() == result["adapters"].keys() == adapters.keys()
         for name, gradient in expected["gradients"].items():
-            assert (found["gradients"][name] - gradient).norm() <= 1e-6 * gradient.norm(), name
-        for name, weight in found["merged"].items():
+            assert (result["gradients"][name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+        for name, weight in result["merged"].items():
             torch.testing.assert_close(weight, expected["merged"][name], atol=1e-12, rtol=0)
 
 
@@ -120,11 +116,16 @@ def trained(worlds, directory):
 def test_training_and_the_reference(worlds, directory, trained, size, parallel, options, error):
     """The reference is the base model, with the same bits, and after its reset it is the policy of that moment."""
     dtype = options.get("dtype", torch.float32)
-    for found, adapters in worlds(size).run("lora_jobs:train_with_reference", directory, parallel, options):
+    for log_probs, adapters in worlds(size).run("lora_jobs:train_with_reference", directory, parallel, options):
         for name, other in {"reference": "base", "reference after its reset": "trained"}.items():
-            assert all(torch.equal(a, b) for a, b in zip(found[name], found[other], strict=True)), name
-        assert max(float((a - b).abs().max()) for a, b in zip(found["trained"], found["base"], strict=True)) > 1e-2
-        assert max(float((a - b).abs().max()) for a, b in zip(found["actor"], found["trained"], strict=True)) > 1e-3
+            assert all(torch.equal(a, b) for a, b in zip(log_probs[name], log_probs[other], strict=True)), name
+        assert (
+            max(float((a - b).abs().max()) for a, b in zip(log_probs["trained"], log_probs["base"], strict=True)) > 1e-2
+        )
+        assert (
+            max(float((a - b).abs().max()) for a, b in zip(log_probs["actor"], log_probs["trained"], strict=True))
+            > 1e-3
+        )
         for name, value in trained[0].items():
             assert torch.equal(adapters[0][name], value.to(dtype)), name
         for name, value in trained[1].items():

@@ -1,13 +1,30 @@
-"""Metrics and traces of two ranks."""
+"""Metrics and traces of two ranks with made-up timelines."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+from dist.jobs import grid_of
+
+from megatron_brorl.parallel import collectives
+from megatron_brorl.tracking.timeline import Span, Timeline
+from megatron_brorl.train.throughput import cluster_metrics, write_trace
+
+
+def metrics_and_texts(rank: int, path: str) -> tuple[dict[str, float], list[str]]:
+    """Return metrics and gathered texts; the second rank takes three times as long and has a longer text."""
+    grid_of()
+    spans = [Span("generate", 0.0, 1.0 + 2 * rank, {"tokens": 100.0}), *[Span("round", 0.0, 5.0, {})] * (1 + rank)]
+    timeline = Timeline(spans=spans)
+    write_trace(Path(path), timeline, rank, -float(rank))
+    metrics = cluster_metrics(timeline, {"train": 2.0, "step": 10.0}, 0.0, None)
+    return metrics, collectives.all_gather(f"rank {rank}" * (1 + 3 * rank))
 
 
 def test_two_ranks(worlds, tmp_path):
     path = tmp_path / "traces" / "step_000001.json"
-    (metrics, lines), other = worlds(2).run("metrics_jobs:metrics_and_texts", str(path))
+    (metrics, lines), other = worlds(2).run("test_metrics_of_ranks:metrics_and_texts", str(path))
     assert other == (metrics, lines)
     assert lines == ["rank 0", "rank 1" * 4]
     assert metrics["ranks/generate_slowest"] == 3.0

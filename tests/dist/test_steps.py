@@ -7,47 +7,14 @@ from itertools import product
 import fakes
 import pytest
 import torch
-from dist.world import World, pairs
+from dist.steps import VARIANTS, assert_same
+from dist.world import CP, PP, TP, World
 
 from megatron_brorl.algo.pass_at_k import pass_at_k
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout_log import entries, read_groups, read_rollouts
 
 pytestmark = pytest.mark.slow
-LAYOUTS = [
-    (2, {}),
-    (4, {}),
-    (4, {"tensor": 2}),
-    (4, {"pipeline": 2}),
-    (4, {"context": 2}),
-]
-# 3 prompts x 32 over 2 or 4 replicas.
-UNEVEN = {"rollout": {"prompts": 3}}
-VARIANTS = {
-    "whole": UNEVEN
-    | {
-        "algo": {"mini_batches": 2},
-    },
-    "siblings": UNEVEN | {"algo": {"mini_batches": 3, "mini_batch_of": "siblings", "epochs": 2}},
-    "one": UNEVEN,
-    "critic": UNEVEN
-    | {
-        "algo": {"advantage": "gae", "lam": 0.95, "mini_batches": 2, "epochs": 2},
-        "critic": {"lr": 2e-3, "warmup_steps": 1},
-    },
-    "reward_kl": UNEVEN
-    | {
-        "algo": {
-            "kl_coef": 0.05,
-            "kl_in": "reward",
-            "kl_estimator": "k1",
-            "mini_batches": 2,
-            "mismatch_mask": "sequence",
-        },
-        "optim": {"lr_for_rollouts": 24},
-    },
-    "partial": {"rollout": {"prompts": 3, "partial_tokens": 4}, "algo": {"mini_batches": 2}},
-}
 LOST = {("p/0", 5), ("p/1", 15), ("p/1", 16), ("p/2", 31), ("p/4", 0)}
 STEPS = {"partial": 5, "critic": 3}
 
@@ -55,55 +22,28 @@ STEPS = {"partial": 5, "critic": 3}
 @pytest.fixture(scope="module")
 def single(worlds, directory):
     """Return the result of a variant in a single process."""
-    found = {}
+    results = {}
 
     def get(variant, lose):
         key = (variant, frozenset(lose))
-        if key not in found:
+        if key not in results:
             arguments = (directory, {}, VARIANTS[variant], STEPS.get(variant, 2), {"lose": lose})
-            (found[key],) = worlds(1).run("steps:run_steps", *arguments)
-        return found[key]
+            (results[key],) = worlds(1).run("steps:run_steps", *arguments)
+        return results[key]
 
     return get
-
-
-# Metrics that depend on floating-point order; the others are counts or sums in the same order.
-ROUNDED = {
-    *("loss", "grad_norm", "entropy", "approx_kl", "ratio_mean", "ratio_max"),
-    *("logprob_gap_mean", "logprob_gap_max", "staleness_mean"),
-    *("reference_kl", "explained_variance", "value_mean", "return_mean", "value_loss", "critic_grad_norm"),
-}
-
-
-# Metrics that depend on the layout: shared prompts on several replicas, balance, and bytes sent.
-OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
-
-
-def assert_same(results, expected):
-    """Compare metrics and weights of every rank."""
-    wanted, weights = expected[:2]
-    for metrics, got, *_ in results:
-        for step, (a, b) in enumerate(zip(metrics, wanted, strict=True)):
-            assert a.keys() == b.keys()
-            for key in a.keys() - OF_LAYOUT:
-                tolerance = 1e-4 if key in ROUNDED or key.startswith("theory_") else 0
-                assert a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance, nan_ok=True), (step, key)
-        for name, value in weights.items():
-            assert (got[name] - value).norm() <= 1e-5 * value.norm(), name
-
-
-def assert_bit_exact(resumed, whole):
-    """Compare metrics and weights of every rank; repr, because some metrics are NaN."""
-    for (metrics, weights), (expected, expected_weights, _) in zip(resumed, whole, strict=True):
-        assert [repr(m) for m in metrics] == [repr(m) for m in expected]
-        assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
 
 
 @pytest.mark.parametrize(
     ("size", "parallel", "variant"),
     [
-        *pairs(LAYOUTS, list(VARIANTS)),
-        *pairs([(2, {"tensor": 2}), (2, {"pipeline": 2})], ["whole", "critic"]),  # one replica
+        *((2, {}, variant) for variant in VARIANTS),
+        (2, TP, "critic"),
+        (2, PP, "whole"),
+        (4, {}, "siblings"),
+        (4, TP, "partial"),
+        (4, PP, "reward_kl"),
+        (4, CP, "critic"),
     ],
 )
 def test_steps_equal_those_of_one_process(worlds, directory, single, size, parallel, variant):
@@ -129,7 +69,7 @@ def test_steps_equal_those_of_one_process(worlds, directory, single, size, paral
     assert max(map(len, holders.values())) > 1
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"pipeline": 2}), (4, {"tensor": 2})])
+@pytest.mark.parametrize(("size", "parallel"), [(2, PP), (4, TP)])
 def test_a_rank_that_loses_all_rollouts_blocks_no_other_rank(worlds, directory, size, parallel):
     """The rank loses the last siblings of the first step; all ranks train on the survivors of the others."""
     changes = VARIANTS["whole"]
@@ -142,7 +82,7 @@ def test_a_rank_that_loses_all_rollouts_blocks_no_other_rank(worlds, directory, 
     assert results[0][0][0]["groups_lost"] == 0
 
 
-@pytest.mark.parametrize(("size", "variant", "slow"), [(2, "whole", 0), (2, "partial", 1), (4, "critic", 2)])
+@pytest.mark.parametrize(("size", "variant", "slow"), [(2, "partial", 1), (4, "whole", 2)])
 def test_work_stealing_changes_no_result(worlds, directory, single, size, variant, slow):
     """One rank takes rows only once; the others sample the rest of its share, four rows at a time."""
     steps = STEPS.get(variant, 2)
@@ -206,24 +146,8 @@ def test_partial_rollouts_are_carried(single):
     assert [metrics[step]["staleness_max"] for step in (2, 3, 4)] == [0, 2, 4]
 
 
-@pytest.mark.parametrize(
-    ("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"context": 2}), (4, {"pipeline": 2})]
-)
-def test_resume_is_bit_exact_with_carried_rollouts(worlds, directory, tmp_path, size, parallel):
-    variant = VARIANTS["partial"]
-    whole = worlds(size).run("steps:run_steps", directory, parallel, variant, 4, {})
-    cut = worlds(size).run("steps:resumed", directory, parallel, variant, 4, 2, str(tmp_path))
-    files = list((tmp_path / "checkpoints" / "step_00000002").glob("carried_*"))
-    assert len(files) == size
-    assert_bit_exact(cut, whole)
-    # Another number of replicas continues with the same rollouts; only floating-point order differs.
-    other = worlds(2 if size != 2 else 1).run("steps:go_on", directory, {}, variant, 2, str(tmp_path))
-    assert_same(other, (whole[0][0][2:], whole[0][1], None))
-
-
-@pytest.mark.parametrize("waiting", [{"partial_tokens": 4}, {"refills": 2, "n": 8}], ids=str)
-@pytest.mark.parametrize(("size", "parallel"), [(2, {}), (2, {"tensor": 2})])
-def test_group_rewards_and_subsets_equal_those_of_one_process(worlds, directory, tmp_path, size, parallel, waiting):
+@pytest.mark.parametrize(("parallel", "waiting"), [({}, {"partial_tokens": 4}), (TP, {"refills": 2, "n": 8})])
+def test_group_rewards_and_subsets_equal_those_of_one_process(worlds, directory, tmp_path, parallel, waiting):
     """The function sees complete groups only, also those that wait for the next step and for a resumed run."""
     score = f"[len(responses) == {waiting.get('n', 32)} and sum(a[-1:] < b[-1:] for b in responses) for a in responses]"
     (tmp_path / "own.py").write_text(f"def score(row, responses, answers):\n    return {score}\n")
@@ -232,12 +156,14 @@ def test_group_rewards_and_subsets_equal_those_of_one_process(worlds, directory,
     changes = {"rollout": {"prompts": 3, **waiting}, "reward": reward, "algo": algo}
     (expected,) = worlds(1).run("steps:run_steps", directory, {}, changes, 5, {})
     assert [f["group_errors"] for f in expected[0] if f["updates"]] == [0.0] * (5 if "n" in waiting else 3)
-    whole = worlds(size).run("steps:run_steps", directory, parallel, changes, 5, {})
-    assert_same(whole, expected)
-    assert_bit_exact(worlds(size).run("steps:resumed", directory, parallel, changes, 5, 3, str(tmp_path)), whole)
+    results = worlds(2).run("steps:resumed", directory, parallel, changes, 5, 3, str(tmp_path))
+    assert_same(results, expected)
+    for metrics, weights, metrics_after, weights_after in results:
+        assert [repr(m) for m in metrics_after] == [repr(m) for m in metrics[3:]]  # some are NaN
+        assert all(torch.equal(weights_after[name], value) for name, value in weights.items())
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {}), (4, {"tensor": 2})])
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (4, TP)])
 def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
     lose = {("p/1000", 0), *(("p/1002", i) for i in range(4)), ("p/1004", 2), ("p/1004", 3)}
     right = {}
@@ -261,19 +187,6 @@ def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
         assert (got["prompts"], got["samples"], got["lost"]) == (5, 4, 7)
 
 
-@pytest.mark.parametrize(
-    ("size", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2})]
-)
-def test_resume_is_bit_exact_with_a_critic(worlds, directory, tmp_path, size, parallel):
-    """The metrics after the checkpoint depend on the critic's weights and optimizer state."""
-    variant = VARIANTS["critic"]
-    whole = worlds(size).run("steps:run_steps", directory, parallel, variant, 3, {})
-    cut = worlds(size).run("steps:resumed", directory, parallel, variant, 3, 2, str(tmp_path))
-    assert_bit_exact(cut, whole)
-    other = worlds(2 if size != 2 else 1).run("steps:go_on", directory, {}, variant, 1, str(tmp_path))
-    assert_same(other, (whole[0][0][2:], whole[0][1], None))
-
-
 def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single):
     """With critic.warmup_steps = 1 the first step changes the critic and not the actor."""
     ((metrics, weights, _),) = worlds(1).run("steps:run_steps", directory, {}, VARIANTS["critic"], 1, {"lose": LOST})
@@ -294,7 +207,7 @@ def first_difference(a, b):
 def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
     """The random numbers are the same. If a token differs, its number is at a step of the distribution."""
     asked = [0, 1]
-    n = 512
+    n = 128
     (whole,) = worlds(1).run("steps:draw", directory, {}, asked, n, 4096)
     assert set(whole) == set(product((f"p/{i}" for i in asked), range(n)))
     others = [("alone", [worlds(1).run("steps:draw", directory, {}, [i], n, 300)[0] for i in asked])]
@@ -302,18 +215,18 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
         (str(layout), worlds(2).run("steps:draw", directory, layout, asked, n, 4096)) for layout in ({}, {"tensor": 2})
     ]
     for name, parts in others:
-        found = {place: drawn for part in parts for place, drawn in part.items()}
-        assert sum(map(len, parts)) == len(found)
-        assert found.keys() == whole.keys()
-        differing = [place for place in whole if whole[place].tokens != found[place].tokens]
-        assert len(differing) <= 0.001 * len(whole), name
+        rollouts = {place: drawn for part in parts for place, drawn in part.items()}
+        assert sum(map(len, parts)) == len(rollouts)
+        assert rollouts.keys() == whole.keys()
+        differing = [place for place in whole if whole[place].tokens != rollouts[place].tokens]
+        assert len(differing) <= 1, name
         for place, a in whole.items():
-            b = found[place]
+            b = rollouts[place]
             common = min(len(a.tokens), len(b.tokens))
             assert a.uniforms[:common] == b.uniforms[:common]
         for place in differing:
             a = whole[place]
-            b = found[place]
+            b = rollouts[place]
             at = first_difference(a, b)
             gap = (a.logits[at] - b.logits[at]).abs().max().item()
             cdf = a.logits[at].double().softmax(-1).cumsum(-1)
@@ -322,12 +235,11 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
             assert abs(a.uniforms[at] - step) <= 1e-5
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=str)
-def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path, parallel):
+def test_the_rollout_log_does_not_depend_on_ranks(worlds, directory, tmp_path):
     """Each rank writes its own rollouts to the log; the files together do not depend on the number of ranks."""
     changes = {"rollout": {"n": 16}, "run": {"seed": 3, "record_groups": 2}}
     (whole,) = worlds(1).run("steps:recorded", directory, {}, changes, str(tmp_path / "one"))
-    parts = worlds(2).run("steps:recorded", directory, parallel, changes, str(tmp_path / "two"))
+    parts = worlds(2).run("steps:recorded", directory, TP, changes, str(tmp_path / "two"))
     assert len(whole) == 3
     assert [len(own) for own in parts] == [3, 3]
     one = tmp_path / "one"
@@ -344,7 +256,7 @@ def test_a_barrier_names_the_missing_rank():
     """Ranks may be apart longer than a collective's timeout; a missing rank is named and breaks the world."""
     world = World(2)
     try:
-        said, _ = world.run("steps:meeting", timeout=60)
+        message, _ = world.run("steps:meeting", timeout=60)
     finally:
         world.close()
-    assert "Ranks 1 failed to pass monitoredBarrier in 3500 ms" in said
+    assert "Ranks 1 failed to pass monitoredBarrier in 3500 ms" in message

@@ -17,6 +17,10 @@ from typing import Any
 import psutil
 from forks import CONTEXT, adopt_listener, listen_on_free_port, rank_environments
 
+# Parts of a layout with two ranks each.
+TP, PP, CP, EP = ({name: 2} for name in ("tensor", "pipeline", "context", "expert"))
+SEQUENCE = {**TP, "sequence": True}
+
 
 def pairs(layouts: Sequence[tuple[Any, ...]], cases: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return (*layout, case) for every layout and case."""
@@ -30,10 +34,10 @@ class World:
         self.pipes = []
         self.processes = []
         with listen_on_free_port() as listener:
-            for rank, told in enumerate(rank_environments(listener, size)):
+            for rank, environment in enumerate(rank_environments(listener, size)):
                 ours, theirs = CONTEXT.Pipe()
-                given = (rank, told, None if rank else listener, theirs)
-                process = CONTEXT.Process(target=_serve, args=given)  # may have children that save checkpoints
+                arguments = (rank, environment, None if rank else listener, theirs)
+                process = CONTEXT.Process(target=_serve, args=arguments)  # may have children that save checkpoints
                 process.start()
                 self.pipes.append(ours)
                 self.processes.append(process)
@@ -58,13 +62,13 @@ class World:
         """End the processes and those that they started to write checkpoints."""
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found = psutil.Process(process.pid)
-                for p in [*found.children(recursive=True), found]:
-                    p.kill()
+                rank = psutil.Process(process.pid)
+                for each in [*rank.children(recursive=True), rank]:
+                    each.kill()
 
 
-def _serve(rank: int, told: dict[str, str], listener: socket.socket | None, pipe: Any) -> None:
-    os.environ.update(told, OMP_NUM_THREADS="1")
+def _serve(rank: int, environment: dict[str, str], listener: socket.socket | None, pipe: Any) -> None:
+    os.environ.update(environment, OMP_NUM_THREADS="1")
     adopt_listener(listener)
     import torch
 

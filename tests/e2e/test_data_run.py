@@ -29,37 +29,31 @@ train = {{ steps = 2, tokens_per_micro_batch = 600 }}
 """
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return configuration and model of a run on three prepared files."""
-    folder = tmp_path_factory.mktemp("data")
+def test_a_mixture_of_prepared_files(tmp_path: Path) -> None:
+    """On two processes. test_resume.py resumes runs."""
     files = {}
     own = ["--prompt", "q", "--answer", "a"]
     for name, raw, options in (("gsm8k", GSM8K, []), ("deepscaler", DEEPSCALER, []), ("custom", OWN, own)):
-        source = folder / f"{name}.raw.jsonl"
+        source = tmp_path / f"{name}.raw.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in raw))
-        files[name] = folder / f"{name}.jsonl"
+        files[name] = tmp_path / f"{name}.jsonl"
         with pytest.raises(SystemExit, match=r"^0$"):
             main(["data", "prepare", name, str(source), "--out", str(files[name]), *options])
 
-    config = folder / "run.toml"
+    config = tmp_path / "run.toml"
     config.write_text(TOML.format(gsm8k=files["gsm8k"], deepscaler=files["deepscaler"], own=files["custom"]))
-    make_model(config, folder / "model", "--vocab", "600", "--context", "128")
-    return config, folder / "model"
+    make_model(config, tmp_path / "model", "--vocab", "600", "--context", "128")
 
-
-def test_a_mixture_of_prepared_files(run: tuple[Path, Path], tmp_path: Path) -> None:
-    """On two processes. test_resume.py resumes runs."""
-    config, model = run
-    done = brorl("train", "--processes", 2, config, f"model.path={model}", f"run.dir={tmp_path}")
+    run = tmp_path / "run"
+    done = brorl("train", "--processes", 2, config, f"model.path={tmp_path / 'model'}", f"run.dir={run}")
     assert done.returncode == 0, done.stderr
     assert "data.mixture[0]: school has 50.0% of the prompts" in done.stderr
-    assert [row["rollouts"] for row in rows(tmp_path)] == [40, 40]
-    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert [row["rollouts"] for row in rows(run)] == [40, 40]
+    assert (run / "model" / "model.safetensors").is_file()
 
     # Each step has 5, 3 and 2 prompts of the sources, and no prompt occurs twice in an epoch.
-    steps = [m for m in entries(tmp_path / FOLDER) if m.kind == "step"]
-    prompts = [read_groups(tmp_path / FOLDER, step)["prompt_id"].to_pylist() for step in steps]
+    steps = [m for m in entries(run / FOLDER) if m.kind == "step"]
+    prompts = [read_groups(run / FOLDER, step)["prompt_id"].to_pylist() for step in steps]
     sources = [Counter(name.split(":")[0] for name in names) for names in prompts]
     assert sources == [{"gsm8k": 5, "deepscaler": 3, "custom": 2}] * 2
     assert len({name for names in prompts for name in names}) == 20

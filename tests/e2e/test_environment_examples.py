@@ -1,4 +1,4 @@
-"""Two steps of the examples with environments. Hints and products of rows and rollouts are computed again."""
+"""A step of the examples with environments. Hints and products of rows and rollouts are computed again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_example(tmp_path, commands_of, check, target, processes, sft_steps):
     name = check.__name__
     for part in ("examples", "tools"):
         shutil.copytree(REPOSITORY / part, tmp_path / part)
-    small = ["sft.examples_per_step=64", "train.steps=2", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
+    small = ["sft.examples_per_step=64", "train.steps=1", "rollout.n=8", "rollout.prompts=6", "data.held_out=[]"]
     commands = commands_of("examples/environment.sh", name, *small, f"sft.steps={sft_steps}", PROCESSES=processes)
     assert [command[:2] for command in commands] == [
         ["python", "examples/environments/make_data.py"],
@@ -86,8 +86,8 @@ def test_example(tmp_path, commands_of, check, target, processes, sft_steps):
         assert check(parts[::2], parts[1::2], row["prompt"], row["answer"]) or len(parts) == 11
 
     run = load_run(tmp_path / "runs" / name)
-    groups = {group["group"]: (group["prompt"], group["reference"]) for group in run.groups(1).to_pylist()}
-    rollouts = run.rollouts(1).to_pylist()
+    groups = {group["group"]: (group["prompt"], group["reference"]) for group in run.groups(0).to_pylist()}
+    rollouts = run.rollouts(0).to_pylist()
     assert any(len(rollout["turns"]) >= 3 for rollout in rollouts)
     for rollout in rollouts:
         turns, observations = ([t["text"] for t in rollout["turns"] if t["sampled"] is flag] for flag in (True, False))

@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
-from e2e.runs import ENVIRONMENT, REPOSITORY, SCRIPT, SMALL_EXAMPLE, example_script, rows
+from e2e.runs import ENVIRONMENT, REPOSITORY, SCRIPT, SMALL_EXAMPLE, brorl, example_script, rows
 
 from megatron_brorl.config.load import load
 
@@ -63,13 +64,21 @@ def test_bash_starts_a_rank_per_gpu(tmp_path, processes, gpus, ranks):
     assert done.stdout == f"{script} --processes {ranks} --smoke\n", done.stderr
 
 
-def test_the_smoke_run_by_torchrun(tmp_path):
+def test_the_smoke_run_by_torchrun(tmp_path, monkeypatch):
+    """The programs that make its model are forked, because each of them would import torch."""
     directory = tmp_path / "run"
-    options = ("--smoke", f"run.dir={directory}", *SMALL_EXAMPLE, "train.steps=3")
+
+    def forked(command, **_):
+        return brorl(*command[3:]) if command[1] == "-m" else forks.script(Path(command[1]), *command[2:])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", forked)
+        example_script().tiny_model(tmp_path / "run_model")
+    options = ("--smoke", f"run.dir={directory}", *SMALL_EXAMPLE, "train.steps=2")
     done = run("torchrun", "--nproc-per-node", 2, SCRIPT, *options)
     assert done.returncode == 0, done.stderr
     lines = rows(directory)
-    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["step"] for line in lines] == [0, 1]
     assert sum(line["updates"] for line in lines) >= 1
     shape = json.loads((directory / "model" / "config.json").read_text())
     assert (shape["architectures"], shape["tie_word_embeddings"]) == (["Qwen2ForCausalLM"], False)

@@ -1,4 +1,4 @@
-"""Files of runs with LoRA: run.dir/adapter as PEFT reads it, and conversions. test_lora_checkpoints.py resumes runs."""
+"""Files of runs with LoRA: run.dir/adapter as PEFT reads it, and conversions. test_checkpoints.py resumes runs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megatron_brorl.checkpoints import folders
 @pytest.fixture(scope="module")
 def options(config):
     """Settings of a run whose random model gets rewards."""
-    return [*reward_letters(config), "rollout.n=8", "train.steps=10", "evaluate.every=4", "evaluate.samples=1"]
+    return [*reward_letters(config), "rollout.n=8", "train.steps=7", "evaluate.every=4", "evaluate.samples=1"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def whole(config, init, options, tmp_path_factory):
     """The folder of an undisturbed run."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
     train(config, init, directory, *options)
-    assert sum(line["updates"] for line in rows(directory)) > 10
+    assert sum(line["updates"] for line in rows(directory)) > 7
     return directory
 
 
@@ -46,15 +46,15 @@ def test_resume_after_a_job_s_end_a_signal_and_a_kill_is_bit_exact(whole, config
     assert len(rows(tmp_path)) == 1
 
     process = start(*command)
-    wait_for(process, "train 2/10")
+    wait_for(process, "train 2/7")
     process.send_signal(signal.SIGUSR1)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 75, output
     saved = int((tmp_path / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
-    assert 2 <= saved < 9
+    assert 2 <= saved < 6
 
     process = start(*command)
-    wait_for(process, f"train {saved + 1}/10")
+    wait_for(process, f"train {saved + 1}/7")
     next(p for p in psutil.Process(process.pid).children() if f"run.dir={tmp_path}" in p.cmdline()).kill()
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal.SIGKILL
@@ -100,12 +100,12 @@ def test_a_finished_run_is_reported_and_left_unchanged(whole, config, init, opti
     done = brorl(*command)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
-    for part in (str(directory), "steps: 10", "train.steps", "run.dir"):
+    for part in (str(directory), "steps: 7", "train.steps", "run.dir"):
         assert part in line
     assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in directory.rglob("*")} == before
 
     # More steps, or a missing plot, need the checkpoint.
-    assert ".distcp is missing" in brorl(*command, "train.steps=11").stderr
+    assert ".distcp is missing" in brorl(*command, "train.steps=8").stderr
     (directory / "curves.png").unlink()
     assert ".distcp is missing" in brorl(*command).stderr
 

@@ -173,9 +173,11 @@ def test_a_step_can_span_two_epochs(config, init, tmp_path):
     assert [(len(names), len(set(names))) for names in steps] == [(4, 4), (4, 4), (4, 3), (4, 4)]
 
 
-@pytest.mark.parametrize("implementation", ["fused", "reference"])
-def test_a_vocabulary_larger_than_the_tokenizer(config, tmp_path, implementation):
-    """512 pieces in a vocabulary of 576, as in many published models: engine and trainer agree on all tokens."""
+def test_a_vocabulary_larger_than_the_tokenizer(config, tmp_path):
+    """512 pieces in a vocabulary of 576, as in many published models: engine and trainer agree on all tokens.
+
+    This is also the only whole run with the reference implementation of the ops.
+    """
     model = tmp_path / "model"
     run = tmp_path / "run"
     words = [f"{i * i} {i:x} {'abcdefgh'[i % 8 :]}{'hgfedcba'[i // 8 % 8 :]} naïve" for i in range(2000)]
@@ -185,7 +187,7 @@ def test_a_vocabulary_larger_than_the_tokenizer(config, tmp_path, implementation
     write_random_model(qwen2_config(**sizes, vocab=576, eos_token_id=tokenizer.eos_id), model, 0)
     options = ("rollout.max_tokens=16", 'rollout.stop_strings=["7"]', "algo.dynamic_sampling=false", "train.steps=2")
     options += ("data.held_out=[]",)
-    command = ("train", config, f"model.path={model}", f"run.dir={run}", f"ops.implementation={implementation}")
+    command = ("train", config, f"model.path={model}", f"run.dir={run}", "ops.implementation=reference")
     done = brorl(*command, *options, "train.verify_weights=always")
     assert done.returncode == 0, done.stderr
     assert all(0 < line["reshard_gap_max"] < 1e-4 for line in rows(run))

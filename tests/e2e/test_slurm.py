@@ -124,31 +124,32 @@ def test_a_job_whose_ranks_have_saved_is_requeued(slurm, sbatch, repository):
     assert all(abs(int(seen) - end) <= 2 for _, _, seen in ranks[2:])
 
 
-@pytest.mark.parametrize("mounts", ["", "/data:/data,/models:/m:ro"])
-def test_a_job_in_a_container(mounts, sbatch, repository):
-    """pyxis and apptainer mount the folder of the job under its own path, and the additional folders."""
+def test_a_job_in_a_container(sbatch, repository):
+    """pyxis and apptainer mount the folder of the job under its own path, and apptainer here two other folders."""
     command = f"python {repository / SCRIPT} rollout.prompts=16"
-    folders = f"{repository}:{repository},{mounts}".rstrip(",")
+    folder = f"{repository}:{repository}"
+    mounts = "/data:/data,/models:/m:ro"
     step = "--kill-on-bad-exit=0 --wait=900 --exclusive --mem=0 --cpus-per-task=1"
-    pyxis = f"--container-image=x.sif --container-mounts={folders} --container-workdir={repository}"
+    pyxis = f"--container-image=x.sif --container-mounts={folder} --container-workdir={repository}"
     rank = f"bash {repository}/examples/slurm/rank.sh"
-    apptainer = f"apptainer exec --nv --bind {folders} --pwd {repository} x.sif {command}"
-    for container, program, expected in (
-        ("pyxis", "srun", [f"srun {step} {pyxis} {rank} {command}"]),  # Debian has no pyxis, which adds these options.
-        ("apptainer", "apptainer", [apptainer] * 2),
+    apptainer = f"apptainer exec --nv --bind {folder},{mounts} --pwd {repository} x.sif {command}"
+    for container, program, more, expected in (
+        # Debian has no pyxis, which adds options to srun.
+        ("pyxis", "srun", "", [f"srun {step} {pyxis} {rank} {command}"]),
+        ("apptainer", "apptainer", mounts, [apptainer] * 2),
     ):
-        settings = {"CONTAINER": container, "CONTAINER_IMAGE": "x.sif", "CONTAINER_MOUNTS": mounts}
+        settings = {"CONTAINER": container, "CONTAINER_IMAGE": "x.sif", "CONTAINER_MOUNTS": more}
         job = sbatch("--wait", *TWO_RANKS, SINGLE_NODE, programs={program: PRINT}, **settings)
         assert (repository / f"output_{job}").read_text().splitlines() == expected
         (repository / "bin" / program).unlink()
 
 
-@pytest.mark.parametrize(("container", "image"), [("podman", "x"), ("pyxis", ""), ("", "x.sif")])
-def test_an_incomplete_container_setting_is_refused(container, image, sbatch, slurm, repository):
-    job = sbatch(*TWO_RANKS, SINGLE_NODE, CONTAINER=container, CONTAINER_IMAGE=image)
-    until(lambda: slurm.job(job)["JobState"] == "FAILED", repository)
-    assert slurm.job(job)["ExitCode"] == "2:0"
-    assert f"run.sh: CONTAINER={container} CONTAINER_IMAGE={image}: give both" in output(repository)
+def test_an_incomplete_container_setting_is_refused(sbatch, slurm, repository):
+    for container, image in (("podman", "x"), ("pyxis", ""), ("", "x.sif")):
+        job = sbatch(*TWO_RANKS, SINGLE_NODE, CONTAINER=container, CONTAINER_IMAGE=image)
+        until(lambda job=job: slurm.job(job)["JobState"] == "FAILED", repository)
+        assert slurm.job(job)["ExitCode"] == "2:0"
+        assert f"run.sh: CONTAINER={container} CONTAINER_IMAGE={image}: give both" in output(repository)
 
 
 def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, repository):

@@ -10,11 +10,10 @@ from emulation import build
 
 from megatron_brorl.ops.fused import native
 
-CSRC = os.environ.get(build.VARIABLE)  # folder of the kernels to emulate
-EMULATED = CSRC is not None
+EMULATED = build.VARIABLE in os.environ
 DEVICE = build.DEVICE if EMULATED else "cuda"
-if CSRC is not None:
-    build.load(CSRC)
+if EMULATED:
+    build.load()
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(not EMULATED and not torch.cuda.is_available(), reason="no CUDA device"),

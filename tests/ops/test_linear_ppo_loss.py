@@ -50,7 +50,7 @@ def test_every_term_agrees(settings, dtype):
         assert wanted[0].sums["clipped_dual"] > 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_agrees_on_random_shapes_and_settings(seed):
     g = torch.Generator().manual_seed(seed)
     rows, width, vocab = (int(torch.randint(1, most, (), generator=g)) for most in (200, 90, 3000))
@@ -141,10 +141,10 @@ def test_an_impossible_rollout_has_no_gradient():
 
 
 @pytest.mark.parametrize("settings", [*VARIANTS, *OTHER_LOSSES])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("op", [fused.linear_ppo_loss, reference.linear_ppo_loss], ids=["fused", "reference"])
-@pytest.mark.parametrize("rows", ["finite rows", "rows of NaN"])
-def test_a_masked_token_changes_nothing(dtype, settings, op, rows):
+@pytest.mark.parametrize(
+    ("op", "dtype"), [(fused.linear_ppo_loss, torch.float32), (reference.linear_ppo_loss, torch.float64)]
+)
+def test_a_masked_token_changes_nothing(op, dtype, settings):
     """Results are those of the batch without it, for any entries and any hidden state of the token."""
     case = make(80, 12, 70)
     live = case.tokens.weights != 0
@@ -153,10 +153,8 @@ def test_a_masked_token_changes_nothing(dtype, settings, op, rows):
         for name, value in vars(case.tokens).items()
         if name not in ("weights", "sequences")
     }
-    poisoned = case.change(**poison)
-    if rows == "rows of NaN":
-        hidden = torch.where(live[:, None], case.hidden, poison["advantages"][:, None])
-        poisoned = dataclasses.replace(poisoned, hidden=hidden)
+    hidden = torch.where(live[:, None], case.hidden, poison["advantages"][:, None])
+    poisoned = dataclasses.replace(case.change(**poison), hidden=hidden)
     got, grad_hidden, grad_weight = poisoned.call(op, dtype, settings)
     alone = Case(case.hidden[live], case.weight, case.ids[live], case.tokens.where(live))
     expected, live_hidden, expected_weight = alone.call(reference.linear_ppo_loss, settings=settings)

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contract.engines import PROMPT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from unit.rollout.test_turns import Pool, answer, facts, text_of, tokens_of
-from vllm_engines import PROMPT, SAMPLING, Model, draw, tokens
+from vllm_engines import SAMPLING, Model, draw, tokens
 
 from megatron_brorl.config.schema import EnvironmentConfig
 from megatron_brorl.ops.reference.sampling import sampling_log_probs

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from contract.engines import damage_staged_weights
 from dist.jobs import make_worker
 from vllm_engines import GREEDY, Model, draw, tokens
 
@@ -86,16 +87,7 @@ def test_faulty_update_leaves_the_engine_unchanged(model, shared):
 def test_worker_detects_damage_in_shared_memory(model, start, monkeypatch):
     monkeypatch.setattr(process, "MAX_RESTARTS", 1)
     engine = start(model)
-    stage = engine._write_update
-
-    def spoiled(tensors, version):
-        weights = stage(tensors, version)
-        with open(weights.path, "r+b") as file:
-            file.seek(weights.records[7].offset + 5)
-            file.write(b"\x55")
-        return weights
-
-    engine._write_update = spoiled
+    damage_staged_weights(engine)
     with pytest.raises(UpdateRefused, match=r"does not match its checksum"):
         engine.update_weights(model.stream(), 0)
     assert engine.version == -1

@@ -36,7 +36,7 @@ SPOIL = st.tuples(
     st.floats(0, 1), st.sampled_from([0, 1, 8, 1000]), st.sampled_from([b"", b"\xff\x00", b"[" * 5000, b'"'])
 )
 QUICK = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=10_000,
     derandomize=True,
     database=None,
@@ -76,13 +76,13 @@ def test_spoiled_configurations(tmp_path, example, key, value, spoil):
     file = tmp_path / "run.toml"
     file.write_bytes(spoiled(example.read_bytes(), spoil) if spoil else example.read_bytes())
     accepted(load, file, [f"{key}={json.dumps(value, default=str)}"])
-    assert accepted(load, example)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tiny.make_model(folder, "qwen2", tied=True)
+    assert accepted(read_model, folder)
     return folder
 
 
@@ -98,7 +98,6 @@ def read_model(folder: Path) -> None:
 @QUICK
 @given(st.integers(0, 500), VALUES, st.none() | SPOIL, st.booleans())
 def test_spoiled_models(model, tmp_path, place, value, spoil, header):
-    assert accepted(read_model, model)
     config = (model / CONFIG).read_bytes()
     weights = (model / WEIGHTS).read_bytes()
     size = int.from_bytes(weights[:8], "little")

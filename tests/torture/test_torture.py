@@ -1,4 +1,4 @@
-"""Tests of `make torture`: two trials succeed, and the comparison detects changed metrics and temporary files."""
+"""Two trials of `make torture`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,3 @@ def test_a_killed_run_and_a_full_disk_end_as_the_undisturbed_run(tmp_path):
     ):
         settings = {"rank": 0, "where": where, "at": at, "fault": fault, "lasting": fault != faults.KILL}
         assert torture.trial(RESUMED, settings) == (expected, "")
-
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    directory = tmp_path / "run"
-    sound = metrics.read_text()
-    metrics.write_text(sound.replace('"step": 2', '"step": 3'))
-    assert torture.expected.difference(directory, "", disk_fault=True) == "other metrics"
-    metrics.write_text(sound)
-    (directory / "rollouts" / ".x.writing").touch()
-    assert "left behind" in torture.expected.difference(directory, "", disk_fault=False)

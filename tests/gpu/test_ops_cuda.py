@@ -1,4 +1,4 @@
-"""The fused loss on a GPU: the cases and the float64 reference of tests/ops."""
+"""The CUDA kernels of the ops on the cases and references of tests/ops, on a GPU or on the emulated device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,75 @@ import dataclasses
 import pytest
 import torch
 from kernel_device import DEVICE, EMULATED, MARKS
+from ops import value_cases
+from ops.advantage_cases import (
+    GAE_CASES,
+    MOMENT_CASES,
+    check_gae,
+    check_moments,
+    sample,
+)
+from ops.advantage_cases import TOLERANCE as OF_ADVANTAGES
 from ops.linear_cases import EVERYTHING, SETTINGS, SHAPES, TOLERANCE, VARIANTS, assert_agree, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_brorl.algo import advantages as algo
+from megatron_brorl.algo.advantages import Moments
+from megatron_brorl.ops import philox
+from megatron_brorl.ops.fused import backend
 from megatron_brorl.ops.fused import linear as fused
 from megatron_brorl.ops.reference import linear as reference
 
 pytestmark = MARKS
+
+
+def test_uniforms_equal_the_reference_bit_for_bit():
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randint(0, 2**63 - 1, (300,), generator=g)
+    index, position = torch.randint(0, 2**32, (2, 300), generator=g)
+    got = torch.ops.brorl.uniforms(*(x.to(DEVICE) for x in (keys, index, position)))
+    assert torch.equal(got.cpu(), philox.uniforms(keys, index, position))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("name", value_cases.CASES)
+def test_value_loss(name, dtype, tolerance):
+    case = value_cases.CASES[name]
+    value_cases.assert_agree(case.call(backend.value_loss, dtype, DEVICE, upstream=-2.5), case, -2.5, tolerance)
+
+
+@pytest.mark.parametrize("dtype", OF_ADVANTAGES)
+@pytest.mark.parametrize("name", GAE_CASES)
+def test_gae(name, dtype):
+    check_gae(backend.gae, name, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("name", MOMENT_CASES)
+def test_moments(name):
+    check_moments(backend.moments, name, DEVICE)
+
+
+@pytest.mark.parametrize("weights", ["half", "one block", "none"])
+def test_moments_of_weighted_elements(weights):
+    index = torch.arange(30_000)
+    counted = {"half": index % 2 == 0, "one block": index // 4096 == 3, "none": index < 0}[weights]
+    check_moments(backend.moments, "far from zero", DEVICE, counted)
+
+
+def test_moments_are_reproducible_bit_for_bit():
+    values = sample(100_000, 3.0).float().to(DEVICE)
+    assert len({backend.moments(values) for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("dtype", OF_ADVANTAGES)
+@pytest.mark.parametrize("n", [0, 5, 21_000])
+def test_whiten(dtype, n):
+    values = (1e3 + 2 * sample(n)).to(dtype)
+    batch = Moments(10.0, 1e3, 40.0)
+    got = backend.whiten(values.to(DEVICE), batch)
+    torch.testing.assert_close(got.cpu(), algo.whiten(values, batch), rtol=OF_ADVANTAGES[dtype], atol=0)
+
+
 # More rows than a chunk of logits. The emulation has smaller chunks, because it takes a second for 100 rows.
 HERE = [x for x in SHAPES if x[0] <= 130] if EMULATED else [*SHAPES, (5000, 64, 9001)]
 HERE += [(3, 5, vocab) for vocab in (4095, 4096, 4097, 4098)]  # around the logits that a block reads at a time
@@ -23,14 +85,14 @@ SOME, MORE = (70, 130) if EMULATED else (240, 700)
 @pytest.mark.parametrize("settings", [SETTINGS, EVERYTHING])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("rows", "width", "vocab"), HERE)
-def test_agrees_with_float64(rows, width, vocab, dtype, settings):
+def test_policy_loss_agrees_with_float64(rows, width, vocab, dtype, settings):
     case = make(rows, width, vocab, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     got = case.call(fused.linear_ppo_loss, dtype, settings, device=DEVICE)
     assert_agree(got, case.call(reference.linear_ppo_loss, settings=settings), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("settings", VARIANTS)
-def test_every_term_agrees(settings):
+def test_every_term_of_the_policy_loss(settings):
     case = make(SOME, 20, 333)
     got = case.call(fused.linear_ppo_loss, torch.float32, settings, device=DEVICE)
     assert_agree(got, case.call(reference.linear_ppo_loss, settings=settings), 1e-5)
