@@ -1,9 +1,9 @@
 """Losses of the actor, as pure functions of tensors of R response tokens.
 
-A new policy loss is one function of ratio and advantage with an entry in POLICY_LOSSES, a name in config.schema,
-and one of the same name in csrc/policy/ppo_loss_math.h, where dual numbers give the derivative. A user's loss is a
-function of log-probabilities, without a counterpart in csrc. `policy_loss` adds the terms that all of them share:
-importance weight, KL and entropy.
+A new policy loss is one function of ratio and advantage with an entry in POLICY_LOSSES, a name in config.schema, and
+a function with an entry in BRORL_POLICY_LOSSES of csrc/policy/ppo_loss_math.h, where dual numbers give the derivative.
+A user's loss is a function of log-probabilities, without a counterpart in csrc. `policy_loss` adds the terms that all
+of them share: importance weight, KL and entropy.
 """
 
 from __future__ import annotations
