@@ -157,6 +157,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("wrong", "error", "message"), MISTAKES)
 def test_mistakes_raise_one_clear_error(wrong, error, message):
-    good = dict(logits=torch.zeros(5, 9), keys=FIVE, index=FIVE, position=FIVE, temperature=1.0, top_p=1.0, top_k=0)
+    good = {"logits": torch.zeros(5, 9), "keys": FIVE, "index": FIVE, "position": FIVE}
+    good |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     with pytest.raises(error, match=message):
         sample_tokens(**(good | wrong))
