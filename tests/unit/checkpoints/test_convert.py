@@ -116,6 +116,14 @@ def test_the_command_verifies_and_shows_progress(made, tmp_path):
     assert tool("to-hf", tmp_path / "m", tmp_path / "back", "--overwrite").returncode == 0
 
 
+def test_a_failed_verification_names_the_target(made, tmp_path, monkeypatch, capsys):
+    """It does not name the folder in which the conversion was written aside."""
+    logits = iter([torch.zeros(1), torch.ones(1)])
+    monkeypatch.setattr(convert, "logits", lambda *_: next(logits))
+    text = output(capsys, "convert", "to-megatron", made / "hf", tmp_path / "out", "--verify", code=2)
+    assert f"brorl: {tmp_path / 'out'}: its logits differ from those of {made / 'hf'} by 1.00e+00" in text
+
+
 def load_worker(directory: Path, processes: Any, **options: Any) -> Worker:
     stage = StageOptions(100, backend("fused", torch.device("cpu")), **options)
     worker = Worker(read_shape(directory), processes, stage, OptimConfig())
