@@ -8,7 +8,8 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -198,22 +199,23 @@ def test_supply_is_requested_as_there_is_room(engine):
     assert engine.rows == 4
     prompt = Prompt("p", "", (5, 6), None, "exact")
     left = [Request(prompt, 7, 2, first) for first in range(6, 20, 2)]
+    ended = []
+    callbacks = SimpleNamespace(finished=lambda *rollout: ended.append(rollout), cancelled=lambda: False)
 
     class Queue:
         rows, prompt_tokens = 14, 2
-        rooms: ClassVar[list[int]] = []
 
         def next_requests(self, room):
-            self.rooms.append(room)
+            in_flight = 20 - sum(request.n for request in left) - len(ended)
+            assert room == 4 - in_flight > 0
             return [left.pop(0)] if left else []
 
         def has_more(self):
             return bool(left)
 
-    groups = engine.generate([Request(prompt, 7, 6)], Sampling(1.0, 1.0, 0, 8, (2,)), None, Queue())
+    groups = engine.generate([Request(prompt, 7, 6)], Sampling(1.0, 1.0, 0, 8, (2,)), callbacks, Queue())
     assert [r.index for group in groups for r in group] == list(range(20))
     assert {r.finish for group in groups for r in group} == {"stop"}
-    assert all(1 <= room <= 4 for room in Queue.rooms)
     (whole,) = engine.generate([Request(prompt, 7, 20)], Sampling(1.0, 1.0, 0, 8, (2,)))
     assert [r.token_ids.tolist() for group in groups for r in group] == [r.token_ids.tolist() for r in whole]
 
