@@ -17,15 +17,22 @@ Slot = tuple[str, int]  # prompt id and sibling
 Factors = Mapping[Slot, tuple[float, float]]
 
 
-def responses(seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[tuple[str, int]] = ()) -> list[list[int]]:
-    """Return the responses that the fake engine samples in the first step, including the stop tokens."""
-    drawn = enumerate(fakes.draws(stream_key(seed, 0, prompt.id), range(n), tokens))
+def responses(
+    seed: int, prompt: Prompt, n: int, tokens: int, lost: Iterable[Slot] = (), stream: int | str = 0
+) -> list[list[int]]:
+    """Return the responses that the fake engine samples in a step (stream), including the stop tokens."""
+    drawn = enumerate(fakes.draws(stream_key(seed, stream, prompt.id), range(n), tokens))
     gone = set(lost)
     return [
         row[: row.index(fakes.STOP) + 1] if fakes.STOP in row else row
         for sibling, row in drawn
         if (prompt.id, sibling) not in gone
     ]
+
+
+def right(response: list[int]) -> float:
+    """Return the reward of a response by fakes.Pool, which gets the text before the stop token."""
+    return float(response[-1] == fakes.STOP and sum(response[:-1]) % 2 == 0)
 
 
 def update(
@@ -48,13 +55,13 @@ def update(
         longest = max(map(len, rows))
         padded = torch.tensor([[*prompt.token_ids, *row, *[0] * (longest - len(row))] for row in rows])
         log_probs = model(padded).logits[:, start - 1 : -1].log_softmax(-1)
-        for sibling, (row, found) in enumerate(zip(rows, log_probs, strict=True)):
+        for sibling, (row, of_tokens) in enumerate(zip(rows, log_probs, strict=True)):
             advantage = next(advantages)
             slot = (prompt.id, sibling)
             if slot in left_out or (factors is not None and slot not in factors):
                 continue
             factor, tokens = factors[slot] if factors else (1.0, len(row))
-            lp = found[torch.arange(len(row)), torch.tensor(row)]
+            lp = of_tokens[torch.arange(len(row)), torch.tensor(row)]
             sampled = torch.tensor([fakes.log_prob(t, 0) for t in row])
             weight = (lp.detach() - sampled).exp().clamp(max=cap)
             total = total - factor * (weight * (lp - lp.detach()).exp() * advantage).double().sum()

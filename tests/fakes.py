@@ -74,6 +74,19 @@ class Pool:
         return PoolStats()
 
 
+class Notes:
+    """A progress display that keeps its notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def update(self, step_done: int, metrics: dict[str, str]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
 def reward(text: str) -> bool:
     return sum(map(int, text.split())) % 2 == 0
 

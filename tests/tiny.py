@@ -26,19 +26,17 @@ from transformers import (
 
 @dataclass(frozen=True)
 class Family:
-    """The classes of a family in transformers, and values of its config.json that this project refuses."""
+    """The classes of a family in transformers."""
 
     config: Any
     model: Any
     overrides: dict[str, Any] = field(default_factory=dict)  # keys of the configuration that differ from other families
-    refused: tuple[tuple[dict[str, Any], str], ...] = ()  # changes of config.json, and parts of the error message
 
 
-ATTENTION_BIAS = ({"attention_bias": True}, "attention_bias = true is not supported")
 FAMILIES = {
-    "llama": Family(LlamaConfig, LlamaForCausalLM, refused=(ATTENTION_BIAS, ({"mlp_bias": True}, "mlp_bias = True"))),
+    "llama": Family(LlamaConfig, LlamaForCausalLM),
     "qwen2": Family(Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}, refused=(ATTENTION_BIAS,)),
+    "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "gemma3": Family(
         Gemma3TextConfig,
         Gemma3ForCausalLM,
@@ -53,15 +51,6 @@ FAMILIES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             },
         },
-        refused=(
-            ATTENTION_BIAS,
-            ({"hidden_activation": "silu"}, 'hidden_activation = "silu" is not supported'),
-            ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
-            ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
-            ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
-            ({"layer_types": ["full_attention"]}, "must name sliding_attention or full_attention for each layer"),
-            ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention.rope_type = 'yarn'"),
-        ),
     ),
 }
 # Not in FAMILIES, because a mixture of experts does not support every layout.

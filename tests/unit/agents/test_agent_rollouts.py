@@ -102,14 +102,14 @@ def test_log_probs_of_all_tokens_are_those_of_transformers(model):
 
 
 async def many(row, client):
-    await asyncio.gather(*(ask(client, [{"role": "user", "content": str(i)}], max_tokens=3) for i in range(50)))
+    await asyncio.gather(*(ask(client, [{"role": "user", "content": str(i)}], max_tokens=3) for i in range(40)))
     return 1
 
 
-def test_200_concurrent_calls(model):
-    with agents(model, many, max_rows=64) as run:
-        rollouts = run(2)
-    assert [r.episode.turns for r in rollouts] == [50] * 4
+def test_80_concurrent_calls(model):
+    with agents(model, many, max_rows=32) as run:
+        rollouts = run(1)
+    assert [r.episode.turns for r in rollouts] == [40] * 2
     check_log_probs(model, rollouts)
 
 

@@ -36,30 +36,6 @@ def test_metrics():
     assert result.maxima["rollout_gap_max"] == (lp - rollout).abs().max().item()
 
 
-def test_without_old_log_probs_the_gradient_is_that_of_reinforce():
-    lp, _, rollout, adv = draw(50)
-    lp.requires_grad_()
-    tokens = PolicyTokens(rollout, adv, torch.full((50,), 1 / 50, dtype=torch.float64))
-    result = policy_loss(lp, torch.zeros(50), tokens, PolicyLossSettings(is_cap=2.0))
-    (gradient,) = torch.autograd.grad(result.loss, lp)
-    weight = (lp.detach() - rollout).exp().clamp(max=2.0)
-    torch.testing.assert_close(gradient, -weight * adv / 50)
-    assert result.maxima["ratio_max"] == 1.0
-
-
-def test_overflowing_ratio_and_empty_batch_stay_finite():
-    lp = torch.tensor([0.0, -1e4], requires_grad=True)
-    half = torch.full((2,), 0.5)
-    settings = PolicyLossSettings(is_cap=2.0)
-    tokens = PolicyTokens(lp.detach(), torch.tensor([-1.0, 1.0]), half, torch.tensor([-1e4, 0.0]))
-    result = policy_loss(lp, torch.zeros(2), tokens, settings)
-    result.loss.backward()
-    assert math.isfinite(result.loss.item())
-    assert torch.isfinite(lp.grad).all()
-    nothing = torch.zeros(0, requires_grad=True)
-    assert policy_loss(nothing, nothing, PolicyTokens(nothing, nothing, nothing), settings).loss.item() == 0.0
-
-
 def test_dual_clip_bounds_the_loss_of_bad_tokens():
     """max(min(r A, clip(r) A), c A) for A < 0 (Ye et al. 2020, eq. 5), without gradient where c A is the larger."""
     ratio = torch.tensor([0.5, 1.0, 2.9, 3.1, 50.0, 50.0], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Length and repetition terms and the scale of the learning rate against their equations."""
+"""Length and repetition terms against their equations."""
 
 import math
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_brorl.algo.shaping import repeated_ngrams, shaped
-from megatron_brorl.config.schema import OptimConfig, ShapingConfig
-from megatron_brorl.train.learning_rate import learning_rate, scaled
+from megatron_brorl.config.schema import ShapingConfig
 
 
 def test_repeated_ngrams_are_counted_by_looking_back():
@@ -47,15 +46,3 @@ def test_terms_add_up_and_the_cosine_is_for_right_responses():
     assert config.is_on
     assert not ShapingConfig().is_on
     assert torch.equal(shaped(rewards, rewards == 1, tokens, repeats, ShapingConfig(), 20, 0), rewards)
-
-
-def test_learning_rate_grows_with_the_root_of_the_batch():
-    """eta_0 sqrt(B / B_0): 512 x 16 -> 128 x 512 rollouts is 8 times the batch (BroRL, section 4.2.1)."""
-    optim = OptimConfig(lr=1e-6, lr_for_rollouts=512 * 16, warmup_steps=4)
-    assert scaled(optim, 128 * 512).lr == pytest.approx(1e-6 * math.sqrt(8), rel=1e-12)
-    assert scaled(optim, 512 * 16).lr == 1e-6
-    assert scaled(optim, 0).lr == 0  # no rollout is kept
-    assert scaled(OptimConfig(lr=1e-6), 128 * 512).lr == 1e-6
-    assert [learning_rate(scaled(optim, 4 * 8192), i) for i in range(6)] == pytest.approx(
-        [0.5e-6, 1e-6, 1.5e-6, 2e-6, 2e-6, 2e-6]
-    )

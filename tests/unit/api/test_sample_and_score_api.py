@@ -75,7 +75,7 @@ def test_log_probs_are_those_of_transformers(model):
 def test_variables_of_the_chat_template_reach_the_prompt(model, tmp_path):
     """Compare the first greedy token with transformers. Special tokens of a response are part of its text.
 
-    test_stop_ids.py compares the stop tokens of a model with transformers.
+    test_tokenizers.py compares the stop tokens of a model with transformers.
     """
     directory, made = model
     shutil.copytree(directory, tmp_path / "model")

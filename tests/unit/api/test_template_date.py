@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 from e2e.runs import brorl
+from unit.api.test_train_api import even, without_time
 from unit.data.test_tokenizers import make_hf
 
 from megatron_brorl import StopTraining, UserError, train
@@ -61,14 +62,6 @@ def today(monkeypatch):
 class Stopping:
     def on_step(self, step, metrics):
         raise StopTraining
-
-
-def even(response, row):
-    return float(len(response) % 2 == 0)
-
-
-def without_time(rows):
-    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 
 def test_a_resumed_run_and_its_evaluation_use_the_date_of_the_first_start(config, tmp_path, today):

@@ -68,6 +68,13 @@ def test_repair_completes_a_killed_save(save, tmp_path):
     assert names(tmp_path) == [".mine.writing", "latest", "step_00000003"]
 
 
+def test_a_pointer_to_no_checkpoint_protects_none_from_rotation(save, tmp_path):
+    save(1, keep=1)
+    (tmp_path / "best").write_text("step_0000001\n")
+    save(2, keep=1)
+    assert names(tmp_path) == ["best", "latest", "step_00000002"]
+
+
 def test_a_missing_newest_checkpoint_is_an_error(save, tmp_path):
     """A run must not silently continue from an older checkpoint than the one that `latest` names."""
     save(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_brorl.api.engine import Engine
-from megatron_brorl.checkpoints import hugging_face
+from megatron_brorl.checkpoints import hugging_face, safetensors_files
 from megatron_brorl.checkpoints.hugging_face import Checkpoint
 from megatron_brorl.data.hub import model_directory
 from megatron_brorl.data.tokenizers import load_tokenizer
@@ -165,6 +166,39 @@ def test_save_returns_whether_weights_changed(made: Path, tmp_path: Path, dtype:
     assert differs(model_norm_weight=norm + 1)
     # A difference below the precision of the exported type does not count.
     assert differs(model_norm_weight=norm + 2**-20) == (dtype == torch.float32)
+
+
+def test_a_large_model_is_written_in_shards(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_files, "MAX_SHARD_BYTES", 50_000)
+    tensors = load_file(made / "one" / WEIGHTS)
+    out = tmp_path / "out"
+    hugging_face.save(tensors.items(), made / "one", out, "float32")
+    written = [path.name for path in shards(out)]
+    assert len(written) > 3
+    assert written[0] == f"model-00001-of-{len(written):05d}.safetensors"
+    index = json.loads((out / INDEX).read_text())
+    assert set(index["weight_map"].values()) == set(written)
+    assert index["metadata"]["total_size"] == 4 * sum(tensor.numel() for tensor in tensors.values())
+    loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_failed_save_leaves_the_old_directory(made: Path, tmp_path: Path) -> None:
+    tensors = load_file(made / "one" / WEIGHTS)
+    name = "model.norm.weight"
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield name, tensors[name]
+        raise OSError("disk full")
+
+    out = tmp_path / "out"
+    hugging_face.save(tensors.items(), made / "one", out, "float32")
+    with pytest.raises(OSError, match="disk full"):
+        hugging_face.save(broken(), made / "one", out, "float32")
+    assert torch.equal(load_file(out / WEIGHTS)[name], tensors[name])
+    hugging_face.save(((n, 2 * tensor) for n, tensor in tensors.items()), made / "one", out, "float32")
+    assert torch.equal(load_file(out / WEIGHTS)[name], 2 * tensors[name])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):

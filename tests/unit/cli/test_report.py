@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 
 import metric_faults
@@ -58,8 +57,3 @@ def test_user_errors_name_the_argument(tmp_path, monkeypatch, capsys, arguments,
         pass
     line = error_line(capsys, "report", *arguments.split())
     assert all(part in line for part in parts), line
-
-
-def test_json_has_no_nan(tmp_path):
-    write_json(tmp_path / "x.json", {"a": [float("nan"), 1.0], "b": {"c": float("inf")}, "d": (2, "nan")})
-    assert json.loads((tmp_path / "x.json").read_text()) == {"a": [None, 1.0], "b": {"c": None}, "d": [2, "nan"]}

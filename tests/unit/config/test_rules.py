@@ -17,6 +17,8 @@ GAE = ["algo.advantage=gae"]
 TOOLS = ["environment.factory=my_env.py:Calculator"]
 OWN_LOSS = ["algo.policy_loss=mine.py:loss"]
 CONTEXT = ["parallel.context=2", "train.share_prompt=false"]
+BF16 = ["model.dtype=bf16"]
+FP8 = [*BF16, "fp8.recipe=tensorwise"]
 
 
 @pytest.mark.parametrize(
@@ -41,11 +43,17 @@ CONTEXT = ["parallel.context=2", "train.share_prompt=false"]
         ([*CONTEXT, "algo.ratio=sequence"], "must be 'token' with parallel"),
         (["fp8.recipe=tensorwise"], "model.dtype = \"fp32\": must be 'bf16' with an fp8.recipe"),
         (["fp8.parameters=true"], "fp8.parameters = true: needs an fp8.recipe"),
-        (["fp8.recipe=delayed", "model.dtype=bf16", "fp8.bf16_layers=1"], "fp8.bf16_layers = 1: must be 0"),
+        (["fp8.bf16_layers=1"], "fp8.bf16_layers = 1: needs an fp8.recipe"),
+        ([*BF16, "fp8.recipe=delayed", "fp8.bf16_layers=1"], "fp8.bf16_layers = 1: must be 0"),
+        ([*FP8, "fp8.parameters=true"], "fp8.parameters = true: needs parallel.distributed_optimizer = true"),
+        (
+            [*FP8, "fp8.parameters=true", "parallel.distributed_optimizer=true", "train.offload=true"],
+            "train.offload = true: must be false with fp8.parameters",
+        ),
         (["lora.targets=['q_proj', 'q_proj']"], 'lora.targets = ["q_proj", "q_proj"]: names a layer twice'),
         (["lora.targets=['qkv_proj']"], 'lora.targets[0] = "qkv_proj"'),
         (["lora.rank=8", *CONTEXT], "lora.rank = 8: must be 0 with parallel"),
-        (["lora.rank=8", "model.dtype=bf16", "fp8.recipe=tensorwise"], "lora.rank = 8: must be 0 unless fp8.recipe"),
+        ([*FP8, "lora.rank=8"], "lora.rank = 8: must be 0 unless fp8.recipe"),
         (["train.keep_best=pass_at_1"], 'train.keep_best = "pass_at_1": needs evaluate.every above 0'),
         (["evaluate.benchmarks=['=m.jsonl']"], "each must be a file, or a name without |, then = and a file"),
         (["evaluate.benchmarks=['a/m.jsonl', 'b/m.jsonl']"], "two are called 'm': rename one, as in \"m_2=FILE\""),

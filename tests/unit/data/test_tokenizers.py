@@ -150,6 +150,16 @@ def test_hugging_face_round_trip(tmp_path, bos):
     assert tokenizer.encode_prompt("12 + 7 = 19") == library.encode("12 + 7 = 19").ids
 
 
+def test_ids_beyond_the_tokenizer_decode_to_nothing(tmp_path):
+    """A model may have a padded vocabulary. An id may also come inside a character of several bytes."""
+    for tokenizer in (load_tokenizer(make_hf(tmp_path / "hf")), train_sentencepiece(SUMS, tmp_path / "pieces", 600)):
+        size = tokenizer.vocab_size
+        for text in ("12 + 7", "naïve é", "", "🙂 x"):
+            ids = tokenizer.encode(text)
+            for place in range(len(ids) + 1):
+                assert tokenizer.decode([*ids[:place], size, size + 63, 10**6, *ids[place:]]) == text
+
+
 def test_an_unk_token_that_is_also_eos_does_not_mark_unknown_text(tmp_path):
     assert load_tokenizer(make_hf(tmp_path / "a", unk_token="</s>")).unk_id is None
     assert load_tokenizer(make_hf(tmp_path / "b", unk_token="<|user|>")).unk_id == 2

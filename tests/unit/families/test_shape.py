@@ -48,10 +48,6 @@ LLAMA3 = {
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
 
 
-def without(scaling: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in scaling.items() if key not in keys}
-
-
 # Rotary embeddings of families with equal layers. Several cases state a value in more than one place.
 ROPES: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -187,6 +183,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ("kind", "changes", "key"),
     [
         *((kind, *refused) for kind in ("llama", "qwen2", "qwen3") for refused in REFUSED),
+        *((kind, {"attention_bias": True}, "attention_bias = true") for kind in ("llama", "qwen3", "gemma3_text")),
+        ("llama", {"mlp_bias": True}, "mlp_bias = true"),
+        ("gemma3_text", {"hidden_activation": "silu"}, 'hidden_activation = "silu" is not supported'),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "must name sliding_attention or full_attention for each"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported: every layer must have"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
         ("qwen2_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported: every layer must have"),
@@ -217,6 +218,13 @@ def test_unsupported_configurations_are_refused(tmp_path, kind, changes, key):
         read_shape(tmp_path)
     assert str(e.value).startswith(f"{tmp_path / 'config.json'}: ")
     assert key in str(e.value)
+
+
+def test_a_scaling_without_one_of_its_keys_is_refused(tmp_path):
+    scaling = {key: value for key, value in LLAMA3.items() if key != "low_freq_factor"}
+    write(tmp_path, "llama", {"rope_scaling": scaling})
+    with pytest.raises(UserError, match="lacks the key 'low_freq_factor'"):
+        inverse_frequencies(read_shape(tmp_path))
 
 
 def test_attention_bias_of_qwen2_is_ignored(tmp_path):

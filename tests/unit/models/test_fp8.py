@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from megatron.core.transformer import TransformerConfig
 from random_model import qwen2_config
 
-from megatron_brorl.config.load import load
 from megatron_brorl.config.schema import Fp8Config
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import ModelShape, parse_shape
@@ -74,35 +72,3 @@ def test_fp8_is_refused_without_transformer_engine():
         pytest.skip("Transformer Engine is here")
     with pytest.raises(UserError, match=r'fp8\.recipe = "delayed": needs a GPU and Transformer Engine'):
         fp8.check(Fp8Config(recipe="delayed"), shape(), 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["fp8.recipe=delayed"], "model.dtype = \"fp32\": must be 'bf16' with an fp8.recipe"),
-        (["fp8.recipe=nvfp4"], "must be 'none', 'delayed', 'tensorwise', 'blockwise' or 'mxfp8'"),
-        (["fp8.parameters=true"], "fp8.parameters = true: needs an fp8.recipe"),
-        (["fp8.bf16_layers=1"], "fp8.bf16_layers = 1: needs an fp8.recipe"),
-        (["model.dtype=bf16", "fp8.recipe=delayed", "fp8.bf16_layers=1"], 'must be 0 with fp8.recipe = "delayed"'),
-        (
-            ["model.dtype=bf16", "fp8.recipe=tensorwise", "fp8.parameters=true"],
-            "fp8.parameters = true: needs parallel.distributed_optimizer = true",
-        ),
-        (
-            [
-                "model.dtype=bf16",
-                "fp8.recipe=tensorwise",
-                "fp8.parameters=true",
-                "parallel.distributed_optimizer=true",
-                "train.offload=true",
-            ],
-            "train.offload = true: must be false with fp8.parameters",
-        ),
-    ],
-)
-def test_mistakes_name_the_key(tmp_path: Path, overrides, message):
-    path = tmp_path / "run.toml"
-    path.write_text("")
-    with pytest.raises(UserError) as caught:
-        load(path, overrides)
-    assert message in str(caught.value)

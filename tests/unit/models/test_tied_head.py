@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from megatron_brorl.checkpoints import convert as conversion
 from megatron_brorl.checkpoints import hugging_face
-from megatron_brorl.cli.convert import convert
 from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import WEIGHTS, read_shape
 from megatron_brorl.models.gpt import build_actor, build_critic, critic_body
@@ -96,22 +94,3 @@ def test_a_critic_ignores_the_head_of_an_untied_model(another, processes):
     own = ["output_layer.weight"]
     hugging_face.load(built, critic_body(shape), another, own)
     assert torch.equal(built.embedding.word_embeddings.weight[: tiny.VOCAB], tiny.weights(another)[EMBEDDING])
-
-
-def test_the_converter_names_the_users_folder(tmp_path, monkeypatch):
-    tiny.make_model(tmp_path / "hf", "llama", True)
-    found = iter([torch.zeros(1), torch.ones(1)])
-    monkeypatch.setattr(conversion, "logits", lambda *_: next(found))
-    target = tmp_path / "out"
-    options = {
-        "direction": "to-megatron",
-        "config": None,
-        "tensor": 1,
-        "pipeline": 1,
-        "verify": True,
-        "overwrite": False,
-    }
-    with pytest.raises(UserError) as caught:
-        convert(Namespace(source=tmp_path / "hf", target=target, **options))
-    assert str(caught.value).startswith(f"{target}: its logits differ from those of {tmp_path / 'hf'} by 1.00e+00")
-    assert "writing" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The checksum against the same sums in Python integers, and its reaction to damaged messages."""
+"""The checksum against the same sums in Python integers."""
 
 from __future__ import annotations
 
@@ -50,44 +50,3 @@ def test_types_and_views(dtype):
     assert torch.equal(checksum("x", x.t()), checksum("x", x.t().contiguous()))
     inside = torch.cat((torch.zeros(1, dtype=dtype), x.flatten()))[1:].view(37, 41)  # starts between two words
     assert torch.equal(checksum("x", inside), checksum("x", x))
-
-
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_every_flipped_bit_changes_the_checksum(size):
-    data = noise(size)
-    before = int(checksum("a", data))
-    for place in {*range(0, size, max(1, size // 50)), size - 1}:
-        for bit in (0, 7):
-            data[place] ^= 1 << bit
-            assert int(checksum("a", data)) != before
-            data[place] ^= 1 << bit
-    assert int(checksum("a", data)) == before
-
-
-def test_swapped_data_changes_the_checksum():
-    """Words, rows and halves, also in data with few distinct values, such as new norm weights."""
-    few = torch.randint(0, 2, (300_000,), generator=torch.Generator().manual_seed(2)).float()
-    for data in (noise(2_400_000, 3).view(torch.int64), few.view(torch.int64)):
-        before = int(checksum("a", data))
-        for a, b in [(0, 1), (5, 1024 + 5), (1023, 1024), (10, len(data) - 1), (8 * 1024, 9 * 1024)]:
-            if data[a] != data[b]:
-                swapped = data.clone()
-                swapped[a], swapped[b] = data[b], data[a]
-                assert int(checksum("a", swapped)) != before
-        rows = data.clone()
-        rows[:1024], rows[1024:2048] = data[1024:2048], data[:1024]
-        assert int(checksum("a", rows)) != before
-        assert int(checksum("a", data.roll(1))) != before
-        assert int(checksum("a", data.roll(len(data) // 2))) != before
-
-
-def test_name_dtype_and_shape_change_the_checksum():
-    x = torch.zeros(4, 6)
-    sums = [
-        checksum("a", x),
-        checksum("b", x),
-        checksum("a", x.view(6, 4)),
-        checksum("a", x.view(torch.int32)),
-        checksum("a", torch.zeros(4, 7)),
-    ]
-    assert len({int(s) for s in sums}) == 5

@@ -103,22 +103,6 @@ def test_assignments_are_within_grahams_bound(parts):
         assert np.bincount(got, weights=costs).max() <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
 
 
-def test_runs_of_siblings_exceed_the_mean_by_a_row_and_its_prompt_at_most():
-    for seed in range(30):
-        rng = np.random.default_rng(seed)
-        costs = rng.integers(1, 20, 60)
-        families = rng.integers(0, 9, 60)
-        setups = rng.integers(0, 60, 9)[families]
-        loads = loads_of(4, assign(costs, 4, families, setups), costs, families, setups)
-        whole = loads_of(1, np.zeros_like(costs), costs, families, setups)[0]
-        assert loads.max() <= whole / 4 + costs.max() + 2 * setups.max()
-
-
-def test_loads_count_each_prompt_once_per_part():
-    loads = loads_of(3, ints(0, 0, 1, 0, 1), ints(1, 2, 4, 8, 16), ints(0, 0, 0, 1, 1), ints(100, 100, 100, 500, 500))
-    assert loads.tolist() == [1 + 2 + 8 + 100 + 500, 4 + 16 + 100 + 500, 0]
-
-
 def test_siblings_of_long_prompts_stay_together():
     families = np.repeat(np.arange(4), 8)
     got = assign(np.full(32, 10), 4, families, np.full(32, 1000))

@@ -1,4 +1,4 @@
-"""The division of a stream over context-parallel ranks: every token once, every prediction with its hidden state."""
+"""The division of a stream over context-parallel ranks. test_layouts.py compares their results."""
 
 from __future__ import annotations
 
@@ -36,31 +36,6 @@ def test_each_rank_has_one_chunk_of_either_half(size):
         found = own_tokens(packed.groups, rank, size).tolist()
         assert found == [i for i, (p, n) in enumerate(places) if expected_owner(p, n, size) == rank]
         assert len(found) == len(packed.input_ids) // size
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_prediction_has_one_rank(size):
-    prompts, responses, packed = batch(size)
-    parts = [split_for_rank(packed, rank, size) for rank in range(size)]
-    values = [torch.rand(len(r)) for r in responses]
-    advantages = torch.arange(len(responses)) * 1.0
-    whole = dict.fromkeys(range(len(responses)), 0.0)
-    for rank, part in enumerate(parts):
-        own = own_tokens(packed.groups, rank, size)
-        assert torch.equal(part.input_ids, packed.input_ids[own])
-        assert torch.equal(part.position_ids, packed.position_ids[own])
-        for row, mine in part.split(part.gather(values)):
-            whole[row] = whole[row] + mine
-        for index, target, advantage in zip(part.predict, part.targets, part.repeat(advantages), strict=True):
-            # The predicting token is the one before its target in the row.
-            row = int(advantage)
-            text = torch.cat((prompts[row], responses[row]))
-            position = int(part.position_ids[index])
-            assert part.input_ids[index] == text[position]
-            assert target == text[position + 1]
-    for row, value in enumerate(values):
-        assert torch.equal(whole[row], value)
-    assert sum(len(part.predict) for part in parts) == sum(map(len, responses))
 
 
 def test_a_rank_without_predictions_takes_part():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_brorl.parallel.packing import Packed, copies_by_routes, pack, token_gain
+from megatron_brorl.parallel.packing import copies_by_routes, pack, token_gain
 
 
 def rows(count: int, seed: int = 0):
@@ -16,11 +16,6 @@ def rows(count: int, seed: int = 0):
         return [torch.randint(0, 50, (n,), generator=g) for n in lengths]
 
     return some(1), some(1)
-
-
-def lengths(batch: Packed) -> list[int]:
-    """Tokens of each segment of a plain stream."""
-    return [n for g in batch.groups for count, n in g.segments for _ in range(count)]
 
 
 def siblings(count: int, seed: int = 1):
@@ -49,29 +44,6 @@ def test_streams_contain_every_row_and_shared_prompts_once(max_tokens, multiple,
             assert batch.input_ids[places].tolist() == row.tolist()
             assert batch.position_ids[places].tolist() == list(range(len(row)))
         assert [t.tolist() for _, t in batch.split(batch.targets)] == [responses[i].tolist() for i in batch.rows]
-
-
-def test_per_row_values_follow_the_rows():
-    prompts, responses = rows(10)
-    values = [torch.full((len(r),), float(i)) for i, r in enumerate(responses)]
-    for batch in pack(prompts, responses, 40):
-        assert torch.equal(batch.gather(values), batch.repeat(torch.arange(10.0)))
-
-
-def test_segments_group_equal_lengths():
-    prompts, responses = rows(60)
-    (batch,) = pack(prompts, responses, 10_000)
-    (group,) = batch.groups
-    assert lengths(batch) == sorted(len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True))
-    assert len({n for _, n in group.segments}) == len(group.segments)
-
-
-def test_no_rows_make_one_batch_that_predicts_nothing():
-    (batch,) = pack([], [], 100, 2)
-    assert len(batch.input_ids) == 2
-    assert batch.rows == ()
-    assert len(batch.predict) == len(batch.targets) == 0
-    assert len(batch.gather([])) == len(batch.repeat(torch.zeros(0))) == 0
 
 
 def test_prompts_are_not_shared_if_that_saves_nothing():

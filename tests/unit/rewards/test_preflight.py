@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,19 +31,21 @@ def leaves(response, row): raise SystemExit
 """
 
 
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("own"))
+        Path("own.py").write_text(OWN)
+        with RewardPool(2, 30.0) as pool:
+            yield pool
 
 
 def rows(verifier: str, answers: Sequence[str | None]) -> list[Prompt]:
     return [Prompt(f"rows.jsonl:{i}", "?", (1,), answer, verifier) for i, answer in enumerate(answers, start=1)]
 
 
-def references(prompts: list[Prompt], timeout_s: float = 30.0, **reward: Any) -> tuple[str, list[str]]:
-    with RewardPool(2, timeout_s) as pool:
-        return check_references(pool, prompts, RewardConfig(**reward))
+def references(pool: RewardPool, prompts: list[Prompt], **reward: Any) -> tuple[str, list[str]]:
+    return check_references(pool, prompts, RewardConfig(**reward))
 
 
 @pytest.mark.parametrize(
@@ -55,9 +58,9 @@ def references(prompts: list[Prompt], timeout_s: float = 30.0, **reward: Any) ->
         ("own.py:right", ["4", "the whole response"]),
     ],
 )
-def test_bare_references_are_accepted(own, verifier, answers):
+def test_bare_references_are_accepted(pool, verifier, answers):
     """A verifier that reads whole responses gets the reference as the row has it, without added text."""
-    report, warnings = references(rows(verifier, answers))
+    report, warnings = references(pool, rows(verifier, answers))
     assert report == f"verifier {verifier!r} gives 1 to the reference answers of {len(answers)} rows"
     assert warnings == []
 
@@ -69,41 +72,45 @@ def test_bare_references_are_accepted(own, verifier, answers):
         ("nothing", "invalid: returned None for a reward"),
         ("waits", "invalid: returned an object of type coroutine for a reward"),
         ("leaves", "broken: SystemExit"),
-        ("slow", "timeout: no score in 1 s"),
     ],
 )
-def test_a_verifier_that_fails_on_a_reference_is_refused(own, function, reason):
+def test_a_verifier_that_fails_on_a_reference_is_refused(pool, function, reason):
     with pytest.raises(UserError, match=rf"'own\.py:{function}' .* row rows\.jsonl:1: {reason}"):
-        references(rows(f"own.py:{function}", ["4"]), timeout_s=1.0)
+        references(pool, rows(f"own.py:{function}", ["4"]))
 
 
-def test_rows_are_checked_at_even_distances(own):
+def test_a_verifier_that_hangs_on_a_reference_is_refused(pool):
+    with RewardPool(1, 1.0) as impatient, pytest.raises(UserError, match=r"'own\.py:slow' .* timeout: no score in 1 s"):
+        references(impatient, rows("own.py:slow", ["4"]))
+
+
+def test_rows_are_checked_at_even_distances(pool):
     """With 17 rows and a limit of 8, the checked rows are 1, 4, 7, 10, 13 and 16."""
     prompts = [dataclasses.replace(p, metadata={"known": True}) for p in rows("own.py:some", ["4"] * 17)]
-    assert references(prompts)[0] == "verifier 'own.py:some' gives 1 to the reference answers of 6 rows"
+    assert references(pool, prompts)[0] == "verifier 'own.py:some' gives 1 to the reference answers of 6 rows"
     prompts[12] = dataclasses.replace(prompts[12], metadata={})
-    (warning,) = references(prompts)[1]
+    (warning,) = references(pool, prompts)[1]
     assert "the reference answer of row rows.jsonl:13: broken: ZeroDivisionError" in warning
 
 
-def test_without_references_a_function_is_tried_on_other_texts(own):
+def test_without_references_a_function_is_tried_on_other_texts(pool):
     """A function is refused only if it raises on every text of every row."""
     with pytest.raises(UserError, match=r"row rows\.jsonl:1: error: KeyError: 'missing'"):
-        references(rows("own.py:raises", [None, None]))
+        references(pool, rows("own.py:raises", [None, None]))
     for function, known in (("number", False), ("some", True)):
         prompts = rows(f"own.py:{function}", [None, None])
         prompts[1] = dataclasses.replace(prompts[1], metadata={"known": known})
-        references(prompts)
-    assert references(rows("exact", [None])) == ("no row has a reference answer to try a verifier on", [])
+        references(pool, prompts)
+    assert references(pool, rows("exact", [None])) == ("no row has a reference answer to try a verifier on", [])
 
 
-def test_a_function_that_rejects_references_gives_a_warning(own):
+def test_a_function_that_rejects_references_gives_a_warning(pool):
     """An error would also end valid runs whose references are not complete responses."""
     for function, reward in (("never", "0"), ("below", "-0.5")):
-        _, (warning,) = references(rows(f"own.py:{function}", ["4", "5"]))
+        _, (warning,) = references(pool, rows(f"own.py:{function}", ["4", "5"]))
         assert f"'own.py:{function}' gives {reward} to the reference answer of row rows.jsonl:1" in warning
         assert "below reward.correct_at = 1 (2 of 2 rows checked)" in warning
-    assert references(rows("own.py:below", ["4"]), correct_at=-0.5)[1] == []
+    assert references(pool, rows("own.py:below", ["4"]), correct_at=-0.5)[1] == []
 
 
 def gym(answer: str) -> Prompt:
@@ -112,13 +119,13 @@ def gym(answer: str) -> Prompt:
     return Prompt(f"sum {answer}", "?", (1,), answer, "reasoning_gym", {"source_dataset": "chain_sum", "entry": entry})
 
 
-def test_references_that_no_response_could_match_are_an_error(own):
+def test_references_that_no_response_could_match_are_an_error(pool):
     """A verifier of this package compares with the reference, so it must accept the reference."""
     with pytest.raises(UserError, match=r"'reasoning_gym \(chain_sum\)' gives 0 to the reference answer of row sum 5"):
-        references([gym("5"), gym("6")])
+        references(pool, [gym("5"), gym("6")])
     # correct_at may be higher than any reward of the verifier.
     with pytest.raises(UserError, match=r"'exact' gives 1 to the reference answer of row .*reward\.correct_at = 2"):
-        references(rows("exact", ["4"]), correct_at=2.0)
+        references(pool, rows("exact", ["4"]), correct_at=2.0)
     # One wrong row among right ones gives a warning.
-    _, (warning,) = references([gym("4"), gym("5"), gym("4")])
+    _, (warning,) = references(pool, [gym("4"), gym("5"), gym("4")])
     assert "gives 0 to the reference answer of row sum 5, below reward.correct_at = 1 (1 of 3 rows" in warning

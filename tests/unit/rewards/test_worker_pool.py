@@ -174,16 +174,6 @@ def test_an_interrupted_call_leaves_no_worker():
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_cancelled_requests_can_be_submitted_again():
-    with RewardPool(1, 60.0, MAKE) as pool:
-        echoed = ask("echo", "0.5")
-        hung = ask("hang", "hang")
-        scores = [pool.submit(request) for request in (*hung, *echoed)]
-        pool.cancel()
-        assert [score.cancelled() for score in scores] == [True, True]
-        assert pool.score(echoed) == [ScoreResult(0.5, "ok")]
-
-
 def test_close_ends_the_workers_and_fails_missing_scores():
     pool = RewardPool(1, 60.0, MAKE)
     pool.score(ask("echo", "1"))

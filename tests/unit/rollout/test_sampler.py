@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from dataclasses import replace
 from itertools import product
@@ -21,7 +20,6 @@ from megatron_brorl.rollout.sampler import (
     SlotSupply,
     WorkStealing,
     deal,
-    even_shares,
     improbable_rollouts,
     make_groups,
     requests,
@@ -39,16 +37,6 @@ def best_by_search(total: int, loads: list[int]) -> list[int]:
     for _ in range(total):
         ends[ends.index(min(ends))] += 1
     return sorted(ends)
-
-
-def test_shares_are_as_even_as_can_be():
-    for parts in (1, 2, 3, 4):
-        for loads in product((0, 1, 2, 5, 9), repeat=parts):
-            for total in (0, 1, 2, 7, 40):
-                shares = even_shares(total, list(loads))
-                assert sum(shares) == total
-                assert min(shares) >= 0
-                assert sorted(s + x for s, x in zip(shares, loads, strict=True)) == best_by_search(total, list(loads))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64])
@@ -152,25 +140,6 @@ def test_duplicates_are_distinguished_from_likely_repeats():
 def shared_slots(parts, store=None):
     store = store or dist.HashStore()
     return [SharedSlots(store, "call", parts, rank) for rank in range(len(parts))]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(4))
-def test_every_slot_is_claimed_once(ranks, seed):
-    rng, new = random.Random(seed), list(product(range(5), range(16)))
-    parts = deal(new, [rng.randrange(20) for _ in range(ranks)])
-    waiting, taken = shared_slots(parts), [[] for _ in range(ranks)]
-    asking = list(range(ranks))
-    while asking:
-        rank = rng.choice(asking)
-        found = waiting[rank].claim(rng.randrange(1, 12))
-        if not found:
-            asking.remove(rank)
-        taken[rank].append(found)
-    assert sorted(slot for claims in taken for claim in claims for slot in claim) == new
-    for claims in taken:
-        for claim in claims:
-            assert any(claim == part[i : i + len(claim)] for part in parts for i in range(len(part) + 1))
 
 
 def test_claims_start_with_the_own_part():

@@ -93,12 +93,6 @@ class Pool:
         return False
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    return directory, tiny.make_model(directory, "qwen2", True)
-
-
 def requests(n=6, lengths=(3, 60, 9, 62)):
     return [Request(replace(p, verifier=ENVIRONMENT), stream_key(0, 4, p.id), n) for p in prompts(lengths)]
 

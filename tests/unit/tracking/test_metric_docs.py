@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import metric_faults
 from command_line import error_line, output
 
 from megatron_brorl.tracking.metric_docs import find, sections
@@ -25,19 +24,6 @@ def test_every_metric_is_found_by_its_name():
             assert find(name, section.file) == (section, metric)
             if section.group:
                 assert tag(name, section.file).split("/")[0] == section.group
-
-
-def test_undocumented_and_invalid_metrics_are_found():
-    row = {"step": 0, "kept_share": 0.5, "lr": None, "nonfinite": ["lr"], "time": {"step": 1.0}}
-    assert metric_faults.of_row(row) == []
-    row |= {"kept_share": 1.5, "rewards": 1.0, "time": {"reward": 1.0}}
-    assert [fault.partition(":")[0] for fault in metric_faults.of_row(row)] == ["kept_share = 1.5", "rewards", "reward"]
-    after = {"pass_at_1": {"mean": 2.0}, "by_task": {"a.b": {"low": 0.5}}}
-    summary = {"steps": 3, "before": None, "after": after, "more": {}}
-    assert [fault.partition(":")[0] for fault in metric_faults.of_summary(summary)] == [
-        "after.pass_at_1.mean = 2.0",
-        "more",
-    ]
 
 
 def test_metrics_are_printed_by_name_group_and_part_of_a_name(capsys):

@@ -14,7 +14,6 @@ RULES: dict[str, Callable[[list[int]], float]] = {
     "even": lambda ids: float(sum(ids) % 2 == 0),
     "share": lambda ids: sum(i % 2 == 0 for i in ids) / max(len(ids), 1),  # partial credit
     "half": lambda ids: sum(i % 2 == 0 for i in ids) / max(len(ids), 1) / 2,  # never 1
-    "signed": lambda ids: 1.0 if sum(ids) % 2 == 0 else -1.0,
     "wide": lambda ids: 6.0 * sum(i % 2 == 0 for i in ids) / max(len(ids), 1) - 2.5,
     "holes": lambda ids: math.nan if sum(ids) % 3 == 0 else float(sum(ids) % 2),
     "nan": lambda ids: math.nan,

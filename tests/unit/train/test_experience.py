@@ -65,23 +65,6 @@ def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_zero_critic_gives_critic_free_advantages(replicas, ops):
-    """With gamma = lambda = 1 and V = 0, tokens have the advantage of their response (REINFORCE++, section 3.3)."""
-    algo = AlgoConfig(advantage="gae")
-    zeros = [torch.zeros(n) for n in LENGTHS]
-    advantages, returns, metrics = token_advantages(torch.tensor(EARNED), LENGTHS, zeros, None, algo, ops, replicas)
-    free, no_returns, _ = token_advantages(torch.tensor(EARNED), LENGTHS, None, None, AlgoConfig(), ops, replicas)
-    assert no_returns is None
-    assert [row.tolist() for row in free] == [[r] * n for r, n in zip(EARNED, LENGTHS, strict=True)]
-    # With values of zero the returns are the advantages before whitening.
-    assert all(torch.equal(a, b) for a, b in zip(returns, free, strict=True))
-    flat = torch.cat(free).double()
-    whitened = (flat - flat.mean()) / flat.std(correction=0)
-    torch.testing.assert_close(torch.cat(advantages).double(), whitened, atol=1e-6, rtol=1e-6)
-    assert metrics["explained_variance"] == 0.0
-
-
-@pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
 def test_kl_in_the_reward(replicas, ops, kind):
     """r_t = -beta KL_t plus the reward at the last token, and A_t is the sum of r from t on."""

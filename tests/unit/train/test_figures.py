@@ -134,8 +134,16 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
     ]:
         assert found[outer][0] <= found[inner][0] <= found[inner][1] <= found[outer][1]
     assert sum(e["name"] == "optimizer step" for e in events) == 2
+    (generate,) = (e for e in events if e["name"] == "generate")
+    assert generate["args"]["tokens"] == sampled
     assert found["weight_sync"][0] >= found["update"][1]
     assert min(begin for begin, _ in found.values()) >= 0
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(processes, tmp_path, capfd):
+    (tmp_path / "traces").write_text("a file where the folder should be")
+    throughput.write_trace(tmp_path / "traces" / "step_000001.json", Timeline(), 0, 0.0)
+    assert "this trace is missing" in capfd.readouterr().err
 
 
 def test_flops_equal_a_count_by_hand(model):

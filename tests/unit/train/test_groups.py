@@ -17,12 +17,9 @@ from megatron_brorl.train.carried_groups import staleness, with_own_tensors
 from megatron_brorl.train.diagnostics import MAX_POSITION, _TokenMetrics
 from megatron_brorl.train.experience import shape_rewards
 from megatron_brorl.train.groups import (
-    CUT,
-    LOST,
     choose_subset,
     gather_outcomes,
     group_metrics,
-    mark_unfinished_as_lost,
     mini_batches,
     select_groups,
 )
@@ -58,17 +55,6 @@ def outcomes(processes):
     return gather_outcomes(all_rows(), len(TABLE), 8)
 
 
-def test_closed_and_kept(outcomes):
-    selection = select_groups(outcomes)
-    assert selection.closed == [0, 1, 2, 3, 4, 6]
-    assert selection.kept == [0, 6]
-    closed, lost = mark_unfinished_as_lost(outcomes, [2, 5])
-    assert lost == 1
-    assert select_groups(closed).kept == [0, 5, 6]
-    assert closed.state[5, 2] == LOST
-    assert outcomes.state[5, 2] == CUT
-
-
 def test_metrics_are_over_survivors_of_closed_groups(outcomes):
     got = group_metrics(select_groups(outcomes))
     alive = [(g, i, r) for g, rewards in enumerate(TABLE) if g != 5 for i, r in enumerate(rewards) if r is not None]
@@ -87,26 +73,6 @@ def test_metrics_are_over_survivors_of_closed_groups(outcomes):
         "rollouts": 29,
     }
     assert got == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("of", ["prompts", "siblings"])
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_mini_batches_do_not_depend_on_the_distribution(of, count):
-    """Every row is trained once, in the same optimizer step for any distribution over replicas."""
-    kept = [0, 5, 6]
-    rows = [(r.group, r.rollout.index) for r in all_rows() if r.group in kept and r.rollout.finish != "cut"]
-    whole = [{rows[i] for i in part} for part in mini_batches(rows, kept, count, of)]
-    assert sum(map(len, whole)) == len(rows) == len(set().union(*whole))
-    for part, batch in enumerate(whole):
-        if of == "prompts":
-            assert {g for g, _ in batch} == set(kept[part::count])
-        else:
-            assert {i % count for _, i in batch} <= {part}
-    for cut in range(len(rows) + 1):
-        halves = [rows[:cut], rows[cut:]]
-        for part in range(count):
-            spread = [[h[i] for i in mini_batches(h, kept, count, of)[part]] for h in halves]
-            assert sorted(spread[0] + spread[1]) == sorted(whole[part])
 
 
 def test_tables_and_metrics_count_sampled_tokens(processes):

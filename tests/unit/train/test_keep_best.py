@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 
 import fakes
 import pytest
-from dist.steps import _Silent, configured, make_trainer
+from dist.steps import configured, make_trainer
 
 from megatron_brorl.algo.statistics import Interval
 from megatron_brorl.checkpoints import folders
@@ -47,7 +46,7 @@ def there(tmp_path):
 
 
 def run_to(trainer, step):
-    return trainer.run(None, _Silent(), lambda: trainer.state.step == step)
+    return trainer.run(None, fakes.Notes(), lambda: trainer.state.step == step)
 
 
 def of(*scores):
@@ -147,7 +146,7 @@ def test_refused_checkpoint_is_not_the_best(processes, model, tmp_path, monkeypa
 
 def test_final_evaluation_can_be_the_best(processes, model, tmp_path):
     trainer = trainer_of(model, processes, tmp_path, of(0.5, 0.25), steps=3)
-    assert trainer.run(None, _Silent(), lambda: False)
+    assert trainer.run(None, fakes.Notes(), lambda: False)
     assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
     mark_last_as_best(trainer.config, trainer.state, evaluation_metrics(evaluation(0.5)))  # a tie
     assert there(tmp_path) == ({"step_00000001", "step_00000003"}, 3, Best(1, "pass_at_1", 0.5))
@@ -158,21 +157,3 @@ def test_final_evaluation_can_be_the_best(processes, model, tmp_path):
     again.restore(checkpoint.find(tmp_path / "checkpoints"))
     assert not run_to(again, 4)
     assert there(tmp_path) == ({"step_00000003", "step_00000004"}, 4, Best(3, "pass_at_1", 0.75))
-
-
-def made(root, step, **run):
-    folder = root / f"step_{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"step": step, **run}))
-    return folder
-
-
-def test_rotation_keeps_the_best_checkpoint(tmp_path):
-    for step in range(1, 6):
-        made(tmp_path, step)
-    (tmp_path / "best").write_text("step_00000002\npass_at_1 0.5\n")
-    folders.rotate(tmp_path, 5, 2)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == [f"step_0000000{i}" for i in (2, 4, 5)]
-    (tmp_path / "best").write_text("step_0000002\n")  # no checkpoint has this name
-    folders.rotate(tmp_path, 5, 2)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["step_00000004", "step_00000005"]

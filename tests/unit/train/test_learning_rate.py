@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import fakes
 import pytest
 import torch
-from dist.steps import _Silent
 from unit.train.test_nonfinite_rows import Sums
 from unit.train.test_updates_counted import trainer_of
 
@@ -105,7 +104,7 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     source = SimpleNamespace(prompts=lambda _start, _count: prompts)
     rows = []
     writer = SimpleNamespace(write=lambda _step, metrics, _seconds: rows.append(metrics))
-    sft(trainer_of(model, processes, {}).models.actor, source, Sums(), config, optim, writer, _Silent())
+    sft(trainer_of(model, processes, {}).models.actor, source, Sums(), config, optim, writer, fakes.Notes())
     assert [row["lr"] for row in rows] == pytest.approx([1e-3, 1e-3, 0.875e-3, 0.75e-3, 0.625e-3], rel=1e-12)
 
     exact = copy.deepcopy(model[1]).double()
@@ -119,3 +118,8 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     norm = sum(float(p.grad.square().sum()) for p in exact.parameters()) ** 0.5
     found = rows[0]["tokens"], rows[0]["loss"], rows[0]["grad_norm"]
     assert found == pytest.approx((len(losses), float(loss.detach()), norm), rel=1e-5)
+
+
+def test_sft_has_its_own_rate_warm_up_and_decay():
+    optim = OptimConfig(lr=1.0, weight_decay=0.5, betas=(0.5, 0.6), eps=1e-3, clip_grad=7.0)
+    assert sft_optim(SftConfig(lr=0.25), optim) == replace(optim, lr=0.25, warmup_steps=10, weight_decay=0.01)

@@ -9,8 +9,8 @@ import fakes
 import pytest
 import tiny
 import torch
-from by_hand import responses, update
-from dist.steps import _Silent, configured, make_trainer
+from by_hand import responses, right, update
+from dist.steps import configured, make_trainer
 from unit.train.test_updates_counted import poison_gradients
 
 from megatron_brorl.checkpoints import training as checkpoint
@@ -42,8 +42,7 @@ def groups_of(seed):
     groups = []
     for prompt in fakes.prompts(3):
         rows = responses(seed, prompt, N, TOKENS)
-        rewards = [float(row[-1] == fakes.STOP and sum(row[:-1]) % 2 == 0) for row in rows]
-        groups.append((prompt, rows, rewards))
+        groups.append((prompt, rows, list(map(right, rows))))
     return groups
 
 
@@ -100,9 +99,9 @@ def test_an_update_with_nan_activations_is_skipped(processes, model, capfd, shar
     values, _ = trainer.train_step()
     assert (values["updates"], values["updates_skipped"], values["finite_rows"]) == (0, 1, 3 * N)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.models.actor.hf_tensors())
-    said = capfd.readouterr().err
-    assert "its gradient is not finite; its rows are: p/0/0, p/0/1, " in said
-    assert f" and {3 * N - 16} more\n" in said
+    warning = capfd.readouterr().err
+    assert "its gradient is not finite; its rows are: p/0/0, p/0/1, " in warning
+    assert f" and {3 * N - 16} more\n" in warning
 
 
 def value_loss(left_out):
@@ -154,11 +153,11 @@ def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, 
     else:
         poison_gradients(trainer.models.actor, lambda: trainer.state.step != 2)
     with pytest.raises(UserError) as caught:
-        trainer.run(None, _Silent(), lambda: False)
-    said = str(caught.value)
-    assert said.startswith("3 steps in a row skipped an update")
-    assert "the state after 6 steps is saved" in said
-    assert "\n" not in said
+        trainer.run(None, fakes.Notes(), lambda: False)
+    message = str(caught.value)
+    assert message.startswith("3 steps in a row skipped an update")
+    assert "the state after 6 steps is saved" in message
+    assert "\n" not in message
     found = checkpoint.find(tmp_path / "checkpoints")
     assert found is not None
     assert checkpoint.read_run(found)["step"] == 6
@@ -211,16 +210,16 @@ class Sums:
 
 
 @pytest.mark.parametrize(
-    ("lr", "said"),
+    ("lr", "message"),
     [(1e30, "step 2: loss nan, gradient norm nan"), (0.0, "step 1: weights that are not finite: decoder.layers.2.mlp")],
 )
-def test_sft_stops_if_not_finite(processes, model, lr, said):
+def test_sft_stops_if_not_finite(processes, model, lr, message):
     trainer = trainer_of(model, processes, {})
     if not lr:
         breaking(trainer)
     with pytest.raises(UserError) as caught:
-        sft(trainer.models.actor, Sums(), Sums(), SftConfig(5, 4), OptimConfig(lr), None, _Silent())
-    assert str(caught.value).startswith(f"sft {said}")
+        sft(trainer.models.actor, Sums(), Sums(), SftConfig(5, 4), OptimConfig(lr), None, fakes.Notes())
+    assert str(caught.value).startswith(f"sft {message}")
     assert "nothing is exported" in str(caught.value)
 
 

@@ -9,11 +9,11 @@ import fakes
 import numpy as np
 import pytest
 import torch
+from by_hand import responses, right
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.data.source import FileSource
-from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout_log import LogEntry, entries, read_groups, read_rollouts
 from megatron_brorl.train import recorder
 from megatron_brorl.train.recorder import Recorder
@@ -21,14 +21,6 @@ from megatron_brorl.types import Episode, PromptGroup, Rollout, ScoredRollout
 
 N, PROMPTS, MOST, SEED = 8, 5, 12, 3
 SAMPLED = {"n": N, "prompts": PROMPTS, "max_tokens": MOST}
-
-
-class Notes:
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def trainer_of(model, grid, folder, run=None, **sections):
@@ -42,16 +34,6 @@ def trainer_of(model, grid, folder, run=None, **sections):
     return trainer
 
 
-def response(stream, prompt, sibling) -> list[int]:
-    (drawn,) = fakes.draws(stream_key(SEED, stream, prompt.id), [sibling], MOST)
-    return drawn[: drawn.index(fakes.STOP) + 1] if fakes.STOP in drawn else drawn
-
-
-def reward(row: list[int]) -> float:
-    """Responses that were cut off are wrong without scoring."""
-    return float(row[-1] == fakes.STOP and sum(row[:-1]) % 2 == 0)
-
-
 def in_order_of_hash(prompts) -> list[str]:
     return sorted((p.id for p in prompts), key=lambda i: hashlib.blake2b(i.encode(), digest_size=8).digest())
 
@@ -62,8 +44,8 @@ def test_step_is_recorded(processes, model, tmp_path):
     figures, seconds = [trainer.train_step() for _ in range(2)][1]
     assert seconds["record"] > 0
     prompts = fakes.prompts(PROMPTS, PROMPTS)
-    rows = [[response(1, p, i) for i in range(N)] for p in prompts]
-    rewards = np.array([[reward(row) for row in group] for group in rows])
+    rows = [responses(SEED, p, N, MOST, stream=1) for p in prompts]
+    rewards = np.array([list(map(right, group)) for group in rows])
     kept = [i for i, r in enumerate(rewards) if 0 < r.sum() < N]
 
     groups = read_groups(tmp_path / "rollouts", LogEntry("step", 1)).to_pylist()
@@ -146,7 +128,7 @@ def test_recording_does_not_change_training(processes, model, tmp_path, monkeypa
     for step in range(2):
         prompts = fakes.prompts(PROMPTS, PROMPTS * step)
         chosen = in_order_of_hash(prompts)[:3]
-        lengths = {p.id: [len(response(step, p, i)) for i in range(N)] for p in prompts if p.id in chosen}
+        lengths = {p.id: [*map(len, responses(SEED, p, N, MOST, stream=step))] for p in prompts if p.id in chosen}
         most = max(m for m in range(N + 1) if sum(sum(own[:m]) for own in lengths.values()) <= 60)
         found = read_rollouts(tmp_path / "rollouts", LogEntry("step", step)).to_pylist()
         assert {(r["prompt_id"], r["sibling"]) for r in found} == {(c, i) for c in chosen for i in range(most)}
@@ -154,15 +136,15 @@ def test_recording_does_not_change_training(processes, model, tmp_path, monkeypa
 
 
 def test_resumed_run_records_the_same_bytes(processes, model, tmp_path):
-    """Rollouts that were scored before the checkpoint keep their scores and weight versions."""
+    """Rollouts that were scored before the checkpoint keep their scores and weight versions. A prompt occurs twice."""
     rollout = SAMPLED | {"partial_tokens": 5}
     whole = trainer_of(model, processes, tmp_path / "whole", rollout=rollout)
-    whole.train_source = FileSource(fakes.prompts(7), SEED)
+    whole.train_source = FileSource(fakes.prompts(PROMPTS - 1), SEED)
     for _ in range(5):
         whole.train_step()
     first, second = (trainer_of(model, processes, tmp_path / "parts", rollout=rollout) for _ in range(2))
     for trainer, steps in ((first, 2), (second, 3)):
-        trainer.train_source = FileSource(fakes.prompts(7), SEED)
+        trainer.train_source = FileSource(fakes.prompts(PROMPTS - 1), SEED)
         if trainer is second:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
@@ -184,14 +166,15 @@ def test_resumed_run_records_the_same_bytes(processes, model, tmp_path):
 def test_evaluation_is_recorded_and_printed(processes, model, tmp_path):
     trainer = trainer_of(model, processes, tmp_path / "rollouts", evaluate={"samples": 4})
     trainer.train_step()
-    seen = Notes()
-    evaluation = trainer.evaluate(seen)
+    progress = fakes.Notes()
+    evaluation = trainer.evaluate(progress)
     prompts = fakes.prompts(5, 1000)
-    rows = {(p.id, i): response("evaluate", p, i) for p in prompts for i in range(4)}
+    samples = {p.id: responses(SEED, p, 4, MOST, stream="evaluate") for p in prompts}
+    rows = {(prompt, i): row for prompt, own in samples.items() for i, row in enumerate(own)}
     assert entries(tmp_path / "rollouts") == [LogEntry("step", 0), LogEntry("evaluation", 1)]
     groups = read_groups(tmp_path / "rollouts", LogEntry("evaluation", 1)).to_pylist()
     assert [(g["prompt_id"], g["right"], g["trained"], g["recorded"]) for g in groups] == [
-        (p.id, sum(reward(rows[p.id, i]) for i in range(4)), False, 4) for p in prompts
+        (p.id, sum(map(right, samples[p.id])), False, 4) for p in prompts
     ]
     assert sum(g["right"] for g in groups) / 20 == pytest.approx(evaluation.pass_at_1.mean)
     found = read_rollouts(tmp_path / "rollouts", LogEntry("evaluation", 1)).to_pylist()
@@ -199,12 +182,12 @@ def test_evaluation_is_recorded_and_printed(processes, model, tmp_path):
     assert {r["advantage"] for r in found} == {None}
 
     # Three samples are printed, always of the same prompts.
-    assert len(seen.notes) == 3
-    for number, (note, prompt) in enumerate(zip(seen.notes, in_order_of_hash(prompts)[:3], strict=True), start=1):
+    assert len(progress.notes) == 3
+    for number, (note, prompt) in enumerate(zip(progress.notes, in_order_of_hash(prompts)[:3], strict=True), start=1):
         row = rows[prompt, 0]
         text = " ".join(map(str, [t for t in row if t != fakes.STOP]))
         if row[-1] == fakes.STOP:
-            verdict = f"{'right' if reward(row) else 'wrong'}, judged {text!r}"
+            verdict = f"{'right' if right(row) else 'wrong'}, judged {text!r}"
         else:
             verdict = "wrong, cut off at rollout.max_tokens"
         assert note.splitlines()[0] == f"held-out sample {number}, prompt {prompt}: {verdict}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import fakes
@@ -11,7 +10,6 @@ import pytest
 import torch
 from dist.steps import configured, make_trainer
 
-from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.data.source import FileSource
 from megatron_brorl.errors import UserError
 from megatron_brorl.models.weights.names import hf_shapes
@@ -49,60 +47,14 @@ def test_groups_of_a_run_have_distinct_random_streams(rows, prompts):
     assert repeats >= 5
 
 
-def trainer_of(model, processes, tmp_path, rows, **rollout):
-    changes = {"rollout": {"n": 16, "prompts": 4, **rollout}, "run": {"dir": str(tmp_path)}}
-    trainer = make_trainer(model[0], processes, configured(changes), fakes.Engine())
-    trainer.train_source = FileSource(fakes.prompts(rows), SEED)
-    return trainer
-
-
-def asked(trainer) -> list[list[tuple[str, int, int, int, list[int]]]]:
-    """Return the requests of each call of the engine."""
-    return [
-        [(r.prompt.id, r.key, r.first, r.n, [b.index for b in r.begun]) for r in c]
-        for c in trainer.runner.engine.engine.calls
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rollout", [{}, {"partial_tokens": 5}, {"refills": 2}], ids=["whole", "partial", "refilled"])
-def test_repeated_prompts_resume_bit_exactly(processes, model, tmp_path, rollout):
-    """Three rows in steps of four prompts: each step repeats one. Resuming after two steps is bit-exact."""
-    whole = trainer_of(model, processes, tmp_path, 3, **rollout)
-    whole.sync_weights()
-    figures = [whole.train_step()[0] for _ in range(5)]
-    for call in whole.runner.engine.engine.calls:
-        for request in call:
-            for begun in request.begun:  # by the key of the step that began it
-                (stream,) = fakes.draws(request.key, [begun.index], TOKENS)
-                assert begun.token_ids.tolist() == stream[: len(begun.token_ids)]
-    assert any(r.begun for call in whole.runner.engine.engine.calls for r in call) == ("partial_tokens" in rollout)
-
-    first = trainer_of(model, processes, tmp_path, 3, **rollout)
-    first.sync_weights()
-    got = [first.train_step()[0] for _ in range(2)]
-    first.save()
-    second = trainer_of(model, processes, tmp_path, 3, **rollout)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # inside Megatron
-        second.restore(checkpoint.find(tmp_path / "checkpoints"))
-    assert second.state.carried.groups == first.state.carried.groups
-    second.sync_weights()
-    got += [second.train_step()[0] for _ in range(3)]
-    assert list(map(repr, got)) == list(map(repr, figures))  # nan equals nan here; everything else must be equal
-    assert asked(first) + asked(second) == asked(whole)
-    weights = [trainer.models.actor.hf_tensors() for trainer in (whole, second)]
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*weights, strict=True))
-
-
 def rate(key: int, samples: int) -> float:
     """Return the share of right responses of a stream."""
     rows = fakes.draws(key, range(samples), TOKENS)
     return float(np.mean([fakes.STOP in r and sum(r[: r.index(fakes.STOP)]) % 2 == 0 for r in rows]))
 
 
-def test_evaluation_separates_groups_of_one_prompt(processes, model, tmp_path):
-    trainer = trainer_of(model, processes, tmp_path, 3)
+def test_evaluation_separates_groups_of_one_prompt(processes, model):
+    trainer = make_trainer(model[0], processes, configured({}), fakes.Engine())
     trainer.sync_weights()
     a, b = fakes.prompts(2)
     sampling = Sampling(1.0, 1.0, 0, TOKENS, (fakes.STOP,))

@@ -1,10 +1,8 @@
-"""The number of prompts of a round, against a search and in simulation."""
+"""The number of prompts of a round, against a search."""
 
 from __future__ import annotations
 
 import math
-import random
-from dataclasses import replace
 
 import pytest
 
@@ -30,33 +28,3 @@ def test_bounds_and_unknown_kept_share():
     assert round_size(128, SourcePosition(recent_prompts=10, recent_kept=0), CONFIG) == 512
     assert round_size(0, known, CONFIG) == round_size(-3, known, CONFIG) == 1
     assert round_size(3, known, RolloutConfig(prompts=128)) == 128
-
-
-@pytest.mark.parametrize(("begin", "end"), [(0.62, 0.62), (0.62, 0.5), (0.35, 0.65)])
-def test_one_extra_round_in_twenty_steps(begin, end):
-    """The kept share drifts. The first step does not know it; the others need one round."""
-    rounds, prompts, waited = [], [], []
-    for seed in range(10):
-        rng = random.Random(seed)
-        position = SourcePosition()
-        waiting = 0
-        for step in range(20):
-            p = begin + (end - begin) * step / 19
-            start = position
-            found = 0
-            for _ in range(1 + CONFIG.refills):
-                count = round_size(128 - waiting - found, position, CONFIG)
-                found += sum(rng.random() < p for _ in range(count))
-                position = replace(position, rounds=position.rounds + 1, prompts_read=position.prompts_read + count)
-                position = position.with_kept(start, found)
-                if waiting + found >= 128:
-                    break
-            assert waiting + found >= 128
-            waiting += found - 128
-            waited.append(waiting)
-        rounds.append(position.rounds)
-        prompts.append(position.prompts_read * (begin + end) / 2 / (20 * 128))
-    assert max(rounds) <= 21
-    # Surplus groups reduce later rounds, so few more prompts are sampled than the trained groups need.
-    assert max(prompts) < 1.1
-    assert max(waited) < 128

@@ -1,16 +1,13 @@
-"""The engine's log-probabilities as old policy: correct for the full softmax, refused with top-p or top-k."""
+"""The engine's log-probabilities as old policy, and the probability mass that top-p and top-k leave."""
 
 from __future__ import annotations
 
-from itertools import product
-from pathlib import Path
-
 import pytest
+import tiny
 import torch
 from dist.steps import configured, make_trainer
+from sampling_cases import Case, weights
 
-from megatron_brorl.config.load import load
-from megatron_brorl.errors import UserError
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.reference.sampling import sample_tokens
@@ -45,26 +42,16 @@ def step(model, processes, temperature, top_p=1.0, top_k=0, **algo):
 
 def by_transformers(model, sampled, temperature, top_p, top_k):
     """Return transformers' log-probabilities of all sampled tokens and the mass that the cut leaves at each."""
-    whole = []
-    masses = []
+    cut = Case(torch.empty(0), temperature, top_p, top_k)
+    uncut = Case(cut.logits, temperature)
+    whole, masses = [], []
     for prompt, rollout in sampled:
+        whole.append(tiny.log_probs(model, prompt.token_ids, rollout.token_ids, temperature))
         ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids.tolist()]])
         with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].double() / temperature
-        p = logits.softmax(-1)
-        for row, token in zip(p, rollout.token_ids.tolist(), strict=True):
-            ordered = sorted(row.tolist(), reverse=True)
-            kept = ordered[: top_k or len(ordered)]
-            nucleus = []
-            mass = 0.0
-            for x in kept:
-                if mass >= top_p * sum(kept):
-                    break
-                nucleus.append(x)
-                mass += x
-            whole.append(float(row[token].log()))
-            masses.append(mass)
-    return torch.tensor(whole, dtype=torch.float32), torch.tensor(masses, dtype=torch.float32)
+            logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].double().numpy()
+        masses += [weights(row, cut, top_p).sum() / weights(row, uncut, 1.0).sum() for row in logits]
+    return torch.cat(whole), torch.tensor(masses, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
@@ -95,19 +82,3 @@ def test_cut_distribution_shifts_the_ratio(processes, model, top_p, top_k):
     # The log-probabilities of the cut distribution do not show how well engine and trainer agree.
     assert "logprob_gap_mean" not in metrics
     assert "logprob_gap_max" not in metrics
-
-
-@pytest.mark.parametrize(
-    ("cut", "algo"),
-    list(product(("top_p = 0.95", "top_k = 50"), ("old_log_probs = 'rollout'", "mismatch_mask = 'token'"))),
-)
-def test_cut_distribution_is_refused_as_old_policy(tmp_path, cut, algo):
-    path = Path(tmp_path / "run.toml")
-    path.write_text(f"[rollout]\n{cut}\n[algo]\n{algo}\n")
-    with pytest.raises(UserError) as caught:
-        load(path)
-    said = str(caught.value)
-    assert said.startswith(f"{path}: algo.{algo.split(' ')[0]} = ")
-    assert "rollout.top_p" in said
-    assert "rollout.top_k" in said
-    assert "\n" not in said

@@ -9,20 +9,12 @@ import threading
 
 import fakes
 import pytest
-from dist.steps import _Silent, configured, make_trainer
+from dist.steps import configured, make_trainer
 
 from megatron_brorl.checkpoints import training as checkpoint
 from megatron_brorl.checkpoints.training import Save
 
 SMALL = {"rollout": {"n": 4, "prompts": 2}, "theory": {"every": 0}}
-
-
-class Told(_Silent):
-    def __init__(self):
-        self.notes = []
-
-    def note(self, text):
-        self.notes.append(text)
 
 
 def trainer_of(model, processes, tmp_path, **train):
@@ -59,7 +51,7 @@ def full():
 
 def test_only_the_last_save_is_waited_for(processes, model, tmp_path, writes):
     trainer = trainer_of(model, processes, tmp_path, steps=3)
-    assert trainer.run(None, _Silent(), lambda: False)
+    assert trainer.run(None, fakes.Notes(), lambda: False)
     assert writes.seen == [(1, False), (2, False), (3, True)]
     assert not trainer.background_saver.under_way
     assert steps(tmp_path) == ["latest", "step_00000002", "step_00000003"]
@@ -76,14 +68,14 @@ def test_stop_waits_for_the_background_save_and_saves(processes, model, tmp_path
             asked.set()
         return asked.is_set()
 
-    assert not trainer.run(None, _Silent(), stop)
+    assert not trainer.run(None, fakes.Notes(), stop)
     assert writes.seen == [(1, False), (2, True)]
     assert checkpoint.find(tmp_path / "checkpoints").name == "step_00000002"
 
 
 def test_refused_background_save_is_repeated(processes, model, tmp_path, writes, monkeypatch):
     """The run continues, logs a warning, and saves after the next step although no checkpoint is due."""
-    trainer, told = trainer_of(model, processes, tmp_path, steps=4, checkpoint_every=2), Told()
+    trainer, progress = trainer_of(model, processes, tmp_path, steps=4, checkpoint_every=2), fakes.Notes()
     make = checkpoint.plan
 
     def broken(*arguments):
@@ -95,12 +87,12 @@ def test_refused_background_save_is_repeated(processes, model, tmp_path, writes,
     monkeypatch.setattr(checkpoint, "plan", broken)
     step, saver = trainer.train_step, trainer.background_saver
     trainer.train_step = lambda: (saver._thread.join() if saver.under_way else None, step())[1]
-    assert trainer.run(None, told, lambda: False)
+    assert trainer.run(None, progress, lambda: False)
     assert [s for s, _ in writes.seen] == [2, 3, 4]
-    (said,) = (note for note in told.notes if note.startswith("warning: "))
+    (warning,) = (note for note in progress.notes if note.startswith("warning: "))
     place = tmp_path / "checkpoints" / "step_00000002"
-    assert said.startswith(f"warning: {place}: cannot be written: {os.strerror(errno.ENOSPC)}")
-    assert said.endswith("saving the current state instead")
+    assert warning.startswith(f"warning: {place}: cannot be written: {os.strerror(errno.ENOSPC)}")
+    assert warning.endswith("saving the current state instead")
     assert steps(tmp_path) == ["latest", "step_00000003", "step_00000004"]
 
 
@@ -111,6 +103,6 @@ def test_error_waits_for_the_background_save(processes, model, tmp_path, writes)
     step = trainer.train_step
     trainer.train_step = lambda: step() if trainer.state.step < 2 else (failed.set(), 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        trainer.run(None, _Silent(), lambda: False)
+        trainer.run(None, fakes.Notes(), lambda: False)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000002\n"
     assert json.loads((tmp_path / "checkpoints" / "step_00000002" / "run.json").read_text())["step"] == 2

@@ -6,17 +6,12 @@ import fakes
 import pytest
 import tiny
 import torch
+from by_hand import responses
 from dist.steps import configured, make_trainer
 
-from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.train import collect, update
 
 N, PROMPTS, BUDGET, MOST = 16, 2, 4, 12
-
-
-def response(seed: int, step: int, prompt, sibling: int) -> list[int]:
-    (drawn,) = fakes.draws(stream_key(seed, step, prompt.id), [sibling], MOST)
-    return drawn[: drawn.index(fakes.STOP) + 1] if fakes.STOP in drawn else drawn
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -36,7 +31,7 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
     stale = capped = 0
     for step in range(6):
         for prompt in fakes.prompts(PROMPTS, PROMPTS * step):
-            rows = [response(config.run.seed, step, prompt, i) for i in range(N)]
+            rows = responses(config.run.seed, prompt, N, MOST, stream=step)
             began |= {(prompt.token_ids, tuple(row)): step for row in rows}
         model[1].load_state_dict(dict(trainer.models.actor.hf_tensors()), strict=False)
         values, _ = trainer.train_step()

@@ -18,7 +18,6 @@ from megatron_brorl.errors import UserError
 from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.worker_pool import RewardPool
-from megatron_brorl.tracking.progress import progress
 from megatron_brorl.train.console import console_line, evaluation_line, evaluation_metrics
 
 N, TOKENS = 32, 12
@@ -143,33 +142,27 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
     assert values["reward"] == pytest.approx(1 - odd / (3 * N))
     assert console_line(values | {"logprob_gap_max": 0.0}, {"step": 1.0})["verifier raised"] == f"{odd}x"
     trainer.train_step()
-    said = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "verifier" in line]
     what = "verifier picky raised on an answer, which scores 0 (metric verifier_errors)"
-    assert said == [f"{what}: ZeroDivisionError: division by zero (step_verifiers.py, line 21)"]
+    assert warnings == [f"{what}: ZeroDivisionError: division by zero (step_verifiers.py, line 20)"]
 
 
-def test_step_whose_responses_all_raised_ends_the_run(processes, pool, model):
-    """Rows without a reference answer, so that no check finds the verifier broken."""
+@pytest.mark.parametrize(
+    ("answer", "named"), [("4", "on a reference answer too: KeyError"), (None, "KeyError: 'nonsense'")]
+)
+def test_a_step_or_evaluation_whose_responses_all_raised_ends_the_run(processes, pool, model, capfd, answer, named):
+    """Without a reference answer, no check finds the verifier broken."""
     trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
-    with_reference(trainer, None)
-    with pytest.raises(UserError, match=r"^step 1: .* 96 of 96 responses .*KeyError: 'nonsense'"):
+    with_reference(trainer, answer)
+    message = "the verifiers failed on 96 of 96 responses"
+    with pytest.raises(UserError, match=rf"^step 1: {message} .*{named}"):
         trainer.train_step()
     assert trainer.models.actor.optimizer.optimizer.state == {}
-
-
-def test_verifier_that_raises_on_the_reference_ends_the_run(processes, pool, model, capfd):
-    trainer = trainer_of(model, processes, pool, ["nonsense"] * 3, {})
-    with_reference(trainer, "4")
-    with pytest.raises(
-        UserError, match=r"^step 1: the verifiers failed on 96 of 96 responses .*on a reference answer too: KeyError"
-    ):
-        trainer.train_step()
-    assert "verifier nonsense is broken: it raises on a reference answer too: KeyError: 'nonsense'" in (
-        capfd.readouterr().err
-    )
+    broken = "verifier nonsense is broken: it raises on a reference answer too: KeyError: 'nonsense'"
+    assert (broken in capfd.readouterr().err) == (answer is not None)
     trainer.held_out = trainer.train_source.batch
-    with progress(1, "train", False) as p, pytest.raises(UserError, match=r"^evaluation: the verifiers failed on"):
-        trainer.evaluate(p)
+    with pytest.raises(UserError, match=r"^evaluation: the verifiers failed on"):
+        trainer.evaluate(fakes.Notes())
 
 
 @pytest.mark.parametrize("correct_at", [0.5, 3.5])
@@ -185,8 +178,7 @@ def test_reward_correct_at_decides_right_responses(processes, pool, model, corre
     assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < correct_at for g in groups) / 3)
 
     trainer.held_out = trainer.train_source.batch
-    with progress(1, "train", False) as p:
-        found = trainer.evaluate(p)
+    found = trainer.evaluate(fakes.Notes())
     rewards = []
     for prompt in trainer.held_out:
         key = stream_key(trainer.config.run.seed, "evaluate", prompt.id)
@@ -197,6 +189,6 @@ def test_reward_correct_at_decides_right_responses(processes, pool, model, corre
     assert found.pass_at_1.mean == pytest.approx(sum(right) / 3)
     assert found.mean_reward.mean == pytest.approx(sum(sum(own) / len(own) for own in rewards) / 3)
     assert found.mean_reward.low <= found.mean_reward.mean <= found.mean_reward.high
-    told = evaluation_line(found.as_dict())
-    assert f"mean reward {found.mean_reward.mean:.4g} (95% interval {found.mean_reward.low:.4g} to " in told
+    line = evaluation_line(found.as_dict())
+    assert f"mean reward {found.mean_reward.mean:.4g} (95% interval {found.mean_reward.low:.4g} to " in line
     assert evaluation_metrics(found)["held_out_reward"] == found.mean_reward.mean

@@ -7,7 +7,7 @@ import threading
 import fakes
 import numpy as np
 import pytest
-from by_hand import responses, update
+from by_hand import responses, right, update
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.checkpoints import training as checkpoint
@@ -23,8 +23,7 @@ def by_hand(model, seed: int, lost: set[tuple[str, int]], cap: float) -> tuple[f
     groups = []
     for prompt in fakes.prompts(2):
         rows = responses(seed, prompt, N, TOKENS, lost)
-        # The stop token is not part of the answer. A response that does not stop scores 0.
-        groups.append((prompt, rows, [float(row[-1] == fakes.STOP and sum(row[:-1]) % 2 == 0) for row in rows]))
+        groups.append((prompt, rows, list(map(right, rows))))
     return update(model, groups, cap)
 
 
@@ -49,9 +48,9 @@ def test_one_of_512_rollouts_lost_and_one_stalled(processes, model, deaf, capfd)
     assert values["rollouts"] == 2 * N - 2
     assert values["lost_share"] == 2 / (2 * N)
     assert values["slow_rollouts"] == 2
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == (3 if deaf else 2)
-    assert all("1 of prompt p/0" in line and "1 of prompt p/1" in line for line in told[:2])
+    warnings = capfd.readouterr().err.splitlines()
+    assert len(warnings) == (3 if deaf else 2)
+    assert all("1 of prompt p/0" in line and "1 of prompt p/1" in line for line in warnings[:2])
     assert trainer.runner.stuck() == deaf
     # The engine's memory serves the training. An engine that hangs gets no more calls, but its rank still meets the
     # other ranks of the engine where they wait for its sleep and its wake.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import fakes
 import pytest
-from dist.steps import _Silent, configured, make_trainer
+from dist.steps import configured, make_trainer
 
 NAN = float("nan")
 GAE = {"algo": {"advantage": "gae", "mini_batches": 2}}
@@ -151,19 +151,6 @@ def test_evaluations_during_critic_warmup_do_not_end_the_run(processes, model, t
     trainer = trainer_of(model, processes, changes, tmp_path)
     trainer.held_out = fakes.prompts(2, 1000)
     trainer.state.early_stopping.best = 1.0  # no evaluation is better
-    trainer.run(None, _Silent(), lambda: False)
+    trainer.run(None, fakes.Notes(), lambda: False)
     # The first evaluation that counts is that of step 4.
     assert trainer.state.step == 5
-
-
-def test_staleness_counts_updates(processes, model):
-    """Rollouts that continue over steps without an update come from the present weights."""
-    trainer = trainer_of(model, processes, {"rollout": {"n": 8, "prompts": 3, "partial_tokens": 2}})
-    trainer.runner.pool.all_right = True
-    found = [trainer.train_step()[0] for _ in range(8)]
-    assert sum(v["rollouts"] for v in found) > 0
-    assert {v["updates"] for v in found} == {0}
-    assert {v["staleness_max"] for v in found} == {0}
-    spans = [row.rollout.spans for row in trainer.state.carried.rollouts]
-    assert spans
-    assert {version for own in spans for version, _ in own} == {0}

@@ -70,13 +70,6 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def test_attack_succeeds_against_an_unprotected_scorer(tmp_path):
-    marker = tmp_path / "marker"
-    dataset_class, config_class = DATASETS["string_insertion"]
-    dataset_class(config_class(seed=1)).score_answer(f"__import__('os').system('touch {marker}')", {"answer": "x"})
-    assert marker.exists()
-
-
 def test_scorer_uses_the_config_of_its_task():
     entry = {"answer": "0.5", "metadata": {}}
     fine = {"source_dataset": "decimal_arithmetic", "entry": entry}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import ClassVar
 
 import fakes
 import pytest
@@ -19,50 +17,11 @@ from megatron_brorl.rollout.remote.remote_engine import _check_stop_strings
 from megatron_brorl.types import Episode, Rollout
 
 
-def test_rollouts_are_admitted_as_others_finish():
-    """Rollouts without an answer keep their previous state."""
-    a, b = fakes.prompts(2)
-    later = [Request(b, 7, 3), Request(b, 7, 3, first=3)]
-
-    class Queue:
-        rows, prompt_tokens = 6, 9
-        rooms: ClassVar[list[int]] = []
-
-        def next_requests(self, room):
-            self.rooms.append(room)
-            return [later.pop(0)] if later else []
-
-    reported = []
-    callbacks = SimpleNamespace(finished=lambda request, rollout: reported.append((request, rollout.index)))
-    sampling = Sampling(1.0, 1.0, 0, 12, (2,))
-    pending = PendingRollouts(sampling, callbacks, Queue(), 5, vocab=50)
-    assert list(pending.add([Request(a, 5, 4)])) == [0, 1, 2, 3]
-    assert list(pending.admit()) == [4, 5, 6]
-    assert pending.admit() == {}  # there is no room
-    for number in (1, 5, 0):
-        tensors = {"ids": torch.tensor([number, 2]), "log_probs": torch.zeros(2)}
-        pending.answered(Message("rollout", {"number": number, "finish": "stop"}, tensors), 4)
-    new = pending.admit()
-    assert list(new) == [7, 8, 9]
-    assert [row.seed for row in new.values()] == [sibling_seed(7, i, 0) for i in (3, 4, 5)]
-    assert Queue.rooms == [1, 1]
-    assert reported == [(0, 1), (1, 1), (0, 0)]
-    result = pending.result()
-    assert [[r.index for r in rollouts] for rollouts in result] == [[0, 1, 2, 3], [0, 1, 2], [3, 4, 5]]
-    assert [(r.token_ids.tolist(), r.finish) for r in result[1]] == [([], "cut"), ([5, 2], "stop"), ([], "cut")]
-    assert reported == [(0, 1), (1, 1), (0, 0)]
-
-
 def test_seeds_of_siblings_differ_in_the_half_that_cpu_generators_read():
     seeds = [sibling_seed(7, i, 0) for i in range(4096)]
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 4096
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert len({sibling_seed(7, i, 5) for i in range(4096)} & set(seeds)) == 0
-
-    # Samples of neighbouring seeds are uncorrelated, within five standard errors.
-    drawn = torch.stack([torch.rand(4, generator=torch.Generator().manual_seed(s)) for s in seeds])
-    correlation = torch.corrcoef(torch.cat((drawn[:-1], drawn[1:]), 1).T)[:4, 4:]
-    assert correlation.abs().max() < 5 / 4096**0.5
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -135,45 +136,32 @@ def ask(link: Connection, message: Message) -> None:
 
 
 @pytest.fixture
-def engine(backend, tmp_path):
+def leader(backend, tmp_path):
+    """Return the connection of the rank that sends weights."""
+    with contextlib.closing(Connection(address(tmp_path))) as connection:
+        yield connection
+
+
+@pytest.fixture
+def engine(leader, tmp_path):
     """Return an engine of the backend with weights of version 3."""
-    engine = RemoteEngine(EngineConfig(), OPTIONS, {}, tmp_path, None, tmp_path / "log")
-    leader = Connection(address(tmp_path))
-    ask(leader, Message("finish", {"version": 3}))
-    engine.update_weights([], 3)
-    yield engine
-    leader.close()
-    engine.close()
+    with contextlib.closing(RemoteEngine(EngineConfig(), OPTIONS, {}, tmp_path, None, tmp_path / "log")) as engine:
+        ask(leader, Message("finish", {"version": 3}))
+        engine.update_weights([], 3)
+        yield engine
 
 
-def test_generate_sleep_and_weight_sync(backend, tmp_path):
-    engine = RemoteEngine(EngineConfig(), OPTIONS, {}, tmp_path, None, tmp_path / "log")
+def test_the_caches_wake_at_the_first_generation(backend, engine, leader):
+    """They do not wake before, because the trainer uses the memory during weight sync."""
     assert engine.duplicate_advice == 'Other 1.0; start a new run with rollout.engine = "torch"'
-    leader = Connection(address(tmp_path))
-    ask(leader, Message("begin"))
+    for kind in ("sleep", "wake", "begin"):
+        ask(leader, Message(kind))
     ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
     ask(leader, Message("finish", {"version": 3}))
-    assert backend.heard == ["begin", {"path": "x", "records": []}, "finish"]
-    engine.update_weights([], 3)
-    requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)]
-    (group,) = engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
-    assert [r.index for r in group] == [4, 5, 6]
-    for rollout in group:
-        first, second, last = rollout.token_ids.tolist()
-        assert (10 <= first < 20, second, last) == (True, 6, 2)
-        assert rollout.log_probs.tolist() == [-float(first), -6.0, -2.0]
-        assert (rollout.finish, rollout.spans) == ("stop", ((3, 3),))
-    ask(leader, Message("sleep"))
-    ask(leader, Message("wake"))
-    assert backend.heard[3:] == ["sleep", "wake"]
-
-    # The caches wake at the first generation, because the trainer uses the memory during weight sync.
-    ask(leader, Message("finish", {"version": 3}))
     for _ in range(2):
-        engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
-    assert backend.heard[5:] == ["finish", "wake caches"]
-    leader.close()
-    engine.close()
+        engine.generate([Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)], Sampling(1.0, 1.0, 0, 8, (2,)))
+    updates = ["begin", {"path": "x", "records": []}, "finish"]
+    assert backend.heard == ["finish", "sleep", "wake", *updates, "wake caches"]
 
 
 @pytest.mark.parametrize("backend", [True, False], indirect=True, ids=["kept", "dropped"])
@@ -211,22 +199,23 @@ def test_supply_is_requested_as_there_is_room(engine):
     assert engine.rows == 4
     prompt = Prompt("p", "", (5, 6), None, "exact")
     left = [Request(prompt, 7, 2, first) for first in range(6, 20, 2)]
+    ended = []
+    callbacks = SimpleNamespace(finished=lambda *rollout: ended.append(rollout), cancelled=lambda: False)
 
     class Queue:
         rows, prompt_tokens = 14, 2
-        rooms: ClassVar[list[int]] = []
 
         def next_requests(self, room):
-            self.rooms.append(room)
+            in_flight = 20 - sum(request.n for request in left) - len(ended)
+            assert room == 4 - in_flight > 0
             return [left.pop(0)] if left else []
 
         def has_more(self):
             return bool(left)
 
-    groups = engine.generate([Request(prompt, 7, 6)], Sampling(1.0, 1.0, 0, 8, (2,)), None, Queue())
+    groups = engine.generate([Request(prompt, 7, 6)], Sampling(1.0, 1.0, 0, 8, (2,)), callbacks, Queue())
     assert [r.index for group in groups for r in group] == list(range(20))
     assert {r.finish for group in groups for r in group} == {"stop"}
-    assert all(1 <= room <= 4 for room in Queue.rooms)
     (whole,) = engine.generate([Request(prompt, 7, 20)], Sampling(1.0, 1.0, 0, 8, (2,)))
     assert [r.token_ids.tolist() for group in groups for r in group] == [r.token_ids.tolist() for r in whole]
 
