@@ -175,7 +175,7 @@ class Study:
         self.declared = json.dumps(declared, indent=1, sort_keys=True, default=str)
         self.sha256 = hashlib.sha256(self.declared.encode()).hexdigest()
 
-    def declare(self) -> None:
+    def write_design(self) -> None:
         """Write design.json before the first run. Raises UserError if the directory has another design."""
         path = self.directory / "design.json"
         if not path.exists():
@@ -444,14 +444,16 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on its share of the cores")
     parser.add_argument("--plan", action="store_true", help="print the arms and the number of runs, then exit")
-    parser.add_argument("--page", action="store_true", help="write the page from the finished runs, then exit")
+    parser.add_argument(
+        "--page", action="store_true", help="write page.md and its files from the finished runs, then exit"
+    )
     args = parser.parse_args()
     try:
         study = Study(read_design(args.design), args.directory, args.jobs)
         if args.plan:
             print(plan(study))
             return
-        study.declare()
+        study.write_design()
         if not args.page:
             with open(args.directory / ".lock", "w") as lock:
                 try:

@@ -26,15 +26,15 @@ __global__ void gae_kernel(
 template <typename S>
 __global__ void moments_kernel(const S* values, const S* weights, int64_t n, double* table) {
   S own[kPerThread];
-  unsigned counts = 0;
+  unsigned included = 0;  // bit k: the k-th value exists and its weight is not 0
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     const int64_t i = token_index(k);
     own[k] = i < n ? values[i] : S(0);
-    counts |= unsigned(i < n && (!weights || weights[i] != 0)) << k;
+    included |= unsigned(i < n && (!weights || weights[i] != 0)) << k;
   }
-  Partial<1, 0> partial{};
-  set_moments(partial, 0, own, counts);
+  Partial<1, 0> partial{};  // moments of one column, and no other sums
+  set_moments(partial, 0, own, included);
   write_block(partial, table);
 }
 

@@ -58,19 +58,19 @@ __device__ __forceinline__ int64_t token_index(int k) {
   return int64_t(blockIdx.x) * kTokensPerBlock + k * kThreads + threadIdx.x;
 }
 
-// Set the count, and the moments of column m, from the values of this thread whose bit in `counts` is set.
+// Set the count, and the moments of column m, from the values of this thread whose bit in `included` is set.
 template <typename S, int M, int N>
-__device__ void set_moments(Partial<M, N>& own, int m, const S (&values)[kPerThread], unsigned counts) {
+__device__ void set_moments(Partial<M, N>& own, int m, const S (&values)[kPerThread], unsigned included) {
   double count = 0, sum = 0, m2 = 0;
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
-    if (counts >> k & 1) count += 1, sum += double(values[k]);
+    if (included >> k & 1) count += 1, sum += double(values[k]);
   }
   const double mean = count ? sum / count : 0;
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     const double deviation = double(values[k]) - mean;
-    if (counts >> k & 1) m2 += deviation * deviation;
+    if (included >> k & 1) m2 += deviation * deviation;
   }
   own.x[0] = count;
   own.x[1 + 2 * m] = mean;

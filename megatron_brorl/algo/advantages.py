@@ -88,12 +88,17 @@ def largest_spread(rewards: Tensor, mask: Tensor, count: int) -> Tensor:
     x, ascending = rewards.masked_fill(~mask, torch.inf).sort(dim=1, stable=True)
     x = torch.where(torch.arange(width) < n, x - mean, 0.0)
     # Sums over the first k rewards in ascending order, k = 0 ... N.
-    sums, squares = (torch.cat((x.new_zeros(groups, 1), t.cumsum(1)), dim=1) for t in (x, x.square()))
+    prefix_sums, prefix_squares = (torch.cat((x.new_zeros(groups, 1), t.cumsum(1)), dim=1) for t in (x, x.square()))
 
-    high = torch.arange(min(count, width) + 1).repeat(groups, 1)  # the candidates for i
-    low_end, high_start = high.flip(1), (n - high).clamp(min=0)
-    total, square = (t.gather(1, low_end) + t[:, -1:] - t.gather(1, high_start) for t in (sums, squares))
-    variance = square / count - (total / count).square()
+    # Of the n rewards in ascending order, a candidate i takes [0, count - i) and [n - i, n).
+    candidates = torch.arange(min(count, width) + 1).repeat(groups, 1)
+    low_end = candidates.flip(1)
+    high_start = (n - candidates).clamp(min=0)
+    subset_sum, subset_squares = (
+        prefix.gather(1, low_end) + prefix[:, -1:] - prefix.gather(1, high_start)
+        for prefix in (prefix_sums, prefix_squares)
+    )
+    variance = subset_squares / count - (subset_sum / count).square()
     # argmax finds the first one. 1e-12: equal up to rounding.
     i = (variance >= variance.amax(1, keepdim=True) * (1 - 1e-12)).byte().argmax(1, keepdim=True)
 
@@ -106,10 +111,11 @@ def largest_spread(rewards: Tensor, mask: Tensor, count: int) -> Tensor:
 
 def _deviations(rewards: Tensor) -> Tensor:
     """Return rewards [N] minus their mean in float64, and 0 where that is within the rounding of rewards in float32."""
-    # The loss would count tokens as clipped whose advantage is rounding, such as that of 0.2 among 0.1, 0.2 and 0.3.
+    # Rounding can leave a tiny advantage where the exact one is 0, such as that of 0.2 among 0.1, 0.2 and 0.3. The loss
+    # would count tokens of such a rollout as clipped, although clipping them has no effect.
     x = rewards.double()
-    found = x - x.mean()
-    return torch.where(found.abs() <= torch.finfo(torch.float32).eps * x.abs().max(), 0.0, found)
+    deviations = x - x.mean()
+    return torch.where(deviations.abs() <= torch.finfo(torch.float32).eps * x.abs().max(), 0.0, deviations)
 
 
 def group_baseline(rewards: Tensor) -> Tensor:
@@ -195,7 +201,7 @@ def group_advantages(rewards: Tensor, mask: Tensor, rows: Sequence[Mapping[str, 
         return table
 
     function = functions.find("algo.advantage", algo.advantage)
-    found = function(rewards.shape, "an advantage per reward", rewards=rewards, mask=mask, rows=rows)
-    for group, rollout in (mask & ~found.isfinite()).nonzero()[:1].tolist():
-        function.refuse(f"returned {found[group, rollout]:g} for rollout {rollout} of row {rows[group]['id']!r}")
-    return torch.where(mask, found.detach().double(), 0.0)
+    advantages = function(rewards.shape, "an advantage per reward", rewards=rewards, mask=mask, rows=rows)
+    for group, rollout in (mask & ~advantages.isfinite()).nonzero()[:1].tolist():
+        function.refuse(f"returned {advantages[group, rollout]:g} for rollout {rollout} of row {rows[group]['id']!r}")
+    return torch.where(mask, advantages.detach().double(), 0.0)

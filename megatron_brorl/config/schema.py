@@ -266,7 +266,9 @@ class EnvironmentConfig:
         'of it, which also gives the reward. "" samples single turns, which verifiers score.',
     )
     max_turns: Count = key(8, "Maximum number of turns of the model.")
-    max_tool_seconds: PositiveFloat = key(10.0, "Seconds per call of an environment. After that, it is lost.")
+    max_tool_seconds: PositiveFloat = key(
+        10.0, "Seconds that a call of an environment may take. After that, its rollout is lost."
+    )
 
 
 @section
@@ -280,8 +282,9 @@ class AgentConfig:
     )
     history: Literal["keep", "template"] = key(
         "keep",
-        '"keep": a call that repeats an earlier one and its reply continues its tokens. "template": it does so only if '
-        "the chat template, which may drop thoughts of earlier turns, gives the same tokens.",
+        '"keep": if the messages of a call begin with those of an earlier call and its reply, the earlier tokens are '
+        'kept and the new messages appended. "template": this is done only if the chat template, which may drop '
+        "thoughts of earlier turns, gives the same tokens.",
     )
     max_calls: Count = key(64, "Maximum number of calls of a rollout.")
     max_tokens: Natural = key(0, "Maximum number of sampled tokens of a rollout. 0 limits only each call.")
@@ -507,15 +510,20 @@ class TrainConfig:
     )
     verify_tolerance: NonNegativeFloat = key(
         0.0,
-        "Tolerance for the mean difference of an engine, in nats. The 99% quantile may be 4 times and the maximum"
-        " 10 times as large. 0 uses 3e-4 in fp32, 0.15 in bf16 (0.2 with TensorRT-LLM, 0.3 with experts), and 0.6 with"
+        "Largest mean difference, in nats, between an engine's and the actor's log-probabilities of the tokens of"
+        " verify_weights. The 99% quantile may be 4 times and the maximum 10 times as large. 0 uses 3e-4 in fp32,"
+        " 0.15 in bf16 (0.2 with TensorRT-LLM, 0.3 with experts), and 0.6 with"
         " FP8 weights or an FP8 KV cache.",
     )
 
 
 @section
 class TheoryConfig:
-    """The live mass balance: metrics theory_* (docs/theory.md). They do not influence training."""
+    """Metrics theory_* (docs/theory.md), which do not influence training.
+
+    They estimate the probability of the tokens and answers that no rollout of a group sampled, and how a training step
+    changes the mean reward through sampled and unsampled tokens.
+    """
 
     every: Natural = key(1, "Number of steps between measurements. 0 disables them.")
 

@@ -30,7 +30,8 @@ MODEL = "tokenizer.model"
 CONVERTED = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 _EXPORT_MARK = "sentencepiece_export"  # in tokenizer_config.json: SHA-256 of the tokenizer.json that was written
-# transformers 5 uses the Qwen2 tokenizer for every tokenizer.json of a Qwen2 model, unless a file defines the class.
+# For this model_type, transformers 5 uses its Qwen2 tokenizer instead of the class that tokenizer_config.json names,
+# unless a Python file next to it defines the class.
 _OVERRIDDEN = "qwen2"
 _CLASS_FILE = "tokenization_fast.py"
 _CLASS = "from transformers import PreTrainedTokenizerFast\n\n\nclass Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
@@ -188,6 +189,7 @@ def _convert(source: Path, target: Path, tokenizer: SentencePieceTokenizer) -> N
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     if _read(source / CONFIG).get("model_type") == _OVERRIDDEN:
+        # AutoTokenizer reads a pair: the slow and the fast class. This class serves as both.
         settings["auto_map"] = {"AutoTokenizer": [f"{_CLASS_FILE.removesuffix('.py')}.Tokenizer"] * 2}
         (target / _CLASS_FILE).write_text(_CLASS, encoding="utf-8")
     (target / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -203,8 +205,8 @@ def _difference(directory: Path, tokenizer: SentencePieceTokenizer) -> str:
         return f"it has {tokenizer.vocab_size} tokens, but {len(theirs)} with the files next to it"
     if theirs.eos_token_id != tokenizer.eos_id or theirs("a").input_ids != tokenizer.encode_prompt("a"):
         return "transformers begins or ends a text with other tokens"
-    found = theirs(texts, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
-    for text, ids in zip(texts, found, strict=True):
+    their_ids = theirs(texts, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
+    for text, ids in zip(texts, their_ids, strict=True):
         back = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if ids != tokenizer.encode(text) or (tokenizer.unk_id not in ids and back != tokenizer.decode(ids)):
             return f"transformers' {type(theirs).__name__} tokenizes {text[:40]!r} differently"

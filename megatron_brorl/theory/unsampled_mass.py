@@ -41,12 +41,12 @@ def good_turing(outcomes: Ints, right: Bools) -> GoodTuring:
     outcomes [N] int64: equal numbers are equal outcomes; right [N] bool. n_1 / N is an unbiased estimate of the mass
     that N - 1 siblings leave unseen. `unseen_mass` computes the interval.
     """
-    counts, share = _counts(outcomes, right)
+    counts, right_share = _counts(outcomes, right)
     n = len(outcomes)
     once = int((counts == 1).sum())
     twice = int((counts == 2).sum())
     low, high = unseen_mass(n, once, twice)
-    right_mass = float(share[counts == 1].sum()) / n
+    right_mass = float(right_share[counts == 1].sum()) / n
     return GoodTuring(len(counts), once, twice, once / n, low, high, right_mass, once / n - right_mass)
 
 
@@ -54,17 +54,21 @@ def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> d
     """Estimate the unsampled mass at smaller N by treating h of the N siblings as unsampled, averaged over all choices.
 
     groups: outcomes [N] int64 of each prompt, and whether they are right, [N] bool; held_out: H numbers h with
-    2 <= h < N. Returns (mean over groups, low, high) [3, H] of "unsampled_mass", "u_pos2" and "u_neg2". Each mean is an
-    unbiased estimate of its expectation over m = N - h fresh siblings: sum p (1 - p)^m for the mass, sum p^2 (1 - p)^m
-    over right and over wrong outcomes for the second moments. `low` and `high` are the ends of the 95% interval over
-    draws of siblings for fixed prompts.
+    2 <= h < N. Returns (mean over groups, low, high) [3, H] by key. `low` and `high` are the ends of the 95% interval
+    over draws of siblings for fixed prompts.
 
-    The share of held-out siblings whose outcome none of the m = N - h others has, averaged over all choices of h
-    siblings, is sum_j (c_j / N) C(N - c_j, m) / C(N - 1, m) for outcomes seen c_j times. For pairs of equal held-out
-    siblings it is sum_j c_j (c_j - 1) / (N (N - 1)) C(N - c_j, m) / C(N - 2, m). Both are sums of g(c_j) over outcomes.
+    h is the number of held-out siblings, m = N - h that of the others, p the probability of an outcome, and c_j the
+    number of the N siblings with outcome j. Each mean is an unbiased estimate of its expectation over m fresh siblings:
+      "unsampled_mass": sum of p (1 - p)^m over all outcomes
+      "u_pos2": sum of p^2 (1 - p)^m over right outcomes
+      "u_neg2": sum of p^2 (1 - p)^m over wrong outcomes
+
+    The share of held-out siblings whose outcome none of the m others has, averaged over all choices of h siblings, is
+    sum_j (c_j / N) C(N - c_j, m) / C(N - 1, m). For pairs of equal held-out siblings it is
+    sum_j c_j (c_j - 1) / (N (N - 1)) C(N - c_j, m) / C(N - 2, m). Both are sums of g(c_j) over outcomes.
     The intervals treat the numbers of outcomes seen c times as Poisson counts (`weighted_counts`), which vary at least
     as much as the multinomial counts in every case that the tests cover. If nothing was seen, the upper end is 3.69
-    times the largest g over the groups.
+    times the largest g over the groups: -ln(0.025) = 3.69 is the 97.5% limit of a Poisson mean after a count of 0.
 
     Raises ValueError if a number cannot be held out from a group.
     """
@@ -79,10 +83,10 @@ def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> d
         # A pair needs two held-out siblings, and at least one sibling must remain for the comparison.
         if held.min() < 2 or held.max() >= n:
             raise ValueError(f"hold_out: from {n} siblings 2 to {n - 1} can be held out, not {list(held_out)}")
-        counts, share = _counts(outcomes, right)
-        one = unseen_weights(counts, n, n - held, 1)
-        two = unseen_weights(counts, n, n - held, 2)
-        parts = np.stack([one, two * share, two * (1 - share)])
+        counts, right_share = _counts(outcomes, right)
+        single_weights = unseen_weights(counts, n, n - held, 1)
+        pair_weights = unseen_weights(counts, n, n - held, 2)
+        parts = np.stack([single_weights, pair_weights * right_share, pair_weights * (1 - right_share)])
         sums += np.stack([parts.sum(-1), np.square(parts).sum(-1)], axis=1)
         possible = np.arange(1, n + 1)
         most = np.stack([unseen_weights(possible, n, n - held, order).max(-1) for order in (1, 2)])

@@ -33,7 +33,7 @@ def cost_model(worker: Worker) -> CostModel:
     """Return the cost of training this actor on a rollout."""
     options = worker.options
     limit = options.tokens_per_micro_batch * worker.grid.cp_size
-    return CostModel(pair_cost(worker.shape), limit, options.share_prompt)
+    return CostModel(pair=pair_cost(worker.shape), limit=limit, share=options.share_prompt)
 
 
 def assign_replicas(
@@ -41,8 +41,9 @@ def assign_replicas(
 ) -> tuple[Tensor, float]:
     """Return the replica of each rollout of the subset, int64 [groups, N] with -1 for others, and the balance.
 
-    The balance is the mean over replicas of the predicted cost divided by its maximum, summed over optimizer steps; 1
-    without rollouts. prompt_tokens: of each group. The result is the same on every rank.
+    The balance is the mean predicted cost of the replicas in an optimizer step, summed over steps, divided by their
+    largest predicted cost, also summed over steps; 1 without rollouts. prompt_tokens: of each group. The result is the
+    same on every rank.
     """
     replica = torch.full_like(outcomes.state, -1)
     group, sibling = subset.mask.nonzero(as_tuple=True)
@@ -113,7 +114,7 @@ def send_to_replicas(
         return torch.cat((ids, rollout.log_probs.view(torch.int32)))
 
     transfers = Transfers(group, sibling, holder, target, 2 * tokens)
-    found, moved = send(transfers, {slot: ids_and_bits(r) for slot, r in held.items()}, torch.int32, grid)
+    received, moved = send(transfers, {slot: ids_and_bits(r) for slot, r in held.items()}, torch.int32, grid)
     routes: dict[tuple[int, int], Tensor] = {}
     if no_routes is not None:
         rows = torch.tensor(prompt_tokens)[group] + tokens - 1
@@ -131,8 +132,8 @@ def send_to_replicas(
     result = []
     # Lists, because reading one element of a tensor takes microseconds.
     is_right, with_environment = outcomes.right.tolist(), (outcomes.sampled < outcomes.tokens).tolist()
-    for g, s in sorted(found):
-        ids, bits = found[g, s].chunk(2)
+    for g, s in sorted(received):
+        ids, bits = received[g, s].chunk(2)
         ids = ids.long()
         sampled, starts = None, ()
         if with_environment[g][s]:
@@ -156,15 +157,15 @@ def send(
     sent = _sums(transfers.source, transfers.length, grid.world_size) * grid.mp_size
     received = _sums(transfers.target, transfers.length, grid.dp_size)
     messages = -(-int(max(sent.max(), received.max())) * dtype.itemsize // MESSAGE_BYTES)
-    found: dict[tuple[int, int], Tensor] = {}
+    tensors: dict[tuple[int, int], Tensor] = {}
     for i in range(messages):
-        found |= _exchange(transfers.select(slice(i, None, messages)), held, dtype, grid)
+        tensors |= _exchange(transfers.select(slice(i, None, messages)), held, dtype, grid)
     # A tensor goes to each rank of its replica except its holder.
     is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
     for i, ranks in enumerate(grid.replicas):
         is_member[ranks, i] = True
     copies = grid.mp_size - is_member[transfers.source, transfers.target].long()
-    return found, dtype.itemsize * int((transfers.length * copies).sum())
+    return tensors, dtype.itemsize * int((transfers.length * copies).sum())
 
 
 def _exchange(

@@ -58,13 +58,15 @@ def sft(
         examples = sft_examples(taken, tokenizer)[grid.dp_rank :: grid.dp_size]
         prompts = [torch.tensor(prompt) for prompt, _ in examples]
         responses = [torch.tensor(response.token_ids) for _, response in examples]
-        trained = [torch.tensor(response.trained) for _, response in examples]
+        trained_masks = [torch.tensor(response.trained) for _, response in examples]
         # All ranks divide by the same number, so their gradients are summed.
-        own = float(sum(int(mask.sum()) for mask in trained))
+        own = float(sum(int(mask.sum()) for mask in trained_masks))
         tokens = collectives.all_reduce_sum({"tokens": own}, grid.groups.dp)["tokens"]
 
         lr = learning_rate(optim, step, config.steps)
-        update, losses = worker.train(prompts, responses, _loss(trained, tokens), worker.head(1.0), lr)
+        update, losses = worker.train(
+            prompts, responses, _loss(trained_masks, tokens), worker.head(temperature=1.0), lr
+        )
         # Only the last pipeline stage has losses; the others add 0.
         loss = collectives.all_reduce_sum({"loss": float(sum(losses))}, grid.groups.pp, grid.groups.dp_cp)["loss"]
 
@@ -83,12 +85,12 @@ def sft(
         progress.update(step + 1, {"loss": f"{loss:.3f}", "grad norm": f"{update.grad_norm:.2f}"})
 
 
-def _loss(trained: Sequence[Tensor], divisor: float) -> Any:
-    """Return the loss -sum log p / divisor of examples; trained: [G] bool each; divisor: tokens of the global batch."""
+def _loss(trained_masks: Sequence[Tensor], divisor: float) -> Any:
+    """Return the loss -sum log p / divisor; trained_masks: [G] bool per example; divisor: tokens of all replicas."""
 
     def loss(batch: Packed, head: Head) -> tuple[Tensor, float]:
         log_probs = head.log_probs()[0]
-        where = batch.gather(trained).bool().to(log_probs.device)
+        where = batch.gather(trained_masks).bool().to(log_probs.device)
         value = -log_probs[where].sum() / divisor
         return value, float(value.detach())
 

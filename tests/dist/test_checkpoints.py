@@ -24,26 +24,26 @@ from megatron_brorl.train.worker import Worker
 
 pytestmark = pytest.mark.slow
 TP_EP, EP4 = SEQUENCE | EP, {"expert": 4}
-ZERO = {"parallel": {"distributed_optimizer": True}}
+DISTRIBUTED_OPTIMIZER = {"parallel": {"distributed_optimizer": True}}
 OVERLAP = {"parallel": {"distributed_optimizer": True, "overlap": True}}
 BF16 = {"model": {"dtype": "bf16"}}
 # The fake engine records no experts.
-FEW = {"rollout": {"prompts": 3, "n": 8, "replay_routes": "never"}, "theory": {"every": 0}}
-CRITIC, KL = (VARIANTS[name] | FEW for name in ("critic", "reward_kl"))
-PARTIAL = VARIANTS["partial"] | FEW | {"rollout": FEW["rollout"] | {"partial_tokens": 4}}
+FEW_ROLLOUTS = {"rollout": {"prompts": 3, "n": 8, "replay_routes": "never"}, "theory": {"every": 0}}
+CRITIC, KL = (VARIANTS[name] | FEW_ROLLOUTS for name in ("critic", "reward_kl"))
+PARTIAL = VARIANTS["partial"] | FEW_ROLLOUTS | {"rollout": FEW_ROLLOUTS["rollout"] | {"partial_tokens": 4}}
 # The checkpoint also has the adapters of a reference policy.
-LORA = FEW | {"lora": {"rank": 3, "alpha": 12.0}, "algo": {"kl_coef": 0.05}, "reference": {"reset_every": 1}}
-LORA_CRITIC = LORA | ZERO | {"algo": {"kl_coef": 0.05, "advantage": "gae"}}
+LORA = FEW_ROLLOUTS | {"lora": {"rank": 3, "alpha": 12.0}, "algo": {"kl_coef": 0.05}, "reference": {"reset_every": 1}}
+LORA_CRITIC = LORA | DISTRIBUTED_OPTIMIZER | {"algo": {"kl_coef": 0.05, "advantage": "gae"}}
 # Family, layout, settings, and layouts of runs that continue from the checkpoint.
 RESUMED = [
     ("qwen2", 1, {}, PARTIAL, [(2, {})]),
     ("qwen2", 4, PP, PARTIAL, [(2, {})]),
     ("qwen2", 2, TP, CRITIC, [(1, {})]),
     ("qwen2", 4, TP | PP, CRITIC, [(2, {})]),
-    ("qwen2", 2, {}, CRITIC | ZERO, [(1, {}), (4, {})]),
-    ("qwen2", 4, PP, CRITIC | ZERO, []),
-    ("qwen2", 2, TP, FEW | ZERO, []),
-    ("qwen2", 2, {}, FEW | OVERLAP | BF16, []),
+    ("qwen2", 2, {}, CRITIC | DISTRIBUTED_OPTIMIZER, [(1, {}), (4, {})]),
+    ("qwen2", 4, PP, CRITIC | DISTRIBUTED_OPTIMIZER, []),
+    ("qwen2", 2, TP, FEW_ROLLOUTS | DISTRIBUTED_OPTIMIZER, []),
+    ("qwen2", 2, {}, FEW_ROLLOUTS | OVERLAP | BF16, []),
     ("qwen2", 1, {}, LORA, [(2, SEQUENCE), (2, PP)]),
     ("qwen2", 2, SEQUENCE, LORA, [(1, {})]),
     ("qwen2", 2, PP, LORA, [(1, {})]),
@@ -51,11 +51,11 @@ RESUMED = [
     ("qwen2", 2, {}, LORA_CRITIC | BF16, []),
     ("qwen3_moe", 2, EP, CRITIC, [(4, TP_EP | PP)]),
     ("qwen3_moe", 2, TP_EP, KL, [(1, {})]),
-    ("qwen3_moe", 4, EP4, FEW, [(2, TP_EP)]),
-    ("qwen3_moe", 2, EP, FEW | ZERO, [(4, EP)]),
-    ("qwen3_moe", 2, TP_EP, FEW | ZERO | BF16, []),
+    ("qwen3_moe", 4, EP4, FEW_ROLLOUTS, [(2, TP_EP)]),
+    ("qwen3_moe", 2, EP, FEW_ROLLOUTS | DISTRIBUTED_OPTIMIZER, [(4, EP)]),
+    ("qwen3_moe", 2, TP_EP, FEW_ROLLOUTS | DISTRIBUTED_OPTIMIZER | BF16, []),
     ("qwen3_moe", 4, EP, CRITIC | OVERLAP, []),
-    ("qwen3_moe", 4, PP | EP, FEW | BF16, []),
+    ("qwen3_moe", 4, PP | EP, FEW_ROLLOUTS | BF16, []),
 ]
 
 
@@ -132,8 +132,7 @@ def masters(
 
     Return the names of the tensors that differ, and of all of which this rank has a part.
     """
-    zero = {"distributed_optimizer": True}
-    changes = {"parallel": zero, "model": {"dtype": "bf16"}, "run": {"seed": 3, "dir": root}}
+    changes = DISTRIBUTED_OPTIMIZER | {"model": {"dtype": "bf16"}, "run": {"seed": 3, "dir": root}}
     stored = load_file(f"{directory}/model.safetensors")
 
     def compare(worker: Worker) -> tuple[set[str], set[str]]:
@@ -178,7 +177,9 @@ def test_resume_is_bit_exact_and_other_layouts_continue(
 ):
     """Metrics and weights after the checkpoint depend on all of its state, also on carried rollouts and step counts."""
     steps = 4 if changes is PARTIAL else 3
-    results = worlds(size).run("steps:resumed", directories[family], parallel, changes, steps, 2, str(tmp_path))
+    results = worlds(size).run(
+        "steps:resumed", directories[family], parallel, changes, steps=steps, stop_at=2, root=str(tmp_path)
+    )
     for metrics, weights, metrics_after, weights_after in results:
         assert metrics[-1]["updates"] > 0
         assert [repr(m) for m in metrics_after] == [repr(m) for m in metrics[2:]]  # some are NaN
@@ -187,7 +188,7 @@ def test_resume_is_bit_exact_and_other_layouts_continue(
     assert len(carried) == (size if changes is PARTIAL else 0)
     metrics, weights, *_ = results[0]
     for ranks, other in others:
-        got = worlds(ranks).run("steps:go_on", directories[family], other, changes, steps - 2, str(tmp_path))
+        got = worlds(ranks).run("steps:go_on", directories[family], other, changes, steps=steps - 2, root=str(tmp_path))
         assert_same(got, (metrics[2:], weights))
 
 
@@ -198,20 +199,32 @@ def test_resume_is_bit_exact_and_other_layouts_continue(
             "qwen2",
             {},
             [
-                (TP, ZERO, "parallel.tensor = 1, parallel.pipeline = 1, .* this run has .*parallel.tensor = 2"),
-                (PP, ZERO, "parallel.pipeline = 1, .* and this run has .*parallel.pipeline = 2"),
+                (
+                    TP,
+                    DISTRIBUTED_OPTIMIZER,
+                    "parallel.tensor = 1, parallel.pipeline = 1, .* this run has .*parallel.tensor = 2",
+                ),
+                (PP, DISTRIBUTED_OPTIMIZER, "parallel.pipeline = 1, .* and this run has .*parallel.pipeline = 2"),
                 ({}, {}, "and this run has parallel.distributed_optimizer = false"),
             ],
         ),
-        ("qwen3_moe", EP, [({}, ZERO, "parallel.expert = 2 and this run has .*parallel.expert = 1;")]),
+        ("qwen3_moe", EP, [({}, DISTRIBUTED_OPTIMIZER, "parallel.expert = 2 and this run has .*parallel.expert = 1;")]),
     ],
 )
 def test_the_distributed_optimizer_needs_the_saved_layout(worlds, directories, tmp_path, family, saved, refusals):
     """Only the number of replicas may differ."""
-    worlds(2).run("steps:resumed", directories[family], saved, FEW | ZERO, 1, 1, str(tmp_path))
+    worlds(2).run(
+        "steps:resumed",
+        directories[family],
+        saved,
+        FEW_ROLLOUTS | DISTRIBUTED_OPTIMIZER,
+        steps=1,
+        stop_at=1,
+        root=str(tmp_path),
+    )
     for parallel, changes, words in refusals:
         for refusal in worlds(2).run(
-            "test_checkpoints:refused", directories[family], parallel, FEW | changes, str(tmp_path)
+            "test_checkpoints:refused", directories[family], parallel, FEW_ROLLOUTS | changes, str(tmp_path)
         ):
             assert "step_00000001" in refusal
             assert re.search(words, refusal)
@@ -220,7 +233,7 @@ def test_the_distributed_optimizer_needs_the_saved_layout(worlds, directories, t
 def test_equal_states_are_equal_files(worlds, directory, tmp_path):
     """The memory that Megatron allocates as padding between parameters makes no difference."""
     roots = [str(tmp_path / name) for name in ("clean", "dirty")]
-    worlds(2).run("test_checkpoints:saves_over_dirty_memory", directory, FEW | OVERLAP, roots)
+    worlds(2).run("test_checkpoints:saves_over_dirty_memory", directory, FEW_ROLLOUTS | OVERLAP, roots)
     clean, dirty = ({p.name: p.read_bytes() for p in (tmp_path / n).rglob("*.distcp")} for n in ("clean", "dirty"))
     assert clean
     assert clean == dirty
@@ -244,7 +257,7 @@ def test_background_checkpoints_have_the_state_at_their_start(worlds, directory,
     Neither way changes a metric of the run."""
     changes = VARIANTS[variant]
     results = worlds(size).run("test_checkpoints:both_ways", directory, parallel, changes, str(tmp_path))
-    whole = worlds(size).run("steps:run_steps", directory, parallel, changes, 4, {})
+    whole = worlds(size).run("steps:run_steps", directory, parallel, changes, steps=4, faults={})
     for (metrics, there, busy), (expected, _, _) in zip(results, whole, strict=True):
         assert [repr(f) for f in metrics] == [repr(f) for f in expected]
         assert there == [".step_00000002.writing"]

@@ -23,7 +23,8 @@ from megatron_brorl.parallel.packing import Packed
 
 EP4 = {"expert": 4}
 TP_EP = SEQUENCE | EP
-SHARED = "qwen2_moe"
+# Kinds of models: Qwen3-MoE with and without norm_topk_prob, and Qwen2-MoE, which has a shared expert.
+NORMALIZED, UNNORMALIZED, SHARED = "qwen3_moe", "qwen3_moe_unnormalized", "qwen2_moe"
 WHOLE = {"share_prompt": False}  # context parallelism needs whole sequences
 REFERENCE = {"ops": "reference"}
 
@@ -52,7 +53,7 @@ def gradients(
 
     own_routes = routes and [routes[i] for i in own]
     step, _ = worker.train(
-        [prompts[i] for i in own], [responses[i] for i in own], loss, worker.head(1.0), 0.0, own_routes
+        [prompts[i] for i in own], [responses[i] for i in own], loss, worker.head(temperature=1.0), 0.0, own_routes
     )
     for values in logits.values():
         dist.all_reduce(values, group=grid.groups.cp)  # zeros except for this rank's tokens
@@ -64,11 +65,11 @@ def gradients(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Directories of Qwen3-MoE by norm_topk_prob, and of Qwen2-MoE."""
-    made = {kind: tmp_path_factory.mktemp("moe") for kind in (True, False, SHARED)}
+    """Directories of models by kind."""
+    made = {kind: tmp_path_factory.mktemp("moe") for kind in (NORMALIZED, UNNORMALIZED, SHARED)}
     for kind, directory in made.items():
-        family, normalised = (SHARED, False) if kind == SHARED else ("qwen3_moe", kind)
-        tiny.make_model(directory, family, False, norm_topk_prob=normalised)
+        family = "qwen2_moe" if kind == SHARED else "qwen3_moe"
+        tiny.make_model(directory, family, False, norm_topk_prob=kind == NORMALIZED)
     return {kind: str(directory) for kind, directory in made.items()}
 
 
@@ -122,23 +123,23 @@ def choose(gate, experts, hidden):
     return logits, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, experts
 
 
-# Layout, options, kind of the model (norm_topk_prob, or SHARED), and whether the experts are given.
+# Layout, options, kind of the model, and whether the experts are given.
 GRADIENTS = [
-    (1, {}, {}, True, False),
-    (1, {}, REFERENCE | {"tokens": 60}, False, False),
-    (1, {}, {**WHOLE, "tokens": 60, "recompute": True}, True, True),
+    (1, {}, {}, NORMALIZED, False),
+    (1, {}, REFERENCE | {"tokens": 60}, UNNORMALIZED, False),
+    (1, {}, {**WHOLE, "tokens": 60, "recompute": True}, NORMALIZED, True),
     (1, {}, REFERENCE | {"recompute": True}, SHARED, False),
-    (2, EP, {"first": 7, "tokens": 60}, False, False),  # different numbers of micro-batches
-    (2, EP, {"first": 24, "overlap": True}, True, False),  # no rows on one rank
-    (2, PP, {"tokens": 60}, True, True),
+    (2, EP, {"first": 7, "tokens": 60}, UNNORMALIZED, False),  # different numbers of micro-batches
+    (2, EP, {"first": 24, "overlap": True}, NORMALIZED, False),  # no rows on one rank
+    (2, PP, {"tokens": 60}, NORMALIZED, True),
     (2, TP_EP, {}, SHARED, False),
     (2, TP_EP, REFERENCE | {"tokens": 60, "recompute": True}, SHARED, True),
-    (2, CP | EP, WHOLE | {"tokens": 60}, True, True),
-    (4, CP | EP, WHOLE, True, False),  # each expert on two ranks
-    (4, EP, {"first": 3, "tokens": 60}, True, False),  # no rows on two ranks
+    (2, CP | EP, WHOLE | {"tokens": 60}, NORMALIZED, True),
+    (4, CP | EP, WHOLE, NORMALIZED, False),  # each expert on two ranks
+    (4, EP, {"first": 3, "tokens": 60}, NORMALIZED, False),  # no rows on two ranks
     (4, PP | EP, {"recompute": True}, SHARED, False),
-    (4, TP_EP | PP, {}, True, False),
-    (4, SEQUENCE | EP4 | CP, WHOLE, True, True),
+    (4, TP_EP | PP, {}, NORMALIZED, False),
+    (4, SEQUENCE | EP4 | CP, WHOLE, NORMALIZED, True),
 ]
 
 
@@ -160,8 +161,8 @@ def test_logits_and_gradients_equal_transformers(worlds, models, expected, size,
 
 
 def test_replay_removes_most_of_the_gap_to_an_engine_in_bfloat16(worlds, models):
-    job = ("jobs:engine_gaps", models[True], {}, torch.bfloat16)
-    without, replayed = (worlds(1).run(*job, replay)[0] for replay in (False, True))
+    job = ("jobs:engine_gaps", models[NORMALIZED], {}, torch.bfloat16)
+    without, replayed = (worlds(1).run(*job, replay=replay)[0] for replay in (False, True))
     share = (without > 0.2).float().mean()
     assert share > 0.04
     assert (replayed > 0.2).float().mean() < share / 20
@@ -186,10 +187,10 @@ TRAINING = [
 def single(worlds, models):
     """Two updates in a single process with the ops in plain torch, by the trained parameters."""
     options = {"tokens": 100_000} | REFERENCE | WHOLE
-    before = tiny.weights(models[True])
+    before = tiny.weights(models[NORMALIZED])
     results = []
     for trained, fixed in (({}, "never"), (FROZEN, r"\.mlp\.gate\."), (LORA, r"(?<!q_proj|o_proj)\.weight$")):
-        result = worlds(1).run("jobs:train_steps", models[True], {}, options | trained)[0]
+        result = worlds(1).run("jobs:train_steps", models[NORMALIZED], {}, options | trained)[0]
         assert {name for name, x in result[1].items() if torch.equal(x, before[name])} == set(
             filter(re.compile(fixed).search, before)
         )
@@ -200,7 +201,7 @@ def single(worlds, models):
 @pytest.mark.parametrize(("size", "parallel", "trained", "options"), TRAINING)
 def test_training_steps_equal_those_of_a_single_process(worlds, models, single, size, parallel, trained, options):
     expected_metrics, expected_weights = next(result for key, result in single if key == trained)
-    for metrics, got_weights in worlds(size).run("jobs:train_steps", models[True], parallel, options | trained):
+    for metrics, got_weights in worlds(size).run("jobs:train_steps", models[NORMALIZED], parallel, options | trained):
         for got, want in zip(metrics, expected_metrics, strict=True):
             for key in ("loss", "grad_norm", "entropy"):
                 assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6)
@@ -209,11 +210,13 @@ def test_training_steps_equal_those_of_a_single_process(worlds, models, single, 
 
 def test_a_checkpoint_with_frozen_routers_becomes_a_hugging_face_directory(worlds, models, tmp_path):
     changes = VARIANTS["reward_kl"] | {"rollout": {"n": 8, "replay_routes": "never"}, "train": FROZEN}
-    ((_, expected, *_), _) = worlds(2).run("steps:resumed", models[True], EP, changes, 2, 2, str(tmp_path))
-    to_hf(tmp_path / "checkpoints" / "step_00000002", tmp_path / "back", Path(models[True]))
+    ((_, expected, *_), _) = worlds(2).run(
+        "steps:resumed", models[NORMALIZED], EP, changes, steps=2, stop_at=2, root=str(tmp_path)
+    )
+    to_hf(tmp_path / "checkpoints" / "step_00000002", tmp_path / "back", Path(models[NORMALIZED]))
     converted = weights(tmp_path / "back")
     torch.testing.assert_close(converted, expected, atol=0, rtol=0)
-    before = tiny.weights(models[True])
+    before = tiny.weights(models[NORMALIZED])
     assert {name for name in before if torch.equal(converted[name], before[name])} == {
         n for n in before if ".gate." in n
     }

@@ -1,7 +1,7 @@
 """Processes over gloo that run test functions: started once, used by many tests.
 
-A job is "module:function" of tests/dist with picklable arguments; every rank calls function(rank, *args) and the
-results come back in rank order. A rank that raises fails the test with its traceback.
+A job is "module:function" of tests/dist with picklable arguments; every rank calls function(rank, *args, **kwargs) and
+the results come back in rank order. A rank that raises fails the test with its traceback.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ class World:
         with listen_on_free_port() as listener:
             for rank, environment in enumerate(rank_environments(listener, size)):
                 ours, theirs = CONTEXT.Pipe()
-                arguments = (rank, environment, None if rank else listener, theirs)
+                # Rank 0 has the store through which the ranks find each other. It takes over the socket, which
+                # keeps the port reserved until then.
+                arguments = (rank, environment, listener if rank == 0 else None, theirs)
                 process = CONTEXT.Process(target=_serve, args=arguments)  # may have children that save checkpoints
                 process.start()
                 self.pipes.append(ours)
                 self.processes.append(process)
 
-    def run(self, job: str, *args: Any, timeout: float = 300) -> list[Any]:
+    def run(self, job: str, *args: Any, timeout: float = 300, **kwargs: Any) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((job, args))
+            pipe.send((job, args, kwargs))
         results = []
         failures = []
         for rank, pipe in enumerate(self.pipes):
@@ -75,11 +77,11 @@ def _serve(rank: int, environment: dict[str, str], listener: socket.socket | Non
     torch.set_num_threads(1)
     while True:
         try:
-            job, args = pipe.recv()
+            job, args, kwargs = pipe.recv()
         except EOFError:
             return
         module, _, name = job.partition(":")
         try:
-            pipe.send((True, getattr(importlib.import_module(f"dist.{module}"), name)(rank, *args)))
+            pipe.send((True, getattr(importlib.import_module(f"dist.{module}"), name)(rank, *args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -36,7 +36,7 @@ def test_the_example_design_with_two_steps_per_run(tmp_path, config, init, monke
     ]
     declared["comparisons"] = [{"claim": "it gains", "before": "plateau", "after": "n16", "over": "rollouts"}]
     own = study.Study(study.Design(**declared), tmp_path / "study")
-    own.declare()
+    own.write_design()
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", forked)
         own.execute()
@@ -61,4 +61,4 @@ def test_the_example_design_with_two_steps_per_run(tmp_path, config, init, monke
     own.execute()
     assert {path: path.stat().st_mtime_ns for path in before} == before
     with pytest.raises(UserError, match="the design has changed"):
-        study.Study(study.Design(**{**declared, "seeds": [1, 2]}), tmp_path / "study").declare()
+        study.Study(study.Design(**{**declared, "seeds": [1, 2]}), tmp_path / "study").write_design()

@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.extract import after_thought
@@ -121,8 +121,8 @@ def number_bullet_lists(response: str, num_bullets: int) -> bool:
 
 def number_highlighted_sections(response: str, num_highlights: int) -> bool:
     """Return whether the response has at least num_highlights nonempty *highlights* and **highlights**."""
-    found = [text for pattern in _HIGHLIGHTS for text in pattern.findall(response)]
-    return sum(bool(text.strip()) for text in found) >= num_highlights
+    highlights = [text for pattern in _HIGHLIGHTS for text in pattern.findall(response)]
+    return sum(bool(text.strip()) for text in highlights) >= num_highlights
 
 
 def multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
@@ -157,8 +157,8 @@ def title(response: str) -> bool:
 
 def two_responses(response: str) -> bool:
     """Return whether six asterisks separate two different texts. They may also begin and end the response."""
-    found = _divided(response, _RESPONSE_DIVIDER)
-    return len(found) == 2 and found[0] != found[1]
+    parts = _divided(response, _RESPONSE_DIVIDER)
+    return len(parts) == 2 and parts[0] != parts[1]
 
 
 CHECKS: Mapping[str, Callable[..., bool]] = {
@@ -255,8 +255,8 @@ def _ends_sentence(text: str, mark: re.Match[str]) -> bool:
         return True
 
     # Several dots end a sentence only before a capital letter or at the end. One or two dots after a space never do.
-    found = _NEXT_WORD.match(text, after)
-    next_word = found.group(1) if found else ""
+    match = _NEXT_WORD.match(text, after)
+    next_word = match.group(1) if match else ""
     if marks in (".", "..") and (mark.start() == 0 or text[mark.start() - 1].isspace()):
         return False
     if marks != ".":
@@ -279,21 +279,26 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-# Conditions on the arguments: a predicate, and its description for messages.
-_Condition = tuple[Callable[[Any], bool], str]
-_COUNT: _Condition = (_is_count, "a whole number of at least 0")
-_ORDINAL: _Condition = (lambda v: _is_count(v) and v > 0, "a whole number of at least 1")
-_TEXT: _Condition = (_is_text, "a string that is not empty")
-_TEXTS: _Condition = (lambda v: isinstance(v, list) and bool(v) and all(map(_is_text, v)), "a list of strings")
-_RELATION: _Condition = (lambda v: v in (AT_LEAST, LESS_THAN), f'"{AT_LEAST}" or "{LESS_THAN}"')
+class _Condition(NamedTuple):
+    """A condition on an argument, and its description for messages."""
+
+    accepts: Callable[[Any], bool]
+    meaning: str
+
+
+_COUNT = _Condition(_is_count, "a whole number of at least 0")
+_ORDINAL = _Condition(lambda v: _is_count(v) and v > 0, "a whole number of at least 1")
+_TEXT = _Condition(_is_text, "a string that is not empty")
+_TEXTS = _Condition(lambda v: isinstance(v, list) and bool(v) and all(map(_is_text, v)), "a list of strings")
+_RELATION = _Condition(lambda v: v in (AT_LEAST, LESS_THAN), f'"{AT_LEAST}" or "{LESS_THAN}"')
 _CONDITIONS: Mapping[str, _Condition] = {
     **dict.fromkeys(("relation", "let_relation", "capital_relation"), _RELATION),
     **dict.fromkeys(("num_paragraphs", "nth_paragraph"), _ORDINAL),
     **dict.fromkeys(("keywords", "forbidden_words"), _TEXTS),
     **dict.fromkeys(("keyword", "first_word", "postscript_marker", "section_spliter", "prompt_to_repeat"), _TEXT),
     "end_phrase": _TEXT,
-    "letter": (lambda v: _is_text(v) and len(v) == 1, "one character"),
-    "language": (lambda v: isinstance(v, str) and v in LANGUAGES, f"one of {' '.join(sorted(LANGUAGES))}"),
+    "letter": _Condition(lambda v: _is_text(v) and len(v) == 1, "one character"),
+    "language": _Condition(lambda v: isinstance(v, str) and v in LANGUAGES, f"one of {' '.join(sorted(LANGUAGES))}"),
 }
 
 
@@ -359,13 +364,15 @@ def check_row(row: VerifierRow, where: str) -> None:
     for place, (kind, arguments) in enumerate(zip(kinds, kwargs, strict=True)):
         _check_instruction(kind, arguments, where, place)
 
-    mode, every, words = metadata.get("mode", "strict"), metadata.get("all", False), metadata.get("min_words", 0)
+    mode = metadata.get("mode", "strict")
+    needs_all = metadata.get("all", False)
+    min_words = metadata.get("min_words", 0)
     if mode not in ("strict", "loose"):
         raise UserError(f'{where}: metadata.mode is {mode!r}; use "strict" or "loose"')
-    if not isinstance(every, bool):
-        raise UserError(f"{where}: metadata.all is {every!r}; use true or false")
-    if not _is_count(words):
-        raise UserError(f"{where}: metadata.min_words is {words!r}; use {_COUNT[1]}")
+    if not isinstance(needs_all, bool):
+        raise UserError(f"{where}: metadata.all is {needs_all!r}; use true or false")
+    if not _is_count(min_words):
+        raise UserError(f"{where}: metadata.min_words is {min_words!r}; use {_COUNT.meaning}")
 
 
 def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> None:
@@ -384,11 +391,11 @@ def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> Non
         takes = ", ".join(wanted) or "no arguments"
         raise UserError(f"{key} has {unknown[0]!r}, but the instruction takes {takes}; remove it")
     for name in wanted:
-        accepts, meaning = _CONDITIONS.get(name, _COUNT)
+        condition = _CONDITIONS.get(name, _COUNT)
         if name not in given:
-            raise UserError(f"{key} lacks {name!r}, {meaning}; add it")
-        if not accepts(given[name]):
-            raise UserError(f"{key} has {name} = {given[name]!r}; it must be {meaning}")
+            raise UserError(f"{key} lacks {name!r}, {condition.meaning}; add it")
+        if not condition.accepts(given[name]):
+            raise UserError(f"{key} has {name} = {given[name]!r}; it must be {condition.meaning}")
     if given.get("nth_paragraph", 0) > given.get("num_paragraphs", 0):
         raise UserError(f"{key} has nth_paragraph above num_paragraphs, which no response can follow; lower it")
 

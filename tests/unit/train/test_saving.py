@@ -30,7 +30,10 @@ def steps(tmp_path):
 
 @pytest.fixture
 def writes(monkeypatch):
-    """Record each write of a checkpoint: its step and whether it ran in the main thread; call `before` first."""
+    """Record each write of a checkpoint: its step and whether it ran in the main thread.
+
+    A function in `before[step]` is called before that step's checkpoint is written.
+    """
     seen, write = [], Save.write
 
     def watched(self, group=None):

@@ -70,14 +70,14 @@ class VllmBackend(EngineBackend):
 
         room = options.max_kv_tokens * per_token if self.on_gpu else options.kv_bytes
         needed = (options.max_rows * options.context + _SPARE_TOKENS) * per_token
-        found = min(needed, room) if room else needed
-        if found < options.context * per_token:
+        num_bytes = min(needed, room) if room else needed
+        if num_bytes < options.context * per_token:
             key = "engine.memory_fraction" if self.on_gpu else "rollout.kv_cache_mib"
             raise ValueError(
-                f"keys and values of {found // per_token} tokens fit, and one response with its prompt may take "
+                f"keys and values of {num_bytes // per_token} tokens fit, and one response with its prompt may take "
                 f"{options.context}: raise {key} or lower rollout.max_tokens"
             )
-        return found
+        return num_bytes
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's AsyncEngineArgs. Raises ValueError if no response would fit."""
@@ -158,17 +158,17 @@ class VllmBackend(EngineBackend):
         return name, asyncio.create_task(self._complete(name, list(ids), params))
 
     async def _complete(self, name: str, ids: list[int], params: SamplingParams) -> Completion:
-        found: Any = None
+        last_output: Any = None
         try:
             async for output in self._llm.generate(TokensPrompt(prompt_token_ids=ids), params, name):
-                found = output
+                last_output = output
         except EngineDeadError as e:
-            _end(f"vLLM's engine core is gone: {e}")
+            _exit_process(f"vLLM's engine core is gone: {e}")
 
         # A request that is aborted before it starts has no output.
-        if found is None:
+        if last_output is None:
             return Completion([], "cut", [])
-        drawn = found.outputs[0]
+        drawn = last_output.outputs[0]
         reported: list[Mapping[int, float]] = []
         if params.logprobs is not None:
             flat = drawn.logprobs
@@ -176,7 +176,8 @@ class VllmBackend(EngineBackend):
         done = Completion.of(drawn.token_ids, drawn.finish_reason, reported)
         if drawn.routed_experts is None:
             return done
-        routes = torch.from_numpy(drawn.routed_experts)  # uint8, or uint16 with more than 256 experts
+        # vLLM returns uint8, or uint16 with more than 256 experts. PyTorch has few operations for uint16.
+        routes = torch.from_numpy(drawn.routed_experts)
         return replace(done, routes=routes.to(torch.int16) if routes.dtype == torch.uint16 else routes)
 
     async def _watch(self) -> None:
@@ -189,9 +190,9 @@ class VllmBackend(EngineBackend):
             try:
                 await asyncio.wait_for(self._llm.is_paused(), HEARTBEAT_TIMEOUT_S)
             except TimeoutError:
-                _end(f"vLLM's engine core or a worker is silent for {HEARTBEAT_TIMEOUT_S:g} s")
+                _exit_process(f"vLLM's engine core or a worker is silent for {HEARTBEAT_TIMEOUT_S:g} s")
             except EngineDeadError as e:
-                _end(f"vLLM's engine core is gone: {e}")
+                _exit_process(f"vLLM's engine core is gone: {e}")
             await asyncio.sleep(_WATCH_S)
 
     async def completion(self, handle: tuple[str, asyncio.Task[Completion]]) -> Completion:
@@ -203,8 +204,8 @@ class VllmBackend(EngineBackend):
         task.add_done_callback(self._aborting.discard)
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        found: list[Any] = await self._llm.collective_rpc(method, args=args)
-        return found
+        results: list[Any] = await self._llm.collective_rpc(method, args=args)
+        return results
 
     async def begin(self) -> None:
         await self.call_workers("brorl_begin")
@@ -229,7 +230,7 @@ class VllmBackend(EngineBackend):
             await self._llm.wake_up(["kv_cache"])
 
 
-def _end(why: str) -> NoReturn:
-    """Log the reason and exit, because the engine no longer works. The trainer starts a new process."""
-    print(why, file=sys.stderr, flush=True)
+def _exit_process(reason: str) -> NoReturn:
+    """Log the reason and end this process, because its engine no longer works. The trainer starts a new process."""
+    print(reason, file=sys.stderr, flush=True)
     os._exit(1)
