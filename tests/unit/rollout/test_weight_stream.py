@@ -43,6 +43,7 @@ FAULTS = [
     (renamed, "model.other is unknown"),
     (cut, r"model.embed_tokens.weight has shape \[102, 48\]"),
     (lambda pairs: [*pairs, pairs[2]], "is sent twice"),
+    (lambda pairs: [*pairs[:5], *pairs[12:]], "7 tensors missing, for example model.layers.0."),
 ]
 
 
