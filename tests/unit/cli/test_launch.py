@@ -43,8 +43,8 @@ if not (folder / "before_the_first_step").exists():
     signals.step_begins()
 pid = os.fork()
 if pid == 0:
+    (folder / f"began_{rank}").touch()
     time.sleep(600)
-(folder / f"began_{rank}").write_text(str(pid))
 while not signals.stop_requested():
     time.sleep(0.01)
 (folder / f"saving_{rank}").touch()
