@@ -19,7 +19,7 @@ from megatron_brorl.config.schema import AlgoConfig
 from megatron_brorl.parallel.balance import CostModel
 from megatron_brorl.rollout.sampler import deal
 from megatron_brorl.train import redistribute
-from megatron_brorl.train.groups import choose_subset, gather_outcomes, select_groups
+from megatron_brorl.train.groups import STOP, Outcomes, choose_subset, gather_outcomes, select_groups
 from megatron_brorl.types import Episode, Rollout, ScoredRollout
 
 GROUPS = 6
@@ -174,3 +174,15 @@ def test_exchange_without_rows_to_train_on(worlds):
     algo = AlgoConfig(mini_batches=2)
     for result in worlds(2).run("test_exchange:nothing", {}, algo, CostModel(PAIR, 4096, True)):
         assert result == ([], 0, 1.0)
+
+
+def test_the_balance_of_two_optimizer_steps():
+    """Rows of 110, 20 and 20 tokens, then three of 50, on two replicas: (75 + 75) / (110 + 100)."""
+    tokens = torch.tensor([[100, 10, 10], [40, 40, 40]])
+    zeros = torch.zeros_like(tokens)
+    state = torch.full_like(tokens, STOP)
+    outcomes = Outcomes(state, zeros.float(), zeros.bool(), tokens, tokens, zeros, zeros, zeros, [0, 1], [0, 1])
+    algo = AlgoConfig(mini_batches=2)
+    subset = choose_subset(outcomes, algo)
+    _, balance = redistribute.assign_replicas(outcomes, subset, [10, 10], algo, CostModel(0.0, 1024, False), 2)
+    assert balance == pytest.approx(150 / 210)
