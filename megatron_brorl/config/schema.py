@@ -238,7 +238,7 @@ class RolloutConfig:
     timeout_s: PositiveFloat = key(
         1800.0,
         "Time limit for sampling in a step, in seconds. Unfinished rollouts are lost, or continue in the next "
-        "step with rollout.partial_tokens.",
+        "step with rollout.partial_tokens. In an evaluation, it is the time without a finished sample.",
     )
     max_lost_share: Share = key(0.1, "Maximum fraction of lost rollouts per step before the run aborts.")
     partial_tokens: Natural = key(

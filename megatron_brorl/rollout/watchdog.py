@@ -2,7 +2,8 @@
 
 The watchdog collects rollouts as they finish. At half of the time limit it logs the missing ones. At the limit it asks
 the engine to stop. If the engine is still running after the grace period, the watchdog abandons it, and the rollouts
-that it has not delivered are lost.
+that it has not delivered are lost. A training step has one limit. That of an evaluation starts again as long as rollouts
+finish, because an evaluation may be of any size, and without its longest responses it would be wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Watchdog:
     """Runs this rank's engine with a time limit. Not thread-safe."""
 
     engine: RolloutEngine
-    timeout_s: float  # seconds that one call of generate may take (config key rollout.timeout_s)
+    timeout_s: float  # seconds that generating the rollouts of a step may take (config key rollout.timeout_s)
     rank: int = 0
     grace_s: float = GRACE_S
 
@@ -60,12 +61,14 @@ class Watchdog:
         sampling: Sampling,
         finished: OnFinished | None = None,
         supply: Supply | None = None,
+        renew_limit: bool = False,
     ) -> GenerationResult:
         """Return the rollouts of the requests and of those that the engine got from `supply`.
 
-        The call returns within timeout_s + grace_s seconds. The engine's thread calls `finished` once for each rollout
-        of the result that is not "cut", as soon as it ends. If `finished` raises, the engine is asked to stop.
-        Exceptions of `finished` and of the engine are raised here. Raises UserError if an earlier call never returned.
+        The call returns within timeout_s + grace_s seconds. With renew_limit, it returns within that time after
+        the last rollout has finished. The engine's thread calls `finished` once for each rollout of the result that is
+        not "cut", as soon as it ends. If `finished` raises, the engine is asked to stop. Exceptions of `finished` and
+        of the engine are raised here. Raises UserError if an earlier call never returned.
         """
         if self.stuck:  # The thread is still in the abandoned call.
             raise UserError(
@@ -73,7 +76,7 @@ class Watchdog:
                 "continue from the last checkpoint"
             )
 
-        call = _Call(list(requests), sampling, finished, supply)
+        call = _Call(list(requests), sampling, finished, supply, renew_limit)
         if not requests and not supply:
             return call.result(0)
         if not self._thread.is_alive():
@@ -81,9 +84,9 @@ class Watchdog:
         self._calls.put(call)
 
         late = 0
-        if not call.done.wait(self.timeout_s / 2):
+        if not call.wait(self.timeout_s / 2):
             late = self._log_missing(call, self.timeout_s / 2, "waiting")
-            if not call.done.wait(self.timeout_s / 2):
+            if not call.wait(self.timeout_s / 2):
                 self._log_missing(call, self.timeout_s, "asking the engine to stop")
                 call.cancel()
                 # The result includes all delivered rollouts, even if the engine does not stop.
@@ -122,7 +125,8 @@ class Watchdog:
             places[_MAX_LOGGED:] = [f"and {len(places) - _MAX_LOGGED} more"]
         text = (
             f"rank {self.rank}: {sum(missing)} of {sum(r.n for r in requests)} rollouts are unfinished after "
-            f"{seconds:g} s (rollout.timeout_s = {self.timeout_s:g}), {action}: {'; '.join(places)}"
+            f"{seconds:g} s{' without progress' if call.renew_limit else ''} (rollout.timeout_s = {self.timeout_s:g}), "
+            f"{action}: {'; '.join(places)}"
         )
         with contextlib.suppress(OSError):  # The reader of a piped stderr may be gone.
             print(text, file=sys.stderr, flush=True)
@@ -137,6 +141,7 @@ class _Call:
     sampling: Sampling
     on_finished: OnFinished | None
     supply: Supply | None
+    renew_limit: bool
 
     def __post_init__(self) -> None:
         self.rows, self.prompt_tokens = (self.supply.rows, self.supply.prompt_tokens) if self.supply else (0, 0)
@@ -195,6 +200,19 @@ class _Call:
         except BaseException as e:
             self._error = self._error or e
         self.done.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether generate returns within `seconds`, or with renew_limit, within `seconds` of the last rollout."""
+        while True:
+            finished = self._finished_rollouts()
+            if self.done.wait(seconds):
+                return True
+            if not self.renew_limit or finished == self._finished_rollouts():
+                return False
+
+    def _finished_rollouts(self) -> int:
+        with self._lock:
+            return sum(map(len, self._found))
 
     def missing(self) -> tuple[list[Request], list[int]]:
         """Return the requests so far and the number of unfinished siblings of each."""

@@ -73,7 +73,7 @@ def sample_answers(
     groups = make_groups(prompts, "evaluate")  # not a round, so that evaluations of two policies are paired
     slots = list(product(range(len(groups)), range(n)))
     runner.pool.reset()
-    rollouts, counts, _ = runner.sample(slots, groups, sampling)
+    rollouts, counts, _ = runner.sample(slots, groups, sampling, renew_limit=True)
 
     outcomes = gather_outcomes(rollouts, len(groups), n)
     sums = collectives.all_reduce_sum(counts)

@@ -50,11 +50,12 @@ class RolloutRunner:
         sampling: Sampling,
         partial: Mapping[Slot, Rollout] | None = None,
         partial_per_rank: Sequence[int] | None = None,
+        renew_limit: bool = False,
     ) -> tuple[list[ScoredRollout], dict[str, float], dict[str, float]]:
         """Sample and score this rank's share of the rollouts of `groups`. Collective; all ranks return together.
 
         new: the rollouts to begin, of all ranks, in (group, rollout) order. partial: this rank's partial rollouts,
-        which continue. partial_per_rank: their number on every rank.
+        which continue. partial_per_rank: their number on every rank. renew_limit: see Watchdog.generate.
 
         Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
         lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
@@ -92,7 +93,7 @@ class RolloutRunner:
 
             with span("generate", allowance_s=self.engine.timeout_s + self.engine.grace_s) as values:
                 count(0, len(own))
-                result = self.engine.generate(first_requests, sampling, finished, supply)
+                result = self.engine.generate(first_requests, sampling, finished, supply, renew_limit)
             values |= _generation_counts(result, self.engine.kv_usage())
             # Repeated rollouts would count as independent ones, so this check comes before any score is used.
             _check_distinct(result.requests, result.rollouts, self.engine.engine.duplicate_advice)

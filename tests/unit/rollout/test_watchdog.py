@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import fakes
 import pytest
 import torch
 
 from megatron_brorl.errors import UserError
+from megatron_brorl.rollout import watchdog
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import Rollout
@@ -50,6 +52,34 @@ def test_late_rollouts_are_logged_and_cut(capfd):
     for line, seconds in ((half, "0.2"), (limit, "0.4")):
         assert line.startswith(f"rank 5: 8 of 48 rollouts are unfinished after {seconds} s (rollout.timeout_s = 0.4)")
         assert line.endswith("2 of prompt p/0; 6 of prompt p/1")
+
+
+@pytest.mark.parametrize("renew_limit", [False, True])
+def test_a_renewed_limit_is_the_time_without_a_finished_rollout(renew_limit, monkeypatch):
+    """The engine finishes one rollout per half of the limit, and hangs after the 40 of the first request."""
+    half_passed, turn_over = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Paced(fakes.Engine):
+        def generate(self, requests, sampling, callbacks=None, supply=None):
+            for i in range(100):
+                half_passed.acquire()
+                if i < 40:
+                    callbacks.finished(0, Rollout(i, torch.zeros(1), torch.zeros(1), "stop"))
+                turn_over.release()
+                if callbacks.cancelled():
+                    return [[], []]
+
+    class HalfOfTheLimit(threading.Event):
+        def wait(self, timeout=None):
+            half_passed.release()
+            return turn_over.acquire(timeout=60) and self.is_set()
+
+    clock = SimpleNamespace(Event=HalfOfTheLimit, Lock=threading.Lock, Thread=threading.Thread)
+    monkeypatch.setattr(watchdog, "threading", clock)
+    result = Watchdog(Paced(), 60.0, grace_s=0.0).generate(REQUESTS, SAMPLING, renew_limit=renew_limit)
+    # Without a new limit there are two halves, and the engine sees the cancellation after a third rollout.
+    assert indices(result) == [list(range(40 if renew_limit else 3)), []]
+    assert result.late == (8 if renew_limit else 47)
 
 
 def test_stuck_engine_is_abandoned(capfd):
