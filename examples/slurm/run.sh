@@ -51,7 +51,8 @@ while true; do
   wait $! && STATUS=0 || STATUS=$?
   kill -0 $! 2>/dev/null || break # otherwise a trapped signal ended the wait
 done
-if [ "$STATUS" -eq 75 ]; then
+# After scancel the ranks save too, but the job is "COMPLETING" then, and must not start again.
+if [ "$STATUS" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   echo "run.sh: the state is saved; requeueing job $SLURM_JOB_ID"
   scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -153,7 +153,10 @@ def test_an_incomplete_container_setting_is_refused(sbatch, slurm, repository):
 
 
 def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, repository):
-    """A job of a higher partition preempts it. The ranks save within the grace time of the partition."""
+    """A job of a higher partition preempts it. The ranks save within the grace time of the partition.
+
+    The resumed job is cancelled. Its ranks save again, but it is not requeued.
+    """
     run = repository / "runs" / "preempted"
     example = example_script()
     made = forks.script(MAKE_MODEL, example.CONFIG, f"{run}_model", *example.SHAPE, "--chat")
@@ -171,3 +174,5 @@ def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, repository):
     until(lambda: len(rows(run)) > saved, repository)
     assert "resumed from" in output(repository)
     slurm.command("scancel", job)
+    until(lambda: not slurm.command("squeue", "--noheader").stdout, repository)
+    assert (slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == ("CANCELLED", "1")
