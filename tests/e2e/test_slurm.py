@@ -63,6 +63,18 @@ def sbatch(slurm, repository) -> Callable[..., str]:
     return submit
 
 
+@pytest.fixture
+def run_job(slurm, sbatch, repository) -> Callable[..., str]:
+    """A function that submits a job, waits until it has ended, and returns its number."""
+
+    def run(*arguments: str, **more: Any) -> str:
+        job = sbatch(*arguments, **more)
+        until(lambda: not slurm.command("squeue", "--noheader", f"--jobs={job}").stdout, repository)
+        return job
+
+    return run
+
+
 def output(repository: Path) -> str:
     return "\n".join(p.read_text() for p in repository.glob("output_*"))
 
@@ -93,7 +105,9 @@ def until(happened: Callable[[], Any], repository: Path, seconds: float = 600) -
         ),
     ],
 )
-def test_a_job_requests_the_resources_of_its_ranks_and_starts_them(job, nodes, commands, slurm, sbatch, repository):
+def test_a_job_requests_the_resources_of_its_ranks_and_starts_them(
+    job, nodes, commands, slurm, sbatch, run_job, repository
+):
     """The job is submitted to a cluster whose nodes are down, and then with two ranks, which print their command."""
     waiting = sbatch("--partition=cluster", job)
     fields = slurm.job(waiting)
@@ -102,7 +116,7 @@ def test_a_job_requests_the_resources_of_its_ranks_and_starts_them(job, nodes, c
     assert (fields["TresPerNode"], fields["MinMemoryNode"], fields["OverSubscribe"]) == ("gres:gpu:8", "0", "NO")
     assert fields["Requeue"] == "1"
 
-    sbatch("--wait", *TWO_RANKS, job, "optim.lr=1e-6", programs={"python": PRINT_RANK, "brorl": PRINT_RANK})
+    run_job(*TWO_RANKS, job, "optim.lr=1e-6", programs={"python": PRINT_RANK, "brorl": PRINT_RANK})
     program = "brorl" if "evaluate" in job else f"python {repository / SCRIPT}"
     expected = [f"{rank}: {program} {command}" for rank in RANKS for command in commands]
     assert sorted(filter(None, output(repository).splitlines())) == sorted(expected)
@@ -112,7 +126,7 @@ def test_a_job_whose_ranks_have_saved_is_requeued(slurm, sbatch, repository):
     """The ranks exit with 75 at the first start. They know when the job ends, as scontrol does."""
     rank = f'echo "{RANK}, end $SLURM_JOB_END_TIME"\n[ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] || exit 75'
     job = sbatch("--time=1", *TWO_RANKS, SINGLE_NODE, programs={"python": rank})
-    until(lambda: slurm.job(job)["Restarts"] == "1", repository)
+    until(lambda: (slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == ("PENDING", "1"), repository)
     # A requeued job waits for two minutes. This update lets it start at once.
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
     until(lambda: slurm.job(job)["JobState"] == "COMPLETED", repository)
@@ -124,7 +138,7 @@ def test_a_job_whose_ranks_have_saved_is_requeued(slurm, sbatch, repository):
     assert all(abs(int(seen) - end) <= 2 for _, _, seen in ranks[2:])
 
 
-def test_a_job_in_a_container(sbatch, repository):
+def test_a_job_in_a_container(run_job, repository):
     """pyxis and apptainer mount the folder of the job under its own path, and apptainer here two other folders."""
     command = f"python {repository / SCRIPT} rollout.prompts=16"
     folder = f"{repository}:{repository}"
@@ -139,7 +153,7 @@ def test_a_job_in_a_container(sbatch, repository):
         ("apptainer", "apptainer", mounts, [apptainer] * 2),
     ):
         settings = {"CONTAINER": container, "CONTAINER_IMAGE": "x.sif", "CONTAINER_MOUNTS": more}
-        job = sbatch("--wait", *TWO_RANKS, SINGLE_NODE, programs={program: PRINT}, **settings)
+        job = run_job(*TWO_RANKS, SINGLE_NODE, programs={program: PRINT}, **settings)
         assert (repository / f"output_{job}").read_text().splitlines() == expected
         (repository / "bin" / program).unlink()
 
@@ -152,7 +166,7 @@ def test_an_incomplete_container_setting_is_refused(sbatch, slurm, repository):
         assert f"run.sh: CONTAINER={container} CONTAINER_IMAGE={image}: give both" in output(repository)
 
 
-def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, repository):
+def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, run_job, repository):
     """A job of a higher partition preempts it. The ranks save within the grace time of the partition.
 
     The resumed job is cancelled. Its ranks save again, but it is not requeued.
@@ -165,7 +179,7 @@ def test_a_preempted_job_saves_and_is_resumed(slurm, sbatch, repository):
     job = sbatch(*TWO_RANKS, "examples/slurm/preemptible.sbatch", "--smoke", *SMALL_EXAMPLE, *options)
     metrics = run / "metrics.jsonl"
     until(lambda: slurm.job(job)["JobState"] == "FAILED" or (metrics.exists() and rows(run)), repository)
-    sbatch("--wait", "--partition=high", "--wrap=true")
+    run_job("--partition=high", "--wrap=true")
     assert (slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == ("PENDING", "1")
     assert "the state is saved; requeueing job" in output(repository)
     saved = len(rows(run))

@@ -38,6 +38,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 KillWait=5
 GresTypes=gpu
 SlurmdParameters=config_overrides
