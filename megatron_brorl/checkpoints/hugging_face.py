@@ -87,7 +87,7 @@ class Checkpoint:
             return file.get_slice(stored)[tuple(part)] if part else file.get_tensor(name)
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless the files hold exactly these tensors; an LM head may be stored in addition."""
+        """Raise UserError unless the files hold these tensors, unquantized; an LM head may be stored in addition."""
         missing = [name for name in shapes if name not in self.files]
         if missing:
             raise UserError(
@@ -97,6 +97,9 @@ class Checkpoint:
         unknown = [n for n in self.files if n not in known and not n.endswith("rotary_emb.inv_freq")]
         if unknown:
             raise UserError(f"{self.directory}: unknown tensor {unknown[0]}; does config.json belong to it?")
+        for name in shapes:
+            if self.types[name] not in TYPES:
+                raise UserError(f"{self.directory}: {name} is of type {self.types[name]}: only unquantized checkpoints")
 
     def check_tied(self, shape: ModelShape) -> None:
         """Raise UserError if config.json ties the LM head to the embedding, but the files store a different head.

@@ -54,6 +54,7 @@ from megatron_brorl.tracking.metrics import MetricsWriter
 from megatron_brorl.tracking.timeline import dump_stacks_after, span
 from megatron_brorl.tracking.trackers import check_installed, open_trackers
 from megatron_brorl.train.callbacks import Callbacks
+from megatron_brorl.train.group_rewards import try_group_function
 from megatron_brorl.train.models import CriticWorker
 from megatron_brorl.train.recorder import Recorder
 from megatron_brorl.train.sample_and_score import RolloutRunner
@@ -61,7 +62,7 @@ from megatron_brorl.train.sampling_params import context
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
 from megatron_brorl.types import Prompt
-from megatron_brorl.user_functions import source_sha256
+from megatron_brorl.user_functions import is_function, source_sha256
 
 AnyStage = TypeVar("AnyStage", Worker, CriticWorker)
 T = TypeVar("T")
@@ -338,13 +339,21 @@ class Session:
 
     @functools.cached_property
     def own_algorithm(self) -> dict[str, str]:
-        """The SHA-256 of the user's advantage, loss and group function by name, after cli.trial; a collective.
+        """The SHA-256 of the user's advantage, loss and group function by name, after a trial of them; a collective.
 
         Raises UserError, on all ranks, if one cannot be used.
         """
-        rows = [prompt.row() for prompt in self.sources.representative_prompts()[:2]]
-        given = self.program.algorithm
-        return self.share_errors(lambda: trial.check_user_functions(self.config, rows, given))
+        prompts, group = self.sources.representative_prompts()[:2], self.config.reward.group_function
+
+        def call_functions() -> dict[str, str]:
+            rows = [prompt.row() for prompt in prompts]
+            hashes = trial.check_user_functions(self.config, rows, self.program.algorithm)
+            if self.is_main_rank and is_function(group):
+                for warning in try_group_function(self.pool, group, prompts, self.config.rollout.n):
+                    warn(warning)
+            return hashes
+
+        return self.share_errors(call_functions)
 
     def fingerprint(self) -> Fingerprint:
         """Return the configuration and input hashes that a resumed run compares with those of its checkpoint."""

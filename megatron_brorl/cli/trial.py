@@ -1,4 +1,4 @@
-"""Trial calls of a user's advantage, policy loss and group reward, so that mistakes appear before a model is loaded."""
+"""Trial calls of a user's advantage and policy loss, so that mistakes appear before a model is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megatron_brorl.algo import functions
 from megatron_brorl.algo.advantages import group_advantages
 from megatron_brorl.algo.policy_loss import PolicyLossSettings, PolicyTokens, policy_loss
 from megatron_brorl.config.schema import Config
-from megatron_brorl.rewards.group import KEY, score_group
 from megatron_brorl.user_functions import is_function
 
 
@@ -20,14 +19,18 @@ def check_user_functions(
 ) -> dict[str, str]:
     """Import the users' functions of a run, call them, and return their SHA-256 by name. Raises UserError.
 
-    The advantage and the group reward are called with rollout.n rollouts for each of `rows`, every second one right,
-    and the policy loss with two responses of three tokens.
+    The advantage is called with rollout.n rollouts for each of `rows`, every second one right, and the policy loss with
+    two responses of three tokens. A group reward is only imported; rewards.preflight calls it.
     """
-    algo, n, group = config.algo, config.rollout.n, config.reward.group_function
-    values = {"algo.advantage": algo.advantage, "algo.policy_loss": algo.policy_loss, "reward.group_function": group}
+    algo = config.algo
+    values = {
+        "algo.advantage": algo.advantage,
+        "algo.policy_loss": algo.policy_loss,
+        "reward.group_function": config.reward.group_function,
+    }
     hashes = functions.import_functions(values, given)
     if is_function(algo.advantage):
-        rewards = (torch.arange(n) % 2).float().repeat(len(rows), 1)
+        rewards = (torch.arange(config.rollout.n) % 2).float().repeat(len(rows), 1)
         group_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool), rows, algo)
     if is_function(algo.policy_loss):
         log_probs = torch.linspace(-2, -1, 6, requires_grad=True)
@@ -36,13 +39,4 @@ def check_user_functions(
         policy_loss(
             log_probs, torch.ones(6, requires_grad=True), tokens, PolicyLossSettings(policy_loss=algo.policy_loss)
         )
-    if is_function(group):
-        own = functions.find(KEY, group)
-        for row in rows:
-            answers = [None if i % 2 else row["answer"] for i in range(n)]
-            status, _, reason, _ = score_group(
-                own.function, dict(row), [a or "" for a in answers], answers, list(range(n))
-            )
-            if status != "ok":
-                own.refuse(reason)
     return hashes

@@ -10,24 +10,62 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_brorl.algo import functions
-from megatron_brorl.errors import StepError
+from megatron_brorl.errors import StepError, UserError
 from megatron_brorl.parallel import collectives, cpu_bridge
 from megatron_brorl.rewards.extract import extract
 from megatron_brorl.rewards.group import KEY, MAJORITY, PREFIX, score_group
 from megatron_brorl.rewards.registry import entry
 from megatron_brorl.rewards.scoring import scores_cut_off, without_stop
-from megatron_brorl.rewards.worker_pool import completed, score_result
+from megatron_brorl.rewards.worker_pool import RewardPool, completed, score_result
 from megatron_brorl.tracking.timeline import span
 from megatron_brorl.train.groups import CUT, LENGTH, Outcomes
 from megatron_brorl.train.redistribute import Transfers, send
 from megatron_brorl.train.sample_and_score import MAX_UNSCORED, RolloutRunner
 from megatron_brorl.types import Prompt, PromptGroup, ScoredRollout, ScoreResult
+
+
+def call_group_function(
+    pool: RewardPool, name: str, row: Mapping[str, Any], texts: list[str], answers: list[str | None], rollouts: list[int]
+) -> Future[ScoreResult]:
+    """Return the future result of score_group in a worker, or in this process if the program has passed the function.
+
+    name: a function, or "majority VERIFIER".
+    """
+    if name == functions.IN_PROCESS[KEY]:
+        function = functions.find(KEY, name).function
+        return completed(score_result(score_group(function, dict(row), texts, answers, rollouts)))
+    return pool.call(f"{PREFIX}{name}", (row, texts, answers, rollouts))
+
+
+def try_group_function(pool: RewardPool, name: str, prompts: Sequence[Prompt], n: int) -> list[str]:
+    """Call a user's function for each prompt with n responses, every second one with the reference answer.
+
+    Other texts are the prompt's. Returns one warning if the function fails on some groups. Raises UserError if it fails
+    on all, or returns scores that a run would refuse.
+    """
+    failed = []
+    for prompt in prompts:
+        answers = [None if i % 2 else prompt.answer for i in range(n)]
+        texts = [prompt.text if answer is None else answer for answer in answers]
+        result = call_group_function(pool, name, prompt.row(), texts, answers, list(range(n))).result()
+        if result.status != "ok":
+            failed.append((prompt.id, result))
+    if not failed:
+        return []
+    row, first = next((f for f in failed if f[1].status == "invalid"), failed[0])
+    where = f"{KEY} = {name}: {first.reason}"
+    if first.status == "invalid":
+        raise UserError(f"{where}; return a finite number for each response, or None")
+    if len(failed) == len(prompts):
+        raise UserError(f"{where}, for a group of row {row}; fix it")
+    return [f"{where}, for a group of row {row}: such a group has no signal"]
 
 
 @dataclass
@@ -103,13 +141,11 @@ class GroupRewards:
 
     def _call(self, prompt: Prompt, tokens: Mapping[int, Tensor], state: Tensor) -> Future[ScoreResult]:
         """Return the result of score_group. tokens: of the responses by rollout index. state: [N]."""
-        config, name = self.runner.reward, self.runner.reward.group_function
+        config = self.runner.reward
         verifier = entry(prompt.verifier, "verifier", config)
         texts = [self.runner.tokenizer.decode(without_stop(ids, self.stop_ids).tolist()) for ids in tokens.values()]
         answers = [extract(text, verifier.find, verifier.max_chars).answer for text in texts]
         if not scores_cut_off(verifier, config):
             answers = [None if state[i] == LENGTH else answer for i, answer in zip(tokens, answers, strict=True)]
-        arguments = prompt.row(), texts, answers, list(tokens)
-        if name == functions.IN_PROCESS[KEY]:
-            return completed(score_result(score_group(functions.find(KEY, name).function, *arguments)))
-        return self.runner.pool.call(f"{PREFIX}{name}{f' {prompt.verifier}' * (name == MAJORITY)}", arguments)
+        name = f"{MAJORITY} {prompt.verifier}" if config.group_function == MAJORITY else config.group_function
+        return call_group_function(self.runner.pool, name, prompt.row(), texts, answers, list(tokens))

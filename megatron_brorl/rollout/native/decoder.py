@@ -39,10 +39,10 @@ class Linear:
         """product: computes x [B, in], weight [out, in] -> [B, out] instead of oneDNN and torch."""
         self.bias = bias
         self.product = product
-        # The layout of bfloat16 needs AVX-512.
-        packs = weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.packed = product is None and on_cpu and bool(packs)
+        self.packed = product is None and on_cpu
+        if self.packed and weight.dtype == torch.bfloat16:  # Its layout needs AVX-512.
+            self.packed = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_brorl.algo.advantages import group_advantages
 from megatron_brorl.cli import trial
-from megatron_brorl.config.schema import AlgoConfig, Config, RewardConfig, RolloutConfig
+from megatron_brorl.config.schema import AlgoConfig, Config, RolloutConfig
 from megatron_brorl.errors import UserError
 
 ROWS = [{"id": f"row{i}", "prompt": "2 + 2", "answer": "4", "metadata": {"level": i}} for i in range(3)]
@@ -22,10 +22,7 @@ def start(folder: Path, source: str, **names: str) -> dict[str, str]:
     """Write a file, and start a run that names functions in it: advantage="f"."""
     (folder / "mine.py").write_text(source)
     values = {key: f"{folder / 'mine.py'}:{function}" for key, function in names.items()}
-    reward = RewardConfig(group_function=values.pop("group_function", ""))
-    return trial.check_user_functions(
-        Config(algo=AlgoConfig(**values), reward=reward, rollout=RolloutConfig(n=4)), ROWS, {}
-    )
+    return trial.check_user_functions(Config(algo=AlgoConfig(**values), rollout=RolloutConfig(n=4)), ROWS, {})
 
 
 def test_an_advantage_receives_the_rows_and_lost_rollouts_have_none(tmp_path):
@@ -51,7 +48,6 @@ def test_a_run_takes_the_current_content_of_a_file(tmp_path):
 
 LOSS = "def f(log_probs, old_log_probs, advantages, mask, entropy, sequence):\n    "
 ADVANTAGE = "def f(rewards, mask, rows):\n    "
-GROUP = "def f(row, responses, answers):\n    "
 
 
 @pytest.mark.parametrize(
@@ -70,15 +66,12 @@ GROUP = "def f(row, responses, answers):\n    "
         ("policy_loss", LOSS + "return -advantages * log_probs.detach()", "without gradient"),
         ("policy_loss", LOSS + "return (log_probs + 1.5).log()", "nan for a token with log_probs -2, "),
         ("policy_loss", LOSS + "raise ValueError('two\\nlines')", "ValueError: two lines (mine.py, line 2)"),
-        ("group_function", GROUP + "return [len(a) for a in answers]", "'NoneType' has no len() (mine.py, line 2)"),
-        ("group_function", GROUP + "return [1.0]", "returned 1 scores for the 4 rollouts of row 'row0'"),
-        ("group_function", GROUP + "return [1, 0, None, 1]", "returned None for rollout 2"),
     ],
 )
 def test_mistakes_are_one_line_that_names_file_and_function(tmp_path, key, source, message):
     with pytest.raises(UserError) as error:
         start(tmp_path, source, **{key: "f"})
-    assert re.match(rf"(algo|reward)\.{key} = {re.escape(str(tmp_path))}/mine\.py:f: ", str(error.value))
+    assert re.match(rf"algo\.{key} = {re.escape(str(tmp_path))}/mine\.py:f: ", str(error.value))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -14,6 +14,7 @@ from dist.steps import configured, make_trainer
 from megatron_brorl.errors import UserError
 from megatron_brorl.rewards.group import majority
 from megatron_brorl.rewards.worker_pool import RewardPool
+from megatron_brorl.train.group_rewards import try_group_function
 
 N = 32
 LOST = {("p/0", 5), ("p/1", 0), ("p/1", 31)}
@@ -72,6 +73,37 @@ def test_scores_that_are_missing_or_not_finite_end_the_run(processes, model, tmp
     reward = {"group_function": f"{tmp_path}/mine.py:score"}
     with pytest.raises(UserError, match=f"^step 1: reward.group_function = .*/mine.py:score:? {message}"):
         step(model, processes, fakes.Pool(), fakes.prompts(1, 1), reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [len(a) for a in answers]", r"TypeError: .* \(mine\.py, line 2\), for a group of row p/0; "),
+        ("return [1.0]", r"returned 1 scores for the 4 rollouts of row 'p/0'; "),
+        ("return [1, 0, None, 1] if row['id'] == 'p/1' else 1 / 0", r"returned None for rollout 2 of row 'p/1'; "),
+    ],
+)
+def test_a_function_that_fails_before_the_run_is_refused(tmp_path, body, message):
+    (tmp_path / "mine.py").write_text(f"def score(row, responses, answers):\n    {body}\n")
+    with pytest.raises(UserError, match=f"^reward.group_function = .*/mine.py:score: {message}"):
+        try_group_function(fakes.Pool(), f"{tmp_path}/mine.py:score", fakes.prompts(2), 4)
+
+
+def test_a_function_is_tried_with_references_and_prompts(tmp_path):
+    """The function fails on the second row. A row without a reference has responses without an answer."""
+    (tmp_path / "mine.py").write_text("""
+def score(row, responses, answers):
+    assert answers == [row["answer"], None] * 2
+    assert responses == [row["answer"] or row["prompt"], row["prompt"]] * 2
+    return [1 / len(row["metadata"])] * 4
+""")
+    first, second = fakes.prompts(2)
+    prompts = [replace(first, text="2 + 2", metadata={"level": 1}), replace(second, text="2 + 3", answer="5")]
+    own = f"{tmp_path}/mine.py:score"
+    assert try_group_function(fakes.Pool(), own, prompts[:1], 4) == []
+    (warning,) = try_group_function(fakes.Pool(), own, prompts, 4)
+    assert warning.startswith(f"reward.group_function = {own}: ZeroDivisionError")
+    assert "for a group of row p/1" in warning
 
 
 @pytest.mark.parametrize(
