@@ -1,4 +1,4 @@
-"""Keys of TRL (GRPOConfig), verl and NeMo RL, for the message about an unknown key.
+"""Keys of TRL (GRPOConfig), verl, NeMo RL and version 0.2.0, for the message about an unknown key.
 
 A name is the end of a key: several parts if the last one alone has several meanings or is a key of this project, too.
 A value of the tables is the key of this project, with the conversion in parentheses if the value has another meaning
@@ -21,6 +21,10 @@ _LORA = "lora.rank (and lora.alpha for lora_alpha)"
 
 def _renamed(pairs: str) -> dict[str, str]:
     return dict(pair.split("=") for pair in pairs.split())
+
+
+def _removed(names: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), f"none: {reason} (CHANGELOG.md)")
 
 
 FOREIGN_KEYS = {
@@ -124,6 +128,28 @@ FOREIGN_KEYS = {
         "dynamic_sampling_max_gen_batches": "rollout.refills (dynamic_sampling_max_gen_batches - 1)",
         "activation_checkpointing": 'train.recompute (true = "full")',
         "max_num_epochs": _PASSES.format("max_num_epochs"),
+    },
+    "version 0.2.0": {
+        **_renamed("""
+            train.verify_reshard=train.verify_weights environment.workers=reward.workers
+            critic.lr_warmup_steps=optim.warmup_steps
+        """),
+        **_removed(
+            """
+            shaping.cosine_min shaping.cosine_max shaping.cosine_on_steps shaping.cosine_off_steps
+            shaping.repetition_penalty algo.mismatch_bounds rollout.max_carried_steps theory.prompts theory.positions
+            engine.start_timeout_s engine.heartbeat_timeout_s engine.max_restarts engine.max_num_tokens reward.max_chars
+            train.max_nonfinite_steps train.checkpoint_async evaluate.top_k data.train_seed fp8.format
+            """,
+            "its value is fixed now",
+        ),
+        **_removed(
+            """
+            algo.correct_boost reference.reset_optimizer train.resume optim.lr_counts optim.lr_decay_steps
+            environment.max_turn_tokens data.columns.id data.columns.verifier data.columns.metadata
+            """,
+            "it was removed",
+        ),
     },
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -233,7 +234,9 @@ def rollouts_to_tensors(rows: Sequence[ScoredRollout]) -> dict[str, Tensor]:
         "token_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *(r.token_ids for r in rollouts)]),
         "log_probs": torch.cat([torch.zeros(0), *(r.log_probs for r in rollouts)]),
         "sampled": torch.cat([torch.zeros(0, dtype=torch.bool), *(e.sampled for e in episodes)]),
-        "json": torch.frombuffer(bytearray(json.dumps([texts, records], default=int).encode()), dtype=torch.uint8),
+        "json": torch.frombuffer(
+            bytearray(json.dumps([texts, records], default=operator.index).encode()), dtype=torch.uint8
+        ),
         **({"routes": torch.cat(routes)} if routes else {}),
     }
 

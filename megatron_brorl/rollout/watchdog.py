@@ -2,8 +2,8 @@
 
 The watchdog collects rollouts as they finish. At half of the time limit it logs the missing ones. At the limit it asks
 the engine to stop. If the engine is still running after the grace period, the watchdog abandons it, and the rollouts
-that it has not delivered are lost. A training step has one limit. That of an evaluation starts again as long as rollouts
-finish, because an evaluation may be of any size, and without its longest responses it would be wrong.
+that it has not delivered are lost. A training step has one limit. The limit of an evaluation starts again as long as
+rollouts finish, because an evaluation may have any size, and its metrics would be wrong without the longest responses.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class _Call:
         self.done.set()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether generate returns within `seconds`, or with renew_limit, within `seconds` of the last rollout."""
+        """Return whether generate returns in `seconds`. With renew_limit, they start again if a rollout finishes."""
         while True:
             finished = self._finished_rollouts()
             if self.done.wait(seconds):

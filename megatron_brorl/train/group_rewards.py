@@ -32,7 +32,12 @@ from megatron_brorl.types import Prompt, PromptGroup, ScoredRollout, ScoreResult
 
 
 def call_group_function(
-    pool: RewardPool, name: str, row: Mapping[str, Any], texts: list[str], answers: list[str | None], rollouts: list[int]
+    pool: RewardPool,
+    name: str,
+    row: Mapping[str, Any],
+    texts: list[str],
+    answers: list[str | None],
+    rollouts: list[int],
 ) -> Future[ScoreResult]:
     """Return the future result of score_group in a worker, or in this process if the program has passed the function.
 

@@ -68,6 +68,8 @@ def test_a_section_is_a_frozen_dataclass_that_checks_its_values():
         ("[grpo]\nnum_generations_per_prompt = 8", "grpo; grpo.num_generations_per_prompt: this"),
         ("[train]\nuse_dynamic_bsz = 8", "train.use_dynamic_bsz; there is no such key here: micro-batches always hold"),
         ("[train]\npeft_config = 8", "train.peft_config; this trainer calls it lora.rank (and lora.alpha"),
+        ("[critic]\nlr_warmup_steps = 8", "critic.lr_warmup_steps; this trainer calls it optim.warmup_steps"),
+        ("[evaluate]\ntop_k = 8", "evaluate.top_k; there is no such key here: its value is fixed now"),
         ("[[data.tasks]]\nname = 'gcd'\nwheight = 2", "data.tasks[0].wheight; did you mean data.tasks[].weight?"),
         ("[[data.tasks]]\nweight = 2", "data.tasks[0].name is missing"),
         ("[data]\nmixture = [{files = ['b'], weight = 0}]", "data.mixture[0].weight = 0: must be greater than 0"),

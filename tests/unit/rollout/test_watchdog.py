@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from types import SimpleNamespace
@@ -61,13 +62,14 @@ def test_a_renewed_limit_is_the_time_without_a_finished_rollout(renew_limit, mon
 
     class Paced(fakes.Engine):
         def generate(self, requests, sampling, callbacks=None, supply=None):
-            for i in range(100):
+            for i in itertools.count():
                 half_passed.acquire()
                 if i < 40:
                     callbacks.finished(0, Rollout(i, torch.zeros(1), torch.zeros(1), "stop"))
                 turn_over.release()
                 if callbacks.cancelled():
-                    return [[], []]
+                    break
+            return [[], []]
 
     class HalfOfTheLimit(threading.Event):
         def wait(self, timeout=None):
