@@ -80,7 +80,7 @@ class Notes:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def update(self, step_done: int, metrics: dict[str, str]) -> None:
+    def update(self, step_done: int, metrics: dict[str, str], steps_left: float = 0.0) -> None:
         pass
 
     def note(self, text: str) -> None:

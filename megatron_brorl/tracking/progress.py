@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -78,6 +79,7 @@ class Progress:
         self._done = 0
         self._step_s = 0.0  # of sampling in a step, by its rate so far
         self._metrics: dict[str, str] = {}
+        self._steps_left = math.inf
         self._began = self._last_line = clock()
         self._marks = deque([(0, self._began)], maxlen=_WINDOW + 1)  # (steps done, time)
 
@@ -97,8 +99,9 @@ class Progress:
             if self._clock() - self._last_line >= _SILENCE_S:
                 self.note("  ".join(self._state()))
 
-    def update(self, step_done: int, metrics: dict[str, str]) -> None:
-        """Record that `step_done` steps are done. metrics: a few to show, by label."""
+    def update(self, step_done: int, metrics: dict[str, str], steps_left: float = math.inf) -> None:
+        """Record that `step_done` steps are done. metrics: a few to show, by label. steps_left: at most."""
+        self._steps_left = steps_left
         if step_done > self._done:
             self._done = step_done
             self._marks.append((step_done, self._clock()))
@@ -163,7 +166,7 @@ class Progress:
         if last == first:
             return None
         per_step = (ended - began) / (last - first)
-        return max(0.0, per_step * (self._total - last) - (self._clock() - ended))
+        return max(0.0, per_step * min(self._total - last, self._steps_left) - (self._clock() - ended))
 
 
 def _duration(seconds: float) -> str:

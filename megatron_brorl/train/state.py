@@ -62,6 +62,12 @@ class RunState(BaseModel):
             or bool(config.patience and self.early_stopping.count >= config.patience)
         )
 
+    def steps_left(self, config: TrainConfig) -> float:
+        """Return the number of steps until train.max_seconds at the mean speed so far; infinite without that limit."""
+        if not (config.max_seconds and self.trained_s):
+            return math.inf
+        return max(0.0, config.max_seconds / self.trained_s - 1) * self.step
+
 
 def read_state(directory: Path) -> RunState:
     """Return the state in a checkpoint's run.json, without its groups. Raises UserError if another version wrote it."""

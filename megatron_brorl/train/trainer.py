@@ -158,7 +158,7 @@ class Trainer:
 
             if writer:
                 writer.write(step, metrics, timings)
-            progress.update(state.step, console_line(metrics, timings))
+            progress.update(state.step, console_line(metrics, timings), state.steps_left(self.config.train))
             # The first update is in this step if the run has no others than those of this step.
             is_first_update = 0 < metrics["updates"] == state.updates
             if is_first_update and (advice := large_first_update(metrics, self.config.optim.lr)):

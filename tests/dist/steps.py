@@ -177,7 +177,7 @@ def evaluation(_rank: int, directory: str, parallel: dict[str, Any], lose: set[t
 
 
 class _Silent:
-    def update(self, step_done: int, metrics: dict[str, str]) -> None:
+    def update(self, step_done: int, metrics: dict[str, str], steps_left: float = 0.0) -> None:
         pass
 
     def note(self, text: str) -> None:

@@ -7,9 +7,11 @@ import time
 
 import pytest
 
+from megatron_brorl.config.schema import TrainConfig
 from megatron_brorl.tracking import progress as tracking_progress
 from megatron_brorl.tracking import timeline
 from megatron_brorl.tracking.progress import progress
+from megatron_brorl.train.state import RunState
 
 
 class _Clock:
@@ -52,6 +54,18 @@ def test_time_left_follows_the_last_twenty_steps() -> None:
             p.update(step, {})
     assert out.getvalue().splitlines()[19].endswith("left 1:20:00")  # 80 steps of 60 s
     assert out.getvalue().splitlines()[39].endswith("left 1:00")  # 60 steps of 1 s
+
+
+def test_time_left_of_a_run_with_a_limit_in_seconds() -> None:
+    """After 3 steps and 30 of 120 seconds, 9 steps are left, each of which takes 12 s with its evaluation."""
+    clock, out = _Clock(), io.StringIO()
+    state = RunState(step=3, trained_s=30.0)
+    assert RunState(step=3, trained_s=130.0).steps_left(TrainConfig(max_seconds=120.0)) == 0
+    with progress(1000, "train", True, stream=out, clock=clock) as p:
+        clock.now += 36
+        p.update(3, {}, state.steps_left(TrainConfig(max_seconds=120.0)))
+        p.update(3, {}, state.steps_left(TrainConfig()))
+    assert out.getvalue() == "train 3/1000  elapsed 0:36  left 1:48\ntrain 3/1000  elapsed 0:36  left 3:19:24\n"
 
 
 def test_time_left_of_a_resumed_run_ignores_earlier_steps() -> None:
