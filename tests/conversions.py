@@ -36,10 +36,10 @@ def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1, run
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 def assert_same_weights(a: Path, b: Path) -> None:

@@ -205,12 +205,12 @@ def pipeline_messages(
     rank: int, directory: str, parallel: dict[str, Any]
 ) -> dict[str, list[tuple[torch.dtype, tuple[int, ...]]]]:
     """Return dtype and shape of the tensors that two training steps send to and receive from other stages, by call."""
-    found: dict[str, list[Any]] = {"isend": [], "irecv": []}
+    messages: dict[str, list[Any]] = {"isend": [], "irecv": []}
     own = dist.batch_isend_irecv
 
     def recorded(ops: list[dist.P2POp]) -> Any:
         for op in ops:
-            found[op.op.__name__].append((op.tensor.dtype, tuple(op.tensor.shape)))
+            messages[op.op.__name__].append((op.tensor.dtype, tuple(op.tensor.shape)))
         return own(ops)
 
     dist.batch_isend_irecv = recorded
@@ -218,7 +218,7 @@ def pipeline_messages(
         train_steps(rank, directory, parallel, {"tokens": 60})
     finally:
         dist.batch_isend_irecv = own
-    return found
+    return messages
 
 
 def groups(
@@ -226,11 +226,11 @@ def groups(
 ) -> tuple[dict[str, list[int]], dict[str, float], list[tuple[str, str]]]:
     """Return the ranks of each group, the sum of 10^rank over it, and the pairs of names that share a group."""
     grid = grid_of(**parallel)
-    found = {name: grid.replica if name == "replica" else getattr(grid.groups, name) for name in names}
+    process_groups = {name: grid.replica if name == "replica" else getattr(grid.groups, name) for name in names}
     sums = {}
-    for name, group in found.items():
+    for name, group in process_groups.items():
         number = torch.tensor(10.0**rank)
         dist.all_reduce(number, group=group)
         sums[name] = float(number)
-    same = [(a, b) for a in names for b in names if found[a] is found[b]]
-    return {name: dist.get_process_group_ranks(group) for name, group in found.items()}, sums, same
+    same = [(a, b) for a in names for b in names if process_groups[a] is process_groups[b]]
+    return {name: dist.get_process_group_ranks(group) for name, group in process_groups.items()}, sums, same

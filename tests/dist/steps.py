@@ -222,14 +222,14 @@ OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
 def assert_same(results, expected):
     """Compare metrics and weights of every rank."""
     wanted, weights = expected[:2]
-    for metrics, got, *_ in results:
+    for metrics, own_weights, *_ in results:
         for step, (a, b) in enumerate(zip(metrics, wanted, strict=True)):
             assert a.keys() == b.keys()
             for key in a.keys() - OF_LAYOUT:
                 tolerance = 1e-4 if key in ROUNDED or key.startswith("theory_") else 0
                 assert a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance, nan_ok=True), (step, key)
         for name, value in weights.items():
-            assert (got[name] - value).norm() <= 1e-5 * value.norm(), name
+            assert (own_weights[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 @dataclass(frozen=True)
@@ -246,12 +246,12 @@ def draw(
 ) -> dict[tuple[str, int], Drawn]:
     """Return this rank's share of n rollouts of the prompts `asked`, from the built-in engine, by (id, sibling)."""
     worker = make_worker(directory, parallel)
-    seen: dict[tuple[int, int, int], tuple[float, torch.Tensor]] = {}
+    arguments: dict[tuple[int, int, int], tuple[float, torch.Tensor]] = {}
 
     def sample(logits: Any, keys: Any, index: Any, position: Any, *settings: Any) -> tuple[Any, Any]:
         us = philox.uniforms(keys, index, position)
         places = zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)
-        seen.update({p: (u, row) for p, u, row in zip(places, us.tolist(), logits.clone(), strict=True)})
+        arguments.update({p: (u, row) for p, u, row in zip(places, us.tolist(), logits.clone(), strict=True)})
         return sampling.sample(logits, us, *settings)
 
     shape = worker.shape
@@ -264,7 +264,7 @@ def draw(
     drawn = {}
     for number, request, rollouts in zip(numbers, wanted, result.rollouts, strict=True):
         for r in rollouts:
-            places = [seen[request.key, r.index, position] for position in range(len(r.token_ids))]
+            places = [arguments[request.key, r.index, position] for position in range(len(r.token_ids))]
             uniforms = [u for u, _ in places]
             logits = torch.stack([row for _, row in places])
             drawn[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)

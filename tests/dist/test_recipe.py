@@ -94,11 +94,11 @@ def test_a_step_without_kept_groups_changes_nothing(worlds, directory, size, rew
     changes = SMALL | ({"algo": {"advantage": "gae"}} if critic else {}) | {"reward": {"cut_off_factor": 1.0}}
     for metrics, before, after in worlds(size).run("test_recipe:judged", directory, {}, changes, reward, 2):
         assert same(before, after)
-        for found in metrics:
-            assert (found["kept_share"], found["updates"], found["trained_tokens"]) == (0, 0, 0)
-            assert (found["all_right_share"] > 0.5, found["all_wrong_share"] > 0.5) == (reward == 1, reward == 0)
-            assert found.get("critic_updates", 0) == 0
-            assert math.isfinite(found["loss"])
+        for row in metrics:
+            assert (row["kept_share"], row["updates"], row["trained_tokens"]) == (0, 0, 0)
+            assert (row["all_right_share"] > 0.5, row["all_wrong_share"] > 0.5) == (reward == 1, reward == 0)
+            assert row.get("critic_updates", 0) == 0
+            assert math.isfinite(row["loss"])
 
 
 @pytest.mark.parametrize(("size", "parallel", "critic"), [(1, {}, False), (*DIVIDED, True)])
@@ -114,25 +114,25 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
     for metrics, kept in worlds(size).run("test_recipe:unmoved", directory, parallel, changes, 3):
         assert kept
         assert len(metrics) == 3
-        for found in metrics:
-            assert (found["updates"], found["updates_skipped"]) == (4, 0)
-            assert found["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
-            assert found["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-            assert found["approx_kl"] == pytest.approx(0.0, abs=1e-9)
-            assert found["reference_kl"] == pytest.approx(0.0, abs=1e-9)
-            assert found["logprob_gap_max"] <= 1e-4
-            assert found["grad_norm"] > 0
-        gaps = [found["logprob_gap_mean"] for found in metrics]
+        for row in metrics:
+            assert (row["updates"], row["updates_skipped"]) == (4, 0)
+            assert row["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+            assert row["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+            assert row["approx_kl"] == pytest.approx(0.0, abs=1e-9)
+            assert row["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+            assert row["logprob_gap_max"] <= 1e-4
+            assert row["grad_norm"] > 0
+        gaps = [row["logprob_gap_mean"] for row in metrics]
         assert 0 < max(gaps) < 2 * min(gaps)  # rounding only, no trend
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), DIVIDED])
 def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, size, parallel):
     changes = SMALL | {"algo": {"kl_coef": 0.1}, "reference": {"reset_every": 7}}
-    for found in worlds(size).run("test_recipe:reference_follows", directory, parallel, changes, str(tmp_path)):
+    for record in worlds(size).run("test_recipe:reference_follows", directory, parallel, changes, str(tmp_path)):
 
-        def flat(when, which, found=found):
-            return torch.cat(found[when][which])
+        def flat(when, which, record=record):
+            return torch.cat(record[when][which])
 
         # log_probs of the reference do not change the actor.
         for when in ("start", "moved", "restored", "reset"):
@@ -143,12 +143,12 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
         assert torch.equal(flat("restored", 0), flat("moved", 0))
         assert torch.equal(flat("restored", 1), flat("moved", 1))
         assert torch.equal(flat("reset", 1), flat("moved", 0))
-        assert found["stepped"]
+        assert record["stepped"]
         # One update per step: the weights are equal before the first one; the reference is reset before the third.
-        assert [f["reference_kl"] for f in found["metrics"]] == pytest.approx(
-            [0, found["metrics"][1]["reference_kl"], 0]
+        assert [f["reference_kl"] for f in record["metrics"]] == pytest.approx(
+            [0, record["metrics"][1]["reference_kl"], 0]
         )
-        assert found["metrics"][1]["reference_kl"] > 1e-8
+        assert record["metrics"][1]["reference_kl"] > 1e-8
 
 
 def passes(prompt, taken, n=16):

@@ -175,16 +175,16 @@ def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
                 right.setdefault(prompt.id, []).append(bool(end or row[0] == fakes.STOP) and sum(row[:end]) % 2 == 0)
                 tokens.append(end + 1 if fakes.STOP in row else 12)
     assert [len(r) for r in right.values()] == [3, 4, 4, 2]
-    for got in worlds(size).run("steps:evaluation", directory, parallel, lose):
-        assert got["pass_at_1"]["mean"] == pytest.approx(sum(sum(r) / len(r) for r in right.values()) / 4)
+    for evaluation in worlds(size).run("steps:evaluation", directory, parallel, lose):
+        assert evaluation["pass_at_1"]["mean"] == pytest.approx(sum(sum(r) / len(r) for r in right.values()) / 4)
         for k in (1, 2, 4):
             enough = [r for r in right.values() if len(r) >= k]
             expected = sum(pass_at_k(len(r), sum(r), k) for r in enough) / len(enough)
-            assert got["pass_at_k"][str(k)] == pytest.approx(expected)
-        assert got["mean_reward"]["mean"] == got["pass_at_1"]["mean"]  # rewards of 0 and 1
-        assert got["verifiers"] == ["exact"]
-        assert got["response_tokens"] == pytest.approx(sum(tokens) / 13)
-        assert (got["prompts"], got["samples"], got["lost"]) == (5, 4, 7)
+            assert evaluation["pass_at_k"][str(k)] == pytest.approx(expected)
+        assert evaluation["mean_reward"]["mean"] == evaluation["pass_at_1"]["mean"]  # rewards of 0 and 1
+        assert evaluation["verifiers"] == ["exact"]
+        assert evaluation["response_tokens"] == pytest.approx(sum(tokens) / 13)
+        assert (evaluation["prompts"], evaluation["samples"], evaluation["lost"]) == (5, 4, 7)
 
 
 def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single):

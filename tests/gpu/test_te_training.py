@@ -46,13 +46,13 @@ def test_a_step_agrees_with_fp32(config, lora, offload, tmp_path):
     worker.load_hf(tmp_path)
     prompts, responses = rows(2)
     worker.offload()
-    found = worker.log_probs(prompts, responses, 1.0)
-    for p, r, lp in zip(prompts, responses, found, strict=True):
+    log_probs = worker.log_probs(prompts, responses, 1.0)
+    for p, r, lp in zip(prompts, responses, log_probs, strict=True):
         logits = model(torch.cat((p, r))[None]).logits[0, len(p) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, r[:, None])[:, 0]
         assert float((lp.cpu() - expected).abs().mean()) < (0.05 if config.recipe == "none" else 0.3)
     advantages = tuple(a.expand(len(r)) for a, r in zip(torch.linspace(-1, 1, len(prompts)), responses, strict=True))
-    experience = Experience(tuple(prompts), tuple(responses), tuple(found), None, advantages)
+    experience = Experience(tuple(prompts), tuple(responses), tuple(log_probs), None, advantages)
     before = {n: x.clone() for n, x in worker.hf_tensors()}
     for update in range(3):
         worker.offload()

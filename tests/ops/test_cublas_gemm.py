@@ -48,11 +48,11 @@ def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
     sizes = [ctypes.c_int64(n) for n in (*out.shape, a.shape[1])]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (out, a, b)]
     ld = ctypes.c_int64(out.stride(0))
-    found = library.product(
+    error = library.product(
         *(pointers[0], ld, pointers[1], *strides(a), pointers[2], *strides(b), *sizes),
         *(int(accumulate), device, ctypes.c_void_p(stream)),
     )
-    return found.decode() if found else None
+    return error.decode() if error else None
 
 
 def random(rows, columns, by_columns, apart, seed):

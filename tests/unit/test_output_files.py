@@ -56,11 +56,11 @@ def test_a_command_refuses_to_replace_its_inputs(place, capsys, line, part):
     before = tree(place)
     with pytest.raises(SystemExit) as ended:
         main(line.format(root=place).split())
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert ended.value.code == 2
-    assert told.startswith("brorl: ")
-    assert part in told
-    assert told.count("\n") == 1
+    assert message.startswith("brorl: ")
+    assert part in message
+    assert message.count("\n") == 1
     assert tree(place) == before
 
 

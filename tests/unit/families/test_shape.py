@@ -162,8 +162,8 @@ def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
         embedding = LlamaRotaryEmbedding(resolved)  # the same in Qwen2 and Qwen3
         pairs = [(shape, embedding.inv_freq, embedding.attention_scaling)]
     for rotated, inv_freq, scale in pairs:
-        got, factor = inverse_frequencies(rotated)
-        torch.testing.assert_close(got, inv_freq, rtol=1e-6, atol=0)
+        frequencies, factor = inverse_frequencies(rotated)
+        torch.testing.assert_close(frequencies, inv_freq, rtol=1e-6, atol=0)
         assert factor == pytest.approx(scale, rel=1e-12)
 
 

@@ -63,8 +63,8 @@ def test_a_different_head_is_refused_and_untying_gives_transformers_logits(anoth
     expected = conversion.logits(another, read_shape(another))
     set_tied(another, False)
     to_megatron(another, another.parent / "megatron", 1, 1)
-    found = conversion.logits(another.parent / "megatron", read_shape(another))
-    assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+    logits = conversion.logits(another.parent / "megatron", read_shape(another))
+    assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["bit for bit", "equal values in another type"])

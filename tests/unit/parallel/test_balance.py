@@ -84,11 +84,11 @@ def test_a_prompt_that_is_not_worth_sharing_is_not_shared():
 
 
 def best_by_search(costs, parts, families, setups):
-    found = [
+    largest_loads = [
         loads_of(parts, np.array(chosen), costs, families, setups).max()
         for chosen in product(range(parts), repeat=len(costs))
     ]
-    return min(found)
+    return min(largest_loads)
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -97,17 +97,17 @@ def test_assignments_are_within_grahams_bound(parts):
     for seed in range(30):
         costs = np.random.default_rng(seed).integers(1, 50, 7)
         none = np.zeros_like(costs)
-        got = assign(costs, parts)
-        assert set(got) <= set(range(parts))
+        part_of = assign(costs, parts)
+        assert set(part_of) <= set(range(parts))
         best = best_by_search(costs, parts, none, none)
-        assert np.bincount(got, weights=costs).max() <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
+        assert np.bincount(part_of, weights=costs).max() <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
 
 
 def test_siblings_of_long_prompts_stay_together():
     families = np.repeat(np.arange(4), 8)
-    got = assign(np.full(32, 10), 4, families, np.full(32, 1000))
-    assert [len(set(got[families == f])) for f in range(4)] == [1, 1, 1, 1]
-    assert len(set(got)) == 4
+    part_of = assign(np.full(32, 10), 4, families, np.full(32, 1000))
+    assert [len(set(part_of[families == f])) for f in range(4)] == [1, 1, 1, 1]
+    assert len(set(part_of)) == 4
 
 
 def test_many_rows_balance_within_a_thousandth():

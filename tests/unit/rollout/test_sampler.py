@@ -193,9 +193,9 @@ def test_other_ranks_sample_the_rest_of_an_abandoned_engine(capfd):
         assert dog.stuck == (rank == 0)
     release.set()
     assert "1 of prompt p/0" in capfd.readouterr().err
-    found = dict(results)
-    assert len(found) == len(results) == 5 * 16 - 1  # only the hanging rollout is lost
-    for (group, sibling), rollout in found.items():
+    by_slot = dict(results)
+    assert len(by_slot) == len(results) == 5 * 16 - 1  # only the hanging rollout is lost
+    for (group, sibling), rollout in by_slot.items():
         (request,), _ = requests([(group, sibling)], GROUPS, {}, 3)
         (drawn,) = fakes.draws(request.key, [sibling], 12)
         assert rollout.token_ids.tolist() == drawn[: len(rollout.token_ids)]

@@ -105,9 +105,9 @@ def test_finished_is_called_once_per_rollout_as_it_finishes():
         *((0, i) for i in range(40) if i != 3),
         *((1, i) for i in range(32, 39)),
     ]
-    found = {(i, r.index): r for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"}
-    assert all(found.pop((request, index)) is rollout for request, index, rollout in reported)
-    assert not found
+    complete = {(i, r.index): r for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"}
+    assert all(complete.pop((request, index)) is rollout for request, index, rollout in reported)
+    assert not complete
     assert threading.current_thread() not in threads  # the caller's thread waits
 
 

@@ -53,9 +53,9 @@ def names(model):
 
 def test_received_weights_are_identical(model):
     for dtype in (torch.float32, torch.bfloat16):
-        got = receive(with_checksums(model[1].items()), names(model), CPU, dtype)
-        assert got.keys() == model[1].keys()
-        for name, tensor in got.items():
+        received = receive(with_checksums(model[1].items()), names(model), CPU, dtype)
+        assert received.keys() == model[1].keys()
+        for name, tensor in received.items():
             assert torch.equal(tensor, model[1][name].detach().to(dtype))
             assert tensor.data_ptr() != model[1][name].data_ptr()
 

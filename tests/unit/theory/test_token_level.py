@@ -78,15 +78,15 @@ def test_token_level_against_the_general_form():
         worth = torch.zeros(30, dtype=torch.float64).index_add(0, token[here], reward[here]) / counts.clamp(min=1)
         q = reward[here].mean()
         n = counts.sum()
-        seen = counts > 0
-        weights = torch.where(seen, worth - q, 0.0)
+        sampled = counts > 0
+        weights = torch.where(sampled, worth - q, 0.0)
         step = p[s] * (weights - (weights * p[s]).sum()) / n
-        ends = [float((p[s] * (f - q) * step)[~seen].sum()) for f in (0.0, 1.0)]
+        ends = [float((p[s] * (f - q) * step)[~sampled].sum()) for f in (0.0, 1.0)]
         expected = {
             "siblings": n,
             "success": q,
-            "unsampled_mass": p[s][~seen].sum(),
-            "unsampled_2": p[s][~seen].square().sum(),
+            "unsampled_mass": p[s][~sampled].sum(),
+            "unsampled_2": p[s][~sampled].square().sum(),
             "s_r": (weights * p[s]).sum(),
             "a2": p[s][weights > 0].square().sum(),
             "b2": p[s][weights < 0].square().sum(),

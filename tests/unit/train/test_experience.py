@@ -32,14 +32,14 @@ def values():
 
 def recursive(reward, v, gamma, lam):
     """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1} (Schulman et al. 2016, eq. 11 to 16)."""
-    found = []
+    reversed_advantages = []
     after = 0.0
     next_value = 0.0
     for t in reversed(range(len(v))):
         after = (reward if t == len(v) - 1 else 0.0) + gamma * next_value - v[t] + gamma * lam * after
         next_value = v[t]
-        found.append(after)
-    return found[::-1]
+        reversed_advantages.append(after)
+    return reversed_advantages[::-1]
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -111,7 +111,7 @@ def outcomes():
 def test_rollout_advantages(ops, kind):
     """Mixed, all-right and partly-right groups with lost siblings."""
     algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"))
-    got = rollout_advantages(outcomes(), GROUPS, algo, ops)
+    advantages = rollout_advantages(outcomes(), GROUPS, algo, ops)
     alive = [[r for r in row if r is not None] for row in REWARDS]
     centred = [[r - statistics.fmean(row) for r in row] for row in alive]
     if kind == "grpo":
@@ -132,9 +132,9 @@ def test_rollout_advantages(ops, kind):
         table = rollout_advantages(outcomes(), GROUPS, kl, ops)
         assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
         expected = [[(x - mean) / std for x in row] for row in expected]
-    for row, rewards, want in zip(got.tolist(), REWARDS, expected, strict=True):
-        found = iter(want)
-        assert row == pytest.approx([0.0 if r is None else next(found) for r in rewards], abs=1e-6, rel=1e-5)
+    for row, rewards, want in zip(advantages.tolist(), REWARDS, expected, strict=True):
+        of_survivors = iter(want)
+        assert row == pytest.approx([0.0 if r is None else next(of_survivors) for r in rewards], abs=1e-6, rel=1e-5)
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -145,10 +145,10 @@ def test_rewards_at_the_mean_of_their_group_have_no_advantage(ops, kind):
     rewards = torch.tensor(groups)
     none = torch.zeros(6, 3).long()
     table = Outcomes(none + STOP, rewards, rewards == 1, none + 1, none + 1, none, none, none, kept=list(range(6)))
-    got = rollout_advantages(table, GROUPS * 2, AlgoConfig(advantage=kind), ops)
-    assert got.sign().tolist() == [[-1, 0, 1]] * 4 + [[0] * 3] * 2
+    advantages = rollout_advantages(table, GROUPS * 2, AlgoConfig(advantage=kind), ops)
+    assert advantages.sign().tolist() == [[-1, 0, 1]] * 4 + [[0] * 3] * 2
 
 
 def test_rollouts_with_a_critic_have_their_rewards():
-    got = rollout_advantages(outcomes(), GROUPS, AlgoConfig(advantage="gae"), OPS[0])
-    assert got.tolist() == [[r or 0.0 for r in row] for row in REWARDS]
+    advantages = rollout_advantages(outcomes(), GROUPS, AlgoConfig(advantage="gae"), OPS[0])
+    assert advantages.tolist() == [[r or 0.0 for r in row] for row in REWARDS]

@@ -124,7 +124,7 @@ def test_the_gradient_of_a_subset_equals_a_float64_loop(processes, model, judge)
         occur = Counter(max(subsets, key=statistics.pvariance))
         tokens = sum(len(row) for row, reward in zip(rows, rewards, strict=True) if reward in occur)
         for reward, count in occur.items():
-            alike = [i for i, found in enumerate(rewards) if found == reward]
+            alike = [i for i, other in enumerate(rewards) if other == reward]
             factors |= {(prompt.id, i): (len(alike) / count, tokens / k) for i in alike[:count]}
     loss, norm, trained = update(model[1], groups, configured({}).algo.is_cap, factors=factors)
     assert values["trained_tokens"] == trained

@@ -56,7 +56,7 @@ def outcomes(processes):
 
 
 def test_metrics_are_over_survivors_of_closed_groups(outcomes):
-    got = group_metrics(select_groups(outcomes))
+    metrics = group_metrics(select_groups(outcomes))
     alive = [(g, i, r) for g, rewards in enumerate(TABLE) if g != 5 for i, r in enumerate(rewards) if r is not None]
     assert len(alive) == 7 + 8 + 7 + 1 + 0 + 6
     mean = sum(r for _, _, r in alive) / 29
@@ -72,7 +72,7 @@ def test_metrics_are_over_survivors_of_closed_groups(outcomes):
         "cut_off_share": (8 + 1) / 29,
         "rollouts": 29,
     }
-    assert got == pytest.approx(expected)
+    assert metrics == pytest.approx(expected)
 
 
 def test_tables_and_metrics_count_sampled_tokens(processes):
@@ -127,12 +127,12 @@ def test_no_subset_has_a_larger_variance(rewards, count):
     subsets = largest_spread(table, mask, count)
     assert torch.equal(subsets[0, :9], subsets[1, 1:10])
     assert not (subsets & ~mask).any()
-    found = subsets[0].nonzero()[:, 0].tolist()
-    assert len(found) == min(count, 9)
-    best = max(statistics.pvariance([rewards[i] for i in s]) for s in combinations(range(9), len(found)))
-    assert statistics.pvariance([rewards[i] for i in found]) == pytest.approx(best, rel=1e-9, abs=1e-12)
-    for value, chosen in Counter(rewards[i] for i in found).items():
-        assert [i for i in found if rewards[i] == value] == [i for i, r in enumerate(rewards) if r == value][:chosen]
+    subset = subsets[0].nonzero()[:, 0].tolist()
+    assert len(subset) == min(count, 9)
+    best = max(statistics.pvariance([rewards[i] for i in s]) for s in combinations(range(9), len(subset)))
+    assert statistics.pvariance([rewards[i] for i in subset]) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    for value, chosen in Counter(rewards[i] for i in subset).items():
+        assert [i for i in subset if rewards[i] == value] == [i for i, r in enumerate(rewards) if r == value][:chosen]
 
 
 def chosen(groups, **algo):

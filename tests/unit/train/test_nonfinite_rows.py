@@ -50,7 +50,7 @@ def token_of_few(groups):
     """Return a token that no prompt has, and the rows in which the model reads it (a last token is only predicted)."""
     asked = {token for prompt, _, _ in groups for token in prompt.token_ids}
     for token in set(range(3, tiny.VOCAB)) - asked:
-        rows = {(p.id, i) for p, found, _ in groups for i, row in enumerate(found) if token in row[:-1]}
+        rows = {(p.id, i) for p, siblings, _ in groups for i, row in enumerate(siblings) if token in row[:-1]}
         if 3 <= len(rows) <= 6 and len({name for name, _ in rows}) > 1:
             return token, rows
     raise AssertionError("no such token")
@@ -73,7 +73,7 @@ def assert_step_without(values, trainer, model, left_out):
     assert values["trained_tokens"] == tokens
     assert values["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
     assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    rewards = [r for _, _, found in groups for r in found]
+    rewards = [r for _, _, of_group in groups for r in of_group]
     assert values["reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert values["lost_share"] == 0
     assert all(math.isfinite(values[key]) for key in ("entropy", "approx_kl", "ratio_max", "logprob_gap_max"))
@@ -108,8 +108,8 @@ def value_loss(left_out):
     """Return the value loss at values of 0, where a token's return is its response's reward."""
     rows = [
         (len(row), reward)
-        for prompt, found, rewards in groups_of(3)
-        for i, (row, reward) in enumerate(zip(found, rewards, strict=True))
+        for prompt, siblings, rewards in groups_of(3)
+        for i, (row, reward) in enumerate(zip(siblings, rewards, strict=True))
         if (prompt.id, i) not in left_out
     ]
     return sum(n * reward**2 for n, reward in rows) / sum(n for n, _ in rows) / 2
@@ -158,9 +158,9 @@ def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, 
     assert message.startswith("3 steps in a row skipped an update")
     assert "the state after 6 steps is saved" in message
     assert "\n" not in message
-    found = checkpoint.find(tmp_path / "checkpoints")
-    assert found is not None
-    assert checkpoint.read_run(found)["step"] == 6
+    saved = checkpoint.find(tmp_path / "checkpoints")
+    assert saved is not None
+    assert checkpoint.read_run(saved)["step"] == 6
 
 
 @pytest.mark.parametrize(

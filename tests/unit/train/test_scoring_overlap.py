@@ -96,12 +96,12 @@ def test_early_rollouts_are_scored_before_generation_ends(processes, pool, model
     trainer = trainer_of(model, processes, pool, engine, log)
     values, seconds = trainer.train_step()
     rows = {p.id: responses(trainer.config.run.seed, p, N, TOKENS) for p in fakes.prompts(2)}
-    stopped = [(name, row[:-1]) for name, found in rows.items() for row in found if row[-1] == fakes.STOP]
+    stopped = [(name, row[:-1]) for name, siblings in rows.items() for row in siblings if row[-1] == fakes.STOP]
     assert engine.scored > 10
     # Cut-off responses are not scored; equal answers to a prompt are scored once.
-    told = {f"{name}: {' '.join(map(str, row))}".strip() for name, row in stopped}
-    assert sorted(line.strip() for line in log.read_text().splitlines()) == sorted(told)
-    assert values["score_cache_hit_share"] == (len(stopped) - len(told)) / len(stopped)
+    lines = {f"{name}: {' '.join(map(str, row))}".strip() for name, row in stopped}
+    assert sorted(line.strip() for line in log.read_text().splitlines()) == sorted(lines)
+    assert values["score_cache_hit_share"] == (len(stopped) - len(lines)) / len(stopped)
     assert values["verifier_timeouts"] == values["reward_worker_restarts"] == 0
     assert values["reward"] == pytest.approx(sum(sum(row) % 2 == 0 for _, row in stopped) / (2 * N))
     assert seconds["score_latency_max"] > 0

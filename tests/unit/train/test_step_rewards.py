@@ -178,7 +178,7 @@ def test_reward_correct_at_decides_right_responses(processes, pool, model, corre
     assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < correct_at for g in groups) / 3)
 
     trainer.held_out = trainer.train_source.batch
-    found = trainer.evaluate(fakes.Notes())
+    evaluation = trainer.evaluate(fakes.Notes())
     rewards = []
     for prompt in trainer.held_out:
         key = stream_key(trainer.config.run.seed, "evaluate", prompt.id)
@@ -186,9 +186,9 @@ def test_reward_correct_at_decides_right_responses(processes, pool, model, corre
         texts = [row[: row.index(fakes.STOP)] if fakes.STOP in row else row for row in rows]
         rewards.append([RULES[prompt.verifier](text) for text in texts])
     right = [sum(r >= correct_at for r in own) / len(own) for own in rewards]
-    assert found.pass_at_1.mean == pytest.approx(sum(right) / 3)
-    assert found.mean_reward.mean == pytest.approx(sum(sum(own) / len(own) for own in rewards) / 3)
-    assert found.mean_reward.low <= found.mean_reward.mean <= found.mean_reward.high
-    line = evaluation_line(found.as_dict())
-    assert f"mean reward {found.mean_reward.mean:.4g} (95% interval {found.mean_reward.low:.4g} to " in line
-    assert evaluation_metrics(found)["held_out_reward"] == found.mean_reward.mean
+    assert evaluation.pass_at_1.mean == pytest.approx(sum(right) / 3)
+    assert evaluation.mean_reward.mean == pytest.approx(sum(sum(own) / len(own) for own in rewards) / 3)
+    assert evaluation.mean_reward.low <= evaluation.mean_reward.mean <= evaluation.mean_reward.high
+    line = evaluation_line(evaluation.as_dict())
+    assert f"mean reward {evaluation.mean_reward.mean:.4g} (95% interval {evaluation.mean_reward.low:.4g} to " in line
+    assert evaluation_metrics(evaluation)["held_out_reward"] == evaluation.mean_reward.mean

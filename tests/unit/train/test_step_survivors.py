@@ -84,16 +84,16 @@ def test_stuck_engine_ends_the_run_after_saving(processes, model, tmp_path):
     ):
         trainer.run(None, p, lambda: False)
     release.set()
-    found = checkpoint.find(tmp_path / "checkpoints")
-    assert found.name == "step_00000002"
+    saved = checkpoint.find(tmp_path / "checkpoints")
+    assert saved.name == "step_00000002"
     resumed = make_trainer(model[0], processes, config, fakes.Engine())
-    resumed.restore(found)
+    resumed.restore(saved)
     resumed.sync_weights()
-    got, _ = resumed.train_step()
+    third, _ = resumed.train_step()
     undisturbed = make_trainer(model[0], processes, config, fakes.Engine(lose={("p/5", 3)}))
     undisturbed.sync_weights()
     expected = [undisturbed.train_step()[0] for _ in range(3)]
     assert expected[1]["lost_share"] == 1 / 128
-    for metrics in (got, expected[2]):
+    for metrics in (third, expected[2]):
         metrics.pop("slow_rollouts")  # The number of slow answers depends on the machine.
-    np.testing.assert_equal(got, expected[2])  # bit for bit; unknown metrics are nan in both
+    np.testing.assert_equal(third, expected[2])  # bit for bit; unknown metrics are nan in both

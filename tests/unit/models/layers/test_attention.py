@@ -80,8 +80,8 @@ def test_attention_and_its_gradients_agree_with_the_matrix_of_all_scores(kernels
             out = attention.attend(*inputs, Segments(groups=groups), 0.3)
         out.backward(grad)
         results.append([out.detach(), *(x.grad for x in inputs)])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for own, expected in zip(*results, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
 
@@ -197,5 +197,5 @@ def test_yarn_scales_attention_as_in_transformers(te, processes, with_te, more):
         core = te.PackedTeAttention(config=config)
     else:
         core = PackedAttention(config, softmax_scale=config.softmax_scale)  # as Megatron builds it
-    got = core(*(x.unsqueeze(1) for x in (q, k, v)), None, packed_seq_params=packing)
-    torch.testing.assert_close(got.view(15, 4, 16), expected, rtol=1e-4, atol=1e-5)
+    result = core(*(x.unsqueeze(1) for x in (q, k, v)), None, packed_seq_params=packing)
+    torch.testing.assert_close(result.view(15, 4, 16), expected, rtol=1e-4, atol=1e-5)

@@ -39,31 +39,31 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
     draw = random.Random(5)
     held = []
     written: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to the last one of the page
-    found_some = 0
+    hits = 0
     for _ in range(600):
         prompt = branching(draw, draw.choice(COUNTS))
         before = {p for _, given in held for p in given.tolist()}
         if pool.free >= prefixes.pages_needed(prompt) and draw.random() < 0.6:
             free = pool.free - prefixes.pages_needed(prompt)
-            given, found = prefixes.add(prompt)
+            given, cached_tokens = prefixes.add(prompt)
             assert pool.free == free
             assert len(given) == pages_for(len(prompt)) == len(set(given.tolist()))
-            assert found % BLOCK == 0
-            assert found < len(prompt)
+            assert cached_tokens % BLOCK == 0
+            assert cached_tokens < len(prompt)
             page = given.tolist()
-            for i in range(found // 16):
+            for i in range(cached_tokens // 16):
                 assert written[page[i]] == prompt[: 16 * (i + 1)]
             # Only pages of no other prompt are written.
-            assert not before & set(page[found // 16 :])
-            written |= {page[i]: prompt[: 16 * (i + 1)] for i in range(found // 16, len(page))}
+            assert not before & set(page[cached_tokens // 16 :])
+            written |= {page[i]: prompt[: 16 * (i + 1)] for i in range(cached_tokens // 16, len(page))}
             # The cache finds all blocks of the prompts in memory.
             entered = {p[:n] for p, _ in held for n in range(0, len(p), BLOCK)}
-            assert found == max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
-            found_some += found > 0
+            assert cached_tokens == max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
+            hits += cached_tokens > 0
             held.append((prompt, given))
         elif held:
             prefixes.remove(*held.pop(draw.randrange(len(held))))
-    assert found_some > 50
+    assert hits > 50
     for prompt, given in held:
         prefixes.remove(prompt, given)
     assert pool.free == pages

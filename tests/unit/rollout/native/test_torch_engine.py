@@ -170,13 +170,13 @@ def test_rollouts_from_a_supply_equal_those_of_one_call(model, memory, ops):
     assert all(1 <= room <= 20 for room in supply.rooms)
     assert max(supply.rooms) <= (memory // 2 or 20)  # a row needs two pages at its end
     assert len(rest) == len(pieces)
-    got = [own, *([r for part in rest[8 * i : 8 * i + 8] for r in part] for i in range(3))]
-    for whole, parts in zip(together, got, strict=True):
+    regrouped = [own, *([r for part in rest[8 * i : 8 * i + 8] for r in part] for i in range(3))]
+    for whole, parts in zip(together, regrouped, strict=True):
         assert [r.index for r in parts] == list(range(64))
         assert same_tokens(whole, parts) >= 0.98  # others differ by rounding
     nothing = make_engine(*model, max_rows=20)
     assert nothing.generate([], sampling, supply=Drawer([], 0)) == []
-    assert [len(found) for found in nothing.generate([], sampling, supply=Drawer(pieces[:2], 16))] == [8, 8]
+    assert [len(rollouts) for rollouts in nothing.generate([], sampling, supply=Drawer(pieces[:2], 16))] == [8, 8]
 
 
 @pytest.mark.parametrize("sample", [sample_tokens, fused_decode.sample_tokens])
@@ -229,10 +229,10 @@ def test_evicted_rows_continue_with_the_same_tokens(model):
     page = page_bytes(ample.shape, torch.float32)
     short = make_engine(*model, memory=40 * page)
     callbacks = Watching()
-    got = short.generate(asked, sampling, callbacks)
+    evicted = short.generate(asked, sampling, callbacks)
     assert ample._pool.size > 3 * short._pool.size
     assert sorted(callbacks.ended) == [(i, j) for i in range(3) for j in range(40)]
-    for a, b in zip(expected, got, strict=True):
+    for a, b in zip(expected, evicted, strict=True):
         assert [r.index for r in b] == list(range(40))
         assert [sum(n for _, n in r.spans) for r in b] == [len(r.token_ids) for r in b]
         assert same_tokens(a, b) >= 0.97

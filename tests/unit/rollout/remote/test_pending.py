@@ -66,15 +66,15 @@ def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
     ):
         tensors = {"ids": torch.tensor(added), "log_probs": -torch.arange(1.0, len(added) + 1)}
         pending.answered(Message("rollout", {"number": number, "finish": finish}, tensors), 4)
-    (found,) = pending.result()
-    assert [(r.token_ids.tolist(), r.log_probs.tolist(), r.finish, r.spans) for r in found] == [
+    (rollouts,) = pending.result()
+    assert [(r.token_ids.tolist(), r.log_probs.tolist(), r.finish, r.spans) for r in rollouts] == [
         ([1, 2, 3], [-1.0, -2.0, -3.0], "stop", ((4, 3),)),
         ([1, 2, 9, 25], [-1.0, -2.0, -3.0, -4.0], "stop", ((4, 4),)),
         ([], [], "cut", ()),
         ([0, 1, 2, 3], [-0.5, -1.5, -1.0, -2.0], "stop", ((3, 2), (4, 2))),
         ([1, 2, 3, 1, 2, 3, 1, 2, 3], [0.0] * 4 + [-1.0, -2.0, -3.0, -4.0, -5.0], "stop", ((3, 4), (4, 5))),
     ]
-    assert found[4].episode is episode
+    assert rollouts[4].episode is episode
     assert pending.faults == ["it ended at a stop string, but its text contains none"]
 
 

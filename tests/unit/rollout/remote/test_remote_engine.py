@@ -261,10 +261,10 @@ def test_busy_rank_loses_no_answers(tmp_path):
         for number in range(count):
             await server._send(client, Message("rollout", {"call": 1, "number": number}, {"ids": ids}))
 
-        found = []
+        numbers = []
         while rank.poll(2000):
-            found.append(decode(rank.recv_multipart()).fields["number"])
-        assert found == list(range(count))
+            numbers.append(decode(rank.recv_multipart()).fields["number"])
+        assert numbers == list(range(count))
         rank.close(0)
         server.socket.close(0)
 
