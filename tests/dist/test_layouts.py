@@ -10,6 +10,7 @@ import tiny
 import torch
 from dist.jobs import rows
 from dist.world import CP, EP, PP, SEQUENCE, TP, World, pairs
+from ops import own_algorithms
 from ops.linear_cases import EVERYTHING, OTHER_LOSSES, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
@@ -184,6 +185,7 @@ def test_bf16_trains_with_fp32_masters(worlds, models):
     [
         (4, EVERYTHING),
         *((2, each) for each in (SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence"), *OTHER_LOSSES)),
+        (2, replace(SETTINGS, policy_loss=f"{own_algorithms.__file__}:gspo")),  # a function of a user
     ],
 )
 def test_fused_loss_over_a_sharded_vocabulary(worlds, world, settings):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import tiny
 import torch
@@ -62,14 +60,8 @@ def test_received_weights_are_identical(model):
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS)
 def test_faults_are_reported(model, fault, message):
+    """The stream is read to its end. It is a collective, so other ranks would hang otherwise."""
+    stream = iter(fault(list(with_checksums(model[1].items()))))
     with pytest.raises(UpdateRefused, match=message):
-        receive(fault(list(with_checksums(model[1].items()))), names(model), CPU, torch.float32)
-
-
-def test_refused_stream_is_read_to_its_end(model):
-    """The stream is a collective, so other ranks would hang otherwise."""
-    pairs = list(with_checksums(model[1].items()))
-    stream = iter([ChecksummedTensor("model.other", pairs[0][1], pairs[0].checksum), *pairs])
-    with pytest.raises(UpdateRefused, match=r"model\.other is unknown"):
         receive(stream, names(model), CPU, torch.float32)
-    assert list(itertools.islice(stream, 1)) == []
+    assert list(stream) == []

@@ -25,45 +25,6 @@ def replicas(processes):
     return processes.groups.dp
 
 
-def values():
-    g = torch.Generator().manual_seed(0)
-    return [torch.randn(n, generator=g) for n in LENGTHS]
-
-
-def recursive(reward, v, gamma, lam):
-    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1} (Schulman et al. 2016, eq. 11 to 16)."""
-    reversed_advantages = []
-    after = 0.0
-    next_value = 0.0
-    for t in reversed(range(len(v))):
-        after = (reward if t == len(v) - 1 else 0.0) + gamma * next_value - v[t] + gamma * lam * after
-        next_value = v[t]
-        reversed_advantages.append(after)
-    return reversed_advantages[::-1]
-
-
-@pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
-def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
-    v = values()
-    algo = AlgoConfig(advantage="gae", gamma=gamma, lam=lam)
-    advantages, targets, metrics = token_advantages(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
-    raw = [recursive(r, x.tolist(), gamma, lam) for r, x in zip(EARNED, v, strict=True)]
-    flat = [a for row in raw for a in row]
-    mean = statistics.fmean(flat)
-    std = statistics.pstdev(flat)
-    returns = []
-    for mine, goals, row, x in zip(advantages, targets, raw, v, strict=True):
-        assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
-        assert goals.tolist() == pytest.approx([a + b for a, b in zip(row, x.tolist(), strict=True)], abs=1e-5)
-        returns += goals.tolist()
-    explained = 1 - statistics.pvariance(flat) / statistics.pvariance(returns) if lam else None
-    if explained is not None and gamma:
-        assert metrics["explained_variance"] == pytest.approx(explained, rel=1e-4)
-    assert metrics["return_mean"] == pytest.approx(statistics.fmean(returns), abs=1e-6)
-    assert metrics["value_mean"] == pytest.approx(statistics.fmean(torch.cat(v).tolist()), abs=1e-6)
-
-
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
 def test_kl_in_the_reward(replicas, ops, kind):

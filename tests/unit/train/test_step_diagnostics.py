@@ -122,7 +122,9 @@ def by_hand(model):
             better = np.array([worth[next_token == v].mean() - q if sampled[v] else 0.0 for v in range(tiny.VOCAB)])
             s_r = better @ p
             change = cross_fitted(next_token, worth, p) if n >= 4 else (math.nan, math.nan)
-            ends = np.array([-s_r * (1 - q), s_r * q]) * (p[~sampled] ** 2).sum() / n
+            # A step on the drawn tokens, and its change of q if all other tokens are wrong, or right.
+            step = p * (better - s_r) / n
+            ends = np.array([(p * (f - q) * step)[~sampled].sum() for f in (0.0, 1.0)])
             at_positions.append(
                 {
                     "exact/unsampled_mass": p[~sampled].sum(),
