@@ -1,7 +1,9 @@
-"""Conversions between checkpoint formats, a published configuration, and the peak memory of a conversion."""
+"""Checkpoints and their conversions, a published configuration, and the peak memory of a conversion."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,22 @@ def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1, run
     save.write()
     save.raise_if_failed()
     return save.target
+
+
+def refuse_checkpoint(patch: Any, trainer: Any, step: int) -> None:
+    """Make the disk refuse the checkpoint of a step. patch: pytest's monkeypatch."""
+    plan = checkpoint.plan
+
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def planned(*arguments: Any) -> Any:
+        shards = plan(*arguments)
+        if trainer.state.step == step:
+            patch.setattr(shards, "write", full)
+        return shards
+
+    patch.setattr(checkpoint, "plan", planned)
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

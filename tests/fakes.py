@@ -30,11 +30,14 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
     return made
 
 
+@dataclass
 class Source:
-    """A source with an endless sequence of prompts."""
+    """A source with an endless sequence of prompts, or with one batch for every step."""
+
+    batch: list[Prompt] | None = None
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
-        return prompts(count, start)
+        return self.batch or prompts(count, start)
 
 
 class Tokenizer:

@@ -44,7 +44,7 @@ from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
-from megatron_brorl.types import PromptGroup
+from megatron_brorl.types import Prompt, PromptGroup
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
 BASE = Config(
@@ -99,27 +99,39 @@ def _options(config: Config, grid: Grid) -> StageOptions:
     )
 
 
-def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any, grace_s: float = 30.0) -> Trainer:
+def make_trainer(
+    directory: str | Path,
+    grid: Grid,
+    config: Config,
+    engine: Any,
+    grace_s: float = 30.0,
+    pool: Any = None,
+    batch: list[Prompt] | None = None,
+) -> Trainer:
+    """Return a trainer with fakes. batch: the prompts of every step, in place of an endless sequence."""
     lora = config.lora if config.lora.rank else None
     options = replace(_options(config, grid), lora=lora, seed=config.run.seed)
     worker = Worker(read_shape(directory), grid, options, config.optim)
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
+    pool = pool or fakes.Pool()
     tokenizer = fakes.Tokenizer()
     max_lost_share = config.rollout.max_lost_share
     stealing = WorkStealing(shared_store()) if config.rollout.pull else None
     rollouts = RolloutRunner(
-        watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
+        watchdog, pool, tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
     )
     held_out = fakes.prompts(5, 1000)
     reference = ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None
     models = TrainingModels(worker, _critic(directory, grid, config), reference)
-    return Trainer(config, grid, models, rollouts, fakes.Source(), held_out, (fakes.STOP,), 0.0)
+    return Trainer(config, grid, models, rollouts, fakes.Source(batch), held_out, (fakes.STOP,), 0.0)
 
 
-def trainer_of(directory: str, parallel: dict[str, Any], changes: dict[str, Any], engine: Any = None) -> Trainer:
+def trainer_of(
+    directory: str, parallel: dict[str, Any], changes: dict[str, Any], engine: Any = None, **parts: Any
+) -> Trainer:
     """Return a trainer in a layout; changes: to BASE. Its engine has no weights yet."""
-    return make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine())
+    return make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine(), **parts)
 
 
 def take_steps(trainer: Trainer, steps: int) -> list[dict[str, float]]:

@@ -26,15 +26,12 @@ def sample(n: int, mean: float = 0.0, std: float = 1.0, seed: int = 0) -> Tensor
     return mean + std * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n + seed))
 
 
-def starts_of(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
 def gae_inputs(name: str) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Return (rewards [T], values [T], starts [S + 1], gamma, lam) in float64, exactly representable in float32."""
     lengths, gamma, lam = GAE_CASES[name]
     total = sum(lengths)
-    return sample(total).float().double(), sample(total, seed=1).float().double(), starts_of(lengths), gamma, lam
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return sample(total).float().double(), sample(total, seed=1).float().double(), starts, gamma, lam
 
 
 def gae_by_hand(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

@@ -86,14 +86,6 @@ def test_strided_rows(name, dtype):
         assert torch.equal(result[1], expected[1])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_bfloat16_logits_equal_their_float32_values(name):
-    logits = CASES[name].logits.bfloat16()
-    narrow, wide = draw(CASES[name], logits=logits), draw(CASES[name], logits=logits.float())
-    assert torch.equal(narrow[0], wide[0])
-    assert torch.equal(narrow[1], wide[1])
-
-
 def test_ties():
     keys = torch.full((4000,), 3)
     index = torch.arange(4000)

@@ -98,7 +98,7 @@ def test_the_model_family(processes, tmp_path, monkeypatch):
     responses = [rollout.token_ids for rollout in group]
     scored = worker.log_probs([torch.tensor([5, 6, 7])] * 4, responses, 0.9)
     for rollout, of_actor in zip(group, scored, strict=True):
-        expected = by_transformers(model, [5, 6, 7], rollout.token_ids, 0.9)
+        expected = tiny.log_probs(model, [5, 6, 7], rollout.token_ids, 0.9)
         torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(of_actor, expected, atol=1e-4, rtol=0)
 
@@ -106,12 +106,6 @@ def test_the_model_family(processes, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "sliding_window"}))
     with pytest.raises(UserError, match="sliding_window = 4096 is not supported: only full attention"):
         shapes.read_shape(tmp_path)
-
-
-def by_transformers(model, prompt, response, temperature):
-    with torch.no_grad():
-        logits = model(torch.cat((torch.tensor(prompt), response))[None]).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
 
 
 def test_the_engine(model, tmp_path):
@@ -135,6 +129,6 @@ def test_the_engine(model, tmp_path):
         (group,), (again,) = engine.generate(requests, sampling), engine.generate(requests, sampling)
         for rollout, same in zip(group, again, strict=True):
             assert rollout.token_ids.tolist() == same.token_ids.tolist()
-            expected = by_transformers(of_transformers, [5, 6], rollout.token_ids, 0.8)
+            expected = tiny.log_probs(of_transformers, [5, 6], rollout.token_ids, 0.8)
             torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
         assert len({tuple(r.token_ids.tolist()) for r in group}) > 1

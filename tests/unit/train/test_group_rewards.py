@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import fakes
 import pytest
-from by_hand import responses, update
+from by_hand import responses, update, without_stop
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.errors import UserError
@@ -26,9 +26,8 @@ def score(row, responses, answers):
 
 
 def step(model, grid, pool, prompts, **changes):
-    trainer = make_trainer(model[0], grid, configured({"rollout": {"n": N}, **changes}), fakes.Engine(lose=LOST))
-    trainer.train_source = type("Source", (), {"prompts": lambda self, start, count: prompts})()
-    trainer.runner = replace(trainer.runner, pool=pool)
+    config = configured({"rollout": {"n": N}, **changes})
+    trainer = make_trainer(model[0], grid, config, fakes.Engine(lose=LOST), pool=pool, batch=prompts)
     trainer.sync_weights()
     return trainer.train_step()[0]
 
@@ -36,7 +35,7 @@ def step(model, grid, pool, prompts, **changes):
 def survivors(prompt):
     """Return the surviving responses of a prompt, their texts, and their answers: None for those that were cut off."""
     rows = responses(3, prompt, N, 12, LOST)
-    texts = [" ".join(map(str, row[:-1] if row[-1] == fakes.STOP else row)) for row in rows]
+    texts = [" ".join(map(str, without_stop(row))) for row in rows]
     return rows, texts, [text if row[-1] == fakes.STOP else None for row, text in zip(rows, texts, strict=True)]
 
 

@@ -9,6 +9,7 @@ import threading
 
 import fakes
 import pytest
+from conversions import refuse_checkpoint
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.checkpoints import training as checkpoint
@@ -48,10 +49,6 @@ def writes(monkeypatch):
     return watched
 
 
-def full():
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_only_the_last_save_is_waited_for(processes, model, tmp_path, writes):
     trainer = trainer_of(model, processes, tmp_path, steps=3)
     assert trainer.run(None, fakes.Notes(), lambda: False)
@@ -79,15 +76,7 @@ def test_stop_waits_for_the_background_save_and_saves(processes, model, tmp_path
 def test_refused_background_save_is_repeated(processes, model, tmp_path, writes, monkeypatch):
     """The run continues, logs a warning, and saves after the next step although no checkpoint is due."""
     trainer, progress = trainer_of(model, processes, tmp_path, steps=4, checkpoint_every=2), fakes.Notes()
-    make = checkpoint.plan
-
-    def broken(*arguments):
-        shards = make(*arguments)
-        if trainer.state.step == 2:
-            monkeypatch.setattr(shards, "write", lambda _: full())
-        return shards
-
-    monkeypatch.setattr(checkpoint, "plan", broken)
+    refuse_checkpoint(monkeypatch, trainer, step=2)
     step, saver = trainer.train_step, trainer.background_saver
     trainer.train_step = lambda: (saver._thread.join() if saver.under_way else None, step())[1]
     assert trainer.run(None, progress, lambda: False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import fakes
 import numpy as np
@@ -15,18 +14,8 @@ from dist.steps import configured, make_trainer
 
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.worker_pool import RewardPool
-from megatron_brorl.types import Prompt
 
 N, TOKENS = 32, 12
-
-
-class Source:
-    def __init__(self, log: Path) -> None:
-        prompts = fakes.prompts(2)
-        self.batch = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in prompts]
-
-    def prompts(self, start: int, count: int) -> list[Prompt]:
-        return self.batch
 
 
 class _Deaf:
@@ -83,9 +72,9 @@ def pool():
 
 
 def trainer_of(model, processes, pool, engine, log):
-    trainer = make_trainer(model[0], processes, configured({"rollout": {"n": N, "prompts": 2}}), engine)
-    trainer.train_source = Source(log)
-    trainer.runner = replace(trainer.runner, pool=pool)
+    config = configured({"rollout": {"n": N, "prompts": 2}})
+    batch = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in fakes.prompts(2)]
+    trainer = make_trainer(model[0], processes, config, engine, pool=pool, batch=batch)
     trainer.sync_weights()
     return trainer
 

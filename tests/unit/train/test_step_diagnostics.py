@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from by_hand import responses, right
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.ops.philox import stream_key, uniforms
@@ -38,13 +39,8 @@ def step(processes, model):
 
 def drawn(prompt):
     """Return responses with their stop token, and whether they are right."""
-    rows = []
-    right = []
-    for row in fakes.draws(stream_key(3, 0, prompt.id), range(N), TOKENS):
-        stopped = fakes.STOP in row
-        rows.append(row[: row.index(fakes.STOP) + 1] if stopped else row)
-        right.append(stopped and sum(rows[-1][:-1]) % 2 == 0)
-    return rows, np.array(right)
+    rows = responses(3, prompt, N, TOKENS)
+    return rows, np.array([right(row) == 1 for row in rows])
 
 
 def chosen():
@@ -94,7 +90,7 @@ def by_hand(model):
     weights = []
     tokens = 0
     for prompt, numbers in zip(chosen(), us, strict=True):
-        rows, right = drawn(prompt)
+        rows, are_right = drawn(prompt)
         tokens += sum(map(len, rows))
         holders = {}
         for i, row in enumerate(rows):
@@ -115,7 +111,7 @@ def by_hand(model):
             p = (logits.double() / TEMPERATURE).softmax(-1).numpy()
             there = holders[tuple(prefix)]
             next_token = np.array([rows[j][t] for j in there])
-            worth = right[there].astype(float)
+            worth = are_right[there].astype(float)
             q = worth.mean()
             n = len(there)
             sampled = np.isin(np.arange(tiny.VOCAB), next_token)

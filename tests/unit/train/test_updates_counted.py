@@ -32,8 +32,7 @@ def trainer_of(model, processes, changes, tmp_path=None):
         "theory": {"every": 0},
     }
     merged = {name: {**base.get(name, {}), **changes.get(name, {})} for name in {**base, **changes}}
-    trainer = make_trainer(model[0], processes, configured(merged), fakes.Engine())
-    trainer.runner = replace(trainer.runner, pool=Pool())
+    trainer = make_trainer(model[0], processes, configured(merged), fakes.Engine(), pool=Pool())
     trainer.held_out = []
     trainer.sync_weights()
     return trainer

@@ -78,7 +78,7 @@ def problems() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
 
 
 @NEEDS
-@pytest.mark.parametrize(("metadata", "programs"), problems())
+@pytest.mark.parametrize(("metadata", "programs"), list(problems()))
 def test_reward_is_the_share_of_passed_tests(metadata, programs):
     for program, share in programs.items():
         result = score(program, metadata, LONG if share else SHORT)
