@@ -31,7 +31,7 @@ def to_hf(source: Path, target: Path, config: Path | None = None) -> int:
 
 def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1, run: dict[str, Any] | None = None) -> Path:
     """Write a checkpoint of one model at once, and return its folder. run: content of run.json."""
-    save = checkpoint.begin(root, step, [model], run or {}, keep, {}, False)
+    save = checkpoint.begin(root, step, [model], run or {}, keep, {}, copy=False)
     save.write()
     save.raise_if_failed()
     return save.target

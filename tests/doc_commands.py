@@ -49,7 +49,7 @@ def commands(page: str, text: str) -> list[Command]:
     prose = FENCED.sub(lambda m: "\n" * m[0].count("\n"), text)
     for match in INLINE.finditer(prose):
         where = f"{page}:{prose[: match.start()].count(chr(10)) + 1}"
-        listed += [Command(where, words, None, True) for words in _split(match[1])]
+        listed += [Command(where, words, reasons=None, inline=True) for words in _split(match[1])]
     return listed
 
 

@@ -148,7 +148,7 @@ def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options
     worker = make_worker(directory, parallel, OptimConfig(), **options)
     prompts, responses = rows(2)
     zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
-    experience = Experience(tuple(prompts), tuple(responses), zeros, None, ones)
+    experience = Experience(tuple(prompts), tuple(responses), zeros, old_log_probs=None, advantages=ones)
     update_policy(worker, experience, [list(range(len(prompts)))], AlgoConfig(), OptimConfig(), 1.0, 0)
     tensors = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel() > 1}
@@ -167,7 +167,7 @@ def engine_gaps(_rank: int, directory: str, parallel: dict[str, Any], dtype: tor
     engine = TorchEngine(shape, hf_shapes(shape), CPU, dtype, 100, sample_tokens, FusedDecode())
     engine.update_weights(worker.hf_tensors(), 0)
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
-    sampling = Sampling(0.9, 1, 0, 24, (2,), routes=replay)
+    sampling = Sampling(temperature=0.9, top_p=1, top_k=0, max_tokens=24, stop_ids=(2,), routes=replay)
     groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], sampling)
     asked = [torch.tensor(p.token_ids) for p, g in zip(prompts, groups, strict=True) for _ in g]
     rollouts = [r for g in groups for r in g]
@@ -184,7 +184,7 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     lp = worker.log_probs(prompts, responses, 1.0)
     advantages = torch.linspace(-1, 1, len(prompts))
     per_token = tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True))
-    experience = Experience(tuple(prompts), tuple(responses), tuple(lp), None, per_token)
+    experience = Experience(tuple(prompts), tuple(responses), tuple(lp), old_log_probs=None, advantages=per_token)
     metrics = [update_policy(worker, experience, [list(range(24))], AlgoConfig(), optim, 1.0, i) for i in range(2)]
     return metrics, {p.dtype for p in worker.actor.parameters()}
 

@@ -28,7 +28,7 @@ def experience_of(worker: Worker) -> Experience:
     prompts, responses, advantages = (share(part, worker.grid) for part in (*rows(2), ADVANTAGES))
     per_token = tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True))
     log_probs = worker.log_probs(prompts, responses, TEMPERATURE)
-    return Experience(tuple(prompts), tuple(responses), tuple(log_probs), None, per_token)
+    return Experience(tuple(prompts), tuple(responses), tuple(log_probs), old_log_probs=None, advantages=per_token)
 
 
 def fill(worker: Worker, adapters: dict[str, Tensor]) -> None:

@@ -272,7 +272,9 @@ def draw(
     groups = [PromptGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(asked)]
     slots = deal(list(product(range(len(groups)), range(n))), [0] * worker.grid.world_size)[worker.grid.rank]
     wanted, numbers = requests(slots, groups, {}, seed=1)
-    result = Watchdog(engine, 300.0).generate(wanted, Sampling(1.0, 1.0, 0, 24, (2, 5, 7, 11)))
+    result = Watchdog(engine, 300.0).generate(
+        wanted, Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=24, stop_ids=(2, 5, 7, 11))
+    )
     drawn = {}
     for number, request, rollouts in zip(numbers, wanted, result.rollouts, strict=True):
         for r in rollouts:

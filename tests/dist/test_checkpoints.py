@@ -244,7 +244,7 @@ def test_equal_states_are_equal_files(worlds, directory, tmp_path):
 @pytest.mark.parametrize(("size", "parallel", "family"), [(2, {}, "qwen2"), (4, EP, "qwen3_moe")])
 def test_masters_are_the_values_of_the_file(worlds, tmp_path, size, parallel, family):
     """Masters are not rounded to bfloat16, also after a checkpoint before the first step."""
-    tiny.make_model(tmp_path, family, False)
+    tiny.make_model(tmp_path, family, tied=False)
     names = tiny.weights(tmp_path).keys()
     results = worlds(size).run("test_checkpoints:masters", str(tmp_path), parallel, str(tmp_path / "run"))
     for when in zip(*results, strict=True):

@@ -69,7 +69,7 @@ def models(tmp_path_factory):
     made = {kind: tmp_path_factory.mktemp("moe") for kind in (NORMALIZED, UNNORMALIZED, SHARED)}
     for kind, directory in made.items():
         family = "qwen2_moe" if kind == SHARED else "qwen3_moe"
-        tiny.make_model(directory, family, False, norm_topk_prob=kind == NORMALIZED)
+        tiny.make_model(directory, family, tied=False, norm_topk_prob=kind == NORMALIZED)
     return {kind: str(directory) for kind, directory in made.items()}
 
 

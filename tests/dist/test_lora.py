@@ -47,7 +47,7 @@ def peft_results(tmp_path_factory):
     def get(family: str, lora: LoraConfig) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
         if (family, lora) not in made:
             directory = tmp_path_factory.mktemp(family)
-            made[family, lora] = (str(directory), *loop(tiny.make_model(directory, family, True), lora))
+            made[family, lora] = (str(directory), *loop(tiny.make_model(directory, family, tied=True), lora))
         return made[family, lora]
 
     return get

@@ -192,7 +192,7 @@ def weights(tmp_path_factory):
     """Five sets of weights of one model: vocabulary that tensor=2 does not divide, tied, biases."""
     root = tmp_path_factory.mktemp("weights")
     for i in range(5):
-        tiny.make_model(root / str(i), "qwen2", True, seed=i)
+        tiny.make_model(root / str(i), "qwen2", tied=True, seed=i)
     return [str(root / str(i)) for i in range(5)]
 
 

@@ -44,7 +44,7 @@ def directories(tmp_path_factory) -> dict[str, str]:
     for family in ("qwen2", "qwen3_moe"):
         models[family] = str(made := tmp_path_factory.mktemp("model"))
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
-        tiny.make_model(made, family, True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
+        tiny.make_model(made, family, tied=True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
     return models
 
 

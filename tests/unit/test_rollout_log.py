@@ -54,7 +54,7 @@ def test_a_step_without_recorded_rollouts_has_an_empty_table(tmp_path):
 def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
     """A run that resumes at step 4 drops the steps from 4 on and the evaluations after more than 4 steps."""
     folder = tmp_path / "rollouts"
-    rollout_log.prepare_folder(folder, None)
+    rollout_log.prepare_folder(folder, resume_step=None)
     for number in range(7):
         for kind in ("step", "evaluation"):
             rollout_log.write_groups(folder, LogEntry(kind, number), groups(0))
@@ -68,7 +68,7 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
     # A new run renames the folder and removes only the incomplete file of a killed process.
     (folder / ".step_000003.groups.parquet.writing").write_bytes(b"half")
     for aside in ("rollouts.1", "rollouts.2"):
-        rollout_log.prepare_folder(folder, None)
+        rollout_log.prepare_folder(folder, resume_step=None)
         assert list(folder.iterdir()) == []
         assert (tmp_path / aside).is_dir()
     assert rollout_log.entries(tmp_path / "rollouts.1") == there

@@ -42,9 +42,9 @@ def endpoint(tmp_path):
 
 @contextlib.contextmanager
 def opened(folder, texts, template=TEMPLATE, answers=True, most=50, **options):
-    sampling = Sampling(1.0, 1.0, 0, most, (1,))
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=most, stop_ids=(1,))
     options = {"max_calls": 9, "room": 400, **options}
-    engine = agent_engine(make_hf(folder / "hf", chat_template=template), None, sampling=sampling, **options)
+    engine = agent_engine(make_hf(folder / "hf", chat_template=template), inner=None, sampling=sampling, **options)
     tokenizer = load_tokenizer(folder / "hf")
     texts = list(texts)
     submitted = SimpleQueue()

@@ -51,7 +51,7 @@ def test_attention_against_counted_operations(family, kv_heads):
 def test_a_row_with_its_own_prompt_costs_its_tokens_and_pairs():
     prompts = ints(0, 10, 700, 3)
     responses = ints(1, 90, 300, 997)
-    costs, setups = CostModel(1e-3, WHOLE, False).rows(prompts, responses, ints(0, 0, 1, 2))
+    costs, setups = CostModel(pair=1e-3, limit=WHOLE, share=False).rows(prompts, responses, ints(0, 0, 1, 2))
     assert not setups.any()
     totals = (prompts + responses).tolist()
     # Each token attends to itself and the tokens before it, which is half a pair more than the integral.
@@ -67,7 +67,7 @@ def test_costs_of_shared_prompts_are_the_tokens_of_packed_streams(limit):
     texts = [torch.randint(0, 99, (n,), generator=g) for n in (600, 400, 900)]
     families = np.arange(120) % 3
     prompts = ints(*(len(texts[f]) for f in families))
-    costs, setups = CostModel(0.0, limit, True).rows(prompts, ints(*lengths), families)
+    costs, setups = CostModel(pair=0.0, limit=limit, share=True).rows(prompts, ints(*lengths), families)
     assert setups.tolist() == prompts.tolist()
     (load,) = loads_of(1, np.zeros(120, dtype=np.int64), costs, families, setups)
     responses = [torch.zeros(n, dtype=torch.int64) for n in lengths]
@@ -79,8 +79,8 @@ def test_a_prompt_that_is_not_worth_sharing_is_not_shared():
     prompts = ints(5, 5, 5)
     responses = ints(900, 800, 1000)
     families = ints(0, 0, 0)
-    assert not CostModel(0.0, WHOLE, True).rows(prompts, responses, families)[1].any()
-    assert CostModel(0.0, WHOLE, True).rows(prompts * 100, responses, families)[1].all()
+    assert not CostModel(pair=0.0, limit=WHOLE, share=True).rows(prompts, responses, families)[1].any()
+    assert CostModel(pair=0.0, limit=WHOLE, share=True).rows(prompts * 100, responses, families)[1].all()
 
 
 def best_by_search(costs, parts, families, setups):

@@ -188,7 +188,9 @@ def test_partial_rewards_are_compared_too(tmp_path):
 def test_a_metric_that_fell_is_a_finding_with_the_answers_counted_in_the_files(tmp_path):
     folder = make_run(tmp_path, prompts=40, rights=([2] * 40, HALF))
     rows = [{"kept_share": 1.0, "entropy": entropy} for entropy in (0.75, 0.125)]
-    sentence = findings(Config(), rows, None, None, True, change_of_run(folder))["got worse"]
+    changed = change_of_run(folder)
+    sentences = findings(Config(), rows, before=None, after=None, weights_differ=True, changed=changed)
+    sentence = sentences["got worse"]
     ends = [sum(g["distinct"] for g in groups(folder, f"evaluation_00000{n}")) / 40 for n in (0, 4)]
     assert "fell from 100.0% to 50.0%, -50.0 points (95% interval " in sentence
     assert "distinct answers per prompt {:.1f} -> {:.1f}; entropy 0.75 -> 0.125".format(*ends) in sentence

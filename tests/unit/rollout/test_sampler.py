@@ -27,7 +27,7 @@ from megatron_brorl.rollout.sampler import (
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import Episode, Prompt, PromptGroup, Rollout, ScoredRollout, ScoreResult
 
-SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(fakes.STOP,))
 GROUPS = make_groups(fakes.prompts(5), 0)
 
 

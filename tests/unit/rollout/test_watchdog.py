@@ -14,7 +14,7 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import Rollout
 
-SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(fakes.STOP,))
 FIRST, SECOND = fakes.prompts(2)
 REQUESTS = [Request(FIRST, 11, 40), Request(SECOND, 12, 8, first=32)]
 

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    return directory, dict(tiny.make_model(directory, "qwen2", True).named_parameters())
+    return directory, dict(tiny.make_model(directory, "qwen2", tied=True).named_parameters())
 
 
 def swapped(pairs):

@@ -103,7 +103,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
     engine, writer = fakes.Engine(), Writer()
     trainer = make_trainer(model[0], processes, configured(changes), engine)
     trainer.held_out, trainer.save = [], lambda *_, **__: None
-    with progress(3, "train", False) as p:
+    with progress(3, "train", enabled=False) as p:
         trainer.run(writer, p, lambda: False)
 
     # A single rank never waits, and the numbers of sampled and trained tokens are known.

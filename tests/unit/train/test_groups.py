@@ -85,7 +85,7 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
     for i, (ids, sampled, spans) in enumerate(table):
         episode = None if all(sampled) else Episode(torch.tensor([*sampled, True])[:-1], 1)
         rollout = Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), "stop", spans, episode)
-        rows.append(ScoredRollout(0, rollout, float(i), False))
+        rows.append(ScoredRollout(0, rollout, float(i), right=False))
     outcomes = gather_outcomes(rows, 1, 3, ngram=2)
     assert (outcomes.tokens.tolist(), outcomes.sampled.tolist()) == ([[5, 6, 3]], [[2, 4, 3]])
     # "4 4" is repeated after the observation; "7 8" occurs in the observation first, which does not count.
@@ -99,7 +99,7 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
 
     # The first tokens for the mass balance.
     received = [
-        TrainingRollout(0, i, torch.tensor(ids), torch.zeros(len(ids)), False, torch.tensor(sampled))
+        TrainingRollout(0, i, torch.tensor(ids), torch.zeros(len(ids)), right=False, sampled=torch.tensor(sampled))
         for i, (ids, sampled, _) in enumerate(table)
     ]
     collected = SimpleNamespace(outcomes=select_groups(outcomes), rollouts=received)
@@ -138,7 +138,7 @@ def test_no_subset_has_a_larger_variance(rewards, count):
 def chosen(groups, **algo):
     """Return the rows that are trained on of groups of (reward, tokens, finish), the subset, and the kept groups."""
     rows = [
-        ScoredRollout(g, Rollout(i, torch.zeros(tokens), torch.zeros(tokens), finish), reward, False)
+        ScoredRollout(g, Rollout(i, torch.zeros(tokens), torch.zeros(tokens), finish), reward, right=False)
         for g, group in enumerate(groups)
         for i, (reward, tokens, finish) in enumerate(group)
     ]

@@ -105,7 +105,8 @@ def test_turns_are_the_parts_of_the_mask(tmp_path):
     rows = [Rollout(i, torch.tensor(ids), torch.zeros(10), "stop", ((0, 10),), e) for i, e in enumerate(episodes)]
     recorder = Recorder(tmp_path, configured({"reward": {"extract": "full"}}), fakes.Tokenizer().decode, (2,), 0)
     groups = [PromptGroup(fakes.prompts(1)[0], 0, 0)]
-    recorded = recorder._table([ScoredRollout(0, r, 0.0, False) for r in rows], groups, torch.zeros(1, 4)).to_pylist()
+    scored = [ScoredRollout(0, r, reward=0.0, right=False) for r in rows]
+    recorded = recorder._table(scored, groups, torch.zeros(1, 4)).to_pylist()
     whole = " ".join(map(str, ids[:-1]))
     assert [(r["text"], r["token_ids"], r["sampled"]) for r in recorded] == [
         (whole, ids, mask) for mask in (*masks, masks[1])

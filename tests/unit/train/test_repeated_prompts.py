@@ -57,7 +57,7 @@ def test_evaluation_separates_groups_of_one_prompt(processes, model):
     trainer = make_trainer(model[0], processes, configured({}), fakes.Engine())
     trainer.sync_weights()
     a, b = fakes.prompts(2)
-    sampling = Sampling(1.0, 1.0, 0, TOKENS, (fakes.STOP,))
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=TOKENS, stop_ids=(fakes.STOP,))
     answers = sample_answers(trainer.runner, [a, b, a], 40, sampling)
     keys = [stream_key(SEED, "evaluate", *name) for name in (("p/0",), ("p/1",), (1, "p/0"))]
     assert [(x.prompt.id, x.index) for x in answers] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]

@@ -71,7 +71,7 @@ def test_stuck_engine_ends_the_run_after_saving(processes, model, tmp_path):
     trainer = make_trainer(model[0], processes, config, hanging, grace_s=0.2)
     trainer.held_out = []
     with (
-        progress(3, "train", False) as p,
+        progress(3, "train", enabled=False) as p,
         pytest.raises(UserError, match=r"did not stop when told to .* the state after 2 steps is saved: run the same"),
     ):
         trainer.run(None, p, lambda: False)

@@ -74,7 +74,7 @@ def test_attention_and_its_gradients_agree_with_the_matrix_of_all_scores(kernels
     for dense in (False, True):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         if dense:
-            s = scores(inputs[0], inputs[1], False, 0.3).masked_fill(~mask, -torch.inf)
+            s = scores(inputs[0], inputs[1], causal=False, scale=0.3).masked_fill(~mask, -torch.inf)
             out = torch.einsum("hij,jhd->ihd", s.softmax(-1), inputs[2].repeat_interleave(3, 1))
         else:
             out = attention.attend(*inputs, Segments(groups=groups), 0.3)
@@ -191,7 +191,9 @@ def test_yarn_scales_attention_as_in_transformers(te, processes, with_te, more):
     assert abs(factor - 1) > 0.05
     angles = positions[:, None] * inv_freq
     packing = Segments(groups=(group,), cos=angles.cos(), sin=angles.sin())
-    config = transformer_config(shape, processes, torch.float32, False, backend("reference", torch.device("cpu")))
+    config = transformer_config(
+        shape, processes, torch.float32, recompute=False, ops=backend("reference", torch.device("cpu"))
+    )
     if with_te:  # Megatron rotates the inputs of Transformer Engine's attention
         q, k = packing.rotate(q, 0), packing.rotate(k, 0)
         core = te.PackedTeAttention(config=config)
