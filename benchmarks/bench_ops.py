@@ -227,16 +227,16 @@ def rows(
     threads: int,
     repeat: int,
 ) -> list[dict[str, Any]]:
-    found = []
+    timings = []
     for dtype in dtypes:
         peak = peak_flops(dtype, threads, device)
         settings = (clipped, device, threads, repeat)
         batch = [alone(measure, name, dtype, shape, *settings) for shape in shapes for name in names]
         for row in batch:
             row["fma_peak_share"] = 6 * row["T"] * row["H"] * row["V"] / row["seconds"] / peak
-        found += batch
+        timings += batch
         print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {threads} threads or the GPU")
-    return found
+    return timings
 
 
 def main() -> None:
@@ -248,14 +248,14 @@ def main() -> None:
     add_device(parser)
     args = parser.parse_args()
     shapes = SHAPES[:1] if args.quick else [SHAPES[i] for i in args.shapes or range(5)]
-    found = rows(shapes, args.impl, args.dtypes, args.clipped, args.device, args.threads, args.repeat)
+    timings = rows(shapes, args.impl, args.dtypes, args.clipped, args.device, args.threads, args.repeat)
     print("impl            dtype       T     H       V   seconds  extra MiB  peak share        loss  clipped")
-    for r in found:
+    for r in timings:
         print(
             f"{r['impl']:<16}{r['dtype']:<7}{r['T']:>6}{r['H']:>6}{r['V']:>8}{r['seconds']:>10.3f}"
             f"{r['extra_mib']:>11.0f}{r['fma_peak_share']:>12.1%}{r['loss']:>12.6f}{r['clipped']:>9.1%}"
         )
-    write_rows(args.json, found)
+    write_rows(args.json, timings)
 
 
 if __name__ == "__main__":

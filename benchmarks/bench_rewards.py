@@ -71,14 +71,14 @@ def wrong_answers(reference: str) -> list[str]:
 def responses(rng: random.Random, verifier: str, reference: str, n: int, right: float) -> list[str]:
     """Return texts of which a share of about `right` has the reference as the answer."""
     wrong = wrong_answers(reference)
-    said = rng.choices(wrong, [1 / k for k in range(1, len(wrong) + 1)], k=n)
-    said = [reference if rng.random() < right else answer for answer in said]
+    answers = rng.choices(wrong, [1 / k for k in range(1, len(wrong) + 1)], k=n)
+    answers = [reference if rng.random() < right else answer for answer in answers]
     if verifier == "exact":
-        return said  # which takes the whole response
+        return answers  # which takes the whole response
 
     # Reasoning that differs between responses, then the answer.
     texts = []
-    for answer in said:
+    for answer in answers:
         words = " ".join(rng.choices(WORDS, k=CHARS // 3))[:CHARS]
         end = "" if rng.random() < NO_ANSWER else f"\\boxed{{{answer}}}"
         if end and answer.isdigit() and rng.random() < 0.5:
@@ -124,8 +124,8 @@ def main() -> None:
             # Imports are not part of a step, so every worker scores something first.
             measure(prompts[:4], [siblings[:16] for siblings in texts[:4]], pool)
             runs = [measure(prompts, texts, pool) for _ in range(args.repeat)]
-        seconds, found, stats = min(runs, key=lambda run: run[0])
-        rewards.append(found)
+        seconds, scores, stats = min(runs, key=lambda run: run[0])
+        rewards.append(scores)
         row = {
             "verifier": args.verifier,
             "workers": args.workers,

@@ -68,8 +68,8 @@ def measure(
     tokens = sum(job["lengths"])
     prompt = len(job["prompts"][0])
     for engine, python in pythons.items():
-        found = ask(python, f"engine_{engine}.py", job, scratch)
-        seconds = statistics.median(found["seconds"])
+        report = ask(python, f"engine_{engine}.py", job, scratch)
+        seconds = statistics.median(report["seconds"])
         row = {
             "engine": engine,
             "model": model,
@@ -78,16 +78,16 @@ def measure(
             "threads": job["threads"],
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
-            "peak_mib": found["peak_mib"],
+            "peak_mib": report["peak_mib"],
             "fma_peak_share": 2 * matrix_weights(shape) * tokens / seconds,
-            "others_cpu_share": found["others_cpu_share"],
-            "version": found.get("version"),
+            "others_cpu_share": report["others_cpu_share"],
+            "version": report.get("version"),
         }
-        if "weight_sync_ms" in found:
-            row["weight_sync_ms"] = found["weight_sync_ms"]
-        if "prompt_kv_bytes" in found:
-            row["prompt_kv_bytes"] = found["prompt_kv_bytes"]
-            row["prompt_kv_copies"] = found["prompt_kv_bytes"] / kv_bytes(shape, job["dtype"], prompt)
+        if "weight_sync_ms" in report:
+            row["weight_sync_ms"] = report["weight_sync_ms"]
+        if "prompt_kv_bytes" in report:
+            row["prompt_kv_bytes"] = report["prompt_kv_bytes"]
+            row["prompt_kv_copies"] = report["prompt_kv_bytes"] / kv_bytes(shape, job["dtype"], prompt)
         rows.append(row)
     return rows
 
@@ -131,7 +131,7 @@ def main() -> None:
         pythons["llamacpp"] = args.llamacpp_python
     cases = list(itertools.product(args.dtypes, args.prompts, args.n, args.lengths))
     peaks = {dtype: peak_flops(dtype, args.threads, args.device) for dtype in args.dtypes}
-    found = []
+    rows = []
     for model in args.models:
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(model)
@@ -154,18 +154,18 @@ def main() -> None:
                 }
                 head = {"prompt": prompt, "n": n, "lengths": spec, "dtype": dtype}
                 try:
-                    found += measure(pythons, shape, directory.name, job, head, Path(scratch))
+                    rows += measure(pythons, shape, directory.name, job, head, Path(scratch))
                 except EngineFailed as e:
                     sys.exit(f"bench_rollout: {e}")
     for dtype, peak in peaks.items():
         print(f"{dtype}: peak of multiply-adds {peak / 1e9:.0f} GFLOP/s on {args.threads} threads or the GPU")
-        for row in found:
+        for row in rows:
             if row["dtype"] == dtype:
                 row["fma_peak_share"] /= peak
     print("model         dtype prompt    N  tokens  engine         tokens/s  brorl is peak MiB peak share  others")
-    for _, table in itertools.groupby(found, lambda r: (r["model"], r["dtype"], r["prompt"], r["n"], r["lengths"])):
+    for _, table in itertools.groupby(rows, lambda r: (r["model"], r["dtype"], r["prompt"], r["n"], r["lengths"])):
         show(list(table))
-    write_rows(args.json, found)
+    write_rows(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -128,11 +128,11 @@ def ours(job: dict[str, Any], directory: Path, *overrides: str) -> dict[str, Any
     return train(directory / "run", [*settings(job, directory), *overrides], job["threads"])
 
 
-def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
+def row(engine: str, report: dict[str, Any], job: dict[str, Any], prompt: int, weights: int) -> dict[str, Any]:
     """Return one row, with fma_peak_share in operations per second."""
-    if not all(0 < step["reward"] < 1 for step in found["steps"]):
+    if not all(0 < step["reward"] < 1 for step in report["steps"]):
         raise EngineFailed(f"{engine}: all rewards of a step are the same, so there was nothing to train on")
-    timed = found["steps"][1:]
+    timed = report["steps"][1:]
     seconds = {p: statistics.median(s[p] for s in timed) for p in PHASES if p in timed[0]}
     tokens = statistics.median(s["tokens"] for s in timed)
     return {
@@ -149,10 +149,10 @@ def row(engine: str, found: dict[str, Any], job: dict[str, Any], prompt: int, we
         "seconds": seconds,
         "samples_per_s": job["groups"] * job["n"] / seconds["step"],
         "tokens_per_s": tokens / seconds["step"],
-        "peak_mib": found["peak_mib"],
+        "peak_mib": report["peak_mib"],
         "fma_peak_share": 8 * weights * tokens / seconds["step"],
-        "others_cpu_share": found["others_cpu_share"],
-        "version": found["version"],
+        "others_cpu_share": report["others_cpu_share"],
+        "version": report["version"],
     }
 
 
@@ -208,13 +208,13 @@ def main() -> None:
             write_tokenizer(shape.vocab, model)
             job = make_job(args, model, prompt, dtype)
             try:
-                found = {"brorl": ours(job, directory)}
+                reports = {"brorl": ours(job, directory)}
                 if args.lora:
                     (directory / "lora").mkdir()
-                    found["lora"] = ours(job, directory / "lora", f"lora.rank={args.lora}")
+                    reports["lora"] = ours(job, directory / "lora", f"lora.rank={args.lora}")
                 if args.trl_python:
-                    found["trl"] = ask(args.trl_python, "trainer_trl.py", job, directory)
-                rows += [row(engine, f, job, prompt, matrix_weights(shape)) for engine, f in found.items()]
+                    reports["trl"] = ask(args.trl_python, "trainer_trl.py", job, directory)
+                rows += [row(engine, f, job, prompt, matrix_weights(shape)) for engine, f in reports.items()]
             except EngineFailed as e:
                 sys.exit(f"bench_step: {e}")
 

@@ -59,7 +59,7 @@ def main() -> None:
 
     sampling = Sampling(1.0, 1.0, 0, TURNS * (TURN_TOKENS + len(OBSERVATION)), (STOP,))
     config = EnvironmentConfig(factory=FACTORY, max_turns=TURNS)
-    found: list[dict[str, Any]] = []
+    measurements: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(EnvironmentPool(FACTORY, args.workers, 60.0, "tags")) as pool,
@@ -81,18 +81,18 @@ def main() -> None:
         print("arm         seconds   tokens/s   steps   rows   rate")
         for _ in range(repeat):
             for arm, (turn_engine, seconds) in arms.items():
-                found.append({"arm": arm, **measure(turn_engine, n, sampling, seconds)})
-                row = found[-1]
-                first = next(r for r in reversed(found) if r["arm"] == "0 s")
+                measurements.append({"arm": arm, **measure(turn_engine, n, sampling, seconds)})
+                row = measurements[-1]
+                first = next(r for r in reversed(measurements) if r["arm"] == "0 s")
                 row["rate"] = row["tokens_per_s"] / first["tokens_per_s"]
                 print(
                     f"{arm:<12}{row['seconds']:>7.2f}{row['tokens_per_s']:>11.0f}{row['steps']:>8}"
                     f"{row['rows']:>7.0f}{row['rate']:>7.1%}"
                 )
         agents.engine = cast(RolloutEngine, FixedText([2] * (TURN_TOKENS - 1) + [STOP]))
-        found += [{"arm": "calls", **cost(agents, n, sampling)} for _ in range(repeat)]
+        measurements += [{"arm": "calls", **cost(agents, n, sampling)} for _ in range(repeat)]
         agents.close()
-    write_rows(args.json, found)
+    write_rows(args.json, measurements)
 
 
 def agent_engine(engine: TorchEngine, n: int, slots: int) -> AgentEngine:

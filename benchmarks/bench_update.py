@@ -117,10 +117,10 @@ def main() -> None:
                 shown = (f"{k} {v if isinstance(v, str) else f'{v:,.3f}'}" for k, v in rows[-1].items())
                 print("  ".join(shown), flush=True)
     for variant in args.variants:
-        found = [row["seconds"] for row in rows if row["variant"] == variant]
+        seconds = [row["seconds"] for row in rows if row["variant"] == variant]
         first = [row["seconds"] for row in rows if row["variant"] == args.variants[0]]
-        ratio = statistics.median(found) / statistics.median(first)
-        print(f"{variant}: {statistics.median(found):.3f} s, {ratio:.2f} of {args.variants[0]}")
+        ratio = statistics.median(seconds) / statistics.median(first)
+        print(f"{variant}: {statistics.median(seconds):.3f} s, {ratio:.2f} of {args.variants[0]}")
     write_rows(args.json, rows)
 
 

@@ -123,19 +123,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     # TRL is first, because its seconds are the limit of the last run.
     trl = ask(args.trl_python, "trainer_trl.py", job, args.out)
     seconds = sum(step["step"] for step in trl["steps"])
-    found = {
+    runs = {
         "untrained": {"model": config.model.path, "steps": []},
         "TRL": trl,
         "brorl, equal rollouts": ours("rollouts"),
         "brorl, equal seconds": ours("seconds", ENDLESS, f"train.max_seconds={seconds}"),
     }
-    for i, run in enumerate(found.values()):
+    for i, run in enumerate(runs.values()):
         out = args.out / f"evaluation_{i}"
         brorl(["evaluate", *command, f"model.path={run['model']}", f"run.dir={out}"], threads=1)
         run["pass_at_1"] = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))["pass_at_1"]
         run["seconds"] = list(itertools.accumulate(step["step"] for step in run["steps"]))
         run["rollouts"] = [config.rollout.prompts * config.rollout.n * (i + 1) for i in range(len(run["steps"]))]
-    return [{"run": name, "n": config.rollout.n, "threads": args.threads, **run} for name, run in found.items()]
+    return [{"run": name, "n": config.rollout.n, "threads": args.threads, **run} for name, run in runs.items()]
 
 
 def line(row: dict[str, Any]) -> list[str]:

@@ -32,13 +32,13 @@ class Sampler:
         # Only its values change, because the engine may have captured it in a CUDA graph.
         self.lengths = torch.zeros(siblings, dtype=torch.int64, device=device)
         self.look: Callable[[], int] | None = None
-        self.seen = 0  # result of `look` at the last draw
+        self.looked = 0  # result of `look` at the last draw
 
     def __call__(
         self, logits: Tensor, keys: Tensor, index: Tensor, position: Tensor, t: float, top_p: float, top_k: int
     ) -> tuple[Tensor, Tensor]:
         if self.look:
-            self.seen = self.look()
+            self.looked = self.look()
         ids, log_probs = sample_tokens(logits, keys, index, position, t, top_p, top_k)
         ids = torch.where(ids == STOP, STOP + 1, ids)
         return torch.where(position + 1 == self.lengths[index], STOP, ids), log_probs
@@ -64,7 +64,7 @@ def main() -> None:
         (group,) = engine.generate([request], sampling)
         return [r.token_ids.tolist() for r in group]
 
-    found: dict[str, Any] = time_rollouts(job, generate)
+    timings: dict[str, Any] = time_rollouts(job, generate)
     syncs = []
     for version in range(1, 1 + SYNCS):
         start = time.perf_counter()
@@ -78,12 +78,12 @@ def main() -> None:
         return (pool.size - pool.free) * page_bytes(shape, dtype, pool.page, pool.contiguous)
 
     prompt = job["prompts"][0]
-    seen = []
+    kv_sizes = []
     sampler.look = kv_bytes
     for times in (1, 2):
         generate(prompt * times, [2] * len(job["lengths"]), 0)
-        seen.append(sampler.seen)
-    answer(**found, weight_sync_ms=1000 * statistics.median(syncs), prompt_kv_bytes=seen[1] - seen[0])
+        kv_sizes.append(sampler.looked)
+    answer(**timings, weight_sync_ms=1000 * statistics.median(syncs), prompt_kv_bytes=kv_sizes[1] - kv_sizes[0])
 
 
 if __name__ == "__main__":

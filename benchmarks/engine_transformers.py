@@ -50,8 +50,8 @@ def main() -> None:
         return [row[len(prompt) :][:n].tolist() for row, n in zip(ids, lengths, strict=True)]
 
     with torch.inference_mode():
-        found = time_rollouts(JOB, generate, WARM_TOKENS)
-    answer(**found, version=f"transformers {transformers.__version__}")
+        timings = time_rollouts(JOB, generate, WARM_TOKENS)
+    answer(**timings, version=f"transformers {transformers.__version__}")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def reward(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
     """Return 1 for a right response, times the factor of the job if it ended at the length limit."""
-    found = [re.findall(JOB["pattern"], text) for text in completions]
-    right = [bool(texts) and texts[-1].strip() == a for texts, a in zip(found, answer, strict=True)]
+    matches = [re.findall(JOB["pattern"], text) for text in completions]
+    right = [bool(texts) and texts[-1].strip() == a for texts, a in zip(matches, answer, strict=True)]
     factors = [1.0 if ids[-1] in STOP_IDS else JOB["cut_off_factor"] for ids in completion_ids]
     return [r * factor for r, factor in zip(right, factors, strict=True)]
 

@@ -26,8 +26,8 @@ def pieces(cum_q, cum_k, max_q, max_k, used=None):
 
 def scores(q, k, causal, scale):
     """q [l, heads, d], k [n, kv_heads, d] -> [heads, l, n]."""
-    found = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
-    return found.masked_fill(torch.ones_like(found, dtype=torch.bool).triu(1), -torch.inf) if causal else found
+    products = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    return products.masked_fill(torch.ones_like(products, dtype=torch.bool).triu(1), -torch.inf) if causal else products
 
 
 def forward(q, k, v, limits, causal, scale):

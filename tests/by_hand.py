@@ -30,9 +30,19 @@ def responses(
     ]
 
 
+def without_stop(response: list[int]) -> list[int]:
+    return response[:-1] if response[-1] == fakes.STOP else response
+
+
 def right(response: list[int]) -> float:
     """Return the reward of a response by fakes.Pool, which gets the text before the stop token."""
     return float(response[-1] == fakes.STOP and sum(response[:-1]) % 2 == 0)
+
+
+def first_step(seed: int, count: int, n: int, tokens: int, lost: Iterable[Slot] = ()) -> list[Group]:
+    """Return the groups of the first step. A response that was cut off is wrong."""
+    rows = [(prompt, responses(seed, prompt, n, tokens, lost)) for prompt in fakes.prompts(count)]
+    return [(prompt, own, list(map(right, own))) for prompt, own in rows]
 
 
 def update(

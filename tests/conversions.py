@@ -1,7 +1,9 @@
-"""Conversions between checkpoint formats, a published configuration, and the peak memory of a conversion."""
+"""Checkpoints and their conversions, a published configuration, and the peak memory of a conversion."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +31,33 @@ def to_hf(source: Path, target: Path, config: Path | None = None) -> int:
 
 def save_checkpoint(root: Path, step: int, model: ModelState, keep: int = 1, run: dict[str, Any] | None = None) -> Path:
     """Write a checkpoint of one model at once, and return its folder. run: content of run.json."""
-    save = checkpoint.begin(root, step, [model], run or {}, keep, {}, False)
+    save = checkpoint.begin(root, step, [model], run or {}, keep, {}, copy=False)
     save.write()
     save.raise_if_failed()
     return save.target
 
 
+def refuse_checkpoint(patch: Any, trainer: Any, step: int) -> None:
+    """Make the disk refuse the checkpoint of a step. patch: pytest's monkeypatch."""
+    plan = checkpoint.plan
+
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def planned(*arguments: Any) -> Any:
+        shards = plan(*arguments)
+        if trainer.state.step == step:
+            patch.setattr(shards, "write", full)
+        return shards
+
+    patch.setattr(checkpoint, "plan", planned)
+
+
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 def assert_same_weights(a: Path, b: Path) -> None:

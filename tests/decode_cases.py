@@ -106,11 +106,11 @@ def make(number: int, dtype: torch.dtype, with_norms: bool = False) -> Case:
     return Case(qkv.to(dtype), norms, keys, values, rows, dim, out, torch.stack(new_keys))
 
 
-def check(case: Case, got: Tensor) -> None:
+def check(case: Case, result: Tensor) -> None:
     """Check results [B, heads d], and that the new keys are in their slots."""
-    assert got.dtype == case.qkv.dtype
-    limit = TOLERANCE[got.dtype]
-    assert (got.cpu().double() - case.expected).norm() <= limit * case.expected.norm()
+    assert result.dtype == case.qkv.dtype
+    limit = TOLERANCE[result.dtype]
+    assert (result.cpu().double() - case.expected).norm() <= limit * case.expected.norm()
     for b, n in enumerate(case.rows.lengths.tolist()):
         page = int(case.rows.tables[b, (n - 1) // PAGE])
         slot = (n - 1) % PAGE

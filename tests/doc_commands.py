@@ -40,22 +40,22 @@ class Command:
 
 def commands(page: str, text: str) -> list[Command]:
     """Return all commands of a page: first those in blocks, then those in the text."""
-    found = []
+    listed = []
     for match in BLOCK.finditer(text):
         reasons = None if match[1] is None else frozenset(part.strip() for part in match[1].split(","))
         line = text[: match.start(3)].count("\n") + 1
         for number, words, given in _of_block(match[3], console=match[2] == "console"):
-            found.append(Command(f"{page}:{line + number}", words, reasons, given=given))
+            listed.append(Command(f"{page}:{line + number}", words, reasons, given=given))
     prose = FENCED.sub(lambda m: "\n" * m[0].count("\n"), text)
     for match in INLINE.finditer(prose):
         where = f"{page}:{prose[: match.start()].count(chr(10)) + 1}"
-        found += [Command(where, words, None, True) for words in _split(match[1])]
-    return found
+        listed += [Command(where, words, reasons=None, inline=True) for words in _split(match[1])]
+    return listed
 
 
 def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str]]:
     """Return line, words and input of each command of a block."""
-    found = []
+    listed = []
     lines = block.splitlines()
     i = 0
     while i < len(lines):
@@ -71,12 +71,12 @@ def _of_block(block: str, console: bool) -> list[tuple[int, tuple[str, ...], str
                 text += lines[i] + "\n"
             i += 1  # END itself
             if file := re.match(r"cat > (\S+)", line):
-                found.append((start, ("cat", file[1]), text))
+                listed.append((start, ("cat", file[1]), text))
                 line = ""
         if line.startswith("$ ") or not console:
-            found += [(start, words, text) for words in _split(line.removeprefix("$ "))]
+            listed += [(start, words, text) for words in _split(line.removeprefix("$ "))]
         i += 1
-    return found
+    return listed
 
 
 def _split(line: str) -> list[tuple[str, ...]]:

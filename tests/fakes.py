@@ -30,11 +30,14 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
     return made
 
 
+@dataclass
 class Source:
-    """A source with an endless sequence of prompts."""
+    """A source with an endless sequence of prompts, or with one batch for every step."""
+
+    batch: list[Prompt] | None = None
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
-        return prompts(count, start)
+        return self.batch or prompts(count, start)
 
 
 class Tokenizer:
@@ -57,8 +60,8 @@ class Pool:
         return verdict
 
     def _verdict(self, answer: str) -> ScoreResult:
-        got = self.judge(answer)
-        return ScoreResult(got, "ok", f"judged {answer!r}", {"even": got, "words": 1 / (1 + len(answer.split()))})
+        value = self.judge(answer)
+        return ScoreResult(value, "ok", f"judged {answer!r}", {"even": value, "words": 1 / (1 + len(answer.split()))})
 
     def call(self, name: str, arguments: tuple) -> Future[ScoreResult]:
         return completed(score_result(judge(name)(*arguments)))
@@ -160,7 +163,7 @@ class Engine:
         groups = []
         stalled = False
         for number, request in enumerate(self._all(supply)):
-            found = []
+            rollouts = []
             begun = {r.index: r for r in request.begun}
             siblings = range(request.first, request.first + request.n)
             drawn = dict(zip(siblings, draws(request.key, siblings, sampling.max_tokens), strict=True))
@@ -173,10 +176,10 @@ class Engine:
                 rollout = start if name in self.stall else self._go_on(start, drawn[sibling], sampling)
                 if name in self.nonfinite:
                     rollout.log_probs[-1] = self.nonfinite[name]
-                found.append(rollout)
+                rollouts.append(rollout)
                 if rollout.finish != "cut":
                     callbacks.finished(number, rollout)
-            groups.append(found)
+            groups.append(rollouts)
         if stalled:
             (self.deaf or callbacks._cancelled).wait()
         return groups

@@ -22,9 +22,9 @@ def of_summary(summary: Mapping[str, Any]) -> list[str]:
 def _faults(metrics: Mapping[str, Any], file: str) -> list[str]:
     faults = []
     for name, value in metrics.items():
-        found = find(name, file)
-        unit = found[1].unit if found else ""
-        if not found:
+        entry = find(name, file)
+        unit = entry[1].unit if entry else ""
+        if not entry:
             faults.append(f"{name}: not in metric_docs.json")
         elif value is not None and (unit.startswith("share") or unit == "probability") and not 0 <= value <= 1 + 1e-12:
             faults.append(f"{name} = {value}: not in [0, 1]")

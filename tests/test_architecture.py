@@ -32,24 +32,24 @@ def room(module: str) -> str:
 
 def imports(path: Path) -> set[str]:
     """Return every module imported anywhere in a file; `from a import b` counts as a and a.b."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            modules |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return modules
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Return a cycle for every module at which a walk along the imports comes back to its own path."""
-    found: list[list[str]] = []
+    closed: list[list[str]] = []
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> None:
         if module in path:
-            found.append([*path[path.index(module) :], module])
+            closed.append([*path[path.index(module) :], module])
         elif module not in done:
             for target in sorted(graph[module]):
                 visit(target, [*path, module])
@@ -57,7 +57,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
     for module in sorted(graph):
         visit(module, [])
-    return found
+    return closed
 
 
 MODULES = {

@@ -105,8 +105,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
     """Return the content of config.json."""
     # Chat models end a turn, or a message with a tool call, with tokens of their own.
     ends = [file.get(SIZES["eos_token_id"])]
-    found = (file.find(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
-    ends += [token for token in found if token is not None and token not in ends]
+    candidates = (file.find(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+    ends += [token for token in candidates if token is not None and token not in ends]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -128,9 +128,9 @@ def _write_weights(file: GgufFile, config: dict[str, Any], directory: Path) -> N
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def weight(name: str) -> Tensor:
-        found = file.weight(names[name])
+        tensor = file.weight(names[name])
         projection = name.split(".")[-2]
-        return _split_halves(found, heads[projection]) if projection in heads else found
+        return _split_halves(tensor, heads[projection]) if projection in heads else tensor
 
     layout = {name: (size, torch.float32) for name, size in sizes.items()}
     safetensors_files.write(((name, weight(name)) for name in sizes), layout, directory)

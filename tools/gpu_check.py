@@ -107,10 +107,10 @@ def run_stages(limits: Mapping[str, float], job: dict[str, Any], out: TextIO, to
         written = scratch / f"{stage}.jsonl"
         written.unlink(missing_ok=True)
         words = [sys.executable, str(TOOLS / "gpu_stages.py"), stage, str(scratch / "job.json"), str(written)]
-        found = [{"what": WHOLE, "result": f"failed: not started within {total:g} s"}]
+        results = [{"what": WHOLE, "result": f"failed: not started within {total:g} s"}]
         if left > 0:
-            found = launch(words, written, scratch / f"{stage}.log", left)
-        rows += (added := [{"stage": stage, **row} for row in found])
+            results = launch(words, written, scratch / f"{stage}.log", left)
+        rows += (added := [{"stage": stage, **row} for row in results])
         print(*map(json.dumps, added), sep="\n", file=out, flush=True)
         print(*map(line, added), sep="\n", flush=True)
     return rows
@@ -144,35 +144,35 @@ def launch(command: Sequence[str], rows: Path, log: Path, limit: float) -> list[
             process.wait()
 
     # The last line may be cut off.
-    found: list[Row] = []
+    collected: list[Row] = []
     for line in rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []:
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
+            collected.append(json.loads(line))
     if late:
-        found.append({"what": WHOLE, "result": f"failed: killed after {limit:g} s; its output: {log}"})
+        collected.append({"what": WHOLE, "result": f"failed: killed after {limit:g} s; its output: {log}"})
     elif process.returncode:
         lines = [x for x in log.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
-        said = lines[-1].strip()[:300] if lines else "no output"
-        found.append({"what": WHOLE, "result": f"failed: exit code {process.returncode}: {said}"})
-    return found
+        last_line = lines[-1].strip()[:300] if lines else "no output"
+        collected.append({"what": WHOLE, "result": f"failed: exit code {process.returncode}: {last_line}"})
+    return collected
 
 
 def machine() -> dict[str, str]:
     """Return the commit, the GPU with its driver, the processor, Python, and the versions of packages."""
-    found = dict.fromkeys(("GPU", "commit"), "missing")
-    found |= {"processor": f"{os.cpu_count()} cores", "Python": platform.python_version()}
+    facts = dict.fromkeys(("GPU", "commit"), "missing")
+    facts |= {"processor": f"{os.cpu_count()} cores", "Python": platform.python_version()}
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-        found["GPU"] = subprocess.run(query, capture_output=True, text=True).stdout.strip() or "missing"
+        facts["GPU"] = subprocess.run(query, capture_output=True, text=True).stdout.strip() or "missing"
     if shutil.which("git"):
         git = ["git", "rev-parse", "--short=8", "HEAD"]
-        found["commit"] = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "missing"
+        facts["commit"] = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "missing"
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
+            facts[package] = "missing"
+    return facts
 
 
 def measured(rows: Sequence[Row]) -> dict[str, Any]:
@@ -187,12 +187,12 @@ def measured(rows: Sequence[Row]) -> dict[str, Any]:
 
 def regressions(rows: Sequence[Row], baseline: dict[str, Any]) -> list[str]:
     """Return a line for every row that failed, and for every metric that is worse than in the section of this GPU."""
-    found = [f"{row['stage']}, {row['what']}: {row['result']}" for row in rows if row["result"].startswith("failed")]
+    lines = [f"{row['stage']}, {row['what']}: {row['result']}" for row in rows if row["result"].startswith("failed")]
     for name, value in measured(rows).items():
         before = baseline.get(name, value)
         if not TOLERANCE[name.split()[-1]](value, before):
-            found.append(f"{name} is {_number(value)}, and {_number(before)} in the baseline")
-    return found
+            lines.append(f"{name} is {_number(value)}, and {_number(before)} in the baseline")
+    return lines
 
 
 def line(row: Row) -> str:

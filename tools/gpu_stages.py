@@ -120,8 +120,8 @@ def tokens(job: Job) -> Iterator[Row]:
     table = torch.randn(4, TOKENS[job.device], generator=torch.Generator().manual_seed(0)).to(job.device)
 
     def moments(ops: Backend, x: list[Any]) -> Any:
-        found = ops.moments(x[0])
-        return torch.tensor([found.mean, found.m2])
+        moments_of_x = ops.moments(x[0])
+        return torch.tensor([moments_of_x.mean, moments_of_x.m2])
 
     def gae(ops: Backend, x: list[Any]) -> Any:
         starts = torch.arange(0, len(x[0]) + 1, LENGTH, device=job.device)
@@ -185,14 +185,14 @@ def _run(what: str, settings: dict[str, Any], folder: Path, *overrides: str) -> 
     """Return the row of a run of bench_step with the times of its last step. Its updates must be finite."""
     from bench_step import ours
 
-    found = ours(settings, folder, *overrides)
-    last = found["steps"][-1]
-    gap = max(step["logprob_gap_mean"] for step in found["steps"])
+    report = ours(settings, folder, *overrides)
+    last = report["steps"][-1]
+    gap = max(step["logprob_gap_mean"] for step in report["steps"])
     wrong = "" if gap < GAP[settings["dtype"]] else f"log-probabilities of engine and trainer differ by {gap:.3g} nats"
-    if any(not step["updates"] or step["updates_skipped"] for step in found["steps"]):
+    if any(not step["updates"] or step["updates_skipped"] for step in report["steps"]):
         wrong = "an update was skipped, or there was none"
     phases = {f"{phase} s": last[phase] for phase in ("generate", "train", "weight_sync")}
-    rate = {"generated tokens/s": last["tokens"] / last["generate"], "MiB": found["peak_mib"]}
+    rate = {"generated tokens/s": last["tokens"] / last["generate"], "MiB": report["peak_mib"]}
     return judged(what, wrong, s=last["step"], **phases, **rate, gap=gap)
 
 
@@ -227,8 +227,8 @@ def of_all(stage: Callable[[int, Job], Iterator[Row]], job: Job) -> Iterator[Row
 def nccl(size: int, job: Job) -> Iterator[Row]:
     """Measure the bus bandwidth of an all-reduce of 1 GiB, as nccl-tests does."""
     with concurrent.futures.ProcessPoolExecutor(size, multiprocessing.get_context("spawn")) as pool:
-        found = min(pool.map(partial(_all_reduce, size, job), range(size)))
-    yield judged(f"all-reduce, {size} GPUs", "", **{"GB/s": found})
+        bandwidth = min(pool.map(partial(_all_reduce, size, job), range(size)))
+    yield judged(f"all-reduce, {size} GPUs", "", **{"GB/s": bandwidth})
 
 
 def _all_reduce(size: int, job: Job, rank: int) -> float:
@@ -309,9 +309,9 @@ def quickstart(job: Job) -> Iterator[Row]:
     settings = [str(example / "sums.toml"), f"model.path={model}", f"run.dir={run}"]
     settings += [f'data.{name}=["{data}/{name}.jsonl"]' for name in ("train", "held_out")]
     settings += ["rollout.n=4", "algo.dynamic_sampling=false", "data.held_out=[]", "train.steps=2"] if job.dry else []
-    found = train(run, settings, os.cpu_count() or 1)
-    first, *later = (step["step"] for step in found["steps"])
-    times = {"job s": found["job_seconds"], "with start s": time.perf_counter() - begun}
+    report = train(run, settings, os.cpu_count() or 1)
+    first, *later = (step["step"] for step in report["steps"])
+    times = {"job s": report["job_seconds"], "with start s": time.perf_counter() - begun}
     yield judged("quickstart", "", **{"first s": first, "later s": statistics.median(later)}, **times)
 
 
@@ -396,8 +396,8 @@ def profile(model: str, sizes: Sizes, dtype: str, overrides: Sequence[str], job:
     calls = [(x.self_cpu_time_total / 1e3, x) for x in events if x.device_type == DeviceType.CPU]
     whole = 1e3 * (seconds[1] - seconds[0])
 
-    def longest(found: list[tuple[float, Any]]) -> list[str]:
-        return [f"{ms:.1f} ms, {x.count} x {x.key[:60]}" for ms, x in sorted(found, key=lambda y: -y[0])[:10]]
+    def longest(timed: list[tuple[float, Any]]) -> list[str]:
+        return [f"{ms:.1f} ms, {x.count} x {x.key[:60]}" for ms, x in sorted(timed, key=lambda y: -y[0])[:10]]
 
     parts = {"launches": "Launch", "synchronizations": "Synchronize"}  # of the names of CUDA's functions
     counts = {key: sum(x.count for _, x in calls if x.key[:2] == "cu" and part in x.key) for key, part in parts.items()}

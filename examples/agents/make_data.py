@@ -27,9 +27,9 @@ def game_turns(row):
         yield {"prompt": list(messages), "answer": guess}
         if guess == row["answer"]:
             return
-        told = hint(guess, row["answer"])
-        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": told}]
-        possible = [n for n in possible if str(n) != guess and hint(guess, str(n)) == told]
+        reply = hint(guess, row["answer"])
+        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": reply}]
+        possible = [n for n in possible if str(n) != guess and hint(guess, str(n)) == reply]
 
 
 def reversal(*letters):

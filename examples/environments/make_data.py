@@ -33,12 +33,12 @@ def play(environment: Guess, row: dict[str, str], possible: Sequence[int]) -> st
     text = ""
     for _ in range(6):
         guess = RANDOM.choice(possible)
-        observation, found = environment.step(str(guess))
+        observation, solved = environment.step(str(guess))
         text += f"{guess}{observation}"
-        if found:
+        if solved:
             break
-        seen = environment.hint(guess, int(row["answer"]))
-        possible = [number for number in possible if number != guess and environment.hint(guess, number) == seen]
+        reply = environment.hint(guess, int(row["answer"]))
+        possible = [number for number in possible if number != guess and environment.hint(guess, number) == reply]
     return text.removesuffix(observation)  # a rollout ends with a guess
 
 

@@ -148,7 +148,7 @@ def training_bytes(_rank: int, directory: str, parallel: dict[str, Any], options
     worker = make_worker(directory, parallel, OptimConfig(), **options)
     prompts, responses = rows(2)
     zeros, ones = (tuple(torch.full((len(r),), x) for r in responses) for x in (0.0, 1.0))
-    experience = Experience(tuple(prompts), tuple(responses), zeros, None, ones)
+    experience = Experience(tuple(prompts), tuple(responses), zeros, old_log_probs=None, advantages=ones)
     update_policy(worker, experience, [list(range(len(prompts)))], AlgoConfig(), OptimConfig(), 1.0, 0)
     tensors = [*worker.actor.parameters(), *worker._gradient_buffers(), *worker._optimizer_tensors()]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel() > 1}
@@ -167,7 +167,7 @@ def engine_gaps(_rank: int, directory: str, parallel: dict[str, Any], dtype: tor
     engine = TorchEngine(shape, hf_shapes(shape), CPU, dtype, 100, sample_tokens, FusedDecode())
     engine.update_weights(worker.hf_tensors(), 0)
     prompts = [Prompt(str(i), "", tuple(p.tolist()), None, "exact") for i, p in enumerate(rows(4, 4)[0])]
-    sampling = Sampling(0.9, 1, 0, 24, (2,), routes=replay)
+    sampling = Sampling(temperature=0.9, top_p=1, top_k=0, max_tokens=24, stop_ids=(2,), routes=replay)
     groups = engine.generate([Request(p, 11 + i, 16) for i, p in enumerate(prompts)], sampling)
     asked = [torch.tensor(p.token_ids) for p, g in zip(prompts, groups, strict=True) for _ in g]
     rollouts = [r for g in groups for r in g]
@@ -184,7 +184,7 @@ def bf16_step(_rank: int, directory: str) -> tuple[list[dict[str, float]], set[t
     lp = worker.log_probs(prompts, responses, 1.0)
     advantages = torch.linspace(-1, 1, len(prompts))
     per_token = tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True))
-    experience = Experience(tuple(prompts), tuple(responses), tuple(lp), None, per_token)
+    experience = Experience(tuple(prompts), tuple(responses), tuple(lp), old_log_probs=None, advantages=per_token)
     metrics = [update_policy(worker, experience, [list(range(24))], AlgoConfig(), optim, 1.0, i) for i in range(2)]
     return metrics, {p.dtype for p in worker.actor.parameters()}
 
@@ -205,12 +205,12 @@ def pipeline_messages(
     rank: int, directory: str, parallel: dict[str, Any]
 ) -> dict[str, list[tuple[torch.dtype, tuple[int, ...]]]]:
     """Return dtype and shape of the tensors that two training steps send to and receive from other stages, by call."""
-    found: dict[str, list[Any]] = {"isend": [], "irecv": []}
+    messages: dict[str, list[Any]] = {"isend": [], "irecv": []}
     own = dist.batch_isend_irecv
 
     def recorded(ops: list[dist.P2POp]) -> Any:
         for op in ops:
-            found[op.op.__name__].append((op.tensor.dtype, tuple(op.tensor.shape)))
+            messages[op.op.__name__].append((op.tensor.dtype, tuple(op.tensor.shape)))
         return own(ops)
 
     dist.batch_isend_irecv = recorded
@@ -218,7 +218,7 @@ def pipeline_messages(
         train_steps(rank, directory, parallel, {"tokens": 60})
     finally:
         dist.batch_isend_irecv = own
-    return found
+    return messages
 
 
 def groups(
@@ -226,11 +226,11 @@ def groups(
 ) -> tuple[dict[str, list[int]], dict[str, float], list[tuple[str, str]]]:
     """Return the ranks of each group, the sum of 10^rank over it, and the pairs of names that share a group."""
     grid = grid_of(**parallel)
-    found = {name: grid.replica if name == "replica" else getattr(grid.groups, name) for name in names}
+    process_groups = {name: grid.replica if name == "replica" else getattr(grid.groups, name) for name in names}
     sums = {}
-    for name, group in found.items():
+    for name, group in process_groups.items():
         number = torch.tensor(10.0**rank)
         dist.all_reduce(number, group=group)
         sums[name] = float(number)
-    same = [(a, b) for a in names for b in names if found[a] is found[b]]
-    return {name: dist.get_process_group_ranks(group) for name, group in found.items()}, sums, same
+    same = [(a, b) for a in names for b in names if process_groups[a] is process_groups[b]]
+    return {name: dist.get_process_group_ranks(group) for name, group in process_groups.items()}, sums, same

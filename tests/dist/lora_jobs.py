@@ -28,7 +28,7 @@ def experience_of(worker: Worker) -> Experience:
     prompts, responses, advantages = (share(part, worker.grid) for part in (*rows(2), ADVANTAGES))
     per_token = tuple(a.expand(len(r)) for a, r in zip(advantages, responses, strict=True))
     log_probs = worker.log_probs(prompts, responses, TEMPERATURE)
-    return Experience(tuple(prompts), tuple(responses), tuple(log_probs), None, per_token)
+    return Experience(tuple(prompts), tuple(responses), tuple(log_probs), old_log_probs=None, advantages=per_token)
 
 
 def fill(worker: Worker, adapters: dict[str, Tensor]) -> None:
@@ -52,7 +52,7 @@ def forward_and_gradients(
     worker = make_worker(directory, parallel, dtype=torch.float64, lora=lora, **options)
     fill(worker, adapters)
     grid, config = worker.grid, worker.actor.config
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "log_probs": worker.log_probs(*rows(2), TEMPERATURE),
         "logits": worker.last_logits(*rows(2)),
         "adapters": {name: tensor.clone() for name, tensor in worker.adapter_tensors()},
@@ -69,8 +69,8 @@ def forward_and_gradients(
     sums = {name: p.main_grad for name, p in global_parameters(worker.actor).items() if p.requires_grad}
     buckets = make_buckets(worker.adapter_table, 8)
     full = stream(buckets, worker.shape.kv_heads, sums, grid, torch.float64)
-    found["gradients"] = {name: tensor.clone() for name, tensor in full}
-    return found
+    results["gradients"] = {name: tensor.clone() for name, tensor in full}
+    return results
 
 
 def train_with_reference(
@@ -92,12 +92,12 @@ def train_with_reference(
             worker, experience, [list(range(len(experience.prompts)))], AlgoConfig(), optim, TEMPERATURE, number
         )
 
-    found = {"base": worker.log_probs(*own)}
+    log_probs = {"base": worker.log_probs(*own)}
     for number in range(2):
         update(number)
-    found |= {"reference": reference.log_probs(*own), "trained": worker.log_probs(*own)}
+    log_probs |= {"reference": reference.log_probs(*own), "trained": worker.log_probs(*own)}
     reference.reset()
     update(2)
-    found |= {"reference after its reset": reference.log_probs(*own), "actor": worker.log_probs(*own)}
+    log_probs |= {"reference after its reset": reference.log_probs(*own), "actor": worker.log_probs(*own)}
     adapters.append({name: tensor.clone() for name, tensor in worker.adapter_tensors()})
-    return found, adapters
+    return log_probs, adapters

@@ -44,7 +44,7 @@ from megatron_brorl.train.sample_and_score import RolloutRunner
 from megatron_brorl.train.trainer import Trainer
 from megatron_brorl.train.update import critic_optim
 from megatron_brorl.train.worker import StageOptions, Worker
-from megatron_brorl.types import PromptGroup
+from megatron_brorl.types import Prompt, PromptGroup
 
 # Adam's eps well above float32 noise, so that layouts can be compared (see jobs.train_steps).
 BASE = Config(
@@ -99,27 +99,39 @@ def _options(config: Config, grid: Grid) -> StageOptions:
     )
 
 
-def make_trainer(directory: str | Path, grid: Grid, config: Config, engine: Any, grace_s: float = 30.0) -> Trainer:
+def make_trainer(
+    directory: str | Path,
+    grid: Grid,
+    config: Config,
+    engine: Any,
+    grace_s: float = 30.0,
+    pool: Any = None,
+    batch: list[Prompt] | None = None,
+) -> Trainer:
+    """Return a trainer with fakes. batch: the prompts of every step, in place of an endless sequence."""
     lora = config.lora if config.lora.rank else None
     options = replace(_options(config, grid), lora=lora, seed=config.run.seed)
     worker = Worker(read_shape(directory), grid, options, config.optim)
     worker.load_hf(directory)
     watchdog = Watchdog(engine, config.rollout.timeout_s, grid.rank, grace_s)
+    pool = pool or fakes.Pool()
     tokenizer = fakes.Tokenizer()
     max_lost_share = config.rollout.max_lost_share
     stealing = WorkStealing(shared_store()) if config.rollout.pull else None
     rollouts = RolloutRunner(
-        watchdog, fakes.Pool(), tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
+        watchdog, pool, tokenizer, config.reward, config.run.seed, grid, max_lost_share, work_stealing=stealing
     )
     held_out = fakes.prompts(5, 1000)
     reference = ReferencePolicy(worker, config.reference) if config.algo.kl_coef else None
     models = TrainingModels(worker, _critic(directory, grid, config), reference)
-    return Trainer(config, grid, models, rollouts, fakes.Source(), held_out, (fakes.STOP,), 0.0)
+    return Trainer(config, grid, models, rollouts, fakes.Source(batch), held_out, (fakes.STOP,), 0.0)
 
 
-def trainer_of(directory: str, parallel: dict[str, Any], changes: dict[str, Any], engine: Any = None) -> Trainer:
+def trainer_of(
+    directory: str, parallel: dict[str, Any], changes: dict[str, Any], engine: Any = None, **parts: Any
+) -> Trainer:
     """Return a trainer in a layout; changes: to BASE. Its engine has no weights yet."""
-    return make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine())
+    return make_trainer(directory, grid_of(**parallel), configured(changes), engine or fakes.Engine(), **parts)
 
 
 def take_steps(trainer: Trainer, steps: int) -> list[dict[str, float]]:
@@ -222,14 +234,14 @@ OF_LAYOUT = {"token_gain", "update_balance", "moved_mib"}
 def assert_same(results, expected):
     """Compare metrics and weights of every rank."""
     wanted, weights = expected[:2]
-    for metrics, got, *_ in results:
+    for metrics, own_weights, *_ in results:
         for step, (a, b) in enumerate(zip(metrics, wanted, strict=True)):
             assert a.keys() == b.keys()
             for key in a.keys() - OF_LAYOUT:
                 tolerance = 1e-4 if key in ROUNDED or key.startswith("theory_") else 0
                 assert a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance, nan_ok=True), (step, key)
         for name, value in weights.items():
-            assert (got[name] - value).norm() <= 1e-5 * value.norm(), name
+            assert (own_weights[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 @dataclass(frozen=True)
@@ -246,12 +258,12 @@ def draw(
 ) -> dict[tuple[str, int], Drawn]:
     """Return this rank's share of n rollouts of the prompts `asked`, from the built-in engine, by (id, sibling)."""
     worker = make_worker(directory, parallel)
-    seen: dict[tuple[int, int, int], tuple[float, torch.Tensor]] = {}
+    arguments: dict[tuple[int, int, int], tuple[float, torch.Tensor]] = {}
 
     def sample(logits: Any, keys: Any, index: Any, position: Any, *settings: Any) -> tuple[Any, Any]:
         us = philox.uniforms(keys, index, position)
         places = zip(keys.tolist(), index.tolist(), position.tolist(), strict=True)
-        seen.update({p: (u, row) for p, u, row in zip(places, us.tolist(), logits.clone(), strict=True)})
+        arguments.update({p: (u, row) for p, u, row in zip(places, us.tolist(), logits.clone(), strict=True)})
         return sampling.sample(logits, us, *settings)
 
     shape = worker.shape
@@ -260,11 +272,13 @@ def draw(
     groups = [PromptGroup(fakes.prompts(1, i)[0], 7, place) for place, i in enumerate(asked)]
     slots = deal(list(product(range(len(groups)), range(n))), [0] * worker.grid.world_size)[worker.grid.rank]
     wanted, numbers = requests(slots, groups, {}, seed=1)
-    result = Watchdog(engine, 300.0).generate(wanted, Sampling(1.0, 1.0, 0, 24, (2, 5, 7, 11)))
+    result = Watchdog(engine, 300.0).generate(
+        wanted, Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=24, stop_ids=(2, 5, 7, 11))
+    )
     drawn = {}
     for number, request, rollouts in zip(numbers, wanted, result.rollouts, strict=True):
         for r in rollouts:
-            places = [seen[request.key, r.index, position] for position in range(len(r.token_ids))]
+            places = [arguments[request.key, r.index, position] for position in range(len(r.token_ids))]
             uniforms = [u for u, _ in places]
             logits = torch.stack([row for _, row in places])
             drawn[groups[number].prompt.id, r.index] = Drawn(r.token_ids.tolist(), uniforms, logits)

@@ -139,15 +139,15 @@ def masters(
         parameters = names.global_parameters(worker.actor)
         entries = {id(parameters[e.megatron]): e for e in names.entries(worker.shape, 1) if e.megatron in parameters}
         wrong: set[str] = set()
-        seen: set[str] = set()
+        held: set[str] = set()
         for optimizer, parameter, master in _masters(worker):
             entry = entries[id(parameter)]
             flat = to_local(entry, [stored[name] for name in entry.hf], worker.shape.kv_heads, 0, 1).flatten()
             start = optimizer._get_model_param_range_map(parameter)["param"].start
-            seen.update(entry.hf)
+            held.update(entry.hf)
             if not torch.equal(master, flat[start : start + len(master)]):
                 wrong.update(entry.hf)
-        return wrong, seen
+        return wrong, held
 
     first = trainer_of(directory, parallel, changes)
     first.save()
@@ -188,8 +188,10 @@ def test_resume_is_bit_exact_and_other_layouts_continue(
     assert len(carried) == (size if changes is PARTIAL else 0)
     metrics, weights, *_ = results[0]
     for ranks, other in others:
-        got = worlds(ranks).run("steps:go_on", directories[family], other, changes, steps=steps - 2, root=str(tmp_path))
-        assert_same(got, (metrics[2:], weights))
+        continued = worlds(ranks).run(
+            "steps:go_on", directories[family], other, changes, steps=steps - 2, root=str(tmp_path)
+        )
+        assert_same(continued, (metrics[2:], weights))
 
 
 @pytest.mark.parametrize(
@@ -242,12 +244,12 @@ def test_equal_states_are_equal_files(worlds, directory, tmp_path):
 @pytest.mark.parametrize(("size", "parallel", "family"), [(2, {}, "qwen2"), (4, EP, "qwen3_moe")])
 def test_masters_are_the_values_of_the_file(worlds, tmp_path, size, parallel, family):
     """Masters are not rounded to bfloat16, also after a checkpoint before the first step."""
-    tiny.make_model(tmp_path, family, False)
+    tiny.make_model(tmp_path, family, tied=False)
     names = tiny.weights(tmp_path).keys()
     results = worlds(size).run("test_checkpoints:masters", str(tmp_path), parallel, str(tmp_path / "run"))
     for when in zip(*results, strict=True):
         assert [wrong for wrong, _ in when] == [set()] * size
-        assert set().union(*(seen for _, seen in when)) == names
+        assert set().union(*(held for _, held in when)) == names
 
 
 @pytest.mark.parametrize(("size", "parallel", "variant"), [(2, {}, "partial"), (2, TP, "reward_kl"), (4, PP, "critic")])

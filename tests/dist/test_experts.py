@@ -69,7 +69,7 @@ def models(tmp_path_factory):
     made = {kind: tmp_path_factory.mktemp("moe") for kind in (NORMALIZED, UNNORMALIZED, SHARED)}
     for kind, directory in made.items():
         family = "qwen2_moe" if kind == SHARED else "qwen3_moe"
-        tiny.make_model(directory, family, False, norm_topk_prob=kind == NORMALIZED)
+        tiny.make_model(directory, family, tied=False, norm_topk_prob=kind == NORMALIZED)
     return {kind: str(directory) for kind, directory in made.items()}
 
 
@@ -148,16 +148,16 @@ def test_logits_and_gradients_equal_transformers(worlds, models, expected, size,
     logits, of_loss = expected(kind, replayed)
     options = options | {"routes": given_experts() if replayed else None}
     norm = torch.stack([x.norm() for x in of_loss.values()]).norm().item()
-    seen: set[int] = set()
+    compared: set[int] = set()
     for own_logits, gradients, own_norm in worlds(size).run("test_experts:gradients", models[kind], parallel, options):
         assert own_norm == pytest.approx(norm, rel=1e-5)
         for row, values in own_logits.items():
             torch.testing.assert_close(values, logits[row], atol=1e-4, rtol=0)
-            got, want = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, logits[row]))
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=0)  # about 20 units in the last place
+            own, want = (x.log_softmax(-1).gather(-1, rows(1)[1][row][:, None]) for x in (values, logits[row]))
+            torch.testing.assert_close(own, want, atol=1e-5, rtol=0)  # about 20 units in the last place
         torch.testing.assert_close(gradients, of_loss, atol=5e-6, rtol=0)
-        seen |= own_logits.keys()
-    assert seen == set(range(len(logits)))
+        compared |= own_logits.keys()
+    assert compared == set(range(len(logits)))
 
 
 def test_replay_removes_most_of_the_gap_to_an_engine_in_bfloat16(worlds, models):
@@ -202,9 +202,9 @@ def single(worlds, models):
 def test_training_steps_equal_those_of_a_single_process(worlds, models, single, size, parallel, trained, options):
     expected_metrics, expected_weights = next(result for key, result in single if key == trained)
     for metrics, got_weights in worlds(size).run("jobs:train_steps", models[NORMALIZED], parallel, options | trained):
-        for got, want in zip(metrics, expected_metrics, strict=True):
+        for row, want in zip(metrics, expected_metrics, strict=True):
             for key in ("loss", "grad_norm", "entropy"):
-                assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6)
+                assert row[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6)
         torch.testing.assert_close(got_weights, expected_weights, atol=1e-6, rtol=0)
 
 

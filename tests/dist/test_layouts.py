@@ -10,6 +10,7 @@ import tiny
 import torch
 from dist.jobs import rows
 from dist.world import CP, EP, PP, SEQUENCE, TP, World, pairs
+from ops import own_algorithms
 from ops.linear_cases import EVERYTHING, OTHER_LOSSES, SETTINGS, assert_agree, make
 from transformers import AutoModelForCausalLM
 
@@ -133,11 +134,11 @@ def test_training_step_equals_single_process(worlds, models, single, size, paral
     expected_metrics, expected = single(case, options.get("algo", {}))
     assert expected_metrics[0]["grad_norm"] > 0.5  # clipping is active
     for metrics, weights in worlds(size).run("jobs:train_steps", models[case][0], parallel, options):
-        for got, want in zip(metrics, expected_metrics, strict=True):
+        for row, want in zip(metrics, expected_metrics, strict=True):
             for key in ("loss", "grad_norm", "entropy", "approx_kl", "logprob_gap_mean"):
-                assert got[key] == pytest.approx(want[key], rel=1e-5)
+                assert row[key] == pytest.approx(want[key], rel=1e-5)
             for key in ("clipped_low", "clipped_high", "trained_tokens", "updates", "updates_skipped"):
-                assert got[key] == want[key]
+                assert row[key] == want[key]
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             distance = (weights[name] - value).norm() / value.norm()
@@ -184,6 +185,7 @@ def test_bf16_trains_with_fp32_masters(worlds, models):
     [
         (4, EVERYTHING),
         *((2, each) for each in (SETTINGS, EVERYTHING, replace(SETTINGS, ratio="sequence"), *OTHER_LOSSES)),
+        (2, replace(SETTINGS, policy_loss=f"{own_algorithms.__file__}:gspo")),  # a function of a user
     ],
 )
 def test_fused_loss_over_a_sharded_vocabulary(worlds, world, settings):

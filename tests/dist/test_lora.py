@@ -47,7 +47,7 @@ def peft_results(tmp_path_factory):
     def get(family: str, lora: LoraConfig) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
         if (family, lora) not in made:
             directory = tmp_path_factory.mktemp(family)
-            made[family, lora] = (str(directory), *loop(tiny.make_model(directory, family, True), lora))
+            made[family, lora] = (str(directory), *loop(tiny.make_model(directory, family, tied=True), lora))
         return made[family, lora]
 
     return get
@@ -85,8 +85,8 @@ def test_outputs_gradients_and_merged_weights_equal_peft_s(worlds, peft_results,
     directory, adapters, expected = peft_results(family, lora)
     results = worlds(size).run("lora_jobs:forward_and_gradients", directory, parallel, lora, adapters, options)
     for rank, result in enumerate(results):
-        for got, want in zip(result["log_probs"], expected["log_probs"], strict=True):
-            torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=0)
+        for own, want in zip(result["log_probs"], expected["log_probs"], strict=True):
+            torch.testing.assert_close(own.double(), want, atol=1e-6, rtol=0)
         assert (result["logits"] is None) == ("pipeline" in parallel and rank < size // 2)
         if result["logits"] is not None:
             torch.testing.assert_close(result["logits"], torch.stack(expected["logits"]), atol=1e-6, rtol=0)

@@ -17,11 +17,11 @@ def neighbours(rank: int, size: int, parallel: dict[str, int], axes: tuple[str, 
     order = ("tensor", "context", "data", "pipeline")
 
     def place(r: int) -> dict[str, int]:
-        found = {}
+        coordinates = {}
         for axis in order:
-            found[axis] = r % sizes[axis]
+            coordinates[axis] = r % sizes[axis]
             r = r // sizes[axis]
-        return found
+        return coordinates
 
     return [r for r in range(size) if all(place(r)[a] == place(rank)[a] for a in order if a not in axes)]
 

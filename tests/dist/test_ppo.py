@@ -116,12 +116,12 @@ def loop(directory, case):
         mismatch = [g.mean().expand(len(g)) if algo.mismatch_mask == "sequence" else g for g in gaps]
         live = [(m >= low) & (m <= high) for m in mismatch]
         # The values of each metric, by token or by optimizer step.
-        seen = defaultdict(list, masked_share=[~t for t in live])
+        parts = defaultdict(list, masked_share=[~t for t in live])
         if algo.kl_in == "reward":
-            seen["reference_kl"] = seen["teacher_kl"] = [o - f for o, f in zip(old, fixed, strict=True)]
+            parts["reference_kl"] = parts["teacher_kl"] = [o - f for o, f in zip(old, fixed, strict=True)]
         if algo.advantage == "gae":
-            seen |= {"value_mean": v, "return_mean": returns}
-            seen["explained_variance"] = [1 - flat.var() / torch.cat(returns).var()]
+            parts |= {"value_mean": v, "return_mean": returns}
+            parts["explained_variance"] = [1 - flat.var() / torch.cat(returns).var()]
         for members in 2 * [[i for i, g in enumerate(OF_PROMPT) if (i - OF_PROMPT.index(g)) % 2 == k] for k in (0, 1)]:
             tokens = sum(int(own[i].sum()) for i in members)
             loss = torch.zeros(()).double()
@@ -129,11 +129,11 @@ def loop(directory, case):
                 new = values(critic, *rows[i])
                 near = torch.clamp(new, v[i] - CLIP, v[i] + CLIP)
                 errors = torch.stack(((new - returns[i]) ** 2, (near - returns[i]) ** 2))
-                seen["value_clipped"].append(errors[1] > errors[0])
+                parts["value_clipped"].append(errors[1] > errors[0])
                 loss = loss + errors.max(dim=0).values.sum() / 2 / tokens
             if algo.advantage == "gae":
-                seen["value_loss"].append(loss)
-                seen["critic_grad_norm"].append(descend(critic, critic_adam, loss, CRITIC_OPTIM))
+                parts["value_loss"].append(loss)
+                parts["critic_grad_norm"].append(descend(critic, critic_adam, loss, CRITIC_OPTIM))
             loss = torch.zeros(()).double()
             for i in members:
                 every = distribution(actor, *rows[i])[live[i]]
@@ -147,16 +147,16 @@ def loop(directory, case):
                 if algo.kl_in == "loss":
                     kl = (current - fixed[i][live[i]]) ** 2 / 2
                     terms = terms + algo.kl_coef * kl
-                    seen["reference_kl"].append(kl)
+                    parts["reference_kl"].append(kl)
                 entropy = -(every.exp() * every).sum(-1)
-                seen["entropy"].append(entropy)
-                if not seen["loss"]:
-                    seen["logprob_gap_mean"].append((current - engine[i][live[i]]).abs())
+                parts["entropy"].append(entropy)
+                if not parts["loss"]:
+                    parts["logprob_gap_mean"].append((current - engine[i][live[i]]).abs())
                 terms = terms - algo.entropy_coef * entropy
                 loss = loss + terms.sum() / (tokens if algo.aggregation == "token_mean" else len(members) * len(old[i]))
-            seen["loss"].append(loss)
-            seen["grad_norm"].append(descend(actor, adam, loss, OPTIM))
-        values_of = {name: torch.cat([torch.as_tensor(x).double().flatten() for x in xs]) for name, xs in seen.items()}
+            parts["loss"].append(loss)
+            parts["grad_norm"].append(descend(actor, adam, loss, OPTIM))
+        values_of = {name: torch.cat([torch.as_tensor(x).double().flatten() for x in xs]) for name, xs in parts.items()}
         places = [s.nonzero().flatten()[t] for s, t in zip(own, live, strict=True)]
         names = [f"{g}/{i - OF_PROMPT.index(g)}" for i, g in enumerate(OF_PROMPT)]
         trained = {name: tuple(x.tolist()) for name, x in zip(names, places, strict=True)}
@@ -179,8 +179,8 @@ def test_steps_equal_a_plain_loop(worlds, loops, size, parallel, options, case):
     # With values of zero the residuals are the returns, and no variance is explained.
     assert metrics[0][0].get("explained_variance", 0.0) == 0.0
     results = worlds(size).run("ppo_jobs:ppo", directory, parallel, options, algo, environment)
-    for got, actor_weights, critic_weights in results:
-        for mine, (wanted, places) in zip(got, metrics, strict=True):
+    for steps, actor_weights, critic_weights in results:
+        for mine, (wanted, places) in zip(steps, metrics, strict=True):
             assert mine["trained"].items() <= places.items()
             assert (mine["updates"], mine["trained_tokens"]) == (4, 2 * sum(map(len, places.values())))
             assert {name: mine[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)

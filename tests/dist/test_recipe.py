@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import fakes
 import pytest
 import torch
+from by_hand import responses, right
 from dist.jobs import streamed
 from dist.steps import restore, take_steps, trainer_of
 
+from megatron_brorl.config.schema import RolloutConfig
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops.fused.decode import FusedDecode, sample_tokens
-from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout.native.torch_engine import TorchEngine
+from megatron_brorl.train.collect import SourcePosition, round_size
 from megatron_brorl.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -38,8 +39,7 @@ def judged(
     _rank: int, directory: str, parallel: dict[str, Any], changes: dict[str, Any], reward: float, steps: int
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the metrics of each step, and the weights before and after."""
-    trainer = trainer_of(directory, parallel, changes)
-    trainer.runner = replace(trainer.runner, pool=Judge(reward))
+    trainer = trainer_of(directory, parallel, changes, pool=Judge(reward))
     before = streamed(trainer.models.actor)
     return take_steps(trainer, steps), before, streamed(trainer.models.actor)
 
@@ -94,11 +94,11 @@ def test_a_step_without_kept_groups_changes_nothing(worlds, directory, size, rew
     changes = SMALL | ({"algo": {"advantage": "gae"}} if critic else {}) | {"reward": {"cut_off_factor": 1.0}}
     for metrics, before, after in worlds(size).run("test_recipe:judged", directory, {}, changes, reward, 2):
         assert same(before, after)
-        for found in metrics:
-            assert (found["kept_share"], found["updates"], found["trained_tokens"]) == (0, 0, 0)
-            assert (found["all_right_share"] > 0.5, found["all_wrong_share"] > 0.5) == (reward == 1, reward == 0)
-            assert found.get("critic_updates", 0) == 0
-            assert math.isfinite(found["loss"])
+        for row in metrics:
+            assert (row["kept_share"], row["updates"], row["trained_tokens"]) == (0, 0, 0)
+            assert (row["all_right_share"] > 0.5, row["all_wrong_share"] > 0.5) == (reward == 1, reward == 0)
+            assert row.get("critic_updates", 0) == 0
+            assert math.isfinite(row["loss"])
 
 
 @pytest.mark.parametrize(("size", "parallel", "critic"), [(1, {}, False), (*DIVIDED, True)])
@@ -114,25 +114,25 @@ def test_a_learning_rate_of_zero_moves_nothing(worlds, directory, size, parallel
     for metrics, kept in worlds(size).run("test_recipe:unmoved", directory, parallel, changes, 3):
         assert kept
         assert len(metrics) == 3
-        for found in metrics:
-            assert (found["updates"], found["updates_skipped"]) == (4, 0)
-            assert found["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
-            assert found["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-            assert found["approx_kl"] == pytest.approx(0.0, abs=1e-9)
-            assert found["reference_kl"] == pytest.approx(0.0, abs=1e-9)
-            assert found["logprob_gap_max"] <= 1e-4
-            assert found["grad_norm"] > 0
-        gaps = [found["logprob_gap_mean"] for found in metrics]
+        for row in metrics:
+            assert (row["updates"], row["updates_skipped"]) == (4, 0)
+            assert row["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+            assert row["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+            assert row["approx_kl"] == pytest.approx(0.0, abs=1e-9)
+            assert row["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+            assert row["logprob_gap_max"] <= 1e-4
+            assert row["grad_norm"] > 0
+        gaps = [row["logprob_gap_mean"] for row in metrics]
         assert 0 < max(gaps) < 2 * min(gaps)  # rounding only, no trend
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), DIVIDED])
 def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, size, parallel):
     changes = SMALL | {"algo": {"kl_coef": 0.1}, "reference": {"reset_every": 7}}
-    for found in worlds(size).run("test_recipe:reference_follows", directory, parallel, changes, str(tmp_path)):
+    for record in worlds(size).run("test_recipe:reference_follows", directory, parallel, changes, str(tmp_path)):
 
-        def flat(when, which, found=found):
-            return torch.cat(found[when][which])
+        def flat(when, which, record=record):
+            return torch.cat(record[when][which])
 
         # log_probs of the reference do not change the actor.
         for when in ("start", "moved", "restored", "reset"):
@@ -143,33 +143,17 @@ def test_the_reference_stays_while_the_actor_moves(worlds, directory, tmp_path, 
         assert torch.equal(flat("restored", 0), flat("moved", 0))
         assert torch.equal(flat("restored", 1), flat("moved", 1))
         assert torch.equal(flat("reset", 1), flat("moved", 0))
-        assert found["stepped"]
+        assert record["stepped"]
         # One update per step: the weights are equal before the first one; the reference is reset before the third.
-        assert [f["reference_kl"] for f in found["metrics"]] == pytest.approx(
-            [0, found["metrics"][1]["reference_kl"], 0]
+        assert [f["reference_kl"] for f in record["metrics"]] == pytest.approx(
+            [0, record["metrics"][1]["reference_kl"], 0]
         )
-        assert found["metrics"][1]["reference_kl"] > 1e-8
+        assert record["metrics"][1]["reference_kl"] > 1e-8
 
 
 def passes(prompt, taken, n=16):
     """Return the rewards of a prompt's rollouts by the fake engine and pool."""
-    rewards = []
-    for row in fakes.draws(stream_key(3, taken, prompt.id), range(n), 12):
-        end = row.index(fakes.STOP) if fakes.STOP in row else None
-        rewards.append(end is not None and sum(row[:end]) % 2 == 0)
-    return rewards
-
-
-def prompts_of_a_round(missing, asked, kept, most):
-    """Return the fewest prompts of which `missing` are kept with three standard deviations to spare; 2 at first."""
-    if not asked or most == 2:
-        return 2
-    if missing <= 0:
-        return 1
-    p = kept / asked
-    return next(
-        (m for m in range(most) if p and m * p - 3 * math.sqrt(m * p * (1 - p) * (1 + m / asked)) >= missing), most
-    )
+    return list(map(right, responses(3, prompt, n, 12, stream=taken)))
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (4, {"tensor": 2})])
@@ -194,7 +178,8 @@ def test_refills_with_carried_rollouts(worlds, directory, size, parallel):
         first = rounds
         before = asked, kept_lately
         for _ in range(3):
-            count = prompts_of_a_round(missing, asked, kept_lately, 2 * 4)
+            position = SourcePosition(recent_prompts=asked, recent_kept=kept_lately)
+            count = round_size(missing, position, RolloutConfig(**changes["rollout"]))
             pool += [(rounds, p) for p in fakes.prompts(count, taken)]
             rounds = rounds + 1
             taken = taken + count
@@ -229,9 +214,8 @@ def test_cut_off_responses_without_loss(worlds, directory):
         for prompt in fakes.prompts(3):
             rewards = passes(prompt, 0)
             if 0 < sum(rewards) < 16:
-                for row in fakes.draws(stream_key(3, 0, prompt.id), range(16), 12):
-                    if fakes.STOP in row or not on:
-                        lengths.append(row.index(fakes.STOP) + 1 if fakes.STOP in row else 12)
+                rows = responses(3, prompt, 16, 12)
+                lengths += [len(row) for row in rows if row[-1] == fakes.STOP or not on]
         assert metrics[0]["trained_tokens"] == sum(lengths)
         assert metrics[0]["rollouts"] == 48
 
@@ -245,10 +229,9 @@ def test_shaping_reaches_the_advantages_and_not_the_selection(worlds, directory)
     ]
     total = 0.0
     for prompt in fakes.prompts(3):
-        for row, right in zip(fakes.draws(stream_key(3, 0, prompt.id), range(16), 12), passes(prompt, 0), strict=True):
-            t = row.index(fakes.STOP) + 1 if fakes.STOP in row else 12
-            ids = row[:t]
-            total += right * (1 - 0.5 + 0.25 * (1 + math.cos(math.pi * t / 12))) - max(0, t - 6) / 6
-            total -= 0.001 * (t - len(set(ids)))
+        for row in responses(3, prompt, 16, 12):
+            t = len(row)
+            total += right(row) * (1 - 0.5 + 0.25 * (1 + math.cos(math.pi * t / 12))) - max(0, t - 6) / 6
+            total -= 0.001 * (t - len(set(row)))
     assert shaped[0]["shaped_reward"] == pytest.approx(total / 48, rel=1e-5)
     assert shaped[0]["grad_norm"] != plain[0]["grad_norm"]

@@ -7,11 +7,11 @@ from itertools import product
 import fakes
 import pytest
 import torch
+from by_hand import responses, right
 from dist.steps import VARIANTS, assert_same
 from dist.world import CP, PP, TP, World
 
 from megatron_brorl.algo.pass_at_k import pass_at_k
-from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rollout_log import entries, read_groups, read_rollouts
 
 pytestmark = pytest.mark.slow
@@ -106,15 +106,12 @@ def test_partial_rollouts_are_carried(single):
     """Five steps of 4 of 12 tokens each: compare the metrics with the random streams."""
     metrics, _, calls = single("partial", LOST)
     groups = [
-        (step, prompt.id, fakes.draws(stream_key(3, step, prompt.id), range(32), 12))
+        (step, prompt.id, responses(3, prompt, 32, 12, stream=step))
         for step in range(5)
         for prompt in fakes.prompts(3, 3 * step)
     ]
     lengths = {
-        (step, name, i): row.index(fakes.STOP) + 1 if fakes.STOP in row else 12
-        for step, name, rows in groups
-        for i, row in enumerate(rows)
-        if (name, i) not in LOST
+        (step, name, i): len(row) for step, name, rows in groups for i, row in enumerate(rows) if (name, i) not in LOST
     }
     for now in range(5):
         open_before = {(s, name) for s, name, i in lengths if s < now and lengths[s, name, i] > 4 * (now - s)}
@@ -166,25 +163,20 @@ def test_group_rewards_and_subsets_equal_those_of_one_process(worlds, directory,
 @pytest.mark.parametrize(("size", "parallel"), [(1, {}), (4, TP)])
 def test_evaluation_divides_by_the_survivors(worlds, directory, size, parallel):
     lose = {("p/1000", 0), *(("p/1002", i) for i in range(4)), ("p/1004", 2), ("p/1004", 3)}
-    right = {}
-    tokens = []
-    for prompt in fakes.prompts(5, 1000):
-        for i, row in enumerate(fakes.draws(stream_key(3, "evaluate", prompt.id), range(4), 12)):
-            if (prompt.id, i) not in lose:
-                end = row.index(fakes.STOP) if fakes.STOP in row else 0
-                right.setdefault(prompt.id, []).append(bool(end or row[0] == fakes.STOP) and sum(row[:end]) % 2 == 0)
-                tokens.append(end + 1 if fakes.STOP in row else 12)
-    assert [len(r) for r in right.values()] == [3, 4, 4, 2]
-    for got in worlds(size).run("steps:evaluation", directory, parallel, lose):
-        assert got["pass_at_1"]["mean"] == pytest.approx(sum(sum(r) / len(r) for r in right.values()) / 4)
+    samples = [responses(3, prompt, 4, 12, lose, stream="evaluate") for prompt in fakes.prompts(5, 1000)]
+    rewards = [list(map(right, rows)) for rows in samples if rows]
+    tokens = [len(row) for rows in samples for row in rows]
+    assert [len(r) for r in rewards] == [3, 4, 4, 2]
+    for evaluation in worlds(size).run("steps:evaluation", directory, parallel, lose):
+        assert evaluation["pass_at_1"]["mean"] == pytest.approx(sum(sum(r) / len(r) for r in rewards) / 4)
         for k in (1, 2, 4):
-            enough = [r for r in right.values() if len(r) >= k]
-            expected = sum(pass_at_k(len(r), sum(r), k) for r in enough) / len(enough)
-            assert got["pass_at_k"][str(k)] == pytest.approx(expected)
-        assert got["mean_reward"]["mean"] == got["pass_at_1"]["mean"]  # rewards of 0 and 1
-        assert got["verifiers"] == ["exact"]
-        assert got["response_tokens"] == pytest.approx(sum(tokens) / 13)
-        assert (got["prompts"], got["samples"], got["lost"]) == (5, 4, 7)
+            enough = [r for r in rewards if len(r) >= k]
+            expected = sum(pass_at_k(len(r), int(sum(r)), k) for r in enough) / len(enough)
+            assert evaluation["pass_at_k"][str(k)] == pytest.approx(expected)
+        assert evaluation["mean_reward"]["mean"] == evaluation["pass_at_1"]["mean"]  # rewards of 0 and 1
+        assert evaluation["verifiers"] == ["exact"]
+        assert evaluation["response_tokens"] == pytest.approx(sum(tokens) / 13)
+        assert (evaluation["prompts"], evaluation["samples"], evaluation["lost"]) == (5, 4, 7)
 
 
 def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single):
@@ -198,10 +190,6 @@ def test_the_critic_warm_up_does_not_change_the_actor(worlds, directory, single)
     assert (later[1]["updates"], later[1]["critic_updates"]) == (4, 4)
     assert later[1]["explained_variance"] != 0.0
     assert any(not torch.equal(moved[name], before[name]) for name in before)
-
-
-def first_difference(a, b):
-    return next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
 
 
 def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
@@ -227,7 +215,7 @@ def test_rollouts_do_not_depend_on_ranks_or_neighbours(worlds, directory):
         for place in differing:
             a = whole[place]
             b = rollouts[place]
-            at = first_difference(a, b)
+            at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
             gap = (a.logits[at] - b.logits[at]).abs().max().item()
             cdf = a.logits[at].double().softmax(-1).cumsum(-1)
             step = cdf[min(a.tokens[at], b.tokens[at])].item()

@@ -135,7 +135,7 @@ def test_a_job_whose_ranks_have_saved_is_requeued(slurm, sbatch, repository):
     ranks = [line.partition(", end ") for line in lines if ", end " in line]
     assert sorted(rank for rank, _, _ in ranks[:2]) == sorted(rank for rank, _, _ in ranks[2:]) == RANKS
     end = int(slurm.job(job)["StartTime"]) + 60 * 60
-    assert all(abs(int(seen) - end) <= 2 for _, _, seen in ranks[2:])
+    assert all(abs(int(rank_end) - end) <= 2 for _, _, rank_end in ranks[2:])
 
 
 def test_a_job_in_a_container(run_job, repository):

@@ -50,9 +50,9 @@ def test_attention_agrees_with_float64_and_repeats_bit_for_bit(groups, dtype, to
         torch.randn(total, n, size, generator=generator, device="cuda", dtype=torch.float64).to(dtype)
         for n in (heads, kv_heads, kv_heads, heads)
     ]
-    got = results(kernels, groups, tensors, dtype)
-    for mine, exact in zip(got, results(by_definition, groups, tensors, torch.float64), strict=True):
+    first = results(kernels, groups, tensors, dtype)
+    for mine, exact in zip(first, results(by_definition, groups, tensors, torch.float64), strict=True):
         assert float((mine - exact).norm() / exact.norm()) < tolerance
     if size % 8 == 0 and dtype != torch.float64:
         again = results(kernels, groups, tensors, dtype)
-        assert all(map(torch.equal, got, again))
+        assert all(map(torch.equal, first, again))

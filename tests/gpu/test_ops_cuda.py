@@ -33,8 +33,8 @@ def test_uniforms_equal_the_reference_bit_for_bit():
     g = torch.Generator().manual_seed(0)
     keys = torch.randint(0, 2**63 - 1, (300,), generator=g)
     index, position = torch.randint(0, 2**32, (2, 300), generator=g)
-    got = torch.ops.brorl.uniforms(*(x.to(DEVICE) for x in (keys, index, position)))
-    assert torch.equal(got.cpu(), philox.uniforms(keys, index, position))
+    result = torch.ops.brorl.uniforms(*(x.to(DEVICE) for x in (keys, index, position)))
+    assert torch.equal(result.cpu(), philox.uniforms(keys, index, position))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
@@ -72,8 +72,8 @@ def test_moments_are_reproducible_bit_for_bit():
 def test_whiten(dtype, n):
     values = (1e3 + 2 * sample(n)).to(dtype)
     batch = Moments(10.0, 1e3, 40.0)
-    got = backend.whiten(values.to(DEVICE), batch)
-    torch.testing.assert_close(got.cpu(), algo.whiten(values, batch), rtol=OF_ADVANTAGES[dtype], atol=0)
+    whitened = backend.whiten(values.to(DEVICE), batch)
+    torch.testing.assert_close(whitened.cpu(), algo.whiten(values, batch), rtol=OF_ADVANTAGES[dtype], atol=0)
 
 
 # More rows than a chunk of logits. The emulation has smaller chunks, because it takes a second for 100 rows.
@@ -87,15 +87,15 @@ SOME, MORE = (70, 130) if EMULATED else (240, 700)
 @pytest.mark.parametrize(("rows", "width", "vocab"), HERE)
 def test_policy_loss_agrees_with_float64(rows, width, vocab, dtype, settings):
     case = make(rows, width, vocab, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-    got = case.call(fused.linear_ppo_loss, dtype, settings, device=DEVICE)
-    assert_agree(got, case.call(reference.linear_ppo_loss, settings=settings), TOLERANCE[dtype])
+    result = case.call(fused.linear_ppo_loss, dtype, settings, device=DEVICE)
+    assert_agree(result, case.call(reference.linear_ppo_loss, settings=settings), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_every_term_of_the_policy_loss(settings):
     case = make(SOME, 20, 333)
-    got = case.call(fused.linear_ppo_loss, torch.float32, settings, device=DEVICE)
-    assert_agree(got, case.call(reference.linear_ppo_loss, settings=settings), 1e-5)
+    result = case.call(fused.linear_ppo_loss, torch.float32, settings, device=DEVICE)
+    assert_agree(result, case.call(reference.linear_ppo_loss, settings=settings), 1e-5)
 
 
 def test_results_are_reproducible_bit_for_bit():
@@ -118,13 +118,13 @@ def test_masked_tokens_and_tokens_without_advantage(dead, dtype, settings):
     expected = case.call(reference.linear_ppo_loss, settings=settings)
     live = weights != 0
     hidden = torch.where(live[:, None], case.hidden, torch.nan)
-    got = dataclasses.replace(case, hidden=hidden).call(fused.linear_ppo_loss, dtype, settings, device=DEVICE)
+    returned = dataclasses.replace(case, hidden=hidden).call(fused.linear_ppo_loss, dtype, settings, device=DEVICE)
 
     def unmasked(result, *grads):
         columns = {name: torch.where(live, getattr(result, name).cpu(), 0) for name in ("log_probs", "entropy")}
         return dataclasses.replace(result, **columns), *grads
 
-    assert_agree(unmasked(*got), unmasked(*expected), TOLERANCE[dtype])
+    assert_agree(unmasked(*returned), unmasked(*expected), TOLERANCE[dtype])
 
 
 class _Waits(TorchDispatchMode):

@@ -44,7 +44,7 @@ def directories(tmp_path_factory) -> dict[str, str]:
     for family in ("qwen2", "qwen3_moe"):
         models[family] = str(made := tmp_path_factory.mktemp("model"))
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
-        tiny.make_model(made, family, True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
+        tiny.make_model(made, family, tied=True, std=0.05, **sizes)  # larger ones let bf16 errors grow over the layers
     return models
 
 
@@ -71,10 +71,10 @@ def test_steps_agree_with_those_on_one_gpu(case, directories, single):
     before = tiny.weights(directories[family])
     expected, wanted = single(family)
     for figures, weights in steps(size, directories[family], parallel, options):
-        for got, want in zip(figures, expected, strict=True):
-            assert got["trained_tokens"] == want["trained_tokens"]
+        for row, want in zip(figures, expected, strict=True):
+            assert row["trained_tokens"] == want["trained_tokens"]
             for key in ("loss", "grad_norm", "entropy"):
-                assert got[key] == pytest.approx(want[key], rel=0.03, abs=0.003)
+                assert row[key] == pytest.approx(want[key], rel=0.03, abs=0.003)
         moved = sum(float((w.float() - before[n]).square().sum()) for n, w in wanted.items()) ** 0.5
         apart = sum(float((w.float() - wanted[n].float()).square().sum()) for n, w in weights.items()) ** 0.5
         assert moved > 0

@@ -36,7 +36,7 @@ def test_a_step_agrees_with_fp32(config, lora, offload, tmp_path):
     if config.recipe != "none" and (lora or (config.parameters and offload)):
         pytest.skip("refused by the configuration")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
-    model = tiny.make_model(tmp_path, "qwen2", True, std=0.05, **sizes)
+    model = tiny.make_model(tmp_path, "qwen2", tied=True, std=0.05, **sizes)
     shape = read_shape(tmp_path)
     fp8.check(config, shape, 1)
     ops = backend("fused", cpu_bridge.default_device())
@@ -46,13 +46,15 @@ def test_a_step_agrees_with_fp32(config, lora, offload, tmp_path):
     worker.load_hf(tmp_path)
     prompts, responses = rows(2)
     worker.offload()
-    found = worker.log_probs(prompts, responses, 1.0)
-    for p, r, lp in zip(prompts, responses, found, strict=True):
+    log_probs = worker.log_probs(prompts, responses, 1.0)
+    for p, r, lp in zip(prompts, responses, log_probs, strict=True):
         logits = model(torch.cat((p, r))[None]).logits[0, len(p) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, r[:, None])[:, 0]
         assert float((lp.cpu() - expected).abs().mean()) < (0.05 if config.recipe == "none" else 0.3)
     advantages = tuple(a.expand(len(r)) for a, r in zip(torch.linspace(-1, 1, len(prompts)), responses, strict=True))
-    experience = Experience(tuple(prompts), tuple(responses), tuple(found), None, advantages)
+    experience = Experience(
+        tuple(prompts), tuple(responses), tuple(log_probs), old_log_probs=None, advantages=advantages
+    )
     before = {n: x.clone() for n, x in worker.hf_tensors()}
     for update in range(3):
         worker.offload()

@@ -26,15 +26,12 @@ def sample(n: int, mean: float = 0.0, std: float = 1.0, seed: int = 0) -> Tensor
     return mean + std * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n + seed))
 
 
-def starts_of(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
 def gae_inputs(name: str) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Return (rewards [T], values [T], starts [S + 1], gamma, lam) in float64, exactly representable in float32."""
     lengths, gamma, lam = GAE_CASES[name]
     total = sum(lengths)
-    return sample(total).float().double(), sample(total, seed=1).float().double(), starts_of(lengths), gamma, lam
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return sample(total).float().double(), sample(total, seed=1).float().double(), starts, gamma, lam
 
 
 def gae_by_hand(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -51,9 +48,9 @@ def gae_by_hand(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, l
 def check_gae(op: Any, name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     rewards, values, starts, gamma, lam = gae_inputs(name)
     results = op(rewards.to(device, dtype), values.to(device, dtype), starts.to(device), gamma, lam)
-    for got, expected in zip(results, gae_by_hand(rewards, values, starts, gamma, lam), strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
+    for result, expected in zip(results, gae_by_hand(rewards, values, starts, gamma, lam), strict=True):
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
 
 
 MOMENT_CASES: dict[str, Tensor] = {
@@ -74,10 +71,10 @@ def check_moments(op: Any, name: str, device: str = "cpu", weights: Tensor | Non
     x = values.double().flatten().tolist() if weights is None else values[weights != 0].double().tolist()
     mean = math.fsum(x) / len(x) if x else 0.0
     if weights is None:
-        got = op(values.to(device))
+        moments = op(values.to(device))
     else:
-        got = op(values.masked_fill(weights == 0, math.nan).to(device), weights.to(device, values.dtype))
-    assert got.count == len(x)
-    assert math.isclose(got.mean, mean, rel_tol=1e-13, abs_tol=1e-15)
+        moments = op(values.masked_fill(weights == 0, math.nan).to(device), weights.to(device, values.dtype))
+    assert moments.count == len(x)
+    assert math.isclose(moments.mean, mean, rel_tol=1e-13, abs_tol=1e-15)
     m2 = math.fsum((v - mean) ** 2 for v in x)
-    assert math.isclose(got.m2, m2, rel_tol=1e-10 if abs(mean) > 1e5 else 1e-12, abs_tol=1e-20)
+    assert math.isclose(moments.m2, m2, rel_tol=1e-10 if abs(mean) > 1e5 else 1e-12, abs_tol=1e-20)

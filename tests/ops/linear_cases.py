@@ -88,13 +88,13 @@ def make(rows: int, width: int, vocab: int, dtype: torch.dtype = torch.float32, 
     return Case(hidden, weight, ids, PolicyTokens(rollout, advantages, weights, old, anchor, sequences))
 
 
-def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
-    got, expected = got.cpu().double(), expected.cpu().double()
-    return bool((got - expected).norm() <= tolerance * expected.norm() + 1e-30)
+def close(result: Tensor, expected: Tensor, tolerance: float) -> bool:
+    result, expected = result.cpu().double(), expected.cpu().double()
+    return bool((result - expected).norm() <= tolerance * expected.norm() + 1e-30)
 
 
-def assert_agree(got: Any, expected: Any, tolerance: float) -> None:
-    (result, *grads) = got
+def assert_agree(returned: Any, expected: Any, tolerance: float) -> None:
+    (result, *grads) = returned
     (wanted, *wanted_grads) = expected
     # Its terms cancel, so its error is relative to their sum without signs.
     assert result.loss.item() == pytest.approx(wanted.loss.item(), rel=10 * tolerance, abs=tolerance)

@@ -1,4 +1,4 @@
-"""Published losses and MaxRL's advantage as functions of a user. Tests hold the built-in ones to the same formulas."""
+"""Published losses as functions of a user. Tests hold the built-in ones to the same formulas."""
 
 from __future__ import annotations
 
@@ -51,9 +51,3 @@ def of_sequences(formula):
 clip_token, cispo_token, sapo_token = map(of_tokens, BY_HAND.values())
 gspo = clip_sequence = of_sequences(clip)
 cispo_sequence, sapo_sequence = of_sequences(cispo), of_sequences(sapo)
-
-
-def maxrl(rewards, mask, rows):
-    """Return r / mean - 1 over the rollouts that are there (Tajwar et al. 2026)."""
-    mean = (rewards * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    return torch.where(mean > 0, rewards / mean - 1, 0.0)

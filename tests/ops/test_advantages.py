@@ -59,9 +59,9 @@ def test_whiten_equals_the_reference(dtype, shape):
 
 def test_whiten_without_spread_gives_zeros():
     values = torch.tensor([3.0, float("nan"), float("inf"), -1.0])
-    got = fused.whiten(values, Moments(10.0, 2.0, 0.0))
-    assert torch.equal(got.signbit(), torch.zeros(4, dtype=torch.bool))  # The sign bit distinguishes 0 from -0.
-    assert torch.count_nonzero(got) == 0
+    whitened = fused.whiten(values, Moments(10.0, 2.0, 0.0))
+    assert torch.equal(whitened.signbit(), torch.zeros(4, dtype=torch.bool))  # The sign bit distinguishes 0 from -0.
+    assert torch.count_nonzero(whitened) == 0
 
 
 def test_results_do_not_depend_on_the_number_of_threads():

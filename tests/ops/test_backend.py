@@ -71,6 +71,6 @@ def test_logits_agree(dtype):
     hidden, weight = (torch.randn(n, 24, generator=g).to(dtype) for n in (7, 31))
     expected = hidden.double() @ weight.double().T
     for name in ("fused", "reference"):
-        got = backend(name, CPU).linear_logits(hidden, weight)
-        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert (got.double() - expected).norm() <= 1e-6 * expected.norm()
+        logits = backend(name, CPU).linear_logits(hidden, weight)
+        assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert (logits.double() - expected).norm() <= 1e-6 * expected.norm()

@@ -48,11 +48,11 @@ def product(library, out, a, b, accumulate, device=0, stream=0) -> str | None:
     sizes = [ctypes.c_int64(n) for n in (*out.shape, a.shape[1])]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (out, a, b)]
     ld = ctypes.c_int64(out.stride(0))
-    found = library.product(
+    error = library.product(
         *(pointers[0], ld, pointers[1], *strides(a), pointers[2], *strides(b), *sizes),
         *(int(accumulate), device, ctypes.c_void_p(stream)),
     )
-    return found.decode() if found else None
+    return error.decode() if error else None
 
 
 def random(rows, columns, by_columns, apart, seed):
@@ -81,17 +81,17 @@ def test_every_layout_agrees_with_float64(library, sizes, a_by_columns, b_by_col
 
 def test_uninitialised_output_is_not_read(library):
     out = torch.full((2, 3), torch.nan)
-    assert product(library, out, torch.ones(2, 4).bfloat16(), torch.ones(4, 3).bfloat16(), False) is None
+    assert product(library, out, torch.ones(2, 4).bfloat16(), torch.ones(4, 3).bfloat16(), accumulate=False) is None
     assert torch.equal(out, torch.full((2, 3), 4.0))
 
 
 def test_one_handle_per_device_and_the_given_stream(library):
     out = torch.zeros(2, 2)
     a = torch.ones(2, 2).bfloat16()
-    product(library, out, a, a, False)
+    product(library, out, a, a, accumulate=False)
     before = library.handles()
     for device, stream, new in [(0, 0x10, 0), (5, 0x20, 1), (5, 0x30, 1), (0, 0x40, 1)]:
-        assert product(library, out, a, a, False, device, stream) is None
+        assert product(library, out, a, a, accumulate=False, device=device, stream=stream) is None
         assert library.stream() == stream
         assert library.handles() == before + new
 
@@ -100,6 +100,6 @@ def test_errors_have_a_text(library):
     out = torch.zeros(3, 2)
     a = torch.ones(2, 2).bfloat16()
     overlapping = torch.ones(1, 2).bfloat16().expand(3, 2)
-    assert product(library, out, overlapping, a, False) == "CUBLAS_STATUS_INVALID_VALUE"
+    assert product(library, out, overlapping, a, accumulate=False) == "CUBLAS_STATUS_INVALID_VALUE"
     huge = torch.empty_strided((2, 2), (2**31, 1), dtype=torch.bfloat16, device="meta")
-    assert product(library, out[:2], huge, a, False) == "a dimension of more than 2^31 - 1"
+    assert product(library, out[:2], huge, a, accumulate=False) == "a dimension of more than 2^31 - 1"

@@ -31,9 +31,9 @@ def test_compiles_without_spills(source, tmp_path):
     command = [NVCC, *NVCC_FLAGS, "-Xptxas=-v", "-c", str(ROOT / "csrc" / source), "-o", str(tmp_path / "out.o")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = {a: REPORT.findall(part) for a, part in _by_architecture(done.stderr).items()}
-    assert found.keys() == {f"sm_{a}" for a in ARCHITECTURES}
-    for architecture, kernels in found.items():
+    reports = {a: REPORT.findall(part) for a, part in _by_architecture(done.stderr).items()}
+    assert reports.keys() == {f"sm_{a}" for a in ARCHITECTURES}
+    for architecture, kernels in reports.items():
         assert kernels, f"{source}: ptxas reports no kernel for {architecture}"
         assert set(kernels) == {("0", "0", "0")}, f"{source} on {architecture}: {kernels}"
 

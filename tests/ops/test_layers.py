@@ -34,10 +34,10 @@ def turn(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def close(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Check an error relative to the largest entry, within the dtype's precision."""
-    assert got.dtype == dtype
-    error = (got.detach().double() - expected.detach()).abs().max()
+    assert result.dtype == dtype
+    error = (result.detach().double() - expected.detach()).abs().max()
     assert error <= TOLERANCE[dtype] * max(float(expected.detach().abs().max()), 1e-3), error
 
 
@@ -52,10 +52,10 @@ def compare(
     narrow = [x.to(dtype).requires_grad_() for x in inputs]
     wide = [x.detach().double().requires_grad_() for x in narrow]
     up = upstream.to(dtype)
-    got, expected = op(*narrow), formula(*wide)
-    close(got, expected, dtype)
+    result, expected = op(*narrow), formula(*wide)
+    close(result, expected, dtype)
     for mine, right in zip(
-        torch.autograd.grad(got, narrow, up), torch.autograd.grad(expected, wide, up.double()), strict=True
+        torch.autograd.grad(result, narrow, up), torch.autograd.grad(expected, wide, up.double()), strict=True
     ):
         close(mine, right, dtype)
 

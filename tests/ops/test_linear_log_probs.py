@@ -33,12 +33,12 @@ def test_value_and_gradient(group, monkeypatch, dtype, rows, hidden, vocabulary,
     expected, expected_entropy = reference(*expected_inputs, targets, 0.7)
     (expected @ upstream + expected_entropy @ upstream.cos()).backward()
     inputs = [x.to(dtype).requires_grad_() for x in (h, w)]
-    got, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, vocabulary)
-    (got @ upstream.to(dtype) + entropy @ upstream.cos().to(dtype)).backward()
+    log_probs, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, vocabulary)
+    (log_probs @ upstream.to(dtype) + entropy @ upstream.cos().to(dtype)).backward()
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
-    assert got.dtype == dtype
+    assert log_probs.dtype == dtype
     gradients = [(x.grad, y.grad) for x, y in zip(inputs, expected_inputs, strict=True)]
-    for a, b in [(got, expected), (entropy, expected_entropy), *gradients]:
+    for a, b in [(log_probs, expected), (entropy, expected_entropy), *gradients]:
         assert (a.double() - b).norm() <= tolerance * max(b.norm(), 1.0)
 
 
@@ -49,19 +49,19 @@ def test_padding_has_no_probability_and_no_gradient(group):
     w[8:] = 1e3  # would dominate every softmax
     padded = w.clone().requires_grad_()
     targets = torch.arange(6)
-    got, _ = linear.linear_log_probs(h, padded, targets, 1.0, group, 8)
+    log_probs, _ = linear.linear_log_probs(h, padded, targets, 1.0, group, 8)
     expected, _ = reference(h, w[:8], targets, 1.0)
-    torch.testing.assert_close(got, expected)
-    got.sum().backward()
+    torch.testing.assert_close(log_probs, expected)
+    log_probs.sum().backward()
     assert torch.count_nonzero(padded.grad[8:]) == 0
 
 
 def test_no_rows(group):
     h = torch.zeros(0, 3, requires_grad=True)
     w = torch.zeros(7, 3, requires_grad=True)
-    got, entropy = linear.linear_log_probs(h, w, torch.zeros(0, dtype=torch.int64), 1.0, group, 7)
-    assert got.shape == entropy.shape == (0,)
-    got.sum().backward()
+    log_probs, entropy = linear.linear_log_probs(h, w, torch.zeros(0, dtype=torch.int64), 1.0, group, 7)
+    assert log_probs.shape == entropy.shape == (0,)
+    log_probs.sum().backward()
     assert torch.count_nonzero(w.grad) == 0
     assert dist.is_initialized()
 
@@ -78,8 +78,8 @@ def test_rows_without_a_gradient_may_be_nan(group):
     expected, expected_entropy = reference(*expected_inputs, targets[read], 0.7)
     (expected.sum() + expected_entropy.square().sum()).backward()
     inputs = [h.requires_grad_(), w.requires_grad_()]
-    got, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, 7)
-    (got[read].sum() + entropy[read].square().sum()).backward()
+    log_probs, entropy = linear.linear_log_probs(*inputs, targets, 0.7, group, 7)
+    (log_probs[read].sum() + entropy[read].square().sum()).backward()
     torch.testing.assert_close(h.grad[read], expected_inputs[0].grad)
     assert torch.count_nonzero(h.grad[~read]) == 0
     torch.testing.assert_close(w.grad, expected_inputs[1].grad)

@@ -44,13 +44,13 @@ def brute_force(qkv: Tensor, angle: Tensor, segments: Tensor, scale: float) -> T
     turned = torch.complex(qkv[..., :half], qkv[..., half:]) * turn
     query, key, _ = torch.cat((turned.real, turned.imag), dim=-1).split([heads, 1, 1], dim=2)
     value = qkv[:, :, -1:]
-    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    visible = torch.zeros(tokens, tokens, dtype=torch.bool)
     for begin, length, prefix, of_prefix in segments.tolist():
         own = slice(begin, begin + length)
-        seen[own, own] = torch.ones(length, length, dtype=torch.bool).tril()
-        seen[own, prefix : prefix + of_prefix] = True
+        visible[own, own] = torch.ones(length, length, dtype=torch.bool).tril()
+        visible[own, prefix : prefix + of_prefix] = True
     scores = torch.einsum("ighd,jgkd->ghij", query, key) * scale
-    return torch.einsum("ghij,jgkd->ighd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).flatten(1)
+    return torch.einsum("ghij,jgkd->ighd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value).flatten(1)
 
 
 def inputs(tokens: int, kv_heads: int, heads: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -69,10 +69,10 @@ def test_result_and_gradient(stream, kv_heads, heads, dim):
     qkv, angle = inputs(tokens, kv_heads, heads, dim, seed=tokens)
     narrow, wide = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
     up = torch.randn(tokens, kv_heads * heads * dim, generator=torch.Generator().manual_seed(1))
-    got = ops.attend(narrow.clone(), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
+    result = ops.attend(narrow.clone(), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
     expected = brute_force(wide, angle, segments, dim**-0.5)
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=3e-6)
-    (mine,), (right,) = torch.autograd.grad(got, narrow, up), torch.autograd.grad(expected, wide, up.double())
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=3e-6)
+    (mine,), (right,) = torch.autograd.grad(result, narrow, up), torch.autograd.grad(expected, wide, up.double())
     torch.testing.assert_close(mine.double(), right, rtol=0, atol=3e-6 * max(1.0, float(right.abs().max())))
 
 
@@ -98,12 +98,12 @@ def test_gradient_reaches_the_projection(normed, bias, dim):
     else:
         projected, _ = ops.linear(narrow[0], narrow[1], offset)
         rows = wide[0]
-    got = ops.attend(projected.view(9, 2, 4, dim), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
+    result = ops.attend(projected.view(9, 2, 4, dim), angle.cos().float(), angle.sin().float(), segments, dim**-0.5)
     qkv = torch.nn.functional.linear(rows, wide[1], offset.double() if bias else None).view(9, 2, 4, dim)
     expected = brute_force(qkv, angle, segments, dim**-0.5)
 
     used = slice(3 if normed else 2)
-    mine = torch.autograd.grad(got, narrow[used], up)
+    mine = torch.autograd.grad(result, narrow[used], up)
     right = torch.autograd.grad(expected, wide[used], up.double())
     for a, b in zip(mine, right, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))
@@ -116,9 +116,9 @@ def test_large_scores():
     qkv[:, :, :2] *= 100
     still = torch.zeros(603, 8)
     expected = brute_force(qkv.double(), still.double(), segments, 1.0)
-    got = ops.attend(qkv, still.cos(), still, segments, 1.0)
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-2)  # scores of 1e5 are rounded to 1e-2
-    assert got[0].equal(qkv[0, 0, 2])
+    result = ops.attend(qkv, still.cos(), still, segments, 1.0)
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-2)  # scores of 1e5 are rounded to 1e-2
+    assert result[0].equal(qkv[0, 0, 2])
 
 
 def test_backward_of_an_overwritten_input_fails():

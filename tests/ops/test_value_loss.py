@@ -20,9 +20,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_a_loop_over_floats(name, dtype, op):
-    got = CASES[name].call(op, dtype, upstream=-2.5)
-    assert got[0].loss.dtype == got[1].dtype == dtype
-    assert_agree(got, CASES[name], -2.5, TOLERANCE[dtype])
+    result = CASES[name].call(op, dtype, upstream=-2.5)
+    assert result[0].loss.dtype == result[1].dtype == dtype
+    assert_agree(result, CASES[name], -2.5, TOLERANCE[dtype])
 
 
 def test_gradient_at_the_clip_bound_and_at_ties():
@@ -65,9 +65,9 @@ def test_explained_variance_merges_over_parts(parts):
     case = make(9000, masked=0.0, offset=50.0)
     fields = (case.values, case.old_values, case.returns, case.weights)
     losses = [value_loss(*x, case.clip) for x in zip(*(f.split(9000 // parts) for f in fields), strict=True)]
-    got = explained_variance(merge([f.returns for f in losses]), merge([f.residuals for f in losses]))
+    merged = explained_variance(merge([f.returns for f in losses]), merge([f.residuals for f in losses]))
     residuals = case.returns - case.values
-    assert got == pytest.approx(1 - residuals.var().item() / case.returns.var().item(), rel=1e-12)
+    assert merged == pytest.approx(1 - residuals.var().item() / case.returns.var().item(), rel=1e-12)
 
 
 X = torch.zeros(5)

@@ -99,9 +99,9 @@ CASES = {
 }
 
 
-def assert_agree(got: tuple[Any, Tensor], case: Case, upstream: float, tolerance: float) -> None:
+def assert_agree(returned: tuple[Any, Tensor], case: Case, upstream: float, tolerance: float) -> None:
     """Compare with by_hand; the error of gradients is relative to the largest one."""
-    result, gradient = got
+    result, gradient = returned
     expected = by_hand(case)
     wanted = upstream * torch.tensor(expected.gradient, dtype=torch.float64)
     scale = float(wanted.abs().max()) if len(wanted) else 0.0

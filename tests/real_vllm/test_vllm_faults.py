@@ -77,9 +77,9 @@ def test_fault_in_generate(which, number, hurt, monkeypatch, capfd):
 
     monkeypatch.setattr(engine, "_ask", ask_and_hurt)
     with nothing_left_of(engine):
-        found = draw(engine, 512)
+        rollouts = draw(engine, 512)
         assert engine.supervisor.pid != first
-    assert tokens(found) == expected
+    assert tokens(rollouts) == expected
     errors = capfd.readouterr().err
     assert f"restarting it with the weights of version {engine.version}" in errors
     assert "silent for" in errors if number == signal.SIGSTOP else "ended (" in errors
@@ -105,10 +105,10 @@ def test_fault_in_weight_sync(which, point, number, hurt, monkeypatch):
     with nothing_left_of(engine):
         engine.update_weights(model.stream(), version)
         assert engine.supervisor.pid != first
-    found = draw(engine, 512)
-    assert {r.finish for r in found} == {"stop", "length"}
-    assert all(r.spans == ((version, len(r.token_ids)),) for r in found)
-    assert model.gap(found[:64]) < 1e-4
+    rollouts = draw(engine, 512)
+    assert {r.finish for r in rollouts} == {"stop", "length"}
+    assert all(r.spans == ((version, len(r.token_ids)),) for r in rollouts)
+    assert model.gap(rollouts[:64]) < 1e-4
 
 
 @pytest.mark.parametrize("end", ["closed", "deserted"])
@@ -117,14 +117,14 @@ def test_engine_leaves_nothing_behind_and_listens_only_on_loopback(end, model, s
     engine = start(model)
     engine.update_weights(model.stream(), 0)
     draw(engine)
-    found = processes_of(engine)
-    listening = {c.laddr.ip for p in found for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    processes = processes_of(engine)
+    listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1"}
     with nothing_left_of(engine):
         if end == "deserted":
             engine.supervisor._closing.set()  # so that it does not restart the engine
             engine.supervisor._process._process.stdin.close()
-            psutil.wait_procs(found[:1], timeout=20)
+            psutil.wait_procs(processes[:1], timeout=20)
         else:
             engine.close()
     assert not engine.folder.exists()

@@ -81,13 +81,13 @@ def test_cancelled_rollouts_keep_their_tokens(model, shared):
             return self.ended.is_set()
 
     # More rollouts than vLLM computes together, so that some are in flight when it receives the cancellation.
-    found = draw(shared, 2048, key=3, callbacks=Impatient(), sampling=replace(SAMPLING, max_tokens=60))
-    cut = [r for r in found if r.finish == "cut"]
+    rollouts = draw(shared, 2048, key=3, callbacks=Impatient(), sampling=replace(SAMPLING, max_tokens=60))
+    cut = [r for r in rollouts if r.finish == "cut"]
     begun = [r for r in cut if len(r.token_ids)]
     assert begun
     assert model.gap(begun) < 1e-4
     (ended,) = shared.generate([Request(PROMPT, 3, 2048, 0, tuple(cut))], replace(SAMPLING, max_tokens=60))
-    assert all(torch.equal(ended[r.index].token_ids[: len(r.token_ids)], r.token_ids) for r in found)
+    assert all(torch.equal(ended[r.index].token_ids[: len(r.token_ids)], r.token_ids) for r in rollouts)
     assert all(r.finish in ("stop", "length") for r in ended)
 
 
@@ -105,10 +105,10 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(start, t
     decode = lambda ids: "".join(chr(0x4E00 + int(i)) for i in ids)  # noqa: E731
     engine = start(model, options={"stop_strings": strings, "max_rows": 64}, decode=decode)
     engine.update_weights(model.stream(), 0)
-    found = draw(engine, 128, sampling=replace(SAMPLING, stop_strings=strings))
-    assert model.gap(found) < 1e-4
+    rollouts = draw(engine, 128, sampling=replace(SAMPLING, stop_strings=strings))
+    assert model.gap(rollouts) < 1e-4
     stopped = 0
-    for ids in tokens(found):
+    for ids in tokens(rollouts):
         places = [i + len(end) for end in ends for i in range(len(ids)) if ids[i : i + len(end)] == end]
         places += [i + 1 for i, token in enumerate(ids) if token == 2]
         assert len(ids) == min([*places, 24])
@@ -123,13 +123,13 @@ def test_turns_continue_from_their_prefix_in_any_batch(model, start):
     engine = TurnEngine(inner, Pool(), EnvironmentConfig(factory="e:E", max_turns=4), text_of, tokens_of)
     ask = Request(replace(PROMPT, verifier="environment"), 11, 32)
     sampling = replace(SAMPLING, max_tokens=48, stop_ids=stops)
-    (found,) = engine.generate([ask], sampling)
+    (rollouts,) = engine.generate([ask], sampling)
     second, first = engine.generate([replace(ask, n=20, first=12), replace(ask, n=12)], sampling)
-    assert [facts(r) for r in first + second] == [facts(r) for r in found]
-    for rollout in found:
+    assert [facts(r) for r in first + second] == [facts(r) for r in rollouts]
+    for rollout in rollouts:
         expected = model.logits(rollout).log_softmax(-1).gather(-1, rollout.token_ids[:, None])[:, 0]
         torch.testing.assert_close(rollout.log_probs, expected * rollout.episode.sampled, atol=1e-4, rtol=0)
         _, *parts = [ids.tolist() for _, ids in rollout.parts()]
         for turn, observation in zip(parts[::2], parts[1::2], strict=False):
             assert observation == tokens_of(answer(text_of(turn[:-1]), False).messages)
-    assert {r.episode.turns for r in found} >= {1, 2, 3}
+    assert {r.episode.turns for r in rollouts} >= {1, 2, 3}

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
         forks.main_without_plots(arguments)
     finally:
         if faults and "log" in settings:
-            Path(settings["log"]).write_text(json.dumps(faults.seen))
+            Path(settings["log"]).write_text(json.dumps(faults.counts))
 
 
 class Faults:
@@ -55,7 +55,7 @@ class Faults:
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.hit = False
-        self.seen: collections.Counter[str] = collections.Counter()
+        self.counts: collections.Counter[str] = collections.Counter()
         for owner, name in (*_CALLS, (shutil, "rmtree")):
             setattr(owner, name, self._wrapped(getattr(owner, name)))
         builtins.open = io.open = self._wrapped_open(io.open)
@@ -66,14 +66,14 @@ class Faults:
         fault = self.settings.get("fault")
         where = f"{place}: {kind}"
         with self.lock:
-            self.seen[where] += 1
-            due = where == self.settings.get("where") and self.seen[where] == self.settings["at"]
+            self.counts[where] += 1
+            due = where == self.settings.get("where") and self.counts[where] == self.settings["at"]
             again = self.hit and self.settings.get("lasting") and kind in DISK.get(str(fault), ())
             self.hit = self.hit or due
         if not due and not again:
             return
         if due:
-            print(f"torture: {fault}, {where}, time {self.seen[where]}", file=sys.stderr, flush=True)
+            print(f"torture: {fault}, {where}, time {self.counts[where]}", file=sys.stderr, flush=True)
             half()
         if fault == KILL:
             os.kill(self.pid, signal.SIGKILL)

@@ -154,9 +154,9 @@ def test_spoiled_checkpoints(model, tmp_path, place, value, spoil):
     def resume() -> None:
         (step / folders.MANIFEST).unlink(missing_ok=True)
         folders.write_manifest(step)
-        found = checkpoint.find(step.parent)
-        assert found
-        check_fingerprint(read_state(found).fingerprint, now, found)
+        saved = checkpoint.find(step.parent)
+        assert saved
+        check_fingerprint(read_state(saved).fingerprint, now, saved)
 
     (step / checkpoint.RUN).write_text(json.dumps(run))
     assert accepted(resume)

@@ -98,9 +98,9 @@ def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
         assert part in done.stderr
 
 
-@pytest.mark.parametrize("found", [{"REACHED": "up", "OWN": "cuda"}, {"OWN": "cpu"}], ids=["index", "pip's own"])
-def test_without_cuda_the_cpu_build_is_installed_without_kernels(install, found):
-    done, log = install(**found)
+@pytest.mark.parametrize("machine", [{"REACHED": "up", "OWN": "cuda"}, {"OWN": "cpu"}], ids=["index", "pip's own"])
+def test_without_cuda_the_cpu_build_is_installed_without_kernels(install, machine):
+    done, log = install(**machine)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert brought(log) == ["2.13.0+cpu"]
@@ -186,9 +186,9 @@ def test_a_missing_part_of_the_toolkit_is_named(toolkit, tmp_path, lost):
 
 
 def test_cublas_from_pip_completes_a_toolkit_of_cuda_13(toolkit, tmp_path):
-    for lost, found in (("include/cublas_v2.h", "include/cublas_v2.h"), ("lib64/libcublas.so", "lib/libcublas.so.13")):
+    for lost, added in (("include/cublas_v2.h", "include/cublas_v2.h"), ("lib64/libcublas.so", "lib/libcublas.so.13")):
         (toolkit / lost).unlink()
-        wheel = tmp_path / "nvidia" / "cu13" / found
+        wheel = tmp_path / "nvidia" / "cu13" / added
         wheel.parent.mkdir(parents=True, exist_ok=True)
         wheel.touch()
     done = setup(tmp_path, fake_torch("13.0"), CUDA_HOME=str(toolkit))
@@ -219,10 +219,10 @@ def test_a_build_uses_the_torch_of_the_environment_or_requires_one(tmp_path, mon
 
     # setup.py finds it after the packages of the build environment.
     monkeypatch.setattr(sys, "path", ["own"])
-    seen: list[str] = []
-    monkeypatch.setattr(build_backend.build_meta, "build_wheel", lambda folder: seen.extend(sys.path) or folder)
+    searched: list[str] = []
+    monkeypatch.setattr(build_backend.build_meta, "build_wheel", lambda folder: searched.extend(sys.path) or folder)
     assert build_backend.build_wheel("dist") == "dist"
-    assert seen == ["own", *([str(tmp_path)] if installed else [])]
+    assert searched == ["own", *([str(tmp_path)] if installed else [])]
 
 
 def test_pip_and_make_install_the_same_torch():

@@ -54,7 +54,7 @@ def test_a_step_without_recorded_rollouts_has_an_empty_table(tmp_path):
 def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
     """A run that resumes at step 4 drops the steps from 4 on and the evaluations after more than 4 steps."""
     folder = tmp_path / "rollouts"
-    rollout_log.prepare_folder(folder, None)
+    rollout_log.prepare_folder(folder, resume_step=None)
     for number in range(7):
         for kind in ("step", "evaluation"):
             rollout_log.write_groups(folder, LogEntry(kind, number), groups(0))
@@ -68,7 +68,7 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
     # A new run renames the folder and removes only the incomplete file of a killed process.
     (folder / ".step_000003.groups.parquet.writing").write_bytes(b"half")
     for aside in ("rollouts.1", "rollouts.2"):
-        rollout_log.prepare_folder(folder, None)
+        rollout_log.prepare_folder(folder, resume_step=None)
         assert list(folder.iterdir()) == []
         assert (tmp_path / aside).is_dir()
     assert rollout_log.entries(tmp_path / "rollouts.1") == there
@@ -76,25 +76,25 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
 
 
 def test_unreadable_files_are_errors_of_one_line(tmp_path):
-    def told(of) -> str:
+    def error(of) -> str:
         with pytest.raises(UserError) as e:
             of()
         assert "\n" not in str(e.value)
         return str(e.value)
 
-    assert "holds no recorded rollouts; give the run.dir" in told(lambda: rollout_log.entries(tmp_path / "nowhere"))
+    assert "holds no recorded rollouts; give the run.dir" in error(lambda: rollout_log.entries(tmp_path / "nowhere"))
     rollout_log.write_groups(tmp_path, STEP, groups(1))
     path = tmp_path / "step_000003.groups.parquet"
     whole = path.read_bytes()
     for damaged in (b"", b"text", whole[:-30], b"\0" * len(whole)):
         path.write_bytes(damaged)
-        assert told(lambda: rollout_log.read_groups(tmp_path, STEP)).startswith(f"{path}: not a readable Parquet file")
+        assert error(lambda: rollout_log.read_groups(tmp_path, STEP)).startswith(f"{path}: not a readable Parquet file")
     rollout_log.write_rollouts(tmp_path, STEP, 0, groups(1))
-    assert "step_000003.rollouts.00000.parquet: has other columns" in told(
+    assert "step_000003.rollouts.00000.parquet: has other columns" in error(
         lambda: rollout_log.read_rollouts(tmp_path, STEP)
     )
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in told(lambda: rollout_log.prepare_folder(tmp_path / "file" / "rollouts", 0))
+    assert "cannot be written" in error(lambda: rollout_log.prepare_folder(tmp_path / "file" / "rollouts", 0))
 
 
 def test_control_characters_of_a_response_are_replaced():

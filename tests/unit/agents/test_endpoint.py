@@ -42,9 +42,9 @@ def endpoint(tmp_path):
 
 @contextlib.contextmanager
 def opened(folder, texts, template=TEMPLATE, answers=True, most=50, **options):
-    sampling = Sampling(1.0, 1.0, 0, most, (1,))
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=most, stop_ids=(1,))
     options = {"max_calls": 9, "room": 400, **options}
-    engine = agent_engine(make_hf(folder / "hf", chat_template=template), None, sampling=sampling, **options)
+    engine = agent_engine(make_hf(folder / "hf", chat_template=template), inner=None, sampling=sampling, **options)
     tokenizer = load_tokenizer(folder / "hf")
     texts = list(texts)
     submitted = SimpleQueue()
@@ -254,29 +254,3 @@ def test_history(endpoint, history, thought, sequences):
     expected = f"<|user|>hello</s>\n<|assistant|>\n{kept}one</s>\n<|user|>more</s>\n<|assistant|>\n"
     assert client.tokenizer.decode_all(response.brorl["prompt_token_ids"]) == expected
     assert len(client.sequences.rows()) == sequences
-
-
-def test_smolagents(endpoint):
-    """An agent of a framework calls a tool and gives an answer."""
-    smolagents = pytest.importorskip("smolagents")
-    answer = '<tool_call>{"name": "final_answer", "arguments": {"answer": "rainy"}}</tool_call>'
-    client = endpoint(CALL, answer, room=10000)
-    asked = []
-
-    @smolagents.tool
-    def weather(city: str, days: int) -> str:
-        """Return the weather.
-
-        Args:
-            city: name of the city
-            days: number of days
-        """
-        asked.append((city, days))
-        return "rain"
-
-    policy = smolagents.OpenAIServerModel("policy", client.server.url, api_key="key", tool_choice="auto")
-    agent = smolagents.ToolCallingAgent([weather], policy, verbosity_level=0)
-    assert agent.run("How is the weather in Oslo?") == "rainy"
-    assert asked == [("Oslo", 2)]
-    # smolagents writes calls into the conversation as text.
-    assert [len(row) for row in client.sequences.rows()] == [1, 1]

@@ -60,8 +60,8 @@ def test_equal_shares_have_the_interval_of_clopper_and_pearson(n):
 def test_equal_values_have_room_for_others_in_their_interval(n, value, bounds):
     """At either end, prompts have the value n times with probability 0.025."""
     interval = bootstrap_mean([value] * n, resamples=10, seed=0, bounds=bounds)
-    seen = 0.025 ** (1 / n)  # the share of prompts with the value
-    ends = [seen * value + (1 - seen) * bound for bound in bounds]
+    share = 0.025 ** (1 / n)  # the share of prompts with the value
+    ends = [share * value + (1 - share) * bound for bound in bounds]
     assert (interval.mean, interval.low, interval.high) == pytest.approx((value, *ends))
 
 

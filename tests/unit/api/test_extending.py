@@ -87,18 +87,18 @@ def test_the_model_family(processes, tmp_path, monkeypatch):
     monkeypatch.setitem(shapes._BY_NAME, family.name, family)
     made = tiny.Family(MistralConfig, MistralForCausalLM, {"sliding_window": None})
     monkeypatch.setitem(tiny.FAMILIES, "mistral", made)
-    model = tiny.make_model(tmp_path, "mistral", False)
+    model = tiny.make_model(tmp_path, "mistral", tied=False)
     shape = shapes.read_shape(tmp_path)
     worker = Worker(shape, processes, StageOptions(200, backend("fused", CPU)))
     worker.load_hf(tmp_path)
     engine = TorchEngine(shape, hf_shapes(shape), CPU, torch.float32, 8, backend("fused", CPU).sample_tokens)
     engine.update_weights(worker.hf_tensors(), 0)
     request = Request(Prompt("p", "", (5, 6, 7), None, "exact"), 11, 4)
-    (group,) = engine.generate([request], Sampling(0.9, 1.0, 0, 12, (2,)))
+    (group,) = engine.generate([request], Sampling(temperature=0.9, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(2,)))
     responses = [rollout.token_ids for rollout in group]
     scored = worker.log_probs([torch.tensor([5, 6, 7])] * 4, responses, 0.9)
     for rollout, of_actor in zip(group, scored, strict=True):
-        expected = by_transformers(model, [5, 6, 7], rollout.token_ids, 0.9)
+        expected = tiny.log_probs(model, [5, 6, 7], rollout.token_ids, 0.9)
         torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(of_actor, expected, atol=1e-4, rtol=0)
 
@@ -106,12 +106,6 @@ def test_the_model_family(processes, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "sliding_window"}))
     with pytest.raises(UserError, match="sliding_window = 4096 is not supported: only full attention"):
         shapes.read_shape(tmp_path)
-
-
-def by_transformers(model, prompt, response, temperature):
-    with torch.no_grad():
-        logits = model(torch.cat((torch.tensor(prompt), response))[None]).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
 
 
 def test_the_engine(model, tmp_path):
@@ -131,10 +125,10 @@ def test_the_engine(model, tmp_path):
         ask(leader, Message("finish", {"version": 0}))
         engine.update_weights([], 0)
         requests = [Request(Prompt("p", "", (5, 6), None, "exact"), 7, 4)]
-        sampling = Sampling(0.8, 1.0, 0, 12, (2,))
+        sampling = Sampling(temperature=0.8, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(2,))
         (group,), (again,) = engine.generate(requests, sampling), engine.generate(requests, sampling)
         for rollout, same in zip(group, again, strict=True):
             assert rollout.token_ids.tolist() == same.token_ids.tolist()
-            expected = by_transformers(of_transformers, [5, 6], rollout.token_ids, 0.8)
+            expected = tiny.log_probs(of_transformers, [5, 6], rollout.token_ids, 0.8)
             torch.testing.assert_close(rollout.log_probs, expected, atol=1e-4, rtol=0)
         assert len({tuple(r.token_ids.tolist()) for r in group}) > 1

@@ -28,7 +28,7 @@ from megatron_brorl.tracking import run_info
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("face")
-    made = tiny.make_model(directory, "qwen2", True, vocab_size=300, bos_token_id=0, eos_token_id=1)
+    made = tiny.make_model(directory, "qwen2", tied=True, vocab_size=300, bos_token_id=0, eos_token_id=1)
     make_hf(directory, chat_template=CHAT)
     return directory, made
 
@@ -63,9 +63,7 @@ def test_log_probs_are_those_of_transformers(model):
     for text, rows in zip(texts, samples, strict=True):
         prompt = reader(text, add_special_tokens=False)["input_ids"]
         for row in rows:
-            with torch.no_grad():
-                logits = made(torch.tensor([[*prompt, *row.token_ids]])).logits[0, len(prompt) - 1 : -1]
-            expected = logits.log_softmax(-1)[range(len(row.token_ids)), list(row.token_ids)]
+            expected = tiny.log_probs(made, prompt, row.token_ids)
             torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=1e-4, rtol=1e-4)
             ended = row.token_ids[-1] == 1
             assert row.finish == ("stop" if ended else "length")
@@ -151,7 +149,9 @@ def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys
 
     data = replace(data, train=(str(tmp_path / "rows.jsonl"),))
     rollout = RolloutConfig(temperature=1e-6, max_tokens=5, stop_strings=(stop,))
-    run_info.write(tmp_path, asdict(Config(data=data, rollout=rollout)), None, "", 1, "")
+    run_info.write(
+        tmp_path, asdict(Config(data=data, rollout=rollout)), resume_step=None, command="", ranks=1, device=""
+    )
     tokenizer = load_tokenizer(tmp_path / "model", datetime.date(1999, 12, 31))
     [row] = load_sources(data, tokenizer, 200, seed=0).train.prompts(0, 1)
     assert list(row.token_ids) == expected
@@ -181,7 +181,7 @@ def test_a_run_is_sampled_as_it_was_trained(model, tmp_path, monkeypatch, capsys
     ],
 )
 def test_runs_that_cannot_be_sampled(tmp_path, capsys, config, message):
-    run_info.write(tmp_path, asdict(config) if config else {}, None, "", 1, "")
+    run_info.write(tmp_path, asdict(config) if config else {}, resume_step=None, command="", ranks=1, device="")
     assert message in error_line(capsys, "generate", tmp_path, "1")
 
 

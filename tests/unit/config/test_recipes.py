@@ -116,24 +116,13 @@ def test_recipes_agree_on_the_length_of_responses():
     assert unlike <= {"max_tokens", "refills", "n", "prompts"}  # keys without effect in an evaluation
 
 
-ALL_WEIGHTS = ("lora.rank=0", "optim.lr=1e-6")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        # Adapters of 18,464,768 parameters, as PEFT counts them.
-        ((), {"weights": 3_087_428_608, "adapters": 36_929_536, "optimizer": 221_577_216, "gradients": 73_859_072}),
-        (ALL_WEIGHTS, {"weights": 3_087_428_608, "optimizer": 18_524_571_648, "gradients": 6_174_857_216}),
-    ],
-)
-def test_one_gpu_fits_80_gb_with_lora_and_with_all_weights(overrides, expected):
-    """Check the states of the 1,543,714,304 published parameters, and 1,024 responses of full length at a time."""
+@pytest.mark.parametrize("overrides", [(), ("lora.rank=0", "optim.lr=1e-6")], ids=["LoRA", "all weights"])
+def test_one_gpu_of_80_gb_has_room_for_1024_responses(overrides):
+    """The responses have the full length. test_memory_plan.py counts the bytes of this model."""
     config = load(ROOT / "examples" / "one_gpu.toml", overrides)
     sizes = {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "context": 32768}
     gpu = 79 * 2**30
     plan = plan_run(config, parse_shape(qwen2_config(**sizes), "test"), Machines(1, 1, gpu, here=False))[0]
-    assert {name: x for name, x in plan.training.items() if "(estimate)" not in name} == expected
     assert plan.rows(gpu) >= config.rollout.max_num_seqs == 1024
 
 

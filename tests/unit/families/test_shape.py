@@ -162,8 +162,8 @@ def test_shape_equals_what_transformers_resolves(tmp_path, kind, name):
         embedding = LlamaRotaryEmbedding(resolved)  # the same in Qwen2 and Qwen3
         pairs = [(shape, embedding.inv_freq, embedding.attention_scaling)]
     for rotated, inv_freq, scale in pairs:
-        got, factor = inverse_frequencies(rotated)
-        torch.testing.assert_close(got, inv_freq, rtol=1e-6, atol=0)
+        frequencies, factor = inverse_frequencies(rotated)
+        torch.testing.assert_close(frequencies, inv_freq, rtol=1e-6, atol=0)
         assert factor == pytest.approx(scale, rel=1e-12)
 
 
@@ -229,7 +229,7 @@ def test_a_scaling_without_one_of_its_keys_is_refused(tmp_path):
 
 def test_attention_bias_of_qwen2_is_ignored(tmp_path):
     """transformers' Qwen2 always has biases for queries, keys and values, and never one for the output."""
-    tiny.make_model(tmp_path, "qwen2", True)
+    tiny.make_model(tmp_path, "qwen2", tied=True)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert parse_shape(raw | {"attention_bias": False}, "") == parse_shape(raw | {"attention_bias": True}, "")
     assert parse_shape(raw, "").qkv_bias
@@ -250,7 +250,7 @@ def test_missing_directory_and_broken_json(tmp_path):
 def test_an_adapter_is_refused_with_the_way_to_merge_it(tmp_path):
     """The directory is written by PEFT. Its instructions give a model that is read."""
     base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
-    tiny.make_model(base, "qwen2", False)
+    tiny.make_model(base, "qwen2", tied=False)
     model = AutoModelForCausalLM.from_pretrained(base)
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
     peft.AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)

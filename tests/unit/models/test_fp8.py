@@ -39,9 +39,9 @@ def shape(**changes: int) -> ModelShape:
     ],
 )
 def test_devices_and_versions(recipe, capability, cuda, te, message):
-    found = fp8.problem(Fp8Config(recipe=recipe), shape(), 1, capability, cuda, te)
-    assert message in found
-    assert bool(message) == bool(found)
+    problem = fp8.problem(Fp8Config(recipe=recipe), shape(), 1, capability, cuda, te)
+    assert message in problem
+    assert bool(message) == bool(problem)
 
 
 def test_every_shard_must_be_aligned():

@@ -35,7 +35,7 @@ def set_tied(directory: Path, tied: bool) -> None:
 @pytest.fixture
 def another(tmp_path):
     """Return a directory whose head differs from its embedding."""
-    tiny.make_model(tmp_path / "hf", "qwen2", True)
+    tiny.make_model(tmp_path / "hf", "qwen2", tied=True)
     embedding = tiny.weights(tmp_path / "hf")[EMBEDDING]
     store(tmp_path / "hf", embedding, torch.randn(embedding.shape, generator=torch.Generator().manual_seed(1)))
     return tmp_path / "hf"
@@ -61,15 +61,15 @@ def test_a_different_head_is_refused_and_untying_gives_transformers_logits(anoth
     assert torch.equal(model.lm_head.weight, tiny.weights(another)[HEAD])
     assert torch.equal(model.model.embed_tokens.weight, tiny.weights(another)[EMBEDDING])
     expected = conversion.logits(another, read_shape(another))
-    set_tied(another, False)
+    set_tied(another, tied=False)
     to_megatron(another, another.parent / "megatron", 1, 1)
-    found = conversion.logits(another.parent / "megatron", read_shape(another))
-    assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+    logits = conversion.logits(another.parent / "megatron", read_shape(another))
+    assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["bit for bit", "equal values in another type"])
 def test_an_equal_head_is_accepted(tmp_path, processes, narrow):
-    tiny.make_model(tmp_path / "hf", "llama", True)
+    tiny.make_model(tmp_path / "hf", "llama", tied=True)
     embedding = tiny.weights(tmp_path / "hf")[EMBEDDING].bfloat16()
     store(tmp_path / "hf", embedding.float(), embedding if narrow else embedding.float())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -88,7 +88,7 @@ def test_a_head_of_another_shape_is_named(another, processes):
 
 
 def test_a_critic_ignores_the_head_of_an_untied_model(another, processes):
-    set_tied(another, False)
+    set_tied(another, tied=False)
     shape = read_shape(another)
     built = build_critic(shape, processes, torch.float32, backend("fused", torch.device("cpu")))
     own = ["output_layer.weight"]

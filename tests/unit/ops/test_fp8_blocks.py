@@ -18,12 +18,12 @@ def test_the_largest_of_a_block_is_448_and_errors_are_half_a_unit(n, k):
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
             block = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
-            found = float(scale[i, j])
-            assert found == pytest.approx(float(x[block].abs().max()) / 448, rel=1e-6)
+            block_scale = float(scale[i, j])
+            assert block_scale == pytest.approx(float(x[block].abs().max()) / 448, rel=1e-6)
             assert float(values[block].float().abs().max()) == 448
             # Half a unit in the last of four bits, or half the smallest subnormal.
             error = (back[block].double() - x[block].double()).abs()
-            assert bool((error <= x[block].double().abs() / 16 * (1 + 1e-6) + 2.0**-10 * found).all())
+            assert bool((error <= x[block].double().abs() / 16 * (1 + 1e-6) + 2.0**-10 * block_scale).all())
 
 
 def test_blocks_of_zeros_and_of_nan():

@@ -11,12 +11,12 @@ from megatron_brorl.ops.philox import philox, stream_key, uniforms
 def test_known_answers():
     """Compare with the known answers of Random123 (kat_vectors) for philox4x32-10."""
     zero = torch.zeros(1, dtype=torch.int64)
-    got = [int(x) for x in philox(zero, (zero, zero, zero, zero))]
-    assert got == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    words = [int(x) for x in philox(zero, (zero, zero, zero, zero))]
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     key = 0xA4093822 | (0x299F31D0 << 32)
     counter = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
-    got = [int(x) for x in philox(torch.tensor([key]), tuple(torch.tensor([c]) for c in counter))]
-    assert got == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    words = [int(x) for x in philox(torch.tensor([key]), tuple(torch.tensor([c]) for c in counter))]
+    assert words == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
 def test_streams_are_distinct_and_uniform():

@@ -51,7 +51,7 @@ def test_attention_against_counted_operations(family, kv_heads):
 def test_a_row_with_its_own_prompt_costs_its_tokens_and_pairs():
     prompts = ints(0, 10, 700, 3)
     responses = ints(1, 90, 300, 997)
-    costs, setups = CostModel(1e-3, WHOLE, False).rows(prompts, responses, ints(0, 0, 1, 2))
+    costs, setups = CostModel(pair=1e-3, limit=WHOLE, share=False).rows(prompts, responses, ints(0, 0, 1, 2))
     assert not setups.any()
     totals = (prompts + responses).tolist()
     # Each token attends to itself and the tokens before it, which is half a pair more than the integral.
@@ -67,7 +67,7 @@ def test_costs_of_shared_prompts_are_the_tokens_of_packed_streams(limit):
     texts = [torch.randint(0, 99, (n,), generator=g) for n in (600, 400, 900)]
     families = np.arange(120) % 3
     prompts = ints(*(len(texts[f]) for f in families))
-    costs, setups = CostModel(0.0, limit, True).rows(prompts, ints(*lengths), families)
+    costs, setups = CostModel(pair=0.0, limit=limit, share=True).rows(prompts, ints(*lengths), families)
     assert setups.tolist() == prompts.tolist()
     (load,) = loads_of(1, np.zeros(120, dtype=np.int64), costs, families, setups)
     responses = [torch.zeros(n, dtype=torch.int64) for n in lengths]
@@ -79,16 +79,16 @@ def test_a_prompt_that_is_not_worth_sharing_is_not_shared():
     prompts = ints(5, 5, 5)
     responses = ints(900, 800, 1000)
     families = ints(0, 0, 0)
-    assert not CostModel(0.0, WHOLE, True).rows(prompts, responses, families)[1].any()
-    assert CostModel(0.0, WHOLE, True).rows(prompts * 100, responses, families)[1].all()
+    assert not CostModel(pair=0.0, limit=WHOLE, share=True).rows(prompts, responses, families)[1].any()
+    assert CostModel(pair=0.0, limit=WHOLE, share=True).rows(prompts * 100, responses, families)[1].all()
 
 
 def best_by_search(costs, parts, families, setups):
-    found = [
+    largest_loads = [
         loads_of(parts, np.array(chosen), costs, families, setups).max()
         for chosen in product(range(parts), repeat=len(costs))
     ]
-    return min(found)
+    return min(largest_loads)
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -97,17 +97,17 @@ def test_assignments_are_within_grahams_bound(parts):
     for seed in range(30):
         costs = np.random.default_rng(seed).integers(1, 50, 7)
         none = np.zeros_like(costs)
-        got = assign(costs, parts)
-        assert set(got) <= set(range(parts))
+        part_of = assign(costs, parts)
+        assert set(part_of) <= set(range(parts))
         best = best_by_search(costs, parts, none, none)
-        assert np.bincount(got, weights=costs).max() <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
+        assert np.bincount(part_of, weights=costs).max() <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
 
 
 def test_siblings_of_long_prompts_stay_together():
     families = np.repeat(np.arange(4), 8)
-    got = assign(np.full(32, 10), 4, families, np.full(32, 1000))
-    assert [len(set(got[families == f])) for f in range(4)] == [1, 1, 1, 1]
-    assert len(set(got)) == 4
+    part_of = assign(np.full(32, 10), 4, families, np.full(32, 1000))
+    assert [len(set(part_of[families == f])) for f in range(4)] == [1, 1, 1, 1]
+    assert len(set(part_of)) == 4
 
 
 def test_many_rows_balance_within_a_thousandth():

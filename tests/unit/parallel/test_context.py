@@ -33,9 +33,9 @@ def test_each_rank_has_one_chunk_of_either_half(size):
     places = [(p, n) for n in segment_lengths(packed.groups) for p in range(n)]
     assert len(places) == len(packed.input_ids)
     for rank in range(size):
-        found = own_tokens(packed.groups, rank, size).tolist()
-        assert found == [i for i, (p, n) in enumerate(places) if expected_owner(p, n, size) == rank]
-        assert len(found) == len(packed.input_ids) // size
+        tokens = own_tokens(packed.groups, rank, size).tolist()
+        assert tokens == [i for i, (p, n) in enumerate(places) if expected_owner(p, n, size) == rank]
+        assert len(tokens) == len(packed.input_ids) // size
 
 
 def test_a_rank_without_predictions_takes_part():

@@ -23,19 +23,19 @@ def made(monkeypatch):
     if dist.is_initialized():
         grids.leave()  # the grid of another test file
     own = dist.new_group
-    found = []
+    groups = []
 
     def new_group(ranks=None, timeout=None, backend=None, **_):
         ranks = list(range(dist.get_world_size())) if ranks is None else ranks
         if 0 in ranks:
-            found.append((ranks, backend, timeout))
+            groups.append((ranks, backend, timeout))
         return own(ranks, timeout=timeout) if 0 in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     def build(size, **parallel):
         monkeypatch.setenv("WORLD_SIZE", str(size))
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
         grids.build(ParallelConfig(timeout_s=TIMEOUT.total_seconds(), **parallel), phase_s=1800.0)
-        return found
+        return groups
 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(cpu_bridge, "on_gpu", lambda: True)

@@ -29,8 +29,8 @@ def elsewhere() -> tuple[str, str]:
 
 
 def listening() -> set[str]:
-    found = psutil.Process().net_connections("inet")
-    return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+    connections = psutil.Process().net_connections("inet")
+    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 @pytest.fixture

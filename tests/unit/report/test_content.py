@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from made_run import TASKS, make_run
 
+from megatron_brorl.algo.pass_at_k import pass_at_k
 from megatron_brorl.config.schema import Config, EvaluateConfig
 from megatron_brorl.report.content import (
     RecordedEvaluation,
@@ -79,18 +79,13 @@ def test_long_curves_are_means():
     assert set(means["values"]) == {"reward", "time/step"}  # x has no values.
 
 
-def brute_pass_at_k(n: int, right: int, k: int) -> float:
-    sets = list(combinations([True] * right + [False] * (n - right), k))
-    return sum(map(any, sets)) / len(sets)
-
-
 def test_pass_at_k_and_solved_and_lost_prompts(folder, run):
     before, after = (groups(folder, f"evaluation_00000{n}") for n in (0, 4))
     change = run["change"]
     assert (change["from"], change["to"], change["prompts"], change["samples"]) == (0, 4, 40, 4)
     assert [p["k"] for p in change["passes"]] == [1, 2, 4]
     for p in change["passes"]:
-        means = [sum(brute_pass_at_k(4, g["right"], p["k"]) for g in side) / 40 for side in (before, after)]
+        means = [sum(pass_at_k(4, g["right"], p["k"]) for g in side) / 40 for side in (before, after)]
         assert [p["before"], p["after"]] == pytest.approx(means)
         assert p["difference"]["mean"] == pytest.approx(means[1] - means[0])
         assert p["difference"]["low"] < p["difference"]["mean"] < p["difference"]["high"]
@@ -193,7 +188,9 @@ def test_partial_rewards_are_compared_too(tmp_path):
 def test_a_metric_that_fell_is_a_finding_with_the_answers_counted_in_the_files(tmp_path):
     folder = make_run(tmp_path, prompts=40, rights=([2] * 40, HALF))
     rows = [{"kept_share": 1.0, "entropy": entropy} for entropy in (0.75, 0.125)]
-    sentence = findings(Config(), rows, None, None, True, change_of_run(folder))["got worse"]
+    changed = change_of_run(folder)
+    sentences = findings(Config(), rows, before=None, after=None, weights_differ=True, changed=changed)
+    sentence = sentences["got worse"]
     ends = [sum(g["distinct"] for g in groups(folder, f"evaluation_00000{n}")) / 40 for n in (0, 4)]
     assert "fell from 100.0% to 50.0%, -50.0 points (95% interval " in sentence
     assert "distinct answers per prompt {:.1f} -> {:.1f}; entropy 0.75 -> 0.125".format(*ends) in sentence

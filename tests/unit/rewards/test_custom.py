@@ -24,9 +24,9 @@ def score(response: str, row: dict) -> float:
 def full(response, row):
     return {"reward": 0.5, "reason": f"{row['id']} {row['prompt']} {row['metadata']['n']}", "parts": {"a": 1}}
 
-def count(response, row, seen=[]):
-    seen.append(1)
-    return min(1.0, len(seen) / 4)
+def count(response, row, calls=[]):
+    calls.append(1)
+    return min(1.0, len(calls) / 4)
 
 full.pure = True
 number = 3

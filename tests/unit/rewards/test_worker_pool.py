@@ -235,15 +235,15 @@ def test_a_worker_that_cannot_start_is_a_user_error(monkeypatch):
 
 def test_an_in_process_function_scores_only_its_own_rows():
     def own(answer: str, row: VerifierRow) -> float:
-        seen.append((answer, row["id"]))
+        scored.append((answer, row["id"]))
         return 1 / len(answer)
 
-    seen: list[tuple[str, str]] = []
+    scored: list[tuple[str, str]] = []
     with RewardPool(1, 20.0, MAKE, function=own) as pool:
         scores = pool.score([*ask(IN_PROCESS, "ab", "", "ab", None), *ask("echo", "0.25")])
         pool.cancel()
         assert pool.score(ask(IN_PROCESS, "abcd")) == [ScoreResult(0.25, "ok")]
     assert [v.status for v in scores] == ["ok", "error", "ok", "no_answer", "ok"]
     assert [v.reward for v in scores] == [0.5, 0.0, 0.5, 0.0, 0.25]
-    assert [answer for answer, _ in seen if answer != "reference"] == ["ab", "", "ab", "abcd"]
-    assert {name for _, name in seen} == {"p"}
+    assert [answer for answer, _ in scored if answer != "reference"] == ["ab", "", "ab", "abcd"]
+    assert {name for _, name in scored} == {"p"}

@@ -27,7 +27,7 @@ from megatron_brorl.rollout.sampler import (
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import Episode, Prompt, PromptGroup, Rollout, ScoredRollout, ScoreResult
 
-SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(fakes.STOP,))
 GROUPS = make_groups(fakes.prompts(5), 0)
 
 
@@ -193,9 +193,9 @@ def test_other_ranks_sample_the_rest_of_an_abandoned_engine(capfd):
         assert dog.stuck == (rank == 0)
     release.set()
     assert "1 of prompt p/0" in capfd.readouterr().err
-    found = dict(results)
-    assert len(found) == len(results) == 5 * 16 - 1  # only the hanging rollout is lost
-    for (group, sibling), rollout in found.items():
+    by_slot = dict(results)
+    assert len(by_slot) == len(results) == 5 * 16 - 1  # only the hanging rollout is lost
+    for (group, sibling), rollout in by_slot.items():
         (request,), _ = requests([(group, sibling)], GROUPS, {}, 3)
         (drawn,) = fakes.draws(request.key, [sibling], 12)
         assert rollout.token_ids.tolist() == drawn[: len(rollout.token_ids)]

@@ -21,7 +21,7 @@ from megatron_brorl.rollout.native.pages import page_bytes
 from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.types import ScoreResult
 
-SAMPLING = Sampling(1.0, 1.0, 0, 40, STOPS)
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=40, stop_ids=STOPS)
 FIRST = {"p0": "", "p1": "9 2 14"}  # observations before the first turn, by prompt; "31" for other prompts
 
 
@@ -37,14 +37,14 @@ TEXTS = text_of, tokens_of
 
 
 def says(text: str) -> Reply:
-    return Reply(({"role": "user", "content": text},), False, None)
+    return Reply(({"role": "user", "content": text},), done=False, score=None)
 
 
 def answer(text: str, last: bool) -> Reply:
     """End at a turn whose sum is a multiple of 5. Observations are of one to four tokens, which may be stop tokens."""
     total = sum(map(int, text.split()))
     if last or total % 5 == 0:
-        return Reply((), True, ScoreResult(total / 7, "ok"), calls=1)
+        return Reply((), done=True, score=ScoreResult(total / 7, "ok"), calls=1)
     words = [2 + (7 * total + 13 * i) % (tiny.VOCAB - 2) for i in range(1 + total % 4)]
     return replace(says(text_of(words)), calls=2, malformed=total % 2)
 
@@ -111,8 +111,8 @@ def facts(rollout):
     return tokens, rollout.finish, e.turns, e.calls, e.malformed, e.score.reward
 
 
-def check_equal(found, expected, tolerance=1e-5):
-    for a, b in zip(found, expected, strict=True):
+def check_equal(rollouts, expected, tolerance=1e-5):
+    for a, b in zip(rollouts, expected, strict=True):
         assert (a.index, facts(a)) == (b.index, facts(b))
         torch.testing.assert_close(a.log_probs, b.log_probs, atol=tolerance, rtol=0)
 
@@ -144,9 +144,9 @@ def test_greedy_turns_equal_transformers(model, max_turns):
     greedy = replace(SAMPLING, temperature=0.0)
     asked = requests(1, range(1, 30))
     pool = Pool()
-    found = [facts(r) for r in sample(model, pool, asked, greedy, max_turns=max_turns)]
+    sampled = [facts(r) for r in sample(model, pool, asked, greedy, max_turns=max_turns)]
     expected, steps = zip(*(played(model[1], request.prompt, greedy, max_turns) for request in asked), strict=True)
-    assert found == list(expected)
+    assert sampled == list(expected)
     assert list(pool.steps.values()) == list(steps)
     assert len({(finish, turns) for _, finish, turns, *_ in expected}) >= 2
 
@@ -184,19 +184,19 @@ def test_tokens_depend_neither_on_the_batch_nor_on_the_order_or_delay_of_replies
 
 def test_tokens_do_not_depend_on_the_split_over_ranks(model, whole):
     """Each of two ranks has some of its rollouts from the start and requests others from a supply."""
-    found = {}
+    by_sibling = {}
     for rank in range(2):
         own = [replace(r, n=1, first=first) for r in requests() for first in (0, 1)][rank::2]
         others = [replace(r, n=2, first=first) for r in requests() for first in (2, 4)][rank::2]
         rollouts = sample(model, Pool(delay=2), own, supply=Drawer(others, 8), max_rows=5)
         prompts = [request.prompt.id for request in own + others for _ in range(request.n)]
-        found |= {(prompt, r.index): r for prompt, r in zip(prompts, rollouts, strict=True)}
-    check_equal([found[place] for place in sorted(found)], whole)
+        by_sibling |= {(prompt, r.index): r for prompt, r in zip(prompts, rollouts, strict=True)}
+    check_equal([by_sibling[place] for place in sorted(by_sibling)], whole)
 
 
 def test_a_stop_string_of_an_earlier_turn_does_not_end_a_turn(model):
     letters = lambda ids: "".join(chr(97 + int(i) % 3) for i in ids)  # noqa: E731  token t is a letter
-    end = Reply((), True, ScoreResult(1.0, "ok"))
+    end = Reply((), done=True, score=ScoreResult(1.0, "ok"))
     pool = Pool(answer=lambda text, last: end if last else says("3 98"))
     strings = replace(SAMPLING, stop_ids=(), stop_strings=("ab",))
     sample(model, pool, requests(20), strings, texts=(letters, tokens_of), max_turns=5)
@@ -206,12 +206,12 @@ def test_a_stop_string_of_an_earlier_turn_does_not_end_a_turn(model):
 
 
 def test_a_lost_environment_and_a_first_observation_without_room_lose_the_rollout(model, whole, capsys):
-    gone = Reply((), True, None, lost="environment lost: no answer in 1 s")
-    found = sample(model, Pool(answer=lambda text, last: gone if text.endswith("8") else answer(text, last)))
-    lost = [r for r in found if r.finish == "cut"]
+    gone = Reply((), done=True, score=None, lost="environment lost: no answer in 1 s")
+    rollouts = sample(model, Pool(answer=lambda text, last: gone if text.endswith("8") else answer(text, last)))
+    lost = [r for r in rollouts if r.finish == "cut"]
     assert 0 < len(lost) < 24
     assert {r.episode.score.reason for r in lost} == {gone.lost}
-    pairs = [(a, b) for a, b in zip(found, whole, strict=True) if a.finish != "cut"]
+    pairs = [(a, b) for a, b in zip(rollouts, whole, strict=True) if a.finish != "cut"]
     check_equal(*zip(*pairs, strict=True))
     assert f"e:E: {len(lost)} rollouts are lost, for example: {gone.lost}" in capsys.readouterr().err
 
@@ -238,7 +238,7 @@ def test_a_turn_after_a_think_tag_begins_in_a_thought(model):
     """The tag is the last token of the prompt of p0, which has no observation, and 14, that of p1's observation."""
     asked = requests(1)
     tags = {asked[0].prompt.token_ids[-1], 14}
-    pool = Pool(answer=lambda text, last: Reply((), True, ScoreResult(0.0, "ok")))
+    pool = Pool(answer=lambda text, last: Reply((), done=True, score=ScoreResult(0.0, "ok")))
     decode = lambda ids: "<think>\n" if len(ids) and int(ids[-1]) in tags else text_of(ids)  # noqa: E731
     sample(model, pool, asked, texts=(decode, tokens_of))
     assert sorted(pool.in_thought) == [False, False, True, True]

@@ -17,7 +17,7 @@ from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.watchdog import Watchdog
 from megatron_brorl.types import Rollout
 
-SAMPLING = Sampling(1.0, 1.0, 0, 12, (fakes.STOP,))
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(fakes.STOP,))
 FIRST, SECOND = fakes.prompts(2)
 REQUESTS = [Request(FIRST, 11, 40), Request(SECOND, 12, 8, first=32)]
 
@@ -137,9 +137,9 @@ def test_finished_is_called_once_per_rollout_as_it_finishes():
         *((0, i) for i in range(40) if i != 3),
         *((1, i) for i in range(32, 39)),
     ]
-    found = {(i, r.index): r for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"}
-    assert all(found.pop((request, index)) is rollout for request, index, rollout in reported)
-    assert not found
+    complete = {(i, r.index): r for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"}
+    assert all(complete.pop((request, index)) is rollout for request, index, rollout in reported)
+    assert not complete
     assert threading.current_thread() not in threads  # the caller's thread waits
 
 

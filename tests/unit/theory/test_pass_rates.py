@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 import pytest
+from command_line import output
 
 from megatron_brorl.algo.pass_at_k import mixed_share
-from megatron_brorl.cli.main import main
 from megatron_brorl.rollout_log import FOLDER, GROUPS, LogEntry, write_groups
 
 
@@ -26,35 +26,22 @@ def test_mixed_share_beyond_the_rollouts_is_that_of_all_rollouts():
     assert mixed_share([[1, 3], [4, 0], [4]], 8) == pytest.approx(1 / 3)
 
 
-@pytest.fixture
-def printed(tmp_path, capsys):
-    """Return a function that runs `brorl pass-rates tmp_path` and returns its output."""
-
-    def run():
-        with pytest.raises(SystemExit) as end:
-            main(["pass-rates", str(tmp_path)])
-        assert not end.value.code
-        return capsys.readouterr().out
-
-    return run
-
-
-def test_command_reads_an_evaluation(tmp_path, printed):
+def test_command_reads_an_evaluation(tmp_path, capsys):
     row = {"benchmark": "own", "task": "t", "samples": 4, "reward": -0.75, "tokens": 1}
     rows = [row | {"id": 0, "right": 0, "reward_counts": [3, 1]}, row | {"id": 2, "right": 2}]
     (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = printed()
+    out = output(capsys, "pass-rates", tmp_path)
     assert "2 prompts, the last evaluation of each, 4 to 4 rollouts" in out
     assert "mean 0.250" in out
     assert "mean reward -0.75;" in out
     assert "at least 100.0%" in out  # No response to the first prompt is right, but their rewards differ.
 
 
-def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, printed):
+def test_command_counts_each_prompt_once_with_its_last_group(tmp_path, capsys):
     for step, right in enumerate(([0, 1], [2, 4])):
         rows = [{"group": i, "prompt_id": f"p{i}", "rollouts": 4, "right": r} for i, r in enumerate(right)]
         write_groups(tmp_path / FOLDER, LogEntry("step", step), pa.Table.from_pylist(rows, schema=GROUPS))
-    out = printed()
+    out = output(capsys, "pass-rates", tmp_path)
     assert "2 prompts" in out
     assert "mean 0.750" in out
     assert "at least 50.0%" in out  # N = 8: the last group of p0 is mixed, that of p1 is not

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from command_line import error_line, output
 
-from megatron_brorl.cli.main import main
 from megatron_brorl.report.plots import simulation_figure
 from megatron_brorl.theory.simulator import MOVED, PREDICTED, Settings, simulate, write_csv
 
@@ -104,17 +104,11 @@ def test_the_figure_shows_the_curves():
     assert shares[0] == pytest.approx(np.mean([(c.column("measured")[1:] > 0).mean() for c in curves[:2]]))
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["simulate", *arguments])
-    return int(end.value.code or 0)
-
-
 def test_the_command_prints_a_summary_and_draws_a_figure(tmp_path, capsys):
     out = tmp_path / "sim"
     small = ["--vocabulary", "300", "--correct", "40", "--steps", "60"]
-    assert _run(*small, "--n", "8", "4", "--seeds", "3", "--out", str(out)) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    text = output(capsys, "simulate", *small, "--n", "8", "4", "--seeds", "3", "--out", out)
+    rows = [line.split() for line in text.splitlines()[1:3]]
     summaries = [simulate(n, 3, SMALL).summary() for n in (4, 8)]
     assert [row[3] for row in rows] == [f"{summary['q_pos_final']:.4f}" for summary in summaries]
     assert (out / "simulate.png").read_bytes().startswith(b"\x89PNG")
@@ -130,7 +124,4 @@ def test_the_command_prints_a_summary_and_draws_a_figure(tmp_path, capsys):
     ],
 )
 def test_mistakes_end_in_one_line(arguments, message, capsys, tmp_path):
-    assert _run(*arguments, "--out", str(tmp_path / "x")) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error
+    assert message in error_line(capsys, "simulate", *arguments, "--out", tmp_path / "x")

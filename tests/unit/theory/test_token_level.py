@@ -63,40 +63,6 @@ def test_changes_are_unknown_with_three_siblings():
     assert float(result.siblings) == 3
 
 
-def test_token_level_against_the_general_form():
-    """Two positions, siblings with mixed success: every field from its definition on the full vocabulary."""
-    torch.manual_seed(0)
-    logits = torch.randn(2, 30, dtype=torch.float64) * 2
-    position = torch.tensor([0] * 12 + [1] * 5)
-    p = torch.softmax(logits, -1)
-    token = torch.cat([torch.multinomial(p[0], 12, replacement=True), torch.multinomial(p[1], 5, replacement=True)])
-    reward = (torch.rand(17) < 0.5).double()
-    result = token_level(logits, position, token, reward)
-    for s in range(2):
-        here = position == s
-        counts = torch.bincount(token[here], minlength=30).double()
-        worth = torch.zeros(30, dtype=torch.float64).index_add(0, token[here], reward[here]) / counts.clamp(min=1)
-        q = reward[here].mean()
-        n = counts.sum()
-        seen = counts > 0
-        weights = torch.where(seen, worth - q, 0.0)
-        step = p[s] * (weights - (weights * p[s]).sum()) / n
-        ends = [float((p[s] * (f - q) * step)[~seen].sum()) for f in (0.0, 1.0)]
-        expected = {
-            "siblings": n,
-            "success": q,
-            "unsampled_mass": p[s][~seen].sum(),
-            "unsampled_2": p[s][~seen].square().sum(),
-            "s_r": (weights * p[s]).sum(),
-            "a2": p[s][weights > 0].square().sum(),
-            "b2": p[s][weights < 0].square().sum(),
-            "unsampled_low": min(ends),
-            "unsampled_high": max(ends),
-        }
-        for name, value in expected.items():
-            assert float(getattr(result, name)[s]) == pytest.approx(float(value), rel=1e-10, abs=1e-15), name
-
-
 def test_token_level_needs_a_draw_everywhere():
     one = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="at least one draw"):

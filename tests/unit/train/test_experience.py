@@ -25,45 +25,6 @@ def replicas(processes):
     return processes.groups.dp
 
 
-def values():
-    g = torch.Generator().manual_seed(0)
-    return [torch.randn(n, generator=g) for n in LENGTHS]
-
-
-def recursive(reward, v, gamma, lam):
-    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1} (Schulman et al. 2016, eq. 11 to 16)."""
-    found = []
-    after = 0.0
-    next_value = 0.0
-    for t in reversed(range(len(v))):
-        after = (reward if t == len(v) - 1 else 0.0) + gamma * next_value - v[t] + gamma * lam * after
-        next_value = v[t]
-        found.append(after)
-    return found[::-1]
-
-
-@pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
-def test_generalised_advantages_of_ragged_rows(replicas, ops, gamma, lam):
-    v = values()
-    algo = AlgoConfig(advantage="gae", gamma=gamma, lam=lam)
-    advantages, targets, metrics = token_advantages(torch.tensor(EARNED), LENGTHS, v, None, algo, ops, replicas)
-    raw = [recursive(r, x.tolist(), gamma, lam) for r, x in zip(EARNED, v, strict=True)]
-    flat = [a for row in raw for a in row]
-    mean = statistics.fmean(flat)
-    std = statistics.pstdev(flat)
-    returns = []
-    for mine, goals, row, x in zip(advantages, targets, raw, v, strict=True):
-        assert mine.tolist() == pytest.approx([(a - mean) / std for a in row], abs=1e-5)
-        assert goals.tolist() == pytest.approx([a + b for a, b in zip(row, x.tolist(), strict=True)], abs=1e-5)
-        returns += goals.tolist()
-    explained = 1 - statistics.pvariance(flat) / statistics.pvariance(returns) if lam else None
-    if explained is not None and gamma:
-        assert metrics["explained_variance"] == pytest.approx(explained, rel=1e-4)
-    assert metrics["return_mean"] == pytest.approx(statistics.fmean(returns), abs=1e-6)
-    assert metrics["value_mean"] == pytest.approx(statistics.fmean(torch.cat(v).tolist()), abs=1e-6)
-
-
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["gae", "grpo", "maxrl", "pass_at_k", "reinforce_pp_baseline"])
 def test_kl_in_the_reward(replicas, ops, kind):
@@ -111,7 +72,7 @@ def outcomes():
 def test_rollout_advantages(ops, kind):
     """Mixed, all-right and partly-right groups with lost siblings."""
     algo = AlgoConfig(advantage=kind, pass_k=2 * (kind == "pass_at_k"))
-    got = rollout_advantages(outcomes(), GROUPS, algo, ops)
+    advantages = rollout_advantages(outcomes(), GROUPS, algo, ops)
     alive = [[r for r in row if r is not None] for row in REWARDS]
     centred = [[r - statistics.fmean(row) for r in row] for row in alive]
     if kind == "grpo":
@@ -132,9 +93,9 @@ def test_rollout_advantages(ops, kind):
         table = rollout_advantages(outcomes(), GROUPS, kl, ops)
         assert table[outcomes().ended].tolist() == pytest.approx(flat, abs=1e-6)
         expected = [[(x - mean) / std for x in row] for row in expected]
-    for row, rewards, want in zip(got.tolist(), REWARDS, expected, strict=True):
-        found = iter(want)
-        assert row == pytest.approx([0.0 if r is None else next(found) for r in rewards], abs=1e-6, rel=1e-5)
+    for row, rewards, want in zip(advantages.tolist(), REWARDS, expected, strict=True):
+        of_survivors = iter(want)
+        assert row == pytest.approx([0.0 if r is None else next(of_survivors) for r in rewards], abs=1e-6, rel=1e-5)
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -145,10 +106,10 @@ def test_rewards_at_the_mean_of_their_group_have_no_advantage(ops, kind):
     rewards = torch.tensor(groups)
     none = torch.zeros(6, 3).long()
     table = Outcomes(none + STOP, rewards, rewards == 1, none + 1, none + 1, none, none, none, kept=list(range(6)))
-    got = rollout_advantages(table, GROUPS * 2, AlgoConfig(advantage=kind), ops)
-    assert got.sign().tolist() == [[-1, 0, 1]] * 4 + [[0] * 3] * 2
+    advantages = rollout_advantages(table, GROUPS * 2, AlgoConfig(advantage=kind), ops)
+    assert advantages.sign().tolist() == [[-1, 0, 1]] * 4 + [[0] * 3] * 2
 
 
 def test_rollouts_with_a_critic_have_their_rewards():
-    got = rollout_advantages(outcomes(), GROUPS, AlgoConfig(advantage="gae"), OPS[0])
-    assert got.tolist() == [[r or 0.0 for r in row] for row in REWARDS]
+    advantages = rollout_advantages(outcomes(), GROUPS, AlgoConfig(advantage="gae"), OPS[0])
+    assert advantages.tolist() == [[r or 0.0 for r in row] for row in REWARDS]

@@ -42,26 +42,28 @@ COLUMNS = {name: np.array(values) for name, values in RANKS.items()}
 
 
 def test_waiting_times_of_ranks():
-    got = throughput.waiting(COLUMNS)
-    assert (got["ranks/train_slowest"], got["ranks/train_mean"], got["ranks/train_fastest"]) == (40.0, 30.0, 20.0)
-    assert got["ranks/train_idle"] == 0.25
-    assert got["ranks/generate_idle"] == pytest.approx(0.2)
-    assert got["ranks/weight_sync_idle"] == 0.0
-    assert got["ranks/idle"] == pytest.approx((2.0 + 10.0) / 80.0)  # of the mean rank's step
-    assert not any("score" in name for name in got)  # there was none
+    figures = throughput.waiting(COLUMNS)
+    assert figures["ranks/train_slowest"] == 40.0
+    assert figures["ranks/train_mean"] == 30.0
+    assert figures["ranks/train_fastest"] == 20.0
+    assert figures["ranks/train_idle"] == 0.25
+    assert figures["ranks/generate_idle"] == pytest.approx(0.2)
+    assert figures["ranks/weight_sync_idle"] == 0.0
+    assert figures["ranks/idle"] == pytest.approx((2.0 + 10.0) / 80.0)  # of the mean rank's step
+    assert not any("score" in name for name in figures)  # there was none
 
 
 def test_throughput_per_device():
-    got = throughput.throughput(COLUMNS, 4000.0, peak=1e12)
-    assert got["throughput/tokens_per_s"] == 8000 / 80 / 4
-    assert got["throughput/generate_tokens_per_s"] == 8000 / 10 / 4
-    assert got["throughput/train_tokens_per_s"] == 4000 / 50 / 4
-    assert got["throughput/update_tflops"] == pytest.approx(24 / 40 / 4)
-    assert got["throughput/update_mfu"] == pytest.approx(24 / 40 / 4)  # the peak is one TFLOP/s
-    assert got["throughput/forward_mfu"] == pytest.approx(4 / 5 / 4)
-    assert got["throughput/mfu"] == pytest.approx(28 / 80 / 4)
+    figures = throughput.throughput(COLUMNS, 4000.0, peak=1e12)
+    assert figures["throughput/tokens_per_s"] == 8000 / 80 / 4
+    assert figures["throughput/generate_tokens_per_s"] == 8000 / 10 / 4
+    assert figures["throughput/train_tokens_per_s"] == 4000 / 50 / 4
+    assert figures["throughput/update_tflops"] == pytest.approx(24 / 40 / 4)
+    assert figures["throughput/update_mfu"] == pytest.approx(24 / 40 / 4)  # the peak is one TFLOP/s
+    assert figures["throughput/forward_mfu"] == pytest.approx(4 / 5 / 4)
+    assert figures["throughput/mfu"] == pytest.approx(28 / 80 / 4)
     unknown = throughput.throughput(COLUMNS, 4000.0, peak=None)
-    assert unknown == {name: value for name, value in got.items() if "mfu" not in name}
+    assert unknown == {name: value for name, value in figures.items() if "mfu" not in name}
 
 
 def test_seconds_of_a_rank_exclude_waiting():
@@ -101,7 +103,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
     engine, writer = fakes.Engine(), Writer()
     trainer = make_trainer(model[0], processes, configured(changes), engine)
     trainer.held_out, trainer.save = [], lambda *_, **__: None
-    with progress(3, "train", False) as p:
+    with progress(3, "train", enabled=False) as p:
         trainer.run(writer, p, lambda: False)
 
     # A single rank never waits, and the numbers of sampled and trained tokens are known.
@@ -122,7 +124,7 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
     first, path = sorted((tmp_path / "traces").iterdir())
     assert (first.name, path.name) == ("step_000000.json", "step_000002.json")
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-    found = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
+    times = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
     for inner, outer in [
         ("generate", "round"),
         ("score", "round"),
@@ -132,12 +134,12 @@ def test_run_logs_metrics_and_traces_every_second_step(processes, model, tmp_pat
         ("reduce gradients", "optimizer step"),
         ("optimizer step", "update"),
     ]:
-        assert found[outer][0] <= found[inner][0] <= found[inner][1] <= found[outer][1]
+        assert times[outer][0] <= times[inner][0] <= times[inner][1] <= times[outer][1]
     assert sum(e["name"] == "optimizer step" for e in events) == 2
     (generate,) = (e for e in events if e["name"] == "generate")
     assert generate["args"]["tokens"] == sampled
-    assert found["weight_sync"][0] >= found["update"][1]
-    assert min(begin for begin, _ in found.values()) >= 0
+    assert times["weight_sync"][0] >= times["update"][1]
+    assert min(begin for begin, _ in times.values()) >= 0
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_run(processes, tmp_path, capfd):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import fakes
 import pytest
-from by_hand import responses, update
+from by_hand import responses, update, without_stop
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.errors import UserError
@@ -27,9 +27,8 @@ def score(row, responses, answers):
 
 
 def step(model, grid, pool, prompts, **changes):
-    trainer = make_trainer(model[0], grid, configured({"rollout": {"n": N}, **changes}), fakes.Engine(lose=LOST))
-    trainer.train_source = type("Source", (), {"prompts": lambda self, start, count: prompts})()
-    trainer.runner = replace(trainer.runner, pool=pool)
+    config = configured({"rollout": {"n": N}, **changes})
+    trainer = make_trainer(model[0], grid, config, fakes.Engine(lose=LOST), pool=pool, batch=prompts)
     trainer.sync_weights()
     return trainer.train_step()[0]
 
@@ -37,7 +36,7 @@ def step(model, grid, pool, prompts, **changes):
 def survivors(prompt):
     """Return the surviving responses of a prompt, their texts, and their answers: None for those that were cut off."""
     rows = responses(3, prompt, N, 12, LOST)
-    texts = [" ".join(map(str, row[:-1] if row[-1] == fakes.STOP else row)) for row in rows]
+    texts = [" ".join(map(str, without_stop(row))) for row in rows]
     return rows, texts, [text if row[-1] == fakes.STOP else None for row, text in zip(rows, texts, strict=True)]
 
 
@@ -156,7 +155,7 @@ def test_the_gradient_of_a_subset_equals_a_float64_loop(processes, model, judge)
         occur = Counter(max(subsets, key=statistics.pvariance))
         tokens = sum(len(row) for row, reward in zip(rows, rewards, strict=True) if reward in occur)
         for reward, count in occur.items():
-            alike = [i for i, found in enumerate(rewards) if found == reward]
+            alike = [i for i, other in enumerate(rewards) if other == reward]
             factors |= {(prompt.id, i): (len(alike) / count, tokens / k) for i in alike[:count]}
     loss, norm, trained = update(model[1], groups, configured({}).algo.is_cap, factors=factors)
     assert values["trained_tokens"] == trained

@@ -56,7 +56,7 @@ def outcomes(processes):
 
 
 def test_metrics_are_over_survivors_of_closed_groups(outcomes):
-    got = group_metrics(select_groups(outcomes))
+    metrics = group_metrics(select_groups(outcomes))
     alive = [(g, i, r) for g, rewards in enumerate(TABLE) if g != 5 for i, r in enumerate(rewards) if r is not None]
     assert len(alive) == 7 + 8 + 7 + 1 + 0 + 6
     mean = sum(r for _, _, r in alive) / 29
@@ -72,7 +72,7 @@ def test_metrics_are_over_survivors_of_closed_groups(outcomes):
         "cut_off_share": (8 + 1) / 29,
         "rollouts": 29,
     }
-    assert got == pytest.approx(expected)
+    assert metrics == pytest.approx(expected)
 
 
 def test_tables_and_metrics_count_sampled_tokens(processes):
@@ -85,7 +85,7 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
     for i, (ids, sampled, spans) in enumerate(table):
         episode = None if all(sampled) else Episode(torch.tensor([*sampled, True])[:-1], 1)
         rollout = Rollout(i, torch.tensor(ids), torch.zeros(len(ids)), "stop", spans, episode)
-        rows.append(ScoredRollout(0, rollout, float(i), False))
+        rows.append(ScoredRollout(0, rollout, float(i), right=False))
     outcomes = gather_outcomes(rows, 1, 3, ngram=2)
     assert (outcomes.tokens.tolist(), outcomes.sampled.tolist()) == ([[5, 6, 3]], [[2, 4, 3]])
     # "4 4" is repeated after the observation; "7 8" occurs in the observation first, which does not count.
@@ -99,7 +99,7 @@ def test_tables_and_metrics_count_sampled_tokens(processes):
 
     # The first tokens for the mass balance.
     received = [
-        TrainingRollout(0, i, torch.tensor(ids), torch.zeros(len(ids)), False, torch.tensor(sampled))
+        TrainingRollout(0, i, torch.tensor(ids), torch.zeros(len(ids)), right=False, sampled=torch.tensor(sampled))
         for i, (ids, sampled, _) in enumerate(table)
     ]
     collected = SimpleNamespace(outcomes=select_groups(outcomes), rollouts=received)
@@ -127,18 +127,18 @@ def test_no_subset_has_a_larger_variance(rewards, count):
     subsets = largest_spread(table, mask, count)
     assert torch.equal(subsets[0, :9], subsets[1, 1:10])
     assert not (subsets & ~mask).any()
-    found = subsets[0].nonzero()[:, 0].tolist()
-    assert len(found) == min(count, 9)
-    best = max(statistics.pvariance([rewards[i] for i in s]) for s in combinations(range(9), len(found)))
-    assert statistics.pvariance([rewards[i] for i in found]) == pytest.approx(best, rel=1e-9, abs=1e-12)
-    for value, chosen in Counter(rewards[i] for i in found).items():
-        assert [i for i in found if rewards[i] == value] == [i for i, r in enumerate(rewards) if r == value][:chosen]
+    subset = subsets[0].nonzero()[:, 0].tolist()
+    assert len(subset) == min(count, 9)
+    best = max(statistics.pvariance([rewards[i] for i in s]) for s in combinations(range(9), len(subset)))
+    assert statistics.pvariance([rewards[i] for i in subset]) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    for value, chosen in Counter(rewards[i] for i in subset).items():
+        assert [i for i in subset if rewards[i] == value] == [i for i, r in enumerate(rewards) if r == value][:chosen]
 
 
 def chosen(groups, **algo):
     """Return the rows that are trained on of groups of (reward, tokens, finish), the subset, and the kept groups."""
     rows = [
-        ScoredRollout(g, Rollout(i, torch.zeros(tokens), torch.zeros(tokens), finish), reward, False)
+        ScoredRollout(g, Rollout(i, torch.zeros(tokens), torch.zeros(tokens), finish), reward, right=False)
         for g, group in enumerate(groups)
         for i, (reward, tokens, finish) in enumerate(group)
     ]

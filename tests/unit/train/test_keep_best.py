@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
-
 import fakes
 import pytest
+from conversions import refuse_checkpoint
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.algo.statistics import Interval
@@ -128,18 +126,7 @@ def test_kill_between_checkpoint_and_pointer_is_repaired(processes, model, tmp_p
 def test_refused_checkpoint_is_not_the_best(processes, model, tmp_path, monkeypatch):
     """The disk refuses the checkpoint of step 2, so step 3 becomes the best one."""
     trainer = trainer_of(model, processes, tmp_path, of(0.25, 0.75, 0.5))
-    make = checkpoint.plan
-
-    def full(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def broken(*arguments):
-        shards = make(*arguments)
-        if trainer.state.step == 2:
-            monkeypatch.setattr(shards, "write", full)
-        return shards
-
-    monkeypatch.setattr(checkpoint, "plan", broken)
+    refuse_checkpoint(monkeypatch, trainer, step=2)
     assert not run_to(trainer, 4 - 1)
     assert there(tmp_path) == ({"step_00000003"}, 3, Best(3, "pass_at_1", 0.5))
 

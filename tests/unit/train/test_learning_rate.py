@@ -43,18 +43,18 @@ R = math.sqrt(2) / 2
     ],
 )
 def test_closed_forms(optim, total, expected):
-    found = [learning_rate(optim, i, total) for i in range(len(expected))]
-    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    rates = [learning_rate(optim, i, total) for i in range(len(expected))]
+    assert rates == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def last_rates(trainer, plan):
     """Return the learning rate of the last optimizer step of each step; plan: whether a step has a signal."""
-    found = []
+    rates = []
     for signal in plan:
         trainer.runner.pool.all_right = not signal
         metrics, _ = trainer.train_step()
-        found.append((metrics["lr"], metrics.get("critic_lr")))
-    return found
+        rates.append((metrics["lr"], metrics.get("critic_lr")))
+    return rates
 
 
 def test_decay_spans_the_run_and_continues_after_resume(processes, model, tmp_path):
@@ -62,17 +62,17 @@ def test_decay_spans_the_run_and_continues_after_resume(processes, model, tmp_pa
     optim = {"lr_schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2}
     changes = {"optim": optim, "train": {"steps": 5}}
     whole = trainer_of(model, processes, changes, tmp_path)
-    found = last_rates(whole, (True, True, False))
+    rates = last_rates(whole, (True, True, False))
     whole.save()
     resumed = trainer_of(model, processes, changes, tmp_path)
     resumed.restore(tmp_path / "checkpoints" / "step_00000003")
-    found += last_rates(resumed, (True, True))
+    rates += last_rates(resumed, (True, True))
     # Updates 1, 3, 5 and 7 of T = 10 with W = 2: x = (u - 2) / 8.
     expected = [1e-3, *(1e-3 * (0.2 + 0.8 * (1 - (u - 2) / 8)) for u in (3, 5, 7))]
-    assert [lr for lr, _ in found if lr] == pytest.approx(expected, rel=1e-12)
-    assert found[2][0] == 0
+    assert [lr for lr, _ in rates if lr] == pytest.approx(expected, rel=1e-12)
+    assert rates[2][0] == 0
     groups = resumed.models.actor.optimizer.param_groups
-    assert {group["lr"] for group in groups} == {found[-1][0]}
+    assert {group["lr"] for group in groups} == {rates[-1][0]}
 
 
 def test_actor_and_critic_decay_over_their_own_updates(processes, model):
@@ -83,11 +83,11 @@ def test_actor_and_critic_decay_over_their_own_updates(processes, model):
         "optim": {"lr_schedule": "cosine", "warmup_steps": 0},
         "train": {"steps": 5},
     }
-    found = last_rates(trainer_of(model, processes, changes), (True,) * 5)
+    rates = last_rates(trainer_of(model, processes, changes), (True,) * 5)
     critic = [4e-3 * (1 + math.cos(math.pi * u / 10)) / 2 for u in (1, 3, 5, 7, 9)]
     actor = [0, 0, *(1e-3 * (1 + math.cos(math.pi * u / 6)) / 2 for u in (1, 3, 5))]
-    assert [lr for lr, _ in found] == pytest.approx(actor, rel=1e-12)
-    assert [lr for _, lr in found] == pytest.approx(critic, rel=1e-12)
+    assert [lr for lr, _ in rates] == pytest.approx(actor, rel=1e-12)
+    assert [lr for _, lr in rates] == pytest.approx(critic, rel=1e-12)
 
 
 # Ids and masks of responses for supervised training. The last one is the answer of a prompt without a demonstration.
@@ -116,8 +116,8 @@ def test_sft_follows_the_schedule_and_trains_only_on_turns_of_the_model(processe
     loss = torch.stack(losses).mean()
     loss.backward()
     norm = sum(float(p.grad.square().sum()) for p in exact.parameters()) ** 0.5
-    found = rows[0]["tokens"], rows[0]["loss"], rows[0]["grad_norm"]
-    assert found == pytest.approx((len(losses), float(loss.detach()), norm), rel=1e-5)
+    first_step = rows[0]["tokens"], rows[0]["loss"], rows[0]["grad_norm"]
+    assert first_step == pytest.approx((len(losses), float(loss.detach()), norm), rel=1e-5)
 
 
 def test_sft_has_its_own_rate_warm_up_and_decay():

@@ -9,7 +9,7 @@ import fakes
 import pytest
 import tiny
 import torch
-from by_hand import responses, right, update
+from by_hand import first_step, update
 from dist.steps import configured, make_trainer
 from unit.train.test_updates_counted import poison_gradients
 
@@ -37,20 +37,11 @@ def trainer_of(model, processes, changes, nonfinite=None):
     return trainer
 
 
-def groups_of(seed):
-    """Return prompts, responses and rewards of the first step; a response that was cut off is wrong."""
-    groups = []
-    for prompt in fakes.prompts(3):
-        rows = responses(seed, prompt, N, TOKENS)
-        groups.append((prompt, rows, list(map(right, rows))))
-    return groups
-
-
 def token_of_few(groups):
     """Return a token that no prompt has, and the rows in which the model reads it (a last token is only predicted)."""
     asked = {token for prompt, _, _ in groups for token in prompt.token_ids}
     for token in set(range(3, tiny.VOCAB)) - asked:
-        rows = {(p.id, i) for p, found, _ in groups for i, row in enumerate(found) if token in row[:-1]}
+        rows = {(p.id, i) for p, siblings, _ in groups for i, row in enumerate(siblings) if token in row[:-1]}
         if 3 <= len(rows) <= 6 and len({name for name, _ in rows}) > 1:
             return token, rows
     raise AssertionError("no such token")
@@ -67,13 +58,13 @@ def poison(module, token, active=lambda: True):
 
 def assert_step_without(values, trainer, model, left_out):
     """Compare the metrics with a step by hand: baselines with all rows, loss and divisor without left_out."""
-    groups = groups_of(trainer.config.run.seed)
+    groups = first_step(trainer.config.run.seed, 3, N, TOKENS)
     loss, norm, tokens = update(model[1], groups, trainer.config.algo.is_cap, left_out)
     assert (values["nonfinite_rows"], values["updates"], values["updates_skipped"]) == (len(left_out), 1, 0)
     assert values["trained_tokens"] == tokens
     assert values["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
     assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    rewards = [r for _, _, found in groups for r in found]
+    rewards = [r for _, _, of_group in groups for r in of_group]
     assert values["reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert values["lost_share"] == 0
     assert all(math.isfinite(values[key]) for key in ("entropy", "approx_kl", "ratio_max", "logprob_gap_max"))
@@ -93,7 +84,7 @@ def test_an_update_with_nan_activations_is_skipped(processes, model, capfd, shar
     """With one update per step, no earlier forward pass shows the NaN."""
     trainer = trainer_of(model, processes, {})
     object.__setattr__(trainer.models.actor.options, "share_prompt", share)
-    token, _ = token_of_few(groups_of(trainer.config.run.seed))
+    token, _ = token_of_few(first_step(trainer.config.run.seed, 3, N, TOKENS))
     poison(trainer.models.actor.actor, token)
     before = {name: tensor.clone() for name, tensor in trainer.models.actor.hf_tensors()}
     values, _ = trainer.train_step()
@@ -108,8 +99,8 @@ def value_loss(left_out):
     """Return the value loss at values of 0, where a token's return is its response's reward."""
     rows = [
         (len(row), reward)
-        for prompt, found, rewards in groups_of(3)
-        for i, (row, reward) in enumerate(zip(found, rewards, strict=True))
+        for prompt, siblings, rewards in first_step(3, 3, N, TOKENS)
+        for i, (row, reward) in enumerate(zip(siblings, rewards, strict=True))
         if (prompt.id, i) not in left_out
     ]
     return sum(n * reward**2 for n, reward in rows) / sum(n for n, _ in rows) / 2
@@ -120,7 +111,7 @@ def test_rows_whose_old_log_probs_or_values_are_nan(processes, model, changes):
     """A row with NaN in one pass is left out of all, as if its engine log-probs were NaN."""
     critic = "critic" in changes
     first = trainer_of(model, processes, changes)
-    token, left_out = token_of_few(groups_of(first.config.run.seed))
+    token, left_out = token_of_few(first_step(first.config.run.seed, 3, N, TOKENS))
     poison(first.models.critic.critic if critic else first.models.actor.actor, token)
     second = trainer_of(model, processes, changes, dict.fromkeys(left_out, NAN))
     values = first.train_step()[0]
@@ -158,9 +149,9 @@ def test_run_ends_after_consecutive_nonfinite_steps(processes, model, tmp_path, 
     assert message.startswith("3 steps in a row skipped an update")
     assert "the state after 6 steps is saved" in message
     assert "\n" not in message
-    found = checkpoint.find(tmp_path / "checkpoints")
-    assert found is not None
-    assert checkpoint.read_run(found)["step"] == 6
+    saved = checkpoint.find(tmp_path / "checkpoints")
+    assert saved is not None
+    assert checkpoint.read_run(saved)["step"] == 6
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ def test_step_is_recorded(processes, model, tmp_path):
     # Advantages are relative to the group's mean and whitened over the trained rollouts.
     centred = rewards[kept] - rewards[kept].mean(1, keepdims=True)
     advantages = dict(zip(kept, centred / centred.std(), strict=True))
-    found = read_rollouts(tmp_path / "rollouts", LogEntry("step", 1)).to_pylist()
-    assert len(found) == 2 * N
-    for r in found:
+    recorded = read_rollouts(tmp_path / "rollouts", LogEntry("step", 1)).to_pylist()
+    assert len(recorded) == 2 * N
+    for r in recorded:
         g, i = r["group"], r["sibling"]
         row = rows[g][i]
         assert r["prompt_id"] == prompts[g].id
@@ -105,15 +105,16 @@ def test_turns_are_the_parts_of_the_mask(tmp_path):
     rows = [Rollout(i, torch.tensor(ids), torch.zeros(10), "stop", ((0, 10),), e) for i, e in enumerate(episodes)]
     recorder = Recorder(tmp_path, configured({"reward": {"extract": "full"}}), fakes.Tokenizer().decode, (2,), 0)
     groups = [PromptGroup(fakes.prompts(1)[0], 0, 0)]
-    found = recorder._table([ScoredRollout(0, r, 0.0, False) for r in rows], groups, torch.zeros(1, 4)).to_pylist()
+    scored = [ScoredRollout(0, r, reward=0.0, right=False) for r in rows]
+    recorded = recorder._table(scored, groups, torch.zeros(1, 4)).to_pylist()
     whole = " ".join(map(str, ids[:-1]))
-    assert [(r["text"], r["token_ids"], r["sampled"]) for r in found] == [
+    assert [(r["text"], r["token_ids"], r["sampled"]) for r in recorded] == [
         (whole, ids, mask) for mask in (*masks, masks[1])
     ]
-    assert [r["answer"] for r in found] == [whole, "8", whole, "own"]
-    parts = [r["turns"] and [(turn["text"], turn["sampled"]) for turn in r["turns"]] for r in found]
+    assert [r["answer"] for r in recorded] == [whole, "8", whole, "own"]
+    parts = [r["turns"] and [(turn["text"], turn["sampled"]) for turn in r["turns"]] for r in recorded]
     assert parts == [None, turns, [(whole, True)], turns]
-    assert [turn["sequence"] for r in found[1:] for turn in r["turns"]] == [0] * 6 + [0, 0, 0, 1, 1]
+    assert [turn["sequence"] for r in recorded[1:] for turn in r["turns"]] == [0] * 6 + [0, 0, 0, 1, 1]
 
 
 def test_recording_does_not_change_training(processes, model, tmp_path, monkeypatch):
@@ -130,8 +131,8 @@ def test_recording_does_not_change_training(processes, model, tmp_path, monkeypa
         chosen = in_order_of_hash(prompts)[:3]
         lengths = {p.id: [*map(len, responses(SEED, p, N, MOST, stream=step))] for p in prompts if p.id in chosen}
         most = max(m for m in range(N + 1) if sum(sum(own[:m]) for own in lengths.values()) <= 60)
-        found = read_rollouts(tmp_path / "rollouts", LogEntry("step", step)).to_pylist()
-        assert {(r["prompt_id"], r["sibling"]) for r in found} == {(c, i) for c in chosen for i in range(most)}
+        rollouts = read_rollouts(tmp_path / "rollouts", LogEntry("step", step)).to_pylist()
+        assert {(r["prompt_id"], r["sibling"]) for r in rollouts} == {(c, i) for c in chosen for i in range(most)}
         assert 0 < most < N
 
 
@@ -177,9 +178,9 @@ def test_evaluation_is_recorded_and_printed(processes, model, tmp_path):
         (p.id, sum(map(right, samples[p.id])), False, 4) for p in prompts
     ]
     assert sum(g["right"] for g in groups) / 20 == pytest.approx(evaluation.pass_at_1.mean)
-    found = read_rollouts(tmp_path / "rollouts", LogEntry("evaluation", 1)).to_pylist()
-    assert {(r["prompt_id"], r["sibling"]): r["token_ids"] for r in found} == rows
-    assert {r["advantage"] for r in found} == {None}
+    recorded = read_rollouts(tmp_path / "rollouts", LogEntry("evaluation", 1)).to_pylist()
+    assert {(r["prompt_id"], r["sibling"]): r["token_ids"] for r in recorded} == rows
+    assert {r["advantage"] for r in recorded} == {None}
 
     # Three samples are printed, always of the same prompts.
     assert len(progress.notes) == 3

@@ -30,15 +30,15 @@ def test_reset_every_n_steps():
 
 def test_reset_after_evaluations_without_improvement():
     reference, _ = make(reset_patience=2)
-    found = []
+    resets = []
     counter = EarlyStopping()
     for score in (0.3, 0.3, 0.4, 0.4, 0.35, 0.39, 0.41, 0.2, 0.41):
         counter.record(score)
-        found.append(bool(reference.reset_reason(1, counter.count)))
-        if found[-1]:
+        resets.append(bool(reference.reset_reason(1, counter.count)))
+        if resets[-1]:
             counter.count = 0
     # 0.4 is the best until 0.41. The second evaluation without a new best resets the reference and the count.
-    assert found == [False, False, False, False, True, False, False, False, True]
+    assert resets == [False, False, False, False, True, False, False, False, True]
 
 
 def test_the_reference_is_in_host_memory_with_offload():

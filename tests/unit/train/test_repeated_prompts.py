@@ -35,14 +35,14 @@ def test_groups_of_a_run_have_distinct_random_streams(rows, prompts):
             taken = source.prompts(step * prompts, prompts)
             asked, _ = requests([(g, 0) for g in range(prompts)], make_groups(taken, step), {}, seed)
             assert [r.prompt for r in asked] == taken
-            seen = set()
+            ids = set()
             for request in asked:
                 # The stream of a prompt that does not repeat has no occurrence in its key.
                 plain = stream_key(seed, step, request.prompt.id)
-                assert (request.key == plain) == (request.prompt.id not in seen)
-                seen.add(request.prompt.id)
+                assert (request.key == plain) == (request.prompt.id not in ids)
+                ids.add(request.prompt.id)
                 drawn += map(tuple, fakes.draws(request.key, range(2), TOKENS))
-            repeats += prompts - len(seen)
+            repeats += prompts - len(ids)
         assert len(set(drawn)) == len(drawn)
     assert repeats >= 5
 
@@ -57,12 +57,12 @@ def test_evaluation_separates_groups_of_one_prompt(processes, model):
     trainer = make_trainer(model[0], processes, configured({}), fakes.Engine())
     trainer.sync_weights()
     a, b = fakes.prompts(2)
-    sampling = Sampling(1.0, 1.0, 0, TOKENS, (fakes.STOP,))
-    found = sample_answers(trainer.runner, [a, b, a], 40, sampling)
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=TOKENS, stop_ids=(fakes.STOP,))
+    answers = sample_answers(trainer.runner, [a, b, a], 40, sampling)
     keys = [stream_key(SEED, "evaluate", *name) for name in (("p/0",), ("p/1",), (1, "p/0"))]
-    assert [(x.prompt.id, x.index) for x in found] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
-    assert [x.right / x.samples for x in found] == [rate(key, 40) for key in keys]
-    assert found[0].right != found[2].right
+    assert [(x.prompt.id, x.index) for x in answers] == [("p/0", 0), ("p/1", 1), ("p/0", 2)]
+    assert [x.right / x.samples for x in answers] == [rate(key, 40) for key in keys]
+    assert answers[0].right != answers[2].right
 
 
 def test_repeated_rollouts_name_the_engine(processes, model):

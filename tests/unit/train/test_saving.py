@@ -9,6 +9,7 @@ import threading
 
 import fakes
 import pytest
+from conversions import refuse_checkpoint
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.checkpoints import training as checkpoint
@@ -34,28 +35,24 @@ def writes(monkeypatch):
 
     A function in `before[step]` is called before that step's checkpoint is written.
     """
-    seen, write = [], Save.write
+    saves, write = [], Save.write
 
     def watched(self, group=None):
         step = int(self.target.name.removeprefix("step_"))
-        seen.append((step, threading.current_thread() is threading.main_thread()))
+        saves.append((step, threading.current_thread() is threading.main_thread()))
         if step in watched.before:
             watched.before[step]()
         write(self, group)
 
-    watched.before, watched.seen = {}, seen
+    watched.before, watched.saves = {}, saves
     monkeypatch.setattr(Save, "write", watched)
     return watched
-
-
-def full():
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_only_the_last_save_is_waited_for(processes, model, tmp_path, writes):
     trainer = trainer_of(model, processes, tmp_path, steps=3)
     assert trainer.run(None, fakes.Notes(), lambda: False)
-    assert writes.seen == [(1, False), (2, False), (3, True)]
+    assert writes.saves == [(1, False), (2, False), (3, True)]
     assert not trainer.background_saver.under_way
     assert steps(tmp_path) == ["latest", "step_00000002", "step_00000003"]
 
@@ -72,26 +69,18 @@ def test_stop_waits_for_the_background_save_and_saves(processes, model, tmp_path
         return asked.is_set()
 
     assert not trainer.run(None, fakes.Notes(), stop)
-    assert writes.seen == [(1, False), (2, True)]
+    assert writes.saves == [(1, False), (2, True)]
     assert checkpoint.find(tmp_path / "checkpoints").name == "step_00000002"
 
 
 def test_refused_background_save_is_repeated(processes, model, tmp_path, writes, monkeypatch):
     """The run continues, logs a warning, and saves after the next step although no checkpoint is due."""
     trainer, progress = trainer_of(model, processes, tmp_path, steps=4, checkpoint_every=2), fakes.Notes()
-    make = checkpoint.plan
-
-    def broken(*arguments):
-        shards = make(*arguments)
-        if trainer.state.step == 2:
-            monkeypatch.setattr(shards, "write", lambda _: full())
-        return shards
-
-    monkeypatch.setattr(checkpoint, "plan", broken)
+    refuse_checkpoint(monkeypatch, trainer, step=2)
     step, saver = trainer.train_step, trainer.background_saver
     trainer.train_step = lambda: (saver._thread.join() if saver.under_way else None, step())[1]
     assert trainer.run(None, progress, lambda: False)
-    assert [s for s, _ in writes.seen] == [2, 3, 4]
+    assert [s for s, _ in writes.saves] == [2, 3, 4]
     (warning,) = (note for note in progress.notes if note.startswith("warning: "))
     place = tmp_path / "checkpoints" / "step_00000002"
     assert warning.startswith(f"warning: {place}: cannot be written: {os.strerror(errno.ENOSPC)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import fakes
 import numpy as np
@@ -15,18 +14,8 @@ from dist.steps import configured, make_trainer
 
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.worker_pool import RewardPool
-from megatron_brorl.types import Prompt
 
 N, TOKENS = 32, 12
-
-
-class Source:
-    def __init__(self, log: Path) -> None:
-        prompts = fakes.prompts(2)
-        self.batch = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in prompts]
-
-    def prompts(self, start: int, count: int) -> list[Prompt]:
-        return self.batch
 
 
 class _Deaf:
@@ -83,9 +72,9 @@ def pool():
 
 
 def trainer_of(model, processes, pool, engine, log):
-    trainer = make_trainer(model[0], processes, configured({"rollout": {"n": N, "prompts": 2}}), engine)
-    trainer.train_source = Source(log)
-    trainer.runner = replace(trainer.runner, pool=pool)
+    config = configured({"rollout": {"n": N, "prompts": 2}})
+    batch = [replace(p, verifier="logged", metadata={"log": str(log)}) for p in fakes.prompts(2)]
+    trainer = make_trainer(model[0], processes, config, engine, pool=pool, batch=batch)
     trainer.sync_weights()
     return trainer
 
@@ -96,12 +85,12 @@ def test_early_rollouts_are_scored_before_generation_ends(processes, pool, model
     trainer = trainer_of(model, processes, pool, engine, log)
     values, seconds = trainer.train_step()
     rows = {p.id: responses(trainer.config.run.seed, p, N, TOKENS) for p in fakes.prompts(2)}
-    stopped = [(name, row[:-1]) for name, found in rows.items() for row in found if row[-1] == fakes.STOP]
+    stopped = [(name, row[:-1]) for name, siblings in rows.items() for row in siblings if row[-1] == fakes.STOP]
     assert engine.scored > 10
     # Cut-off responses are not scored; equal answers to a prompt are scored once.
-    told = {f"{name}: {' '.join(map(str, row))}".strip() for name, row in stopped}
-    assert sorted(line.strip() for line in log.read_text().splitlines()) == sorted(told)
-    assert values["score_cache_hit_share"] == (len(stopped) - len(told)) / len(stopped)
+    lines = {f"{name}: {' '.join(map(str, row))}".strip() for name, row in stopped}
+    assert sorted(line.strip() for line in log.read_text().splitlines()) == sorted(lines)
+    assert values["score_cache_hit_share"] == (len(stopped) - len(lines)) / len(stopped)
     assert values["verifier_timeouts"] == values["reward_worker_restarts"] == 0
     assert values["reward"] == pytest.approx(sum(sum(row) % 2 == 0 for _, row in stopped) / (2 * N))
     assert seconds["score_latency_max"] > 0

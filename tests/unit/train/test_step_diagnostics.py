@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from by_hand import responses, right
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.ops.philox import stream_key, uniforms
@@ -38,13 +39,8 @@ def step(processes, model):
 
 def drawn(prompt):
     """Return responses with their stop token, and whether they are right."""
-    rows = []
-    right = []
-    for row in fakes.draws(stream_key(3, 0, prompt.id), range(N), TOKENS):
-        stopped = fakes.STOP in row
-        rows.append(row[: row.index(fakes.STOP) + 1] if stopped else row)
-        right.append(stopped and sum(rows[-1][:-1]) % 2 == 0)
-    return rows, np.array(right)
+    rows = responses(3, prompt, N, TOKENS)
+    return rows, np.array([right(row) == 1 for row in rows])
 
 
 def chosen():
@@ -94,7 +90,7 @@ def by_hand(model):
     weights = []
     tokens = 0
     for prompt, numbers in zip(chosen(), us, strict=True):
-        rows, right = drawn(prompt)
+        rows, are_right = drawn(prompt)
         tokens += sum(map(len, rows))
         holders = {}
         for i, row in enumerate(rows):
@@ -106,7 +102,7 @@ def by_hand(model):
             for t in range(min(len(row), DEPTH))
             if len(holders[tuple(row[:t])]) >= 2
         ]
-        found = []
+        at_positions = []
         for u in numbers:
             i, t = shared[int(u * len(shared))]
             prefix = rows[i][:t]
@@ -115,18 +111,20 @@ def by_hand(model):
             p = (logits.double() / TEMPERATURE).softmax(-1).numpy()
             there = holders[tuple(prefix)]
             next_token = np.array([rows[j][t] for j in there])
-            worth = right[there].astype(float)
+            worth = are_right[there].astype(float)
             q = worth.mean()
             n = len(there)
-            seen = np.isin(np.arange(tiny.VOCAB), next_token)
-            better = np.array([worth[next_token == v].mean() - q if seen[v] else 0.0 for v in range(tiny.VOCAB)])
+            sampled = np.isin(np.arange(tiny.VOCAB), next_token)
+            better = np.array([worth[next_token == v].mean() - q if sampled[v] else 0.0 for v in range(tiny.VOCAB)])
             s_r = better @ p
             change = cross_fitted(next_token, worth, p) if n >= 4 else (math.nan, math.nan)
-            ends = np.array([-s_r * (1 - q), s_r * q]) * (p[~seen] ** 2).sum() / n
-            found.append(
+            # A step on the drawn tokens, and its change of q if all other tokens are wrong, or right.
+            step = p * (better - s_r) / n
+            ends = np.array([(p * (f - q) * step)[~sampled].sum() for f in (0.0, 1.0)])
+            at_positions.append(
                 {
-                    "exact/unsampled_mass": p[~seen].sum(),
-                    "exact/unsampled_2": (p[~seen] ** 2).sum(),
+                    "exact/unsampled_mass": p[~sampled].sum(),
+                    "exact/unsampled_2": (p[~sampled] ** 2).sum(),
                     "exact/s_r": s_r,
                     "exact/a2": (p[better > 0] ** 2).sum(),
                     "exact/b2": (p[better < 0] ** 2).sum(),
@@ -138,10 +136,10 @@ def by_hand(model):
                     "bound/unsampled_high": ends.max(),
                 }
             )
-        assert sum(f["exact/siblings"] >= 4 for f in found) > POSITIONS / 2
-        means = {k: np.nanmean([f[k] for f in found]) for k in found[0]}
+        assert sum(f["exact/siblings"] >= 4 for f in at_positions) > POSITIONS / 2
+        means = {k: np.nanmean([f[k] for f in at_positions]) for k in at_positions[0]}
         figures.append(means)
-        known.append({k: np.mean(np.isfinite([f[k] for f in found])) for k in found[0]})
+        known.append({k: np.mean(np.isfinite([f[k] for f in at_positions])) for k in at_positions[0]})
         weights.append(len(shared))
     # Positions with an unknown value do not count.
     shares = {k: [w * f[k] for w, f in zip(weights, known, strict=True)] for k in figures[0]}
@@ -181,5 +179,5 @@ def test_answers(step):
 def test_every_second_step(processes, model):
     trainer = make_trainer(model[0], processes, configured(CHANGES | {"theory": {"every": 2}}), fakes.Engine())
     trainer.sync_weights()
-    told = [any(k.startswith("theory_") for k in trainer.train_step()[0]) for _ in range(3)]
-    assert told == [True, False, True]
+    diagnosed = [any(k.startswith("theory_") for k in trainer.train_step()[0]) for _ in range(3)]
+    assert diagnosed == [True, False, True]

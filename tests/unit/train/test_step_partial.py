@@ -21,10 +21,10 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
     config = configured({"rollout": rollout, "algo": {"mini_batches": updates}})
     trainer = make_trainer(model[0], processes, config, fakes.Engine())
     trainer.sync_weights()
-    seen = []
+    experiences = []
     train = update.update_policy
     monkeypatch.setattr(
-        update, "update_policy", lambda worker, made, *rest: seen.append(made) or train(worker, made, *rest)
+        update, "update_policy", lambda worker, made, *rest: experiences.append(made) or train(worker, made, *rest)
     )
     began = {}
     taken = [0]  # optimizer steps before each step
@@ -35,7 +35,7 @@ def test_stale_tokens_use_their_sampling_log_probs(processes, model, monkeypatch
             began |= {(prompt.token_ids, tuple(row)): step for row in rows}
         model[1].load_state_dict(dict(trainer.models.actor.hf_tensors()), strict=False)
         values, _ = trainer.train_step()
-        made = seen.pop()
+        made = experiences.pop()
         assert values["updates"] == (updates if len(made) else 0)
         taken.append(taken[-1] + int(values["updates"]))
         terms = 0.0

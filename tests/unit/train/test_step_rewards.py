@@ -9,13 +9,12 @@ from dataclasses import replace
 import fakes
 import pytest
 import torch
-from by_hand import responses, update
+from by_hand import responses, update, without_stop
 from dist.steps import configured, make_trainer
 from step_verifiers import RULES
 
 from megatron_brorl.algo.advice import why_no_signal
 from megatron_brorl.errors import UserError
-from megatron_brorl.ops.philox import stream_key
 from megatron_brorl.rewards import registry
 from megatron_brorl.rewards.worker_pool import RewardPool
 from megatron_brorl.train.console import console_line, evaluation_line, evaluation_metrics
@@ -31,16 +30,6 @@ BATCHES = {
     "some are NaN": ["holes", "even", "right"],
     "a group is NaN": ["even", "nan", "even"],
 }
-
-
-class Source:
-    """Return the prompts of a batch, each with its verifier."""
-
-    def __init__(self, rules: list[str]) -> None:
-        self.batch = [replace(p, verifier=rule) for p, rule in zip(fakes.prompts(3), rules, strict=True)]
-
-    def prompts(self, start: int, count: int) -> list:
-        return self.batch
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +48,8 @@ def pool():
 def trainer_of(model, processes, pool, rules, changes):
     reward = {"cut_off_factor": 1.0, "extract": "full"}
     config = configured({"rollout": {"n": N, "prompts": 3}, "reward": reward, **changes})
-    trainer = make_trainer(model[0], processes, config, fakes.Engine())
-    trainer.train_source = Source(rules)
-    trainer.runner = replace(trainer.runner, pool=pool)
+    batch = [replace(p, verifier=rule) for p, rule in zip(fakes.prompts(3), rules, strict=True)]
+    trainer = make_trainer(model[0], processes, config, fakes.Engine(), pool=pool, batch=batch)
     trainer.sync_weights()
     return trainer
 
@@ -71,7 +59,7 @@ def groups_of(seed, rules):
     groups, holes = [], 0
     for prompt, rule in zip(fakes.prompts(3), rules, strict=True):
         rows = responses(seed, prompt, N, TOKENS)
-        raw = [RULES[rule](row[:-1] if row[-1] == fakes.STOP else row) for row in rows]
+        raw = [RULES[rule](without_stop(row)) for row in rows]
         holes += sum(map(math.isnan, raw))
         groups.append((prompt, rows, [0.0 if math.isnan(r) else r for r in raw]))
     return groups, holes
@@ -136,7 +124,7 @@ def test_verifier_exceptions_count_as_zero_and_are_reported_once(processes, pool
     values, _ = trainer.train_step()
     prompts = fakes.prompts(3)
     rows = [row for p in prompts for row in responses(trainer.config.run.seed, p, N, TOKENS)]
-    odd = sum(sum(row[:-1] if row[-1] == fakes.STOP else row) % 2 for row in rows)
+    odd = sum(sum(without_stop(row)) % 2 for row in rows)
     assert values["verifier_errors"] == odd > 0
     assert values["unscored_share"] == 0
     assert values["reward"] == pytest.approx(1 - odd / (3 * N))
@@ -178,17 +166,15 @@ def test_reward_correct_at_decides_right_responses(processes, pool, model, corre
     assert values["all_wrong_share"] == pytest.approx(sum(max(g[2]) < correct_at for g in groups) / 3)
 
     trainer.held_out = trainer.train_source.batch
-    found = trainer.evaluate(fakes.Notes())
+    evaluation = trainer.evaluate(fakes.Notes())
     rewards = []
     for prompt in trainer.held_out:
-        key = stream_key(trainer.config.run.seed, "evaluate", prompt.id)
-        rows = fakes.draws(key, range(trainer.config.evaluate.samples), TOKENS)
-        texts = [row[: row.index(fakes.STOP)] if fakes.STOP in row else row for row in rows]
-        rewards.append([RULES[prompt.verifier](text) for text in texts])
+        rows = responses(trainer.config.run.seed, prompt, trainer.config.evaluate.samples, TOKENS, stream="evaluate")
+        rewards.append([RULES[prompt.verifier](without_stop(row)) for row in rows])
     right = [sum(r >= correct_at for r in own) / len(own) for own in rewards]
-    assert found.pass_at_1.mean == pytest.approx(sum(right) / 3)
-    assert found.mean_reward.mean == pytest.approx(sum(sum(own) / len(own) for own in rewards) / 3)
-    assert found.mean_reward.low <= found.mean_reward.mean <= found.mean_reward.high
-    line = evaluation_line(found.as_dict())
-    assert f"mean reward {found.mean_reward.mean:.4g} (95% interval {found.mean_reward.low:.4g} to " in line
-    assert evaluation_metrics(found)["held_out_reward"] == found.mean_reward.mean
+    assert evaluation.pass_at_1.mean == pytest.approx(sum(right) / 3)
+    assert evaluation.mean_reward.mean == pytest.approx(sum(sum(own) / len(own) for own in rewards) / 3)
+    assert evaluation.mean_reward.low <= evaluation.mean_reward.mean <= evaluation.mean_reward.high
+    line = evaluation_line(evaluation.as_dict())
+    assert f"mean reward {evaluation.mean_reward.mean:.4g} (95% interval {evaluation.mean_reward.low:.4g} to " in line
+    assert evaluation_metrics(evaluation)["held_out_reward"] == evaluation.mean_reward.mean

@@ -7,7 +7,7 @@ import threading
 import fakes
 import numpy as np
 import pytest
-from by_hand import responses, right, update
+from by_hand import first_step, update
 from dist.steps import configured, make_trainer
 
 from megatron_brorl.checkpoints import training as checkpoint
@@ -16,15 +16,6 @@ from megatron_brorl.tracking.progress import progress
 
 N, TOKENS, LIMIT = 512, 12, 2.0
 KILLED, STALLED = ("p/0", 17), ("p/1", 300)
-
-
-def by_hand(model, seed: int, lost: set[tuple[str, int]], cap: float) -> tuple[float, float, int]:
-    """Return loss, gradient norm and tokens of one step over the survivors."""
-    groups = []
-    for prompt in fakes.prompts(2):
-        rows = responses(seed, prompt, N, TOKENS, lost)
-        groups.append((prompt, rows, list(map(right, rows))))
-    return update(model, groups, cap)
 
 
 @pytest.mark.parametrize("deaf", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stops", "hangs"])
@@ -39,11 +30,12 @@ def test_one_of_512_rollouts_lost_and_one_stalled(processes, model, deaf, capfd)
     release.set()
     late = LIMIT + grace if deaf else LIMIT
     assert LIMIT <= seconds["generate"] <= late + 1.0  # of a busy machine
-    loss, norm, tokens = by_hand(model[1], config.run.seed, {KILLED, STALLED}, config.algo.is_cap)
+    survivors, everyone = (first_step(config.run.seed, 2, N, TOKENS, lost) for lost in ({KILLED, STALLED}, ()))
+    loss, norm, tokens = update(model[1], survivors, config.algo.is_cap)
     assert values["trained_tokens"] == tokens
     assert values["loss"] == pytest.approx(loss, rel=1e-5)
     assert values["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    whole = by_hand(model[1], config.run.seed, set(), config.algo.is_cap)
+    whole = update(model[1], everyone, config.algo.is_cap)
     assert abs(values["loss"] - whole[0]) > 1e-4 * abs(whole[0])  # the two do matter
     assert values["rollouts"] == 2 * N - 2
     assert values["lost_share"] == 2 / (2 * N)
@@ -79,21 +71,21 @@ def test_stuck_engine_ends_the_run_after_saving(processes, model, tmp_path):
     trainer = make_trainer(model[0], processes, config, hanging, grace_s=0.2)
     trainer.held_out = []
     with (
-        progress(3, "train", False) as p,
+        progress(3, "train", enabled=False) as p,
         pytest.raises(UserError, match=r"did not stop when told to .* the state after 2 steps is saved: run the same"),
     ):
         trainer.run(None, p, lambda: False)
     release.set()
-    found = checkpoint.find(tmp_path / "checkpoints")
-    assert found.name == "step_00000002"
+    saved = checkpoint.find(tmp_path / "checkpoints")
+    assert saved.name == "step_00000002"
     resumed = make_trainer(model[0], processes, config, fakes.Engine())
-    resumed.restore(found)
+    resumed.restore(saved)
     resumed.sync_weights()
-    got, _ = resumed.train_step()
+    third, _ = resumed.train_step()
     undisturbed = make_trainer(model[0], processes, config, fakes.Engine(lose={("p/5", 3)}))
     undisturbed.sync_weights()
     expected = [undisturbed.train_step()[0] for _ in range(3)]
     assert expected[1]["lost_share"] == 1 / 128
-    for metrics in (got, expected[2]):
+    for metrics in (third, expected[2]):
         metrics.pop("slow_rollouts")  # The number of slow answers depends on the machine.
-    np.testing.assert_equal(got, expected[2])  # bit for bit; unknown metrics are nan in both
+    np.testing.assert_equal(third, expected[2])  # bit for bit; unknown metrics are nan in both

@@ -32,8 +32,7 @@ def trainer_of(model, processes, changes, tmp_path=None):
         "theory": {"every": 0},
     }
     merged = {name: {**base.get(name, {}), **changes.get(name, {})} for name in {**base, **changes}}
-    trainer = make_trainer(model[0], processes, configured(merged), fakes.Engine())
-    trainer.runner = replace(trainer.runner, pool=Pool())
+    trainer = make_trainer(model[0], processes, configured(merged), fakes.Engine(), pool=Pool())
     trainer.held_out = []
     trainer.sync_weights()
     return trainer
@@ -109,18 +108,18 @@ def test_an_update_that_is_not_applied_counts_nothing(processes, model):
 
     trainer.models.actor.train = counted
     poison_gradients(trainer.models.actor, lambda: len(calls) <= 3)
-    found = [trainer.train_step()[0] for _ in range(3)]
-    assert [(v["updates"], v["updates_skipped"]) for v in found] == [(0, 2), (1, 1), (2, 0)]
-    assert [v["lr"] for v in found] == pytest.approx([0, 1e-3 * 1 / 100, 1e-3 * 3 / 100])
+    metrics = [trainer.train_step()[0] for _ in range(3)]
+    assert [(v["updates"], v["updates_skipped"]) for v in metrics] == [(0, 2), (1, 1), (2, 0)]
+    assert [v["lr"] for v in metrics] == pytest.approx([0, 1e-3 * 1 / 100, 1e-3 * 3 / 100])
     assert versions(trainer) == (3, 3, 3)
 
 
 def test_an_update_of_the_critic_that_is_not_applied_counts_nothing(processes, model):
     trainer = trainer_of(model, processes, GAE)
     poison_gradients(trainer.models.critic, lambda: trainer.state.step == 0)
-    found = [trainer.train_step()[0] for _ in range(2)]
-    assert [(v["critic_updates"], v["critic_updates_skipped"]) for v in found] == [(0, 2), (2, 0)]
-    assert [v["critic_lr"] for v in found] == pytest.approx([0, 1e-3 * 2 / 100])
+    metrics = [trainer.train_step()[0] for _ in range(2)]
+    assert [(v["critic_updates"], v["critic_updates_skipped"]) for v in metrics] == [(0, 2), (2, 0)]
+    assert [v["critic_lr"] for v in metrics] == pytest.approx([0, 1e-3 * 2 / 100])
     assert (trainer.state.critic_updates, trainer.state.updates) == (2, 4)
 
 

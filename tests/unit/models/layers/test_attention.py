@@ -74,14 +74,14 @@ def test_attention_and_its_gradients_agree_with_the_matrix_of_all_scores(kernels
     for dense in (False, True):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         if dense:
-            s = scores(inputs[0], inputs[1], False, 0.3).masked_fill(~mask, -torch.inf)
+            s = scores(inputs[0], inputs[1], causal=False, scale=0.3).masked_fill(~mask, -torch.inf)
             out = torch.einsum("hij,jhd->ihd", s.softmax(-1), inputs[2].repeat_interleave(3, 1))
         else:
             out = attention.attend(*inputs, Segments(groups=groups), 0.3)
         out.backward(grad)
         results.append([out.detach(), *(x.grad for x in inputs)])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for own, expected in zip(*results, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
 
@@ -191,11 +191,13 @@ def test_yarn_scales_attention_as_in_transformers(te, processes, with_te, more):
     assert abs(factor - 1) > 0.05
     angles = positions[:, None] * inv_freq
     packing = Segments(groups=(group,), cos=angles.cos(), sin=angles.sin())
-    config = transformer_config(shape, processes, torch.float32, False, backend("reference", torch.device("cpu")))
+    config = transformer_config(
+        shape, processes, torch.float32, recompute=False, ops=backend("reference", torch.device("cpu"))
+    )
     if with_te:  # Megatron rotates the inputs of Transformer Engine's attention
         q, k = packing.rotate(q, 0), packing.rotate(k, 0)
         core = te.PackedTeAttention(config=config)
     else:
         core = PackedAttention(config, softmax_scale=config.softmax_scale)  # as Megatron builds it
-    got = core(*(x.unsqueeze(1) for x in (q, k, v)), None, packed_seq_params=packing)
-    torch.testing.assert_close(got.view(15, 4, 16), expected, rtol=1e-4, atol=1e-5)
+    result = core(*(x.unsqueeze(1) for x in (q, k, v)), None, packed_seq_params=packing)
+    torch.testing.assert_close(result.view(15, 4, 16), expected, rtol=1e-4, atol=1e-5)

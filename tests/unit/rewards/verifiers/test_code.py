@@ -21,9 +21,9 @@ from megatron_brorl.rewards.worker_pool import RewardPool, ScoreRequest
 from megatron_brorl.types import Prompt
 
 NEEDS = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
-LONG = Sandbox(True, Limits(seconds=40.0, test_seconds=10.0))
-BARE = Sandbox(False, Limits(seconds=40.0, test_seconds=10.0))  # for harmless programs
-SHORT = Sandbox(True, Limits(seconds=40.0, test_seconds=0.7))
+LONG = Sandbox(isolated=True, limits=Limits(seconds=40.0, test_seconds=10.0))
+BARE = Sandbox(isolated=False, limits=Limits(seconds=40.0, test_seconds=10.0))  # for harmless programs
+SHORT = Sandbox(isolated=True, limits=Limits(seconds=40.0, test_seconds=0.7))
 ADD = {"function": "add", "tests": [{"args": [i, i + 4711], "expected": 2 * i + 4711} for i in range(3)]}
 ADD_ASSERTS = {"function": "add", "asserts": [f"assert add({i}, {i + 4711}) == {2 * i + 4711}" for i in range(3)]}
 ADD_SCRIPT = {"tests": [{"input": f"{i} {i + 4711}\n", "output": f"{2 * i + 4711}\n"} for i in range(3)]}
@@ -78,7 +78,7 @@ def problems() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
 
 
 @NEEDS
-@pytest.mark.parametrize(("metadata", "programs"), problems())
+@pytest.mark.parametrize(("metadata", "programs"), list(problems()))
 def test_reward_is_the_share_of_passed_tests(metadata, programs):
     for program, share in programs.items():
         result = score(program, metadata, LONG if share else SHORT)
@@ -216,7 +216,7 @@ def test_endless_test_fails_alone_and_a_program_has_a_deadline():
     result = score(program, ADD_SCRIPT, SHORT)
     assert result.reward == pytest.approx(2 / 3)
     assert result.reason == "2 of 3 tests; test 2: out of time"
-    tight = Sandbox(True, Limits(seconds=0.8, test_seconds=30.0))
+    tight = Sandbox(isolated=True, limits=Limits(seconds=0.8, test_seconds=30.0))
     assert score("while True: pass", ADD_SCRIPT, tight).reason == "0 of 3 tests; test 1: out of time"
 
 
@@ -276,7 +276,7 @@ def test_verifier_refuses_to_start_without_a_sandbox_unless_configured(monkeypat
 def test_the_program_of_the_probe_is_right():
     """A faulty probe would skip the tests of the sandbox. Without isolation, its program succeeds on every machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "Sandbox", lambda isolated, limits: Sandbox(False, limits))
+        patch.setattr(sandbox, "Sandbox", lambda isolated, limits: Sandbox(isolated=False, limits=limits))
         assert sandbox.problem.__wrapped__() is None
 
 

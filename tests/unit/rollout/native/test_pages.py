@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -16,6 +17,7 @@ from megatron_brorl.rollout.native import decoder
 from megatron_brorl.rollout.native.pages import BLOCK, PagePool, PrefixCache, pages_for
 from megatron_brorl.types import Prompt
 
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=20, stop_ids=())
 COUNTS = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5]
 
 
@@ -39,31 +41,31 @@ def test_found_blocks_hold_the_tokens_of_the_prompt(pool):
     draw = random.Random(5)
     held = []
     written: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to the last one of the page
-    found_some = 0
+    hits = 0
     for _ in range(600):
         prompt = branching(draw, draw.choice(COUNTS))
         before = {p for _, given in held for p in given.tolist()}
         if pool.free >= prefixes.pages_needed(prompt) and draw.random() < 0.6:
             free = pool.free - prefixes.pages_needed(prompt)
-            given, found = prefixes.add(prompt)
+            given, cached_tokens = prefixes.add(prompt)
             assert pool.free == free
             assert len(given) == pages_for(len(prompt)) == len(set(given.tolist()))
-            assert found % BLOCK == 0
-            assert found < len(prompt)
+            assert cached_tokens % BLOCK == 0
+            assert cached_tokens < len(prompt)
             page = given.tolist()
-            for i in range(found // 16):
+            for i in range(cached_tokens // 16):
                 assert written[page[i]] == prompt[: 16 * (i + 1)]
             # Only pages of no other prompt are written.
-            assert not before & set(page[found // 16 :])
-            written |= {page[i]: prompt[: 16 * (i + 1)] for i in range(found // 16, len(page))}
+            assert not before & set(page[cached_tokens // 16 :])
+            written |= {page[i]: prompt[: 16 * (i + 1)] for i in range(cached_tokens // 16, len(page))}
             # The cache finds all blocks of the prompts in memory.
             entered = {p[:n] for p, _ in held for n in range(0, len(p), BLOCK)}
-            assert found == max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
-            found_some += found > 0
+            assert cached_tokens == max((n for n in range(0, len(prompt), BLOCK) if prompt[:n] in entered), default=0)
+            hits += cached_tokens > 0
             held.append((prompt, given))
         elif held:
             prefixes.remove(*held.pop(draw.randrange(len(held))))
-    assert found_some > 50
+    assert hits > 50
     for prompt, given in held:
         prefixes.remove(prompt, given)
     assert pool.free == pages
@@ -88,7 +90,7 @@ def test_log_probs_after_a_shared_prefix_equal_transformers(tmp_path, family, ro
     model = tmp_path, tiny.make_model(tmp_path, *family)
     asked = instruction((150, 170, 131, 215, 140), 130)
     engine = make_engine(*model, rows, fused_decode.sample_tokens)
-    groups = engine.generate([Request(p, 5, 4) for p in asked], Sampling(1.0, 1.0, 0, 12, (2,)))
+    groups = engine.generate([Request(p, 5, 4) for p in asked], replace(SAMPLING, max_tokens=12, stop_ids=(2,)))
     usage = engine.kv_usage()
     # Two blocks are computed once, and the rest of a prompt once for its four rollouts.
     shared = usage.cached_prompt_tokens - sum(3 * len(p.token_ids) for p in asked)
@@ -104,9 +106,9 @@ def test_continued_rollouts_reuse_the_shared_prefix(model):
     """Rollouts cut after 5 tokens continue with the greedy tokens of an uncut call and reuse the shared prefix."""
     asked = instruction((140, 150), 128)
     engine = make_engine(*model, 64, fused_decode.sample_tokens)
-    greedy = Sampling(0.0, 1.0, 0, 20, ())
+    greedy = replace(SAMPLING, temperature=0.0)
     whole = engine.generate([Request(p, 1, 1) for p in asked], greedy)
-    cut = engine.generate([Request(p, 1, 1) for p in asked], Sampling(0.0, 1.0, 0, 20, (), tokens_per_call=5))
+    cut = engine.generate([Request(p, 1, 1) for p in asked], replace(greedy, tokens_per_call=5))
     on = engine.generate([Request(p, 1, 1, 0, (r,)) for p, (r,) in zip(asked, cut, strict=True)], greedy)
     assert engine.kv_usage().cached_prompt_tokens == 128  # the second prompt's
     for (a,), (b,) in zip(whole, on, strict=True):
@@ -119,7 +121,7 @@ def test_kv_usage_counts_pages(model):
     assert engine.kv_usage() is None
     prompt = Prompt("p", "", (3, 4, 5), None, "exact")
     for _ in range(2):  # a second call starts from 0
-        engine.generate([Request(prompt, 1, 2)], Sampling(1.0, 1.0, 0, 40, ()))
+        engine.generate([Request(prompt, 1, 2)], replace(SAMPLING, max_tokens=40))
         usage = engine.kv_usage()
         pages = [1 + 2 * -(-fed // 16) for fed in range(40)]  # the call needs at most 7
         assert usage.steps == 40
@@ -135,11 +137,11 @@ def test_kv_usage_counts_shared_prompts(model, rows):
     engine = make_engine(*model, rows)
     short, long = Prompt("p", "", (3, 4, 5), None, "exact"), Prompt("q", "", (3, 4, 5, 6, 7), None, "exact")
     for _ in range(2):  # a second call starts from 0
-        done = engine.generate([Request(short, 1, 2), Request(long, 2, 3)], Sampling(1.0, 1.0, 0, 4, ()))
+        done = engine.generate([Request(short, 1, 2), Request(long, 2, 3)], replace(SAMPLING, max_tokens=4))
         usage = engine.kv_usage()
         assert (usage.prompt_tokens, usage.cached_prompt_tokens) == (2 * 3 + 3 * 5, 3 + 2 * 5)
     # A continued rollout computes its prompt together with its own tokens.
     begun = done[0][0]
-    engine.generate([Request(short, 1, 2, begun=(begun,))], Sampling(1.0, 1.0, 0, 8, ()))
+    engine.generate([Request(short, 1, 2, begun=(begun,))], replace(SAMPLING, max_tokens=8))
     usage = engine.kv_usage()
     assert (usage.prompt_tokens, usage.cached_prompt_tokens) == (6, 3)

@@ -25,6 +25,7 @@ from megatron_brorl.rollout.native.torch_engine import TorchEngine
 from megatron_brorl.types import Prompt, Rollout
 
 STOPS = (2, 5, 7, 11)
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=40, stop_ids=STOPS)
 
 
 def make_engine(
@@ -72,7 +73,8 @@ def ops(request, monkeypatch):
 def test_greedy_equals_transformers_generate(pair, ops):
     """Every token is equal, also after rows have allocated further pages."""
     engine = make_engine(*pair, ops=ops)
-    groups = engine.generate([Request(p, 1, 2) for p in prompts()], Sampling(0, 1, 0, 70, (2,)))
+    greedy = replace(SAMPLING, temperature=0, max_tokens=70, stop_ids=(2,))
+    groups = engine.generate([Request(p, 1, 2) for p in prompts()], greedy)
     for prompt, group in zip(prompts(), groups, strict=True):
         ids = torch.tensor([prompt.token_ids])
         expected = pair[1].generate(ids, do_sample=False, max_new_tokens=70, eos_token_id=2, pad_token_id=0)
@@ -82,7 +84,7 @@ def test_greedy_equals_transformers_generate(pair, ops):
 
 def test_log_probs_are_those_of_the_sampling_distribution(pair):
     engine = make_engine(*pair)
-    groups = engine.generate([Request(p, 7, 40) for p in prompts()], Sampling(0.8, 1, 0, 40, STOPS))
+    groups = engine.generate([Request(p, 7, 40) for p in prompts()], replace(SAMPLING, temperature=0.8))
     for prompt, group in zip(prompts(), groups, strict=True):
         assert [r.index for r in group] == list(range(40))
         for rollout in group:
@@ -108,7 +110,7 @@ def test_a_row_has_the_same_bits_in_any_batch(model, dtype):
 
     def bits(n, tokens_per_call=0, max_rows=1000, before=(), after=()):
         engine = make_engine(*model, dtype=dtype, max_rows=max_rows)
-        sampling = Sampling(1.0, 0.95, 0, 24, (), tokens_per_call=tokens_per_call)
+        sampling = replace(SAMPLING, top_p=0.95, max_tokens=24, stop_ids=(), tokens_per_call=tokens_per_call)
         group = engine.generate([*before, Request(prompt, 3, n), *after], sampling)[len(before)]
         while group[0].finish == "cut":
             (group,) = engine.generate([Request(prompt, 3, n, 0, tuple(group))], sampling)
@@ -156,7 +158,7 @@ class Drawer:
 def test_rollouts_from_a_supply_equal_those_of_one_call(model, memory, ops):
     """With few slots or few pages, rows in flight fit, the whole supply is sampled, and tokens are the same."""
     shape = model[0]
-    sampling = Sampling(1.0, 0.95, 0, 30, STOPS)
+    sampling = replace(SAMPLING, top_p=0.95, max_tokens=30)
     asked = [Request(p, stream_key(0, 4, p.id), 64) for p in prompts()]
     together = make_engine(*model).generate(asked, sampling)
 
@@ -170,13 +172,13 @@ def test_rollouts_from_a_supply_equal_those_of_one_call(model, memory, ops):
     assert all(1 <= room <= 20 for room in supply.rooms)
     assert max(supply.rooms) <= (memory // 2 or 20)  # a row needs two pages at its end
     assert len(rest) == len(pieces)
-    got = [own, *([r for part in rest[8 * i : 8 * i + 8] for r in part] for i in range(3))]
-    for whole, parts in zip(together, got, strict=True):
+    regrouped = [own, *([r for part in rest[8 * i : 8 * i + 8] for r in part] for i in range(3))]
+    for whole, parts in zip(together, regrouped, strict=True):
         assert [r.index for r in parts] == list(range(64))
         assert same_tokens(whole, parts) >= 0.98  # others differ by rounding
     nothing = make_engine(*model, max_rows=20)
     assert nothing.generate([], sampling, supply=Drawer([], 0)) == []
-    assert [len(found) for found in nothing.generate([], sampling, supply=Drawer(pieces[:2], 16))] == [8, 8]
+    assert [len(rollouts) for rollouts in nothing.generate([], sampling, supply=Drawer(pieces[:2], 16))] == [8, 8]
 
 
 @pytest.mark.parametrize("sample", [sample_tokens, fused_decode.sample_tokens])
@@ -187,7 +189,7 @@ def test_a_row_without_a_distribution_ends_the_call(model, sample, value):
         return sample(logits, *places)
 
     with pytest.raises(ValueError, match=r"logits.*(NaN|nan|inf)"):
-        make_engine(*model, sample=broken).generate([Request(prompts()[0], 1, 4)], Sampling(1, 1, 0, 5, ()))
+        make_engine(*model, sample=broken).generate([Request(prompts()[0], 1, 4)], replace(SAMPLING, max_tokens=5))
 
 
 def test_sleep_drops_the_weights(model):
@@ -195,15 +197,15 @@ def test_sleep_drops_the_weights(model):
     engine.sleep()
     engine.wake()
     with pytest.raises(RuntimeError, match="no weights"):
-        engine.generate([Request(prompts()[0], 1, 1)], Sampling(1, 1, 0, 5, ()))
+        engine.generate([Request(prompts()[0], 1, 1)], replace(SAMPLING, max_tokens=5, stop_ids=()))
 
 
 def test_context_overflow_and_stop_strings_without_a_decoder_are_errors(model):
     asked = [Request(prompts()[0], 1, 1)]
     with pytest.raises(UserError, match="exceeds the model's context of 256"):
-        make_engine(*model).generate(asked, Sampling(1, 1, 0, 254, ()))
+        make_engine(*model).generate(asked, replace(SAMPLING, max_tokens=254, stop_ids=()))
     with pytest.raises(ValueError, match="stop strings need"):
-        make_engine(*model).generate(asked, Sampling(1, 1, 0, 3, (), ("z",)))
+        make_engine(*model).generate(asked, replace(SAMPLING, max_tokens=3, stop_ids=(), stop_strings=("z",)))
 
 
 class Watching:
@@ -222,17 +224,17 @@ class Watching:
 
 def test_evicted_rows_continue_with_the_same_tokens(model):
     """With pages for a third of the rows' tokens, rows are evicted and continue; tokens are the same."""
-    sampling = Sampling(1.0, 1, 0, 100, STOPS)
+    sampling = replace(SAMPLING, max_tokens=100)
     asked = [Request(p, stream_key(0, 4, p.id), 40) for p in prompts((30, 9, 17))]
     ample = make_engine(*model)
     expected = ample.generate(asked, sampling)
     page = page_bytes(ample.shape, torch.float32)
     short = make_engine(*model, memory=40 * page)
     callbacks = Watching()
-    got = short.generate(asked, sampling, callbacks)
+    evicted = short.generate(asked, sampling, callbacks)
     assert ample._pool.size > 3 * short._pool.size
     assert sorted(callbacks.ended) == [(i, j) for i in range(3) for j in range(40)]
-    for a, b in zip(expected, got, strict=True):
+    for a, b in zip(expected, evicted, strict=True):
         assert [r.index for r in b] == list(range(40))
         assert [sum(n for _, n in r.spans) for r in b] == [len(r.token_ids) for r in b]
         assert same_tokens(a, b) >= 0.97
@@ -243,9 +245,9 @@ def test_evicted_rows_continue_with_the_same_tokens(model):
 def test_cut_rollouts_continue_unchanged(model, ops):
     engine = make_engine(*model, ops=ops)
     asked = [Request(p, stream_key(0, 4, p.id), 32) for p in prompts()]
-    whole = engine.generate(asked, Sampling(1.0, 1, 0, 50, STOPS))
+    whole = engine.generate(asked, replace(SAMPLING, max_tokens=50))
     engine.version = 5
-    limited = Sampling(1.0, 1, 0, 50, STOPS, tokens_per_call=13)
+    limited = replace(SAMPLING, max_tokens=50, tokens_per_call=13)
     requests = asked
     rounds = 0
     done = {}
@@ -272,7 +274,7 @@ def test_cut_rollouts_continue_unchanged(model, ops):
 def test_a_cancelled_call_returns_unfinished_rollouts(model, ops):
     engine = make_engine(*model, max_rows=60, ops=ops)
     asked = [Request(p, stream_key(0, 4, p.id), 50) for p in prompts()]
-    sampling = Sampling(1.0, 1, 0, 60, STOPS)
+    sampling = replace(SAMPLING, max_tokens=60)
     whole = engine.generate(asked, sampling)
     callbacks = Watching(most=20)
     groups = engine.generate(asked, sampling, callbacks)
@@ -292,7 +294,7 @@ def test_a_cancelled_call_returns_unfinished_rollouts(model, ops):
 def test_a_withdrawn_request_ends_and_the_others_do_not(model, ops):
     """One of its rollouts is decoded when it is withdrawn, and the others wait."""
     engine = make_engine(*model, max_rows=6, ops=ops)
-    sampling = Sampling(1.0, 1, 0, 60, STOPS)
+    sampling = replace(SAMPLING, max_tokens=60)
     first, second = (Request(p, stream_key(0, 4, p.id), 5) for p in prompts()[:2])
     (expected,) = engine.generate([first], sampling)
     whole = engine.generate([second], sampling)[0][0]
@@ -324,7 +326,7 @@ def moe(request, tmp_path_factory):
     return directory, tiny.make_model(directory, *MOE, norm_topk_prob=request.param)
 
 
-ROUTES = Sampling(1.0, 1.0, 0, 40, (2,), routes=True)
+ROUTES = replace(SAMPLING, stop_ids=(2,), routes=True)
 # The last two share a block of 64 tokens.
 ROUTED = [Request(replace(p, token_ids=prompts((70,))[0].token_ids + p.token_ids), 5, 6) for p in prompts((9, 1))]
 ROUTED = [Request(prompts()[2], 5, 6), *ROUTED]

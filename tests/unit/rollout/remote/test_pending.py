@@ -36,7 +36,8 @@ def test_seeds_of_siblings_differ_in_the_half_that_cpu_generators_read():
     ],
 )
 def test_invalid_answer_loses_only_its_rollout(ids, log_probs, finish, fault):
-    pending = PendingRollouts(Sampling(1.0, 1.0, 0, 12, (2,)), None, None, 5, vocab=50)
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(2,))
+    pending = PendingRollouts(sampling, None, None, 5, vocab=50)
     pending.add([Request(fakes.prompts(1)[0], 4, 2)])
     for number, (i, p, f) in enumerate([(ids, log_probs, finish), ([7, 2], [-1.0, -2.0], "stop")]):
         tensors = {"ids": torch.tensor(i), "log_probs": torch.tensor(p)}
@@ -49,7 +50,7 @@ def test_invalid_answer_loses_only_its_rollout(ids, log_probs, finish, fault):
 def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
     """An engine may find a stop string too late, or overlook one that starts in earlier tokens."""
     text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is a
-    sampling = Sampling(1.0, 1.0, 0, 12, (25,), ("bcd", "xx"))
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(25,), stop_strings=("bcd", "xx"))
     begun = Rollout(3, torch.tensor([0, 1]), torch.tensor([-0.5, -1.5]), "cut", ((3, 2),))
     pending = PendingRollouts(sampling, None, None, 8, 50, text)
     episode = Episode(torch.tensor([True, True, True, False]), 1)
@@ -66,21 +67,23 @@ def test_stop_strings_end_rollouts_as_in_the_built_in_engine():
     ):
         tensors = {"ids": torch.tensor(added), "log_probs": -torch.arange(1.0, len(added) + 1)}
         pending.answered(Message("rollout", {"number": number, "finish": finish}, tensors), 4)
-    (found,) = pending.result()
-    assert [(r.token_ids.tolist(), r.log_probs.tolist(), r.finish, r.spans) for r in found] == [
+    (rollouts,) = pending.result()
+    assert [(r.token_ids.tolist(), r.log_probs.tolist(), r.finish, r.spans) for r in rollouts] == [
         ([1, 2, 3], [-1.0, -2.0, -3.0], "stop", ((4, 3),)),
         ([1, 2, 9, 25], [-1.0, -2.0, -3.0, -4.0], "stop", ((4, 4),)),
         ([], [], "cut", ()),
         ([0, 1, 2, 3], [-0.5, -1.5, -1.0, -2.0], "stop", ((3, 2), (4, 2))),
         ([1, 2, 3, 1, 2, 3, 1, 2, 3], [0.0] * 4 + [-1.0, -2.0, -3.0, -4.0, -5.0], "stop", ((3, 4), (4, 5))),
     ]
-    assert found[4].episode is episode
+    assert rollouts[4].episode is episode
     assert pending.faults == ["it ended at a stop string, but its text contains none"]
 
 
 def test_routes_replace_those_of_earlier_calls_and_end_with_the_rollout():
     text = lambda ids: "".join(chr(97 + int(i)) for i in ids)  # noqa: E731  token 0 is a
-    sampling = Sampling(1.0, 1.0, 0, 12, (25,), ("bc",), routes=True)
+    sampling = Sampling(
+        temperature=1.0, top_p=1.0, top_k=0, max_tokens=12, stop_ids=(25,), stop_strings=("bc",), routes=True
+    )
     request = Request(fakes.prompts(1)[0], 4, 3)
     prompt = len(request.prompt.token_ids)
     begun = Rollout(0, torch.tensor([7, 8]), torch.zeros(2), "cut", ((3, 2),), routes=torch.zeros(prompt + 1, 2, 3))

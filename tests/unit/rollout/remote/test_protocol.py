@@ -16,12 +16,12 @@ def test_messages_survive_encoding():
         {"call": 3, "temperature": 0.1, "names": ["a", "ü"]},
         {"ids": torch.tensor([1, -(2**62), 5]), "none": torch.empty(0, dtype=torch.int64), "lp": torch.tensor([-0.1])},
     )
-    got = decode(encode(sent))
-    assert (got.kind, got.fields) == (sent.kind, sent.fields)
-    assert got.tensors.keys() == sent.tensors.keys()
+    decoded = decode(encode(sent))
+    assert (decoded.kind, decoded.fields) == (sent.kind, sent.fields)
+    assert decoded.tensors.keys() == sent.tensors.keys()
     for name, tensor in sent.tensors.items():
-        assert got.tensors[name].dtype == tensor.dtype
-        assert torch.equal(got.tensors[name], tensor)
+        assert decoded.tensors[name].dtype == tensor.dtype
+        assert torch.equal(decoded.tensors[name], tensor)
 
 
 @pytest.mark.parametrize(

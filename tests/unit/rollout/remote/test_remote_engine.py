@@ -37,6 +37,7 @@ from megatron_brorl.rollout.turns import TurnEngine
 from megatron_brorl.types import Prompt, ScoreResult
 
 FOLDER = Path(remote.__path__[0])
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=8, stop_ids=(2,))
 OPTIONS = EngineOptions("other", "", 50, 40, "float32", 8, (2,), {})
 
 
@@ -159,7 +160,7 @@ def test_the_caches_wake_at_the_first_generation(backend, engine, leader):
     ask(leader, Message("load", {"bucket": {"path": "x", "records": []}}))
     ask(leader, Message("finish", {"version": 3}))
     for _ in range(2):
-        engine.generate([Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)], Sampling(1.0, 1.0, 0, 8, (2,)))
+        engine.generate([Request(Prompt("p", "", (5, 6), None, "exact"), 7, 3, 4)], SAMPLING)
     updates = ["begin", {"path": "x", "records": []}, "finish"]
     assert backend.heard == ["finish", "sleep", "wake", *updates, "wake caches"]
 
@@ -174,7 +175,7 @@ def test_cancelled_rollouts_keep_the_tokens_that_the_backend_returns(backend, en
             return bool(engine._open_calls)  # as soon as the requests are sent
 
     request = Request(Prompt("p", "", (5, 6), None, "exact"), 7, 2, 0)
-    (group,) = engine.generate([request], Sampling(1.0, 1.0, 0, 8, (2,)), Impatient())
+    (group,) = engine.generate([request], SAMPLING, Impatient())
     assert [r.finish for r in group] == ["cut", "cut"]
     expected = [[10 + sibling_seed(7, i, 0) % 10, 6] for i in (0, 1)] if backend.keeps_cut else [[], []]
     assert [r.token_ids.tolist() for r in group] == expected
@@ -188,7 +189,7 @@ def test_a_withdrawn_request_is_aborted(backend, engine):
     withdrawn.set()
     prompt = Prompt("p", "", (5, 6), None, "exact")
     requests = [Request(prompt, 7, 3), Request(prompt, 8, 2, withdrawn=withdrawn)]
-    engine.generate(requests, Sampling(1.0, 1.0, 0, 8, (2,)))
+    engine.generate(requests, SAMPLING)
     assert backend.heard.count("abort") == 2
 
 
@@ -213,10 +214,10 @@ def test_supply_is_requested_as_there_is_room(engine):
         def has_more(self):
             return bool(left)
 
-    groups = engine.generate([Request(prompt, 7, 6)], Sampling(1.0, 1.0, 0, 8, (2,)), callbacks, Queue())
+    groups = engine.generate([Request(prompt, 7, 6)], SAMPLING, callbacks, Queue())
     assert [r.index for group in groups for r in group] == list(range(20))
     assert {r.finish for group in groups for r in group} == {"stop"}
-    (whole,) = engine.generate([Request(prompt, 7, 20)], Sampling(1.0, 1.0, 0, 8, (2,)))
+    (whole,) = engine.generate([Request(prompt, 7, 20)], SAMPLING)
     assert [r.token_ids.tolist() for group in groups for r in group] == [r.token_ids.tolist() for r in whole]
 
 
@@ -227,7 +228,7 @@ def test_turns_are_requests_with_the_whole_prefix(engine):
     pool.cancelled = lambda: None if engine._open_calls else pool.deliver()
     turns = TurnEngine(engine, pool, EnvironmentConfig(factory="e:E", max_turns=3), text_of, tokens_of)
     request = Request(Prompt("p", "", (5, 6), None, "environment"), 7, 2)
-    (group,) = turns.generate([request], Sampling(1.0, 1.0, 0, 30, (2,)), pool)
+    (group,) = turns.generate([request], dataclasses.replace(SAMPLING, max_tokens=30), pool)
     for i, rollout in enumerate(group):
         first, second, third = (10 + sibling_seed(7, i, done) % 10 for done in (1, 6, 11))
         assert rollout.token_ids.tolist() == [31, first, 31, 2, 20, 21, second, 21, 2, 20, 21, third, 21, 2]
@@ -261,10 +262,10 @@ def test_busy_rank_loses_no_answers(tmp_path):
         for number in range(count):
             await server._send(client, Message("rollout", {"call": 1, "number": number}, {"ids": ids}))
 
-        found = []
+        numbers = []
         while rank.poll(2000):
-            found.append(decode(rank.recv_multipart()).fields["number"])
-        assert found == list(range(count))
+            numbers.append(decode(rank.recv_multipart()).fields["number"])
+        assert numbers == list(range(count))
         rank.close(0)
         server.socket.close(0)
 

@@ -51,9 +51,9 @@ def together(path, streams, dtype=torch.float32, encode=unchanged):
         def exchange(own):
             given[i] = own
             barrier.wait(60)
-            found = list(given)
+            of_all = list(given)
             barrier.wait(60)
-            return found
+            return of_all
 
         def recorded(name, tensor):
             if tensor.device.type != "meta":
@@ -79,20 +79,20 @@ def test_engines_of_a_node_share_one_file(ranks, kind, tmp_path):
     for scale in (1.0, 0.5):  # The second update overwrites the file of the first.
         sent = {name: tensor * scale for name, tensor in model().items()}
         streams = [with_checksums(sent.items()) for _ in range(ranks)]
-        found, copies = together(tmp_path / "weights", streams, dtype, encode)
+        results, copies = together(tmp_path / "weights", streams, dtype, encode)
 
         # Exactly one rank copies each tensor, and all ranks have the same file.
         assert sorted(name for part in copies for name in part) == sorted(SHAPES)
-        assert all(weights == found[0] for weights in found)
-        assert found[0].version == 7
-        assert list(tmp_path.iterdir()) == [found[0].path]
-        assert os.stat(found[0].path).st_size == file_layout(SHAPES, dtype, encode)[1]
+        assert all(weights == results[0] for weights in results)
+        assert results[0].version == 7
+        assert list(tmp_path.iterdir()) == [results[0].path]
+        assert os.stat(results[0].path).st_size == file_layout(SHAPES, dtype, encode)[1]
 
         # The tensors in the file equal those that were sent, and match the checksums in the records.
         expected = {part: x for name, tensor in sent.items() for part, x in encode(name, tensor.to(dtype))}
-        there = read(found[0])
+        there = read(results[0])
         assert there.keys() == expected.keys()
-        for record in found[0].records:
+        for record in results[0].records:
             assert torch.equal(there[record.name].view(torch.uint8), expected[record.name].view(torch.uint8))
             assert record.checksum == int(checksum(record.name, expected[record.name]))
             assert record.offset % 64 == 0
@@ -128,10 +128,10 @@ def test_fault_on_one_rank_refuses_the_update_on_all(fault, tmp_path):
         raise RuntimeError("lost")
 
     streams = [pairs, {"missing": pairs[:-1], "damaged": damaged(pairs, name), "breaks off": broken()}[fault], pairs]
-    found, _ = together(tmp_path / "weights", streams)
-    assert all(isinstance(x, UpdateRefused) for x in found)
+    results, _ = together(tmp_path / "weights", streams)
+    assert all(isinstance(x, UpdateRefused) for x in results)
     what = {"missing": "1 tensors missing", "damaged": f"for example {name}", "breaks off": "RuntimeError: lost"}[fault]
-    assert all(what in str(x) for x in found)
+    assert all(what in str(x) for x in results)
 
 
 def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
@@ -140,9 +140,9 @@ def test_full_shared_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     streams = [iter(list(with_checksums(model().items()))) for _ in range(2)]
-    found, _ = together(tmp_path / "weights", streams)
-    assert all("engine.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in found)
-    assert all(isinstance(x, UserError) for x in found)
+    results, _ = together(tmp_path / "weights", streams)
+    assert all("engine.shared_memory: " in str(x) and "has no room for 0 MiB" in str(x) for x in results)
+    assert all(isinstance(x, UserError) for x in results)
     assert all(list(stream) == [] for stream in streams)  # the stream is a collective with other nodes
     assert list(tmp_path.iterdir()) == []
 
