@@ -188,7 +188,7 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
     rollout_gap is |log pi - log pi_rollout|. Raises ValueError if a setting needs a field that tokens lack, and
     UserError if the user's function fails.
     """
-    given = log_probs.detach(), entropy.detach()
+    detached = log_probs.detach(), entropy.detach()
     live = tokens.weights != 0
     own = _own_objective(log_probs, entropy, tokens, live, settings) if is_function(settings.policy_loss) else None
 
@@ -245,7 +245,7 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
         )
         totals = [x.detach().double().sum() for x in per_token]
         maxima = [x.detach().double().max() if len(x) else totals[0].new_zeros(()) for x in (ratio, distance)]
-    return PolicyLoss(loss, *given, torch.stack(totals + maxima))
+    return PolicyLoss(loss, *detached, torch.stack(totals + maxima))
 
 
 def _own_objective(

@@ -132,12 +132,12 @@ class Engine:
 
         chat = DataConfig(chat=True, chat_template_kwargs=dict(chat_template_kwargs))
         max_prompt_tokens = self._context - max_tokens
-        seen: Counter[tuple[int, ...]] = Counter()  # a repeated prompt gets another random stream
+        repeats: Counter[tuple[int, ...]] = Counter()  # a repeated prompt gets another random stream
         requests = []
         for i, prompt in enumerate(prompts):
             ids = _token_ids(prompt, f"prompts[{i}]", self._tokenizer, max_prompt_tokens, chat, engine.shape.vocab)
-            key = stream_key(seed, "sample", " ".join(map(str, ids)), seen[ids])
-            seen[ids] += 1
+            key = stream_key(seed, "sample", " ".join(map(str, ids)), repeats[ids])
+            repeats[ids] += 1
             requests.append(Request(Prompt(str(i), "", ids, None, "exact"), key, n))
 
         # One call for all prompts, so that responses of one prompt start as others end.

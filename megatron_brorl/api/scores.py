@@ -62,19 +62,19 @@ def score(
         custom.check_parameters(function, "reward")
 
     prompts = [_prompt(row, i, RowFormat(name, config)) for i, row in enumerate(rows)]
-    groups = [[given] if isinstance(given, (str, Sample)) else given for given in responses]
+    groups = [[group] if isinstance(group, (str, Sample)) else group for group in responses]
     flat = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
-    found = [_find_answer(prompt, response, config) for prompt, response in flat]
+    extracted = [_find_answer(prompt, response, config) for prompt, response in flat]
 
     # The same worker processes as in a run. They end with this call.
-    requests = [ScoreRequest(p, *(f or _CUT_OFF)) for (p, _), f in zip(flat, found, strict=True)]
+    requests = [ScoreRequest(p, *(f or _CUT_OFF)) for (p, _), f in zip(flat, extracted, strict=True)]
     names = {prompt.verifier for prompt in prompts} - {custom.IN_PROCESS}
     impure = check_verifiers(names, config).impure
     with RewardPool(config.workers, config.timeout_s, impure=impure, function=function) as pool:
         results = pool.score(requests)
 
     scored = []
-    for (_, response), f, result in zip(flat, found, results, strict=True):
+    for (_, response), f, result in zip(flat, extracted, results, strict=True):
         reward, right = final_reward(result, _is_cut_off(response), config)
         answer, status = (f.answer, result.status) if f else (None, "length")
         scored.append(Reward(reward, right, result.reason, status, answer, result.parts))

@@ -68,8 +68,8 @@ def train(
     Only the main rank writes the files, so the record of another rank may lack the last of them. Raises UserError for
     the mistakes that the command reports, and if a callback fails. In the latter case the run is saved first.
     """
-    given = {"algo.advantage": advantage, "algo.policy_loss": policy_loss, "reward.group_function": group_reward}
-    algorithm = {key: function for key, function in given.items() if function is not None}
+    functions = {"algo.advantage": advantage, "algo.policy_loss": policy_loss, "reward.group_function": group_reward}
+    algorithm = {key: function for key, function in functions.items() if function is not None}
     overrides = [*overrides, *(f"{key}={IN_PROCESS[key]}" for key in algorithm)]
     if environment is not None:
         overrides.append(f"environment.factory=this_process:{environment.__name__}")
@@ -112,8 +112,8 @@ def train(
 def _record(directory: Path, has_finished: bool) -> RunRecord:
     if not (directory / METRICS_FILE).is_file():  # stopped before the first step
         return RunRecord(directory, [], None, has_finished)
-    found = load_run(directory)
-    return replace(found, summary=found.summary if has_finished else None, finished=has_finished)
+    record = load_run(directory)
+    return replace(record, summary=record.summary if has_finished else None, finished=has_finished)
 
 
 def _as_toml(value: Any) -> Any:

@@ -206,12 +206,12 @@ class MegatronCheckpoint:
         key, _ = _key(entry)
         if key not in self._tensors:
             raise UserError(f"{self.directory}: {key} of config.json's model is missing")
-        found = tuple(self._tensors[key].size)
-        wanted = _global_shape(entry, self.shape, 1)
-        padded = entry.layout == "vocab" and found[0] >= wanted[0] and found[1:] == wanted[1:]
-        if found != wanted and not padded:
+        shape = tuple(self._tensors[key].size)
+        expected = _global_shape(entry, self.shape, 1)
+        padded = entry.layout == "vocab" and shape[0] >= expected[0] and shape[1:] == expected[1:]
+        if shape != expected and not padded:
             raise UserError(
-                f"{self.directory}: {key} has shape {list(found)}, config.json implies {list(wanted)}: "
+                f"{self.directory}: {key} has shape {list(shape)}, config.json implies {list(expected)}: "
                 "they do not belong together"
             )
 

@@ -83,7 +83,7 @@ class Save:
         complete = not any(errors)
         if complete:
             with self.catch():
-                self._complete({name: digest for found in digests_of for name, digest in found.items()}, results_of)
+                self._complete({name: digest for of_rank in digests_of for name, digest in of_rank.items()}, results_of)
         if self.error or not complete:
             shutil.rmtree(self.aside, ignore_errors=True)
 
@@ -159,9 +159,9 @@ def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     world = dist.get_world_size(group)
     if world == 1:
         return [own]
-    found: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
-    dist.gather_object(own, found, dst=0, group=group)
-    return found
+    objects: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
+    dist.gather_object(own, objects, dst=0, group=group)
+    return objects
 
 
 class BackgroundSaver:

@@ -292,25 +292,25 @@ def plan_lines(plan: Plan, machines: Machines) -> list[str]:
     gpu = machines.gpu
     if not gpu:
         phases = [("training", plan.training), *([("generating", plan.generation)] if plan.generation else [])]
-        found = [f"memory of a rank, {phase}: {amount(sum(p.values()))} ({_amounts(p)})" for phase, p in phases]
+        lines = [f"memory of a rank, {phase}: {amount(sum(p.values()))} ({_amounts(p)})" for phase, p in phases]
         _, need, _ = host_need(plan, machines)
         if need > machines.free:
-            found.append(f"note: the ranks of a node need {amount(need)}, and {amount(machines.free)} are free now")
+            lines.append(f"note: the ranks of a node need {amount(need)}, and {amount(machines.free)} are free now")
     else:
         kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
-        found = [
+        lines = [
             f"memory of a GPU, {phase}: {amount(sum(parts.values()))} of {amount(gpu)} ({_amounts(parts)})"
             for phase, parts in (("training", plan.training), ("generating", {**plan.generation, **kv}))
         ]
     if gpu and plan.kv_per_token:
-        found.append(
+        lines.append(
             f"keys and values: {plan.kv_per_token / 1024:g} KiB a token on each GPU, {plan.kv_tokens(gpu)} tokens, "
             f"{plan.rows(gpu)} rollouts of {plan.context} tokens at a time"
         )
     if plan.shared or plan.offloaded:
         offloaded = amount(plan.offloaded * machines.ranks_per_node)
-        found.append(f"memory of a node: {amount(plan.shared)} of engine weights, {offloaded} of offloaded states")
-    return found
+        lines.append(f"memory of a node: {amount(plan.shared)} of engine weights, {offloaded} of offloaded states")
+    return lines
 
 
 def _amounts(parts: Parts) -> str:

@@ -72,9 +72,9 @@ def _refused(directory: Path, error: OSError) -> UserError:
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """Return the size of a checkpoint: trained weights, Adam's moments and masters, also of critic and reference."""
-    given = (shape, 0, 1, 1, DTYPES[config.model.dtype])
-    actor = training_parts(*given, lora=config.lora)
-    models = [actor, *([training_parts(*given)] if config.algo.advantage == "gae" else [])]
+    arguments = (shape, 0, 1, 1, DTYPES[config.model.dtype])
+    actor = training_parts(*arguments, lora=config.lora)
+    models = [actor, *([training_parts(*arguments)] if config.algo.advantage == "gae" else [])]
     reference = trained_weights(actor) if config.algo.kl_coef else 0
     return sum(trained_weights(parts) + parts["optimizer"] for parts in models) + reference
 

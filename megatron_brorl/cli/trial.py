@@ -16,7 +16,7 @@ from megatron_brorl.user_functions import is_function
 
 
 def check_user_functions(
-    config: Config, rows: Sequence[Mapping[str, Any]], given: Mapping[str, Callable[..., Any]]
+    config: Config, rows: Sequence[Mapping[str, Any]], in_process: Mapping[str, Callable[..., Any]]
 ) -> dict[str, str]:
     """Import the users' functions of a run, call them, and return their SHA-256 by name. Raises UserError.
 
@@ -25,7 +25,7 @@ def check_user_functions(
     """
     algo, n, group = config.algo, config.rollout.n, config.reward.group_function
     values = {"algo.advantage": algo.advantage, "algo.policy_loss": algo.policy_loss, "reward.group_function": group}
-    hashes = functions.import_functions(values, given)
+    hashes = functions.import_functions(values, in_process)
     if is_function(algo.advantage):
         rewards = (torch.arange(n) % 2).float().repeat(len(rows), 1)
         group_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool), rows, algo)

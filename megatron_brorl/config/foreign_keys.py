@@ -135,8 +135,8 @@ def foreign_key_hint(path: str, ours: Container[str] = ()) -> str:
     """
     parts = path.split(".")
     ends = [".".join(parts[i:]) for i in range(len(parts))]
-    found = next((table[end] for end in ends for table in FOREIGN_KEYS.values() if end in table), "")
-    found = found or next((end for end in ends[1:] if end in ours), "")
-    if found.startswith("none: "):
-        return f"there is no such key here: {found.removeprefix('none: ')}"
-    return found and f"this trainer calls it {found}"
+    meaning = next((table[end] for end in ends for table in FOREIGN_KEYS.values() if end in table), "")
+    meaning = meaning or next((end for end in ends[1:] if end in ours), "")
+    if meaning.startswith("none: "):
+        return f"there is no such key here: {meaning.removeprefix('none: ')}"
+    return meaning and f"this trainer calls it {meaning}"

@@ -69,10 +69,10 @@ class Guess:
     is_scored: bool  # the row has a reference or names its verifier
 
 
-def guess_columns(path: Path, given: Mapping[str, str]) -> Guess:
-    """Guess the content of a file. given: names of columns by key, prompt, answer or task.
+def guess_columns(path: Path, named: Mapping[str, str]) -> Guess:
+    """Guess the content of a file. named: names of columns by key, prompt, answer or task.
 
-    The prompt is UNKNOWN if no column looks like one. Raises UserError if the file cannot be read, or if a given column
+    The prompt is UNKNOWN if no column looks like one. Raises UserError if the file cannot be read, or if a named column
     is missing.
     """
     number, raw = next(raw_rows(path), (0, None))
@@ -80,18 +80,18 @@ def guess_columns(path: Path, given: Mapping[str, str]) -> Guess:
     row = parse_row(raw, where)
     if not isinstance(row, dict):
         raise UserError(f"{path.absolute()}: has no row that is an object")
-    for key, name in given.items():
+    for key, name in named.items():
         if _find(row, name) is _MISSING:
             raise UserError(f"{where}: --{key} {name}: there is no such column, only {', '.join(row)}")
     prompts = (name for name in _PROMPTS if row.get(name) and isinstance(row[name], (str, list)))
-    prompt = given.get("prompt") or next(prompts, UNKNOWN)
+    prompt = named.get("prompt") or next(prompts, UNKNOWN)
     answers = (name for name in _ANSWERS if name != prompt and _find(row, name) not in (_MISSING, None))
-    answer = given.get("answer") or next(answers, "")
+    answer = named.get("answer") or next(answers, "")
     reference = _find(row, answer)
-    if "answer" not in given and (isinstance(reference, (bool, list)) or holds_object(reference) or reference == ""):
+    if "answer" not in named and (isinstance(reference, (bool, list)) or holds_object(reference) or reference == ""):
         answer = ""
 
-    columns = {"prompt": prompt, **({"answer": answer} if answer else {}), **given}
+    columns = {"prompt": prompt, **({"answer": answer} if answer else {}), **named}
     left = {} if prompt == UNKNOWN else map_columns(row, ColumnsConfig(**columns), where)[1]
     others = [name for name, value in left.items() if value is not None]
     if not others and columns.items() <= {("prompt", "prompt"), ("answer", "answer")}:
@@ -112,10 +112,10 @@ def _matched(regex: str, text: str, where: str) -> str:
         pattern = re.compile(regex, re.DOTALL)
     except re.error as e:
         raise UserError(f"data.columns.answer_regex = {regex!r}: not a regular expression: {e}") from None
-    found = list(pattern.finditer(text))
-    if not found:
+    matches = list(pattern.finditer(text))
+    if not matches:
         raise UserError(f"{where}: the answer has no match of data.columns.answer_regex = {regex!r}")
-    return ((found[-1][1] if pattern.groups else found[-1][0]) or "").strip()
+    return ((matches[-1][1] if pattern.groups else matches[-1][0]) or "").strip()
 
 
 def _find(row: Mapping[str, Any], name: str) -> Any:

@@ -36,12 +36,12 @@ def data_file(name: str) -> Path:
     """Return the file of hf://datasets/OWNER/NAME/FILE, or any other name as a path. Raises UserError as above."""
     if not name.startswith("hf://"):
         return Path(name).absolute()
-    found = _FILE.fullmatch(name)
-    if found is None:
+    match = _FILE.fullmatch(name)
+    if match is None:
         raise UserError(f"{name}: must be hf://datasets/OWNER/NAME/FILE, with a file of the data set's repository")
     from huggingface_hub import hf_hub_download
 
-    repository, file = found.groups()
+    repository, file = match.groups()
     command = f"--repo-type dataset {repository} {file}"
     return Path(_download(command, name, lambda: hf_hub_download(repository, file, repo_type="dataset")))
 

@@ -136,14 +136,14 @@ def _rows(inputs: Iterable[Path]) -> Iterator[tuple[Path, str, Any]]:
 
 
 def _contamination(evaluations: Sequence[tuple[str, Path]]) -> Contamination:
-    found = Contamination()
+    contamination = Contamination()
     for name, path in evaluations:
         for _, where, raw in _rows([path]):
             try:
-                found.add(without_instruction(prompt_text(SETS[name].row(raw, where)["prompt"])), where)
+                contamination.add(without_instruction(prompt_text(SETS[name].row(raw, where)["prompt"])), where)
             except Unusable:
                 continue
-    return found
+    return contamination
 
 
 def _complete(row: dict[str, Any], job: Job, problem: str) -> None:

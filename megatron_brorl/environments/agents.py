@@ -39,11 +39,11 @@ class Agents:
 
         A returned text is the only message of the outcome, for the verifier of the row; its score is then None.
         """
-        given = {"row": row, "base_url": base_url, "api_key": key, "model": model}
+        arguments = {"row": row, "base_url": base_url, "api_key": key, "model": model}
         try:
             if "client" in self._names:
-                given["client"] = self._client_for(base_url, key)
-            returned = self._function(**{name: given[name] for name in self._names})
+                arguments["client"] = self._client_for(base_url, key)
+            returned = self._function(**{name: arguments[name] for name in self._names})
             if self._is_async:
                 task = asyncio.run_coroutine_threadsafe(asyncio.wait_for(returned, seconds), self._loop)
                 self._running[rollout] = task

@@ -81,9 +81,9 @@ def _longest_first(costs: Ints, parts: int) -> Ints:
         chosen.append(least % parts)
         heapq.heapreplace(heap, least + cost)
 
-    found = np.empty_like(costs)
-    found[order] = chosen
-    return found
+    part_of_row = np.empty_like(costs)
+    part_of_row[order] = chosen
+    return part_of_row
 
 
 def _in_runs(costs: Ints, parts: int, prompt_index: Ints, prompt_costs: Ints) -> Ints:
@@ -95,9 +95,9 @@ def _in_runs(costs: Ints, parts: int, prompt_index: Ints, prompt_costs: Ints) ->
     spent = costs[order]
     spent[first] += prompt_costs[order][first]
     middle = 2 * spent.cumsum() - spent
-    found = np.empty_like(costs)
-    found[order] = middle * parts // (2 * int(spent.sum()))
-    return found
+    part_of_row = np.empty_like(costs)
+    part_of_row[order] = middle * parts // (2 * int(spent.sum()))
+    return part_of_row
 
 
 def loads_of(parts: int, assigned: Ints, costs: Ints, prompt_index: Ints, prompt_costs: Ints) -> Ints:

@@ -135,17 +135,17 @@ def _is_loopback(address: str) -> bool:
 
 def _interface(address: str) -> str:
     """Return the name of the interface with this address."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(a.address == address for a in found):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == address for a in addresses):
             return name
     raise UserError(f"no interface of this machine has {address}: set GLOO_SOCKET_IFNAME to the right one")
 
 
 def _address(interface: str) -> str:
     """Return the address of an interface, IPv4 if it has both."""
-    found = psutil.net_if_addrs().get(interface, [])
+    addresses = psutil.net_if_addrs().get(interface, [])
     for family in (socket.AF_INET, socket.AF_INET6):
-        for a in found:
+        for a in addresses:
             if a.family == family:
                 return a.address
     raise UserError(f"GLOO_SOCKET_IFNAME = {interface}: this machine has no such interface with an address")

@@ -63,13 +63,13 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
     Raises UserError if the moment or the prompt was not recorded, or if a file is damaged.
     """
     there = entries(folder)
-    found = [m for m in there if kind in ("", m.kind) and number in (None, m.shown)]
-    if not found:
+    matches = [m for m in there if kind in ("", m.kind) and number in (None, m.shown)]
+    if not matches:
         raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} is recorded; try {listed(there)}")
     if prompt is None or number is not None:
-        return Recorded(found[-1], read_groups(folder, found[-1]), read_rollouts(folder, found[-1]))
+        return Recorded(matches[-1], read_groups(folder, matches[-1]), read_rollouts(folder, matches[-1]))
     ids: dict[str, None] = {}
-    for moment in reversed(found):
+    for moment in reversed(matches):
         groups = read_groups(folder, moment)
         own = filter_rows(groups, "prompt_id", [prompt])
         if len(own) and pc.max(own["recorded"]).as_py():

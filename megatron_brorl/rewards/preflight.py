@@ -42,10 +42,10 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
         if reason:
             raise refuse(f"verifier {executing[0]!r}", reason)
 
-    found = {name: custom.validate(name) for name, entry in entries.items() if entry.is_custom}
+    checks = {name: custom.validate(name) for name, entry in entries.items() if entry.is_custom}
     return CheckedVerifiers(
-        sha256={name: sha256 for name, (sha256, _) in found.items()},
-        impure=frozenset(name for name, (_, pure) in found.items() if not pure),
+        sha256={name: sha256 for name, (sha256, _) in checks.items()},
+        impure=frozenset(name for name, (_, pure) in checks.items() if not pure),
         unsandboxed=bool(executing) and config.unsandboxed,
     )
 
@@ -68,8 +68,8 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
     for (name, _), group in groups.items():
         rows = group[:: -(-len(group) // _ROWS_PER_TASK)]  # at even distances, because a file may be sorted
         is_custom = registry.entry(rows[0].verifier, "verifier", config).is_custom
-        references, found = try_texts(pool.score, f"verifier {name!r}", rows, is_custom)
-        warnings += found
+        references, new_warnings = try_texts(pool.score, f"verifier {name!r}", rows, is_custom)
+        warnings += new_warnings
         if not references:
             lines.append(f"verifier {name!r} scores texts for {len(rows)} rows")
             continue

@@ -136,14 +136,14 @@ class Scorer:
 
         verifier = self._entry(prompt.verifier, "verifier", self.config)
         unscored = cut_off and not scores_cut_off(verifier, self.config)
-        found = Found(None, "cut off")
+        extracted = Found(None, "cut off")
         if not unscored:
             returned = rollout.episode.text if rollout.episode else None
             if returned is None:
                 returned = self.decode(without_stop(rollout.token_ids, self.stop_ids).tolist())
-            found = extract(returned, verifier.find, verifier.max_chars)
-        submitted = self.pool.submit(ScoreRequest(prompt, *found))
-        return _Pending(cut_off, unscored, found.answer, submitted, f"verifier {verifier_name(prompt)}")
+            extracted = extract(returned, verifier.find, verifier.max_chars)
+        submitted = self.pool.submit(ScoreRequest(prompt, *extracted))
+        return _Pending(cut_off, unscored, extracted.answer, submitted, f"verifier {verifier_name(prompt)}")
 
 
 def final_reward(score: ScoreResult, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:

@@ -125,8 +125,8 @@ def number(value: Any, what: str) -> float:
     with contextlib.suppress(Exception):
         value = value.item() if hasattr(value, "item") else value
         # float() accepts strings, so require __float__. The comparison is false for NaN.
-        if hasattr(type(value), "__float__") and abs(found := float(value)) <= MAX_REWARD:
-            return found
+        if hasattr(type(value), "__float__") and abs(result := float(value)) <= MAX_REWARD:
+            return result
     raise NoScore(f"returned {_shown(value)} {what}, not a finite number ({MAX_REWARD:g} at most)")
 
 

@@ -108,13 +108,15 @@ def requests(
             runs[-1].append((number, sibling))
         else:
             runs.append([(number, sibling)])
-    asked = []
+    requests = []
     for run in runs:
         number, first = run[0]
         group = groups[number]
         key = stream_key(seed, group.round, *([group.occurrence] if group.occurrence else []), group.prompt.id)
-        asked.append(Request(group.prompt, key, len(run), first, tuple(begun[slot] for slot in run if slot in begun)))
-    return asked, [run[0][0] for run in runs]
+        requests.append(
+            Request(group.prompt, key, len(run), first, tuple(begun[slot] for slot in run if slot in begun))
+        )
+    return requests, [run[0][0] for run in runs]
 
 
 def improbable_rollouts(requests: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> tuple[Tensor, list[str]]:
@@ -152,9 +154,9 @@ class SharedSlots:
         while self._order:
             rank = self._order[0]
             begin = self.counters.add(self._key(rank), room) - room
-            found = list(self.parts[rank][begin : begin + room])
-            if found:
-                return found
+            slots = list(self.parts[rank][begin : begin + room])
+            if slots:
+                return slots
             self._order.pop(0)  # Slots are never returned to a part.
         return []
 

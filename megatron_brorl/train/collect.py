@@ -204,7 +204,7 @@ class Collector:
 
         metrics = self._metrics(outcomes, counts, lost) | self.runner.reward_metrics()
         metrics |= {"update_balance": balance, "moved_mib": moved_bytes / 2**20}
-        metrics |= {name: sum(values) / len(values) for name, values in group_rewards.found.items() if values}
+        metrics |= {name: sum(values) / len(values) for name, values in group_rewards.metrics.items() if values}
         if config.rollout.refills:
             metrics["prompts_sampled"] = counts["requested"] / config.rollout.n
             metrics["surplus_groups"] = float(len(surplus))

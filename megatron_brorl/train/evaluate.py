@@ -83,13 +83,13 @@ def sample_answers(
     if on_samples:
         on_samples(groups, rollouts, outcomes)
 
-    found = []
+    results = []
     for g, ended, rewards, correct, tokens in zip(
         groups, outcomes.ended, outcomes.rewards.double(), outcomes.right, outcomes.sampled.double(), strict=True
     ):
         if ended.any():
             reward, length = rewards[ended], tokens[ended]
-            found.append(
+            results.append(
                 PromptResult(
                     prompt=g.prompt,
                     index=g.index,
@@ -102,9 +102,9 @@ def sample_answers(
             )
 
     # With rollout.max_lost_share = 1, check_lost lets this pass.
-    if not found:
+    if not results:
         raise UserError("evaluation: every sample was lost, so there is nothing to report")
-    return found
+    return results
 
 
 def summarize(answers: Sequence[PromptResult], prompts: int, config: EvaluateConfig, seed: int) -> Evaluation:

@@ -268,10 +268,10 @@ def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dic
         "rows": float(len(experience)),
         "copies": float(copies_by_routes(prompts, responses, routes)),
     }
-    found = collectives.all_reduce_sum(own, actor.grid.groups.dp)
-    metrics = {"token_gain": found["plain"] / (found["computed"] or 1.0) if found["plain"] else 1.0}
+    totals = collectives.all_reduce_sum(own, actor.grid.groups.dp)
+    metrics = {"token_gain": totals["plain"] / (totals["computed"] or 1.0) if totals["plain"] else 1.0}
     if replays and options.share_prompt:
-        metrics["unshared_by_routes"] = found["copies"] / (found["rows"] or 1.0)
+        metrics["unshared_by_routes"] = totals["copies"] / (totals["rows"] or 1.0)
     return metrics
 
 
@@ -326,12 +326,12 @@ def _teacher_log_probs(teacher: Worker, prompts: Rows, responses: Rows, temperat
     The student can sample ids from the padding of its vocabulary. Beyond the teacher's vocabulary they get -inf.
     """
     vocab = teacher.shape.vocab
-    found = _flat(teacher.log_probs(prompts, [ids.clamp(max=vocab - 1) for ids in responses], temperature))
-    return found.masked_fill(_flat(responses) >= vocab, -torch.inf).split([len(ids) for ids in responses])
+    log_probs = _flat(teacher.log_probs(prompts, [ids.clamp(max=vocab - 1) for ids in responses], temperature))
+    return log_probs.masked_fill(_flat(responses) >= vocab, -torch.inf).split([len(ids) for ids in responses])
 
 
 def _token_mean(column: Sequence[Tensor], worker: Worker) -> float:
     values = _flat(column).double()
     own = {"sum": float(values.sum()), "tokens": float(len(values))}
-    found = collectives.all_reduce_sum(own, worker.grid.groups.dp)
-    return found["sum"] / found["tokens"] if found["tokens"] else float("nan")
+    totals = collectives.all_reduce_sum(own, worker.grid.groups.dp)
+    return totals["sum"] / totals["tokens"] if totals["tokens"] else float("nan")

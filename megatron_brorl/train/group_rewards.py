@@ -37,7 +37,7 @@ class GroupRewards:
     runner: RolloutRunner
     stop_ids: Sequence[int]
     scored: set[int]  # indices of groups with scores, such as surplus groups of the previous step
-    found: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # metrics, a value per group
+    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # metrics, a value per group
 
     def apply(
         self, step: str, groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes
@@ -71,16 +71,16 @@ class GroupRewards:
             raise StepError(f"{label} failed on {len(of_ranks)} of {len(chosen)} groups: {of_ranks[0][1]}; fix it")
         text = f"{KEY} = {config.group_function} failed on a group, which has no signal (metric group_errors)"
         self.runner.report_errors({text: failed[0][1]} if failed else {})
-        self.found["group_errors"] += [float(i < len(of_ranks)) for i in range(len(chosen))]
+        self.metrics["group_errors"] += [float(i < len(of_ranks)) for i in range(len(chosen))]
 
         for g in chosen if config.group_function == MAJORITY else ():
             share = float(table[g].sum()) / int(new[g].sum())
-            self.found["majority_share"].append(share)
+            self.metrics["majority_share"].append(share)
             if share < config.majority_share:
                 table[g] = 0
             elif share and groups[g].prompt.answer is not None and groups[g].prompt.verifier != "none":
                 # `any`, because a response that was cut off may count as wrong.
-                self.found["majority_right_share"].append(float((outcomes.right[g] & (table[g] > 0)).any()))
+                self.metrics["majority_right_share"].append(float((outcomes.right[g] & (table[g] > 0)).any()))
         outcomes = replace(outcomes, rewards=torch.where(new, table.float(), outcomes.rewards))
         rewards, slots = outcomes.rewards.tolist(), set(map(tuple, new.nonzero().tolist()))
         places = [(r, r.group, r.rollout.index) for r in rollouts]
@@ -91,14 +91,14 @@ class GroupRewards:
     ) -> dict[int, Future[ScoreResult]]:
         """Send each group to one rank; return the results of this rank's groups. Collective. new: bool [groups, N]."""
         grid = self.runner.grid
-        held = {(r.group, r.rollout.index): r.rollout.token_ids for r in rollouts}
+        own_tokens = {(r.group, r.rollout.index): r.rollout.token_ids for r in rollouts}
         at = group, sibling = new.nonzero(as_tuple=True)
         replica = (new.any(1).cumsum(0) % grid.dp_size)[group]
         transfers = Transfers(group, sibling, outcomes.holder[at], replica, outcomes.tokens[at])
-        found, _ = send(transfers, held, torch.int64, grid)
+        received, _ = send(transfers, own_tokens, torch.int64, grid)
         own: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        for g, s in sorted(found) if grid.rank == grid.replicas[grid.dp_rank][0] else ():
-            own[g][s] = found[g, s]
+        for g, s in sorted(received) if grid.rank == grid.replicas[grid.dp_rank][0] else ():
+            own[g][s] = received[g, s]
         return {g: self._call(groups[g].prompt, tokens, outcomes.state[g]) for g, tokens in own.items()}
 
     def _call(self, prompt: Prompt, tokens: Mapping[int, Tensor], state: Tensor) -> Future[ScoreResult]:

@@ -104,7 +104,7 @@ def send_to_replicas(
     group, sibling = (replica >= 0).nonzero(as_tuple=True)
     holder, target, tokens = (column[group, sibling] for column in (outcomes.holder, replica, outcomes.tokens))
     replica_of = replica.tolist()
-    held = {(r.group, r.rollout.index): r.rollout for r in rollouts if replica_of[r.group][r.rollout.index] >= 0}
+    own = {(r.group, r.rollout.index): r.rollout for r in rollouts if replica_of[r.group][r.rollout.index] >= 0}
 
     def ids_and_bits(rollout: Rollout) -> Tensor:
         ids = rollout.token_ids.int()
@@ -114,18 +114,18 @@ def send_to_replicas(
         return torch.cat((ids, rollout.log_probs.view(torch.int32)))
 
     transfers = Transfers(group, sibling, holder, target, 2 * tokens)
-    received, moved = send(transfers, {slot: ids_and_bits(r) for slot, r in held.items()}, torch.int32, grid)
+    received, moved = send(transfers, {slot: ids_and_bits(r) for slot, r in own.items()}, torch.int32, grid)
     routes: dict[tuple[int, int], Tensor] = {}
     if no_routes is not None:
         rows = torch.tensor(prompt_tokens)[group] + tokens - 1
         transfers = replace(transfers, length=no_routes.shape[1:].numel() * no_routes.itemsize * rows)
-        own = {slot: r.routes.flatten().view(torch.uint8) for slot, r in held.items() if r.routes is not None}
-        if len(own) < len(held):
+        own_routes = {slot: r.routes.flatten().view(torch.uint8) for slot, r in own.items() if r.routes is not None}
+        if len(own_routes) < len(own):
             raise UserError(
-                f"rollout.replay_routes: {len(held) - len(own)} rollouts of the checkpoint were sampled without it: "
-                'set "never" until they are trained on'
+                f"rollout.replay_routes: {len(own) - len(own_routes)} rollouts of the checkpoint were sampled without "
+                'it: set "never" until they are trained on'
             )
-        routes, bytes_of_routes = send(transfers, own, torch.uint8, grid)
+        routes, bytes_of_routes = send(transfers, own_routes, torch.uint8, grid)
         routes = {slot: x.view(no_routes.dtype).view(-1, *no_routes.shape[1:]) for slot, x in routes.items()}
         moved += bytes_of_routes
 
@@ -147,7 +147,7 @@ def send_to_replicas(
 
 
 def send(
-    transfers: Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
+    transfers: Transfers, own: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
 ) -> tuple[dict[tuple[int, int], Tensor], int]:
     """Send this rank's tensors [length], by group and rollout index. Collective.
 
@@ -159,7 +159,7 @@ def send(
     messages = -(-int(max(sent.max(), received.max())) * dtype.itemsize // MESSAGE_BYTES)
     tensors: dict[tuple[int, int], Tensor] = {}
     for i in range(messages):
-        tensors |= _exchange(transfers.select(slice(i, None, messages)), held, dtype, grid)
+        tensors |= _exchange(transfers.select(slice(i, None, messages)), own, dtype, grid)
     # A tensor goes to each rank of its replica except its holder.
     is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
     for i, ranks in enumerate(grid.replicas):
@@ -169,14 +169,14 @@ def send(
 
 
 def _exchange(
-    transfers: Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
+    transfers: Transfers, tensors: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
 ) -> dict[tuple[int, int], Tensor]:
     """Exchange one message between all ranks; see send. Collective."""
     # All ranks of a replica get the same message.
     own = transfers.select(transfers.source == grid.rank)
     for_replica: list[list[Tensor]] = [[torch.zeros(0, dtype=dtype)] for _ in range(grid.dp_size)]
     for slot, target in zip(own.slots(), own.target.tolist(), strict=True):
-        for_replica[target].append(held[slot])
+        for_replica[target].append(tensors[slot])
     parts = [torch.cat(pieces) for pieces in for_replica]
     replica_of = {rank: i for i, ranks in enumerate(grid.replicas) for rank in ranks}
 

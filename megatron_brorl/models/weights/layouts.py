@@ -44,8 +44,8 @@ class WeightEntry:
 
     def is_on(self, grid: Grid, experts: int) -> bool:
         """Return whether this rank has the parameter or a part of it. experts: of each layer of the model."""
-        mine = self.expert is None or self.expert * grid.ep_size // experts == grid.ep_rank
-        return mine and self.stage == grid.pp_rank
+        has_expert = self.expert is None or self.expert * grid.ep_size // experts == grid.ep_rank
+        return has_expert and self.stage == grid.pp_rank
 
 
 def local_shape(entry: WeightEntry, size: int) -> tuple[int, ...]:

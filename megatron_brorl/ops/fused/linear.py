@@ -222,13 +222,13 @@ class _Gradients:
             live = log_prob_gradient != 0
             if entropy_gradient is not None:
                 live |= entropy_gradient != 0
-            found = _live_first(live)
-            if len(found) < len(live):
+            live_rows = _live_first(live)
+            if len(live_rows) < len(live):
                 # Logits are moved in place, a few rows at a time. The other tensors are small and are copied.
-                moved = (found != torch.arange(len(found), device=found.device)).nonzero().squeeze(-1)
+                moved = (live_rows != torch.arange(len(live_rows), device=live_rows.device)).nonzero().squeeze(-1)
                 for part in moved.split(ROWS_MOVED):
-                    chunk.logits[part] = chunk.logits[found[part]]
-                order = found
+                    chunk.logits[part] = chunk.logits[live_rows[part]]
+                order = live_rows
         hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
         log_prob_gradient = log_prob_gradient[order]
         entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]

@@ -81,11 +81,11 @@ class _LinearLogProbs(torch.autograd.Function):
 
             # Only one rank has the logit of the id; the others add 0.
             own = t - start
-            mine = (own >= 0) & (own < live)
+            in_shard = (own >= 0) & (own < live)
             picked = torch.zeros_like(peak)
             # A shard that is all padding has no logit to pick.
             if live:
-                picked = logits.gather(-1, own.clamp(0, live - 1).unsqueeze(-1)).squeeze(-1) * mine
+                picked = logits.gather(-1, own.clamp(0, live - 1).unsqueeze(-1)).squeeze(-1) * in_shard
 
             # One message for the three sums: the normaliser, the id's logit and the mean logit.
             exp = (logits - peak.unsqueeze(-1)).exp()
@@ -126,8 +126,8 @@ class _LinearLogProbs(torch.autograd.Function):
             d = log_p.exp().mul_(-(upstream + of_entropy * (log_p + entropy[chunk].unsqueeze(-1))))
             # Add the onehot of the id on the rank that has it.
             own = ids[chunk] - start
-            mine = (own >= 0) & (own < live)
-            d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), mine.unsqueeze(-1) * upstream)
+            in_shard = (own >= 0) & (own < live)
+            d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), in_shard.unsqueeze(-1) * upstream)
             d.div_(temperature)
 
             # Multiply in the dtype of the matrices.

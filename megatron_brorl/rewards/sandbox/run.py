@@ -272,13 +272,13 @@ def require(where: str) -> bool:
 
 def _completed(outcomes: Iterator[Outcome], count: int) -> list[Outcome]:
     """Return `count` outcomes. Those that are missing when the program ends have the status "ended"."""
-    given: list[Outcome] = []
+    received: list[Outcome] = []
     try:
         for outcome in outcomes:
-            given.append(outcome)
+            received.append(outcome)
     except Ended as e:
-        given += [Outcome("ended", str(e))] * (count - len(given))
-    return given
+        received += [Outcome("ended", str(e))] * (count - len(received))
+    return received
 
 
 def _outcome(message: Mapping[str, Any]) -> Outcome:

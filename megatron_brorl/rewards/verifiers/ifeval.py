@@ -384,19 +384,19 @@ def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> Non
     key = f"{where}: metadata.kwargs[{place}] ({kind})"
     if not isinstance(arguments, dict):
         raise UserError(f"{key} is {arguments!r}; use an object, {{}} for no arguments")
-    given = _given(arguments)
+    values = _given(arguments)
     wanted = list(inspect.signature(CHECKS[kind]).parameters)[1:]
-    unknown = [name for name in given if name not in wanted]
+    unknown = [name for name in values if name not in wanted]
     if unknown:
         takes = ", ".join(wanted) or "no arguments"
         raise UserError(f"{key} has {unknown[0]!r}, but the instruction takes {takes}; remove it")
     for name in wanted:
         condition = _CONDITIONS.get(name, _COUNT)
-        if name not in given:
+        if name not in values:
             raise UserError(f"{key} lacks {name!r}, {condition.meaning}; add it")
-        if not condition.accepts(given[name]):
-            raise UserError(f"{key} has {name} = {given[name]!r}; it must be {condition.meaning}")
-    if given.get("nth_paragraph", 0) > given.get("num_paragraphs", 0):
+        if not condition.accepts(values[name]):
+            raise UserError(f"{key} has {name} = {values[name]!r}; it must be {condition.meaning}")
+    if values.get("nth_paragraph", 0) > values.get("num_paragraphs", 0):
         raise UserError(f"{key} has nth_paragraph above num_paragraphs, which no response can follow; lower it")
 
 

@@ -116,11 +116,11 @@ class Relation(NamedTuple):
     difference: Any
 
 
-def same_value(reference: str, given: str) -> bool:
+def same_value(reference: str, answer: str) -> bool:
     """Return whether two texts have equal values and compatible units. Raises the exceptions of `read`."""
     names = answer_text.has_letters(reference)
-    (wanted, unit), (value, other_unit) = read(reference, names), read(given, names)
-    return not units_clash(unit, other_unit) and same(wanted, value)
+    (expected, unit), (value, other_unit) = read(reference, names), read(answer, names)
+    return not units_clash(unit, other_unit) and same(expected, value)
 
 
 @functools.lru_cache(maxsize=256)
@@ -378,25 +378,25 @@ def exact(value: Value) -> Any:
     return value.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))) if value.has(sympy.Float) else value
 
 
-def same(reference: Value, given: Value) -> bool:
+def same(reference: Value, answer: Value) -> bool:
     """Return whether a value equals the reference."""
     # Names are compared only if both sides have one.
-    clash = isinstance(reference, Named) and isinstance(given, Named) and names_clash(reference.name, given.name)
-    if clash or isinstance(reference, Relation) or isinstance(given, Relation):
-        return _same_relations(_as_relation(reference), _as_relation(given))
-    if isinstance(reference, Named) or isinstance(given, Named):
-        return same(_without_name(reference), _without_name(given))
+    clash = isinstance(reference, Named) and isinstance(answer, Named) and names_clash(reference.name, answer.name)
+    if clash or isinstance(reference, Relation) or isinstance(answer, Relation):
+        return _same_relations(_as_relation(reference), _as_relation(answer))
+    if isinstance(reference, Named) or isinstance(answer, Named):
+        return same(_without_name(reference), _without_name(answer))
 
     # Compare groups item by item. A pair in brackets may be an interval.
-    if isinstance(reference, Group) and isinstance(given, Group):
-        return _same_groups(reference, given)
-    sets = as_set(reference), as_set(given)
+    if isinstance(reference, Group) and isinstance(answer, Group):
+        return _same_groups(reference, answer)
+    sets = as_set(reference), as_set(answer)
     if sets[0] is not None and sets[1] is not None:
         return sets[0] == sets[1] or _same_groups(_parts(sets[0]), _parts(sets[1]))
-    reference, given = _single(reference), _single(given)
-    if isinstance(reference, (Group, sympy.Set)) or isinstance(given, (Group, sympy.Set)):
+    reference, answer = _single(reference), _single(answer)
+    if isinstance(reference, (Group, sympy.Set)) or isinstance(answer, (Group, sympy.Set)):
         return False
-    return _same_numbers(reference, given)
+    return _same_numbers(reference, answer)
 
 
 def _without_name(value: Value) -> Value:
@@ -456,15 +456,15 @@ def _same_relations(a: Relation | None, b: Relation | None) -> bool:
     return bool(usable) and _same_expressions(a.difference, quotient * b.difference)
 
 
-def _same_numbers(reference: Value, given: Value) -> bool:
-    a, b = exact(reference), exact(given)
+def _same_numbers(reference: Value, answer: Value) -> bool:
+    a, b = exact(reference), exact(answer)
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
         return a.shape == b.shape and all(map(_same_expressions, a.flat(), b.flat()))
     if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
         return bool(a == b)
-    digits = prec_to_dps(given._prec) if given.is_Float else 0
+    digits = prec_to_dps(answer._prec) if answer.is_Float else 0
     if digits >= _DECIMALS and a.is_number and a.is_real and not a.is_Rational:
-        return _is_rounded(a, Decimal(str(given)), digits)
+        return _is_rounded(a, Decimal(str(answer)), digits)
     return _same_expressions(a, b)
 
 
@@ -495,8 +495,8 @@ def _is_zero(number: Any) -> bool:
     return all(part == 0 or (part.is_Float and part.is_finite and part._prec <= 2) for part in parts)
 
 
-def _is_rounded(irrational: Any, given: Decimal, digits: int) -> bool:
+def _is_rounded(irrational: Any, decimal: Decimal, digits: int) -> bool:
     """Return whether a decimal is an irrational number rounded or truncated to `digits` digits."""
     value = str(irrational.evalf(digits + 20))
     contexts = (Context(prec=digits, rounding=rounding) for rounding in (ROUND_HALF_EVEN, ROUND_DOWN))
-    return any(context.create_decimal(value) == given for context in contexts)
+    return any(context.create_decimal(value) == decimal for context in contexts)

@@ -397,8 +397,8 @@ def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[A
         group = made if start == first else group
 
     def exchange(own: Any) -> list[Any]:
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, own, group=group)
-        return found
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, own, group=group)
+        return objects
 
     return exchange if size > 1 else lambda own: [own]

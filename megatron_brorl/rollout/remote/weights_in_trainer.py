@@ -130,12 +130,12 @@ def write_update(tensors: NamedTensors, update: WeightUpdate, node: NodeRanks, p
         sums = _write(tensors, update, own, records, path)
     except UpdateRefused as e:
         fault = str(e)
-    found: list[tuple[str, Checksums]] = node.exchange((fault, sums))
-    faults = [f for f, _ in found if f]
+    of_ranks: list[tuple[str, Checksums]] = node.exchange((fault, sums))
+    faults = [f for f, _ in of_ranks if f]
     if faults:
         raise UpdateRefused(fault or faults[0])
     # Combine the checksums of all ranks.
-    total = {name: value for _, part in found for name, value in part.items()}
+    total = {name: value for _, part in of_ranks for name, value in part.items()}
     return HostWeights(path, update.version, tuple(r._replace(checksum=total[r.name]) for r in records))
 
 

@@ -36,8 +36,8 @@ def read_bucket(bucket: WorkerBucket, device_id: int) -> dict[str, Tensor]:
     checksum. The engine must then be restarted.
     """
     device = torch.device("cuda", device_id) if torch.cuda.is_available() else torch.device("cpu")
-    given: Any = bucket["records"]
-    records = [TensorRecord(*record) for record in given]
+    rows: Any = bucket["records"]
+    records = [TensorRecord(*record) for record in rows]
     memory = map_file(str(bucket["path"]))
     tensors = {record.name: tensor_at(memory, record).to(device) for record in records}
     for record in records:
