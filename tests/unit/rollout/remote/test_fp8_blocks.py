@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contract.double.fp8_blocks import dequantize
 
-from megatron_brorl.ops.fp8_blocks import BLOCK, dequantize, quantize
+from megatron_brorl.rollout.remote.weights_in_trainer import BLOCK, quantize
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (128, 128), (300, 200), (129, 640)])
@@ -18,12 +19,12 @@ def test_the_largest_of_a_block_is_448_and_errors_are_half_a_unit(n, k):
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
             block = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
-            found = float(scale[i, j])
-            assert found == pytest.approx(float(x[block].abs().max()) / 448, rel=1e-6)
+            of_block = float(scale[i, j])
+            assert of_block == pytest.approx(float(x[block].abs().max()) / 448, rel=1e-6)
             assert float(values[block].float().abs().max()) == 448
             # Half a unit in the last of four bits, or half the smallest subnormal.
             error = (back[block].double() - x[block].double()).abs()
-            assert bool((error <= x[block].double().abs() / 16 * (1 + 1e-6) + 2.0**-10 * found).all())
+            assert bool((error <= x[block].double().abs() / 16 * (1 + 1e-6) + 2.0**-10 * of_block).all())
 
 
 def test_blocks_of_zeros_and_of_nan():
