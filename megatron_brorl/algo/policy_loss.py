@@ -177,16 +177,16 @@ class PolicyLoss:
 def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss:
     """Return the policy loss from log-probabilities and entropies [R], both in nats.
 
-    loss = sum_t weight_t (-u_t f(r_t, A_t) + kl_coef KL_t - entropy_coef H_t), where f is the entry of
-    settings.policy_loss in POLICY_LOSSES, or minus the result of the user's function; u_t = min(pi_old / pi_rollout,
-    is_cap) without gradient (Yao et al. 2025); KL_t by kl_estimate. r_t = pi(t) / pi_old(t), or with ratio = "sequence"
-    the geometric mean of these over the sequence (GSPO, Zheng et al. 2025, eq. 7). Without old_log_probs r_t = 1 with
-    the gradient of pi.
+    loss = sum_t weight_t (-u_t f(r_t, A_t) + kl_coef KL_t - entropy_coef H_t).
+    f: the entry of settings.policy_loss in POLICY_LOSSES, or minus the result of the user's function.
+    u_t = min(pi_old / pi_rollout, is_cap), without gradient (Yao et al. 2025). KL_t: by kl_estimate.
+    r_t = pi(t) / pi_old(t). With ratio = "sequence" it is the geometric mean of these over the sequence (GSPO, Zheng et
+    al. 2025, eq. 7). Without old_log_probs, r_t = 1 with the gradient of pi.
 
-    The entropy bonus has a gradient only if `entropy` has one. clipped_* count the tokens that each bound of f
-    changes; approx_kl is the k3 estimate of KL(pi_old || pi), reference_kl the chosen one of KL(pi || pi_ref);
-    rollout_gap is |log pi - log pi_rollout|. Raises ValueError if a setting needs a field that tokens lack, and
-    UserError if the user's function fails.
+    The entropy bonus has a gradient only if `entropy` has one. clipped_*: tokens that each bound of f changes.
+    approx_kl: k3 estimate of KL(pi_old || pi). reference_kl: the chosen estimate of KL(pi || pi_ref). rollout_gap:
+    |log pi - log pi_rollout|. Raises ValueError if a setting needs a field that tokens lack, and UserError if the
+    user's function fails.
     """
     detached = log_probs.detach(), entropy.detach()
     live = tokens.weights != 0

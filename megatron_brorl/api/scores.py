@@ -45,11 +45,11 @@ def score(
 ) -> list[Any]:
     """Return a Reward for each response, in the form of `responses`: a list, or one list per row, as Engine.sample.
 
-    rows: one per entry of responses: a reference answer, None, or a row as in data files, which may also have
-    "columns", the other columns of a file as an object. verifier: a name of the
-    registry (a row may name another), "file.py:function", or a function (response, row) -> reward, which runs in this
-    process without limits. config: section [reward] of a run; RewardConfig() by default. The reward of a response that
-    max_tokens cut off is multiplied by config.cut_off_factor (0). Raises UserError for rows that the verifier rejects.
+    rows: one per entry of responses: a reference answer, None, or a row as in data files, which may also have an object
+    "columns" with the other columns of a file. verifier: a name of the registry (a row may name another),
+    "file.py:function", or a function (response, row) -> reward, which runs in this process without limits. config:
+    section [reward] of a run. The reward of a response that max_tokens cut off is multiplied by config.cut_off_factor
+    (0 by default). Raises UserError for rows that the verifier rejects.
     """
     config = config or RewardConfig()
     function = None if isinstance(verifier, str) else verifier

@@ -47,21 +47,16 @@ def train(
     Callbacks (Callback) are called on the main rank.
 
     reward: a function (response, row) that scores every row which names no verifier. It returns a finite number, or a
-    dict with reward, reason and parts. It runs in this process, one answer at a time, so it may use any variable of
-    the program. But nothing limits its time or memory, a crash ends the run, and reward.timeout_s does not apply. For
-    long runs, use a function in a file, data.verifier = "file.py:function", which runs in separate processes with
-    limits. A hash of the function's source (or compiled code) is kept, and a run cannot be resumed with another
-    function unless accept_changed_functions is set. Changes of the variables that it uses are not detected.
+    dict with reward, reason and parts. It runs in this process, one answer at a time. Nothing limits its time or
+    memory, and a crash ends the run. For long runs, use a function in a file, data.verifier = "file.py:function",
+    which runs in separate processes with limits. A hash of the function's source (or compiled code) is kept, and a run
+    cannot be resumed with another function unless accept_changed_functions is set. Changes of the variables that it
+    uses are not detected.
 
-    group_reward: a function in place of reward.group_function. It also runs in this process, without limits.
-
-    advantage, policy_loss: functions in place of algo.advantage and algo.policy_loss (docs/extending.md). Checkpoints
-    store a hash of each.
-
-    environment: a class in place of environment.factory. Its objects live in this process, one
-    thread per call, without limits of time or memory.
-
-    agent: a function in place of agent.function. It runs in this process, in an event loop or a thread of its own.
+    group_reward, advantage, policy_loss: functions in place of reward.group_function, algo.advantage and
+    algo.policy_loss (docs/extending.md). environment: a class in place of environment.factory, one thread per call.
+    agent: a function in place of agent.function, in an event loop or a thread of its own. All of them run in this
+    process without limits of time or memory.
 
     A finished run of the same configuration without a function or class is returned without training.
 

@@ -4,9 +4,8 @@
     checkpoints/latest           the name of the newest complete checkpoint
     checkpoints/best             the name of the best one; on a second line the metric and its value: pass_at_1 0.6125
 
-Any other file there belongs to the user. The manifest exists because Megatron loads a checkpoint with a flipped byte
-without an error. run.json of every checkpoint repeats `best`, because a run may be killed between writing a checkpoint
-and writing `best`.
+Any other file there belongs to the user. Megatron loads a checkpoint with a flipped byte without an error, hence the
+manifest. run.json repeats `best`, because a run may be killed between writing a checkpoint and writing `best`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Megatron's distributed checkpoints (torch_dist), read and written one tensor at a time, without a process group.
 
-Megatron's own saver needs all ranks with the whole model in memory. The format is torch.distributed.checkpoint's: every
-tensor has one key, its global shape, and chunks at offsets; all layers share a key, with the layer as first dimension,
-and all experts of all layers, with the expert as second dimension.
-A checkpoint can be loaded under any layout. The layout that it is written for determines only its chunks and the
-vocabulary padding.
+The format is torch.distributed.checkpoint's: every tensor has one key, its global shape, and chunks at offsets. All
+layers share a key, with the layer as first dimension, and so do all experts of all layers, with the expert as second
+dimension. A checkpoint can be loaded under any layout. The layout that it is written for determines only its chunks and
+the vocabulary padding.
 """
 
 from __future__ import annotations

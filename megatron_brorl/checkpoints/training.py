@@ -124,8 +124,7 @@ def begin(
 
     run: content of run.json, to which the step is added. keep: number of newest checkpoints to keep, up to this step.
     files: additional files of this rank, under names that no other rank uses. copy: copy the state, because it may
-    change before it is written.
-    Raises NotWritten, on all ranks, if the folder cannot be created. The caller has checked that weights are finite.
+    change before it is written. Raises NotWritten, on all ranks, if the folder cannot be created.
     """
     # Without the distributed optimizer, Megatron cannot save the state of an optimizer that has not stepped.
     for model in models:

@@ -1,11 +1,8 @@
 """Plan the memory of a run in both phases of a step, before any model is built.
 
-A rank trains and generates on one GPU in turn. While it trains, its engine has released all of its memory except its
-CUDA context; while the engine generates, gradients are dropped, and train.offload moves weights and optimizer to host
-memory.
-
-On a CPU, both phases use the memory of one process (parallel.cpu_bridge.keep_freed_memory), so its peak is that of the
-larger phase.
+A rank trains and generates on one GPU in turn. While it trains, its engine keeps only its CUDA context. While the
+engine generates, gradients are dropped, and train.offload moves weights and optimizer to host memory. On a CPU, both
+phases use the memory of one process (parallel.cpu_bridge.keep_freed_memory), so its peak is that of the larger phase.
 """
 
 from __future__ import annotations
@@ -136,15 +133,15 @@ def trained_weights(parts: Parts) -> int:
 def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int, fused: bool) -> int:
     """Return an estimate of the activations that the backward pass of a micro-batch needs.
 
-    Per token and layer, in elements: the inputs of both norms and of both parts (4 H), queries, keys, values and the
-    output of attention (2 Q + 2 K), gate, up and their product (3 F), of which tensor parallelism cuts all but the
-    first. models.layers.fused keeps neither the outputs of norms nor that product (2 H and 2 F). Each adapter adds its
-    rank. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
-    itself and for each following stage.
+    Elements per token and layer: 4 H for the inputs of both norms and of both parts; 2 Q + 2 K for queries, keys,
+    values and the output of attention; 3 F for gate, up and their product. Tensor parallelism divides all but the
+    4 H. models.layers.fused keeps 2 H and 2 F instead of 4 H and 3 F. Each adapter adds its rank. With recomputation:
+    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and for each
+    following stage.
 
-    In a mixture of experts, a token has the last part and its input and output (2 H) in each chosen expert, if all
-    experts are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each). A
-    shared expert has the last part, too, and its output (H), which its gate scales.
+    In a mixture of experts, each chosen expert of a token has the 3 F and 2 H for its input and output, if all experts
+    are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each). A shared
+    expert has the 3 F, and its output (H), which its gate scales.
     """
     parallel = config.parallel
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim

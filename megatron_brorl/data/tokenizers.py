@@ -78,11 +78,10 @@ class Tokenizer(Protocol):
     ) -> list[int]:
         """Return the ids of one turn of the assistant after its beginning, or of messages that answer a turn.
 
-        A turn ends with its stop token. The ids of an answer follow that token, up to the beginning of the next turn.
-        They include it if after_stop is false, because the turn has ended with a stop string of the user.
-        With chat, the template renders the messages after a short conversation, so the rest of a rollout stays as it
-        was sampled, even if the template drops thoughts of earlier turns. Without chat, see chat.plain_ids. The
-        contents are data, as above. Raises UserError if the template does not write such turns.
+        The ids of an answer follow the stop token of the turn, up to the beginning of the next turn. They include this
+        token if after_stop is false, because the turn has ended with a stop string of the user. With chat, the template
+        renders the messages after a short conversation, so the rest of a rollout stays as it was sampled. Without chat,
+        see chat.plain_ids. Raises UserError if the template does not write such turns.
         """
 
     def decode(self, ids: Sequence[int]) -> str:

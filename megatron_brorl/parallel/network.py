@@ -170,8 +170,7 @@ class StallReporter(threading.Thread):
     """Writes this rank's place to the store if no span begins or ends, and reports the late ranks on rank 0.
 
     It names the ranks that a stalled run waits for before its collectives time out, because NCCL then ends the process
-    without naming one. Until then Python's other threads run: a thread that waits for the device does not hold the
-    interpreter's lock. A rank writes after 0.8 x timeout_s without progress. Rank 0 waits another 0.1 x timeout_s for
+    without naming one. A rank writes after 0.8 x timeout_s without progress. Rank 0 waits another 0.1 x timeout_s for
     the other ranks.
     """
 

@@ -95,7 +95,6 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RecordedRun]]
     data: dict[str, Any] = {"made": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "runs": parts}
     data["meanings"] = meanings(sorted({name for run in parts for name in run["curves"]["values"]}))
     if several:
-        # The last evaluation of each run is compared with that of the first run.
         last = [next((e for e in reversed(own) if e.prompts), None) for own in evaluated]
         data["against"] = [compared(last[0], e, _seed(runs[0])) if last[0] and e else None for e in last]
         data["time_to"] = times_to_target([run["checkpoints"] for run in parts])
@@ -261,10 +260,9 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
     """Compare two evaluations prompt by prompt; return None if they share fewer than two prompts.
 
     passes: for each k, the means before and after, and their difference with the 95% interval of the paired bootstrap
-    and the two-tailed p-value of Student's t-test. reward: the same values for the mean reward; None if the reward
-    equals pass@1. distinct: mean distinct answers per prompt before and after; None if the numbers of samples differ.
-    tasks: the same values for pass@1 of each task. solved: prompts with a right sample only in the
-    second evaluation. lost: prompts with a right sample only in the first.
+    and the two-tailed p-value of Student's t-test. tasks: the same for pass@1 of each task. reward: the same for the
+    mean reward; None if it equals pass@1. distinct: mean distinct answers per prompt before and after; None if the
+    numbers of samples differ. solved, lost: prompts with a right sample only in the second, or only in the first.
     """
     a = before.prompts
     b = after.prompts

@@ -59,8 +59,7 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
 
     kind: "step", "evaluation" or "", which prefers evaluations to steps. number: of a step, from 1, or the steps before
     an evaluation; None selects the last moment of the kind. prompt: a prompt id; without a number, it selects the last
-    moment with recorded rollouts of this prompt.
-    Raises UserError if the moment or the prompt was not recorded, or if a file is damaged.
+    moment with recorded rollouts of this prompt. Raises UserError if the moment or the prompt was not recorded.
     """
     there = entries(folder)
     matches = [m for m in there if kind in ("", m.kind) and number in (None, m.shown)]

@@ -54,9 +54,9 @@ class Scores:
 class Scorer:
     """Scores the rollouts of one call of the engine as they end; a context manager.
 
-    A thread decodes the texts and finds the answers, so that the engine's thread does not wait.
-    The score of a rollout with an environment is that of its episode, and its answer the text of the model's last turn.
-    reward.cut_off_factor and reward.strict apply to it, too. A verifier scores the text that an agent returns.
+    A thread decodes the texts and finds the answers, so that the engine's thread does not wait. A rollout with an
+    environment has the score of its episode, and the text of the model's last turn as answer. A verifier scores the
+    text that an agent returns.
     """
 
     prompts: Sequence[Prompt]  # one per request to the engine; more may be added

@@ -1,11 +1,8 @@
 """Types of verifiers, and validation of the scores that they return.
 
 A verifier is a function from an answer and its data row to a score. The score is a Score, a number, or a dict with the
-keys reward, reason and parts. A number is any object that converts to one float: bool, int, float, Fraction, Decimal,
-and scalars and one-element arrays of NumPy and torch. A string is not a number.
-
-The entry of a verifier in registry.py states how to find the answer in a response, how to check a data row, and whether
-the verifier needs a sandbox.
+keys reward, reason and parts. A number is any object that converts to one float, such as a Fraction or a one-element
+tensor. A string is not a number. registry.py has an entry for each verifier.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """Distribution of a step's rollouts over the ranks, each of which has an engine.
 
-The rollouts of every prompt are split over all ranks, and each rank gets consecutive ones. Response length depends on
-the prompt, so if a rank sampled all rollouts of its prompts, the others would wait for the one with the longest. Random
-numbers do not depend on the rank: they are keyed by (seed, round, prompt, sibling, position). The replica that trains
-on a rollout is chosen when all lengths are known (train.redistribute).
+The rollouts of every prompt are split over all ranks, because response length depends on the prompt. Random numbers do
+not depend on the rank: they are keyed by (seed, round, prompt, sibling, position). A round can sample a prompt several
+times. Each occurrence is a group with its own random stream. The replica that trains on a rollout is chosen when all
+lengths are known (train.redistribute).
 
-A round can sample a prompt more than once, at the end of an epoch or if there are few prompts. Each occurrence is a
-group with its own random stream.
-
-Work stealing (rollout.pull): a rank whose engine has room samples rollouts that other ranks have not started. Each rank
-first claims slots from the front of its own part of a step, whenever its engine has room, then from the parts of other
-ranks. The torch.distributed store holds the number of claimed slots of each part, so each slot is claimed once. If an
-engine hangs, other ranks sample the rest of its part.
+Work stealing (rollout.pull): a rank whose engine has room claims slots from the front of its own part of a step, and
+then from the parts of other ranks. The torch.distributed store holds the number of claimed slots of each part, so each
+slot is claimed once. If an engine hangs, other ranks sample the rest of its part.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Advantages and log-probabilities of the rollouts that a step trains on.
 
-The reward of a response, or its difference to the baseline of the group, is the reward of its last token. Generalised
-advantage estimation spreads it over the tokens. Without a critic, values are 0 and nothing is discounted, so the
-advantage of a token is the sum of the rewards from there on (Hu et al. 2025, REINFORCE++, section 3.3). A response that
-was cut off at rollout.max_tokens has its reward at the last token, too.
+The reward of a response, or its difference to the baseline of the group, is the reward of its last token, even if the
+response was cut off. Generalised advantage estimation spreads it over the tokens. Without a critic, values are 0 and
+nothing is discounted. The advantage of a token is then the sum of the rewards from there on (Hu et al. 2025,
+REINFORCE++, section 3.3).
 
-Tokens of an environment are left out: all columns are restricted to the sampled tokens, as if these followed each
-other directly, and Experience has 0 in the places of the others. A chain of values and rewards therefore passes from
-the last token of a turn to the first token of the next one, and its value includes the observation between them.
+Columns contain only the sampled tokens, as if these followed each other directly. The tokens of an environment are left
+out, and Experience has 0 in their places.
 
-A row with a NaN or infinite value, or log-probability of the engine, the actor, the reference or the teacher, does not
-count in losses and their divisors. Its reward still counts in the baseline of its group and in whitening.
+A row does not count in losses and their divisors if one of its values or log-probabilities is NaN or infinite. Its
+reward still counts in the baseline of its group and in whitening.
 
 A column is a tuple of one tensor per row, on the device of this process. On a GPU an operation per row would take
 longer to launch than to run, so columns are concatenated for arithmetic, and rows are views of the result.

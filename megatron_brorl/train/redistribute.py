@@ -3,9 +3,9 @@
 Replicas wait for each other at every optimizer step, so the rollouts of each optimizer step are balanced separately, by
 their predicted cost. All ranks know all lengths and compute the same assignment.
 
-Only tokens, log-probabilities and recorded routes travel, to every rank of the replica: 8 bytes per token, and 1 or 2
-for each chosen expert. Rewards and lengths are in tables that all ranks have. A token of an environment travels as the
-bitwise complement of its id, which is negative, and the first one of an agent's sequence has the bit _START, too.
+Only tokens, log-probabilities and recorded routes are sent: 8 bytes per token, and 1 or 2 for each chosen expert. A
+token of an environment is sent as the bitwise complement of its id, which is negative. The first token of an agent's
+sequence also has the bit _START.
 """
 
 from __future__ import annotations

@@ -56,12 +56,12 @@ class RolloutRunner:
         new: the rollouts to begin, of all ranks, in (group, rollout) order. partial: this rank's partial rollouts,
         which continue. partial_per_rank: their number on every rank.
 
-        Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
-        lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
-        "requested", "lost" and "slow"; "responses", and "unscored" ones, on which the verifier failed; "errors"
-        and "timeouts" of a verifier that can score other answers; "turns", tool "calls" and "malformed" ones of the
-        responses, and "environments" that were lost. Seconds: "generate", and "score" for scoring after
-        generation.
+        Returns this rank's rollouts without the lost ones, its counts and its seconds. A "cut" rollout is lost unless
+        sampling.tokens_per_call is set. Then it continues in the next step.
+
+        Counts: rollouts "requested", "lost" and "slow"; "responses", and "unscored" ones, on which the verifier failed;
+        "errors" and "timeouts" of a verifier that can score other answers; "turns", tool "calls" and "malformed" ones
+        of the responses, and "environments" that were lost. Seconds: "generate", and "score" after generation.
         """
         start = time.monotonic()
         partial = partial or {}

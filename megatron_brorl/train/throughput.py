@@ -1,8 +1,7 @@
 """Metrics of the ranks of a step: waiting times, throughput and utilisation; and traces of single steps.
 
-The seconds of a phase are those in which a rank does its own work: the engine call, scoring after that, and passes and
-optimizer steps without the reduction of gradients, in which it waits for others. Exchange and weight sync are
-collectives, so their seconds include waiting.
+The seconds of a phase are those in which a rank does its own work. They do not include the reduction of gradients, in
+which it waits for others. Exchange and weight sync are collectives, so their seconds include waiting.
 
 Traces are in Google's Trace Event Format for chrome://tracing and Perfetto: complete events ("ph": "X") with times in
 microseconds. Times count from a barrier at the start of the step.

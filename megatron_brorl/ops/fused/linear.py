@@ -1,12 +1,11 @@
 """Log-probabilities and the policy loss from hidden states without [R, V] logits, on one rank or many.
 
-Every chunk of rows takes a product to logits, csrc's passes over them, and products to the gradients. Under tensor
-parallelism each rank of `group` holds its rows of the LM head. Python merges the softmax statistics of the ranks, so
-csrc contains no communication. ops.reference.linear defines the results.
+Logits are computed for a chunk of rows at a time. Under tensor parallelism each rank holds its rows of the LM head, and
+Python merges the softmax statistics of the ranks. ops.reference.linear defines the results.
 
-A token's policy gradient depends only on its own log-probability, so linear_ppo_loss computes the gradients in the
-forward pass, with three products in total (as Liger-Kernel's fused losses do). A ratio over the whole sequence is known
-only after all of its tokens. It and a loss of the user take linear_log_probs and its backward pass, four products.
+A token's policy gradient depends only on its own log-probability. linear_ppo_loss therefore computes the gradients in
+the forward pass, with three products in total (as Liger-Kernel's fused losses do). A ratio over the whole sequence and
+a loss of the user need all tokens first, so they take linear_log_probs and its backward pass, four products.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ def linear_ppo_loss(
 ) -> PolicyLoss:
     """Compute reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
 
-    The log-probabilities are bitwise those of linear_log_probs on the same rows; on a GPU only if every row may have a
-    gradient, because it sorts the others to the end. Unless settings.of_sequences, the forward pass computes the
-    gradients and the backward pass scales them in place, so a second backward pass raises RuntimeError.
+    The log-probabilities are bitwise those of linear_log_probs on the same rows. On a GPU this requires that every row
+    has a gradient, because the others are sorted to the end. Unless settings.of_sequences, the backward pass scales the
+    gradients of the forward pass in place, so a second backward pass raises RuntimeError.
     """
     shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
     check_devices("linear_ppo_loss", hidden, *vars(tokens).values())

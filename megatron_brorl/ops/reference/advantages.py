@@ -36,8 +36,7 @@ def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:
-    """Return the loss sum_t w_t max((v_t - R_t)^2, (clip(v_t, old_t - clip, old_t + clip) - R_t)^2) / 2 of
-    tensors [R].
+    """Return the loss sum_t w_t max((v_t - R_t)^2, (clip(v_t, old_t - clip, old_t + clip) - R_t)^2) / 2.
 
     The value loss of PPO (Schulman et al. 2017) as in OpenAI baselines, ppo2. weights carry the mask and the divisor:
     a token of weight 0 contributes nothing, even if its other entries are NaN. clip is in units of value; with infinity

@@ -24,10 +24,9 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability of ids and entropy of softmax(hidden @ weight.T / temperature) at each row.
 
-    hidden [R, H]; weight [V, H], whose rows from `vocab` on (None: no rows) are padding and have no
-    probability; ids [R] int64 below `vocab`. With a group, hidden and ids are the same on all its ranks, weight is this
-    rank's shard [V/tp, H], and the gradient of hidden is summed over the group. Returns two [R] tensors in the compute
-    dtype, in nats, both differentiable.
+    hidden [R, H]; weight [V, H], whose rows from `vocab` on (None: no rows) are padding without probability; ids [R]
+    int64 below `vocab`. With a group, hidden and ids are the same on all its ranks, weight is this rank's shard
+    [V/tp, H], and the gradient of hidden is summed over the group. The results [R] are in the compute dtype, in nats.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     vocab = len(weight) * ranks if vocab is None else vocab
@@ -130,7 +129,6 @@ class _LinearLogProbs(torch.autograd.Function):
             d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), in_shard.unsqueeze(-1) * upstream)
             d.div_(temperature)
 
-            # Multiply in the dtype of the matrices.
             d = d.to(hidden.dtype)
             grad_hidden[chunk] = (d @ weight[:live]).to(grad_hidden.dtype)
             if grad_weight is not None:

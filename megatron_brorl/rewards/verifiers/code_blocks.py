@@ -52,11 +52,8 @@ def blocks_of(text: str) -> str | None:
 def program(text: str, function: str | None, has_input: bool, prelude: str = "") -> str | None:
     """Return the program in a result of `blocks_of`, or None without a closed Python block.
 
-    A text that compiles or has no fence is the program itself.
-
-    function: name that the tests call, if any.
-    has_input: whether any test has standard input.
-    prelude: code that runs before the program.
+    A text that compiles or has no fence is the program itself. function: name that the tests call, if any. has_input:
+    whether any test has standard input. prelude: code that runs before the program.
     """
     if not _FENCE.search(text):
         return text

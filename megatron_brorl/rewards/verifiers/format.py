@@ -1,8 +1,7 @@
 """Verifier `format`: a response must consist of tagged parts in order, such as <think>...</think><answer>...</answer>.
 
 metadata.format_tags replaces the tags think and answer. The parts must not be empty, and no text may be outside them.
-The verifier scores the skeleton of a response, which is its tags with a dot for the text between them, so that all
-responses of one form are scored once. Both functions take linear time.
+The verifier scores the skeleton of a response, which is its tags with a dot for the text between them.
 
 A response continues its prompt. If the prompt ends with one of the tags, as with a chat template that opens <think>,
 the response must contain only the rest of the form after that tag.

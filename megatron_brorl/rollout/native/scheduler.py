@@ -323,10 +323,9 @@ def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> 
 def _batches(chunks: Sequence[PrefillChunk], equal: bool) -> list[list[int]]:
     """Batch chunks of similar length and with the same number of tokens before them, up to PREFILL_TOKENS a batch.
 
-    Chunks with fewer tokens before them come first, because they may compute pages that later chunks attend to.
-
-    equal: whether chunks of a batch must have the same length. Padding changes the last bits of attention, and with
-    turns the composition of batches depends on the time that environments take.
+    Chunks with fewer tokens before them come first, because they may compute pages that later chunks attend to. equal:
+    chunks of a batch must have the same length, because padding changes the last bits of attention. With turns, the
+    composition of batches depends on the time that environments take.
     """
     batches: list[list[int]] = [[]]
     sizes = [(c.offset, len(c.ids)) for c in chunks]

@@ -166,9 +166,7 @@ class RemoteEngine:
         pending.add(requests)
         pending.admit()
 
-        # Loop until every rollout has an answer and no more are supplied, or the caller cancels. Meanwhile the engine
-        # process may restart.
-        asked_pid = 0  # process that received the requests; 0 = none
+        asked_pid = 0  # process that received the requests, which may end meanwhile; 0 = none
         rows = pending.rows
         self._link.say_hello()  # It answers with its current state.
         while (rows or (supply and supply.has_more())) and not (callbacks and callbacks.cancelled()):

@@ -1,8 +1,7 @@
 """The weights of an update in the trainer, which sends them to engines through one file in shared memory per node.
 
-The ranks of a node write an update together. Every rank receives every tensor, because producing tensors is a
-collective, but only one rank of the node writes it to the file, in a thread that also computes its checksum. The file
-outlives engine processes, so that a restarted one loads the same weights without a collective of the trainer.
+Every rank of a node receives every tensor, because producing tensors is a collective. Only one rank writes it to the
+file. The file outlives engine processes, so that a restarted one loads the same weights without a collective.
 
 Updates overwrite the file of an older one, because allocating shared memory takes longer than copying the weights. A
 second file is used only while engines hold the weights of the first.
@@ -151,7 +150,6 @@ def write_update(tensors: NamedTensors, update: WeightUpdate, node: NodeRanks, p
     faults = [f for f, _ in of_ranks if f]
     if faults:
         raise UpdateRefused(fault or faults[0])
-    # Combine the checksums of all ranks.
     total = {name: value for _, part in of_ranks for name, value in part.items()}
     return HostWeights(path, update.version, tuple(r._replace(checksum=total[r.name]) for r in records))
 
