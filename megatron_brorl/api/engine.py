@@ -138,7 +138,8 @@ class Engine:
             ids = _token_ids(prompt, f"prompts[{i}]", self._tokenizer, max_prompt_tokens, chat, engine.shape.vocab)
             key = stream_key(seed, "sample", " ".join(map(str, ids)), repeats[ids])
             repeats[ids] += 1
-            requests.append(Request(Prompt(str(i), "", ids, None, "exact"), key, n))
+            row = Prompt(str(i), text="", token_ids=ids, answer=None, verifier="exact")
+            requests.append(Request(row, key, n))
 
         # One call for all prompts, so that responses of one prompt start as others end.
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)

@@ -106,7 +106,7 @@ def train(
 
 def _record(directory: Path, has_finished: bool) -> RunRecord:
     if not (directory / METRICS_FILE).is_file():  # stopped before the first step
-        return RunRecord(directory, [], None, has_finished)
+        return RunRecord(directory, metrics=[], summary=None, finished=has_finished)
     record = load_run(directory)
     return replace(record, summary=record.summary if has_finished else None, finished=has_finished)
 

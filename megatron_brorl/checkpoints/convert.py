@@ -202,7 +202,7 @@ def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: Me
         if merged:
             _merge(actor, merged.dtype(merged.entries[0]))
         del state
-        (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], ids.numel(), 1, False)
+        (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], max_tokens=ids.numel())
         hidden = actor.forward_packed(batch).squeeze(1)[batch.predict.to(cpu_bridge.default_device())]
     logits_of = dict(batch.split((hidden @ actor.head_weight().t())[:, : shape.vocab].cpu()))
     grid.leave()

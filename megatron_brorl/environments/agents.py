@@ -49,14 +49,16 @@ class Agents:
                 self._running[rollout] = task
                 returned = task.result()
         except asyncio.TimeoutError:
-            return Outcome([], True, ["error", 0.0, f"agent.max_seconds = {seconds:g} is reached", {}])
+            reason = f"agent.max_seconds = {seconds:g} is reached"
+            return Outcome([], done=True, score=["error", 0.0, reason, {}])
         except BaseException as e:  # includes SystemExit and CancelledError
-            return Outcome([], True, ["error", 0.0, describe(e, self._function), {}])
+            return Outcome([], done=True, score=["error", 0.0, describe(e, self._function), {}])
         finally:
             self._running.pop(rollout, None)
         if returned is None or isinstance(returned, str):
-            return Outcome([] if returned is None else [{"role": "assistant", "content": returned}], True, None)
-        return Outcome([], True, Judge(lambda *_: returned)("", _NO_ROW))
+            messages = [] if returned is None else [{"role": "assistant", "content": returned}]
+            return Outcome(messages, done=True, score=None)
+        return Outcome([], done=True, score=Judge(lambda *_: returned)("", _NO_ROW))
 
     def end(self, rollout: int) -> None:
         """Cancel an async agent. Another one ends with its next call, because its key has expired."""

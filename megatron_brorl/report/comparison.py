@@ -59,7 +59,7 @@ def evaluation_markdown(result: Mapping[str, Any]) -> str:
 def evaluation_figure(result: Mapping[str, Any]) -> Figure:
     """Draw pass@1 with its interval, pass@k over k, and response tokens of each benchmark."""
     parts = result["benchmarks"]
-    figure, (score, curve, tokens) = figure_of(1, 3, 13.5, 4.2)
+    figure, (score, curve, tokens) = figure_of(rows=1, columns=3, width=13.5, height=4.2)
     panel(score, "Accuracy", "pass@1 and 95% interval", "benchmark")
     panel(curve, "At least one of k right", "pass@k", "k")
     panel(tokens, "Response length", "mean length (tokens)", "benchmark")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megatron_brorl.algo.pass_at_k import pass_at_k
+from megatron_brorl.algo.pass_at_k import pass_at_each_k, pass_at_k
 from megatron_brorl.algo.statistics import RESAMPLES, SHARE, SHARES, Bounds, bootstrap_mean, paired
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
@@ -198,16 +198,11 @@ def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
 
 
 def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]) -> RecordedEvaluation:
-    """Aggregate as train.evaluate does: pass@k leaves out prompts with fewer than k samples."""
+    """Aggregate the samples of an evaluation as train.evaluate does."""
     seed = _seed(run)
     samples = list(prompts.values())
-    most = max(a.samples for a in samples)
-    ks = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
-    passes = {}
-    for k in sorted({1, *ks}):
-        values = [pass_at_k(a.samples, a.right, k) for a in samples if a.samples >= k]
-        if values:
-            passes[k] = bootstrap_mean(values, RESAMPLES, seed, SHARE).as_dict()
+    values_by_k = pass_at_each_k([(a.samples, a.right) for a in samples])
+    passes = {k: bootstrap_mean(values, RESAMPLES, seed, SHARE).as_dict() for k, values in values_by_k.items()}
 
     # Recorded rewards are float32, so for rewards of 0 and 1 the means equal pass@1 up to rounding.
     same = all(abs(a.reward - a.right / a.samples) < 1e-6 for a in samples)

@@ -250,7 +250,7 @@ def latest_groups(run: Path) -> tuple[str, list[Row]]:
 
 def plot_pass_rates(rates: Floats, shares: list[float], path: Path) -> Path:
     """Draw the distribution of success rates [P], and the share of mixed groups for each N of SIZES."""
-    figure, (left, right) = figure_of(1, 2, 10, 4)
+    figure, (left, right) = figure_of(rows=1, columns=2, width=10, height=4)
     panel(left, "Success rates of prompts", "prompts", "success rate")
     left.hist(rates, bins=np.linspace(0, 1, 21).tolist(), color=BLUE)
     left.set_xticks(np.linspace(0, 1, 6))

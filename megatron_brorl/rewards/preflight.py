@@ -105,7 +105,10 @@ def try_texts(score: Score, what: str, rows: Sequence[Prompt], is_custom: bool =
 
 def _warnings(scored: Mapping[str, Scored], config: RewardConfig) -> list[str]:
     """Return warnings about reference answers that do not count as correct."""
-    wrong = {name: [(p, v) for p, v in rows if not final_reward(v, False, config)[1]] for name, rows in scored.items()}
+    wrong = {
+        name: [(p, v) for p, v in rows if not final_reward(v, cut_off=False, config=config)[1]]
+        for name, rows in scored.items()
+    }
     # A verifier with several tasks must accept a reference of at least one task.
     accepting = {rows[0][0].verifier for name, rows in scored.items() if len(wrong[name]) < len(rows)}
     warnings = []

@@ -245,7 +245,7 @@ def problem() -> str | None:
 
     # A container may forbid namespaces, which only a trial run shows.
     try:
-        outcome = Sandbox(True, Limits(seconds=20.0, test_seconds=20.0)).run("print(6 * 7)", "")
+        outcome = Sandbox(isolated=True, limits=Limits(seconds=20.0, test_seconds=20.0)).run("print(6 * 7)", "")
     except (SandboxError, OSError) as e:
         reason = " ".join(str(e).split())
     else:

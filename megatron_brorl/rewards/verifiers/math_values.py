@@ -169,7 +169,7 @@ def _value(text: str) -> Value:
     parts, cuts = _split(text, _LIST)
     parts = [sign for part in parts for sign in _plus_minus(part)]
     if len(parts) > 1:
-        return _list([_value(part) for part in parts], ";" in cuts)
+        return _list([_value(part) for part in parts], strict=";" in cuts)
     parts, cuts = _split(text, _RELATION)
     return _relation(parts, [_SIGNS.get(cut, cut) for cut in cuts]) if cuts else _atom(text)
 
@@ -215,14 +215,17 @@ def _union(values: list[Value]) -> Value:
     names = {value.name for value in values if isinstance(value, Named)}
     sets = [as_set(value) for value in values]
     if len(names) > 1 or all(one is None or isinstance(value, Group) for one, value in zip(sets, values, strict=True)):
-        return _list(values, True)
+        return _list(values, strict=True)
     points = [sympy.FiniteSet(exact(_without_name(v))) for one, v in zip(sets, values, strict=True) if one is None]
     union = sympy.Union(*points, *(one for one in sets if one is not None))
     return Named(names.pop(), union) if names else union
 
 
 def _list(values: list[Value], strict: bool) -> Value:
-    """Return a list. Inequalities of one variable become their intersection, or their union if that is empty."""
+    """Return a list. Inequalities of one variable become their intersection.
+
+    If it is empty, they become their union unless strict.
+    """
     sets = [value.value for value in values if isinstance(value, Named) and isinstance(value.value, sympy.Set)]
     names = {value.name for value in values if isinstance(value, Named)}
     if len(sets) == len(values) and len(names) == 1:

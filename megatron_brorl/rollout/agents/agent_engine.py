@@ -93,7 +93,8 @@ class _Agents(Interaction[_Agent]):
         self._sent += [call for _, call in ready]
         requests = []
         for agent, call in ready:
-            prompt = Prompt(self.requests[agent.request].prompt.id, "", tuple(call.prompt_ids), None, "none")
+            row_id = self.requests[agent.request].prompt.id
+            prompt = Prompt(row_id, text="", token_ids=tuple(call.prompt_ids), answer=None, verifier="none")
             limits = {"max_tokens": call.limit, "stop_strings": call.stop, "withdrawn": agent.withdrawn}
             requests.append(Request(prompt, call.key, 1, **limits))
         return requests

@@ -285,7 +285,7 @@ class Supervisor:
             try:
                 self._wake()
             except EngineError as e:
-                self._restart(str(e), None)
+                self._restart(str(e), weights=None)
 
     def close(self) -> None:
         """Kill the process and stop supervising it."""
