@@ -32,8 +32,7 @@ def is_function(name: str) -> bool:
 def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
     """Import a function. Return it and the SHA-256 of the file of its module.
 
-    what: words before the name in messages. Raises UserError if the import fails, the module lacks the function, or the
-    module has no file.
+    what: words before the name in messages. Raises UserError if the import fails, or function or file is missing.
     """
     path, _, function = name.rpartition(":")
     file = Path(path).absolute()

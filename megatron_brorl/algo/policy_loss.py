@@ -68,8 +68,7 @@ class Objective:
 def clip(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Objective:
     """Return min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), all [R] (BroRL, section 3.1; DAPO, eq. 8).
 
-    dual_clip A is a lower bound for tokens with A < 0 (Ye et al. 2020, eq. 5). An active bound removes the token's
-    gradient.
+    dual_clip A is a lower bound for tokens with A < 0 (Ye et al. 2020, eq. 5). An active bound removes the gradient.
     """
     low, high = 1 - settings.eps_low, 1 + settings.eps_high
     value = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)

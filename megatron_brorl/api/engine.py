@@ -107,8 +107,7 @@ class Engine:
         """Sample n responses to each prompt: [prompts][n]. The chat template is applied to lists of messages only.
 
         Lists of token ids are used as they are. stop: strings that end a response. chat_template_kwargs: see
-        data.chat_template_kwargs of a run. A template that writes today's date writes the date on which the engine was
-        created.
+        data.chat_template_kwargs of a run. The date in a template is that on which the engine was created.
 
         The random numbers of a response depend only on the seed, the tokens of its prompt (and how often that prompt
         occurred before in the list), its index among the n, and the position of the token. Other prompts, their order

@@ -54,9 +54,8 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
 def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelShape, Path]:
     """Return a Megatron checkpoint, its shape, and the folder of config.json and tokenizer.
 
-    config: that folder, which is needed for checkpoints of a run. It must hold the base model of adapters, into which
-    they are merged. Raises UserError if the checkpoint is missing or damaged, or if it does not match the model of
-    config.json.
+    config: that folder, which is needed for checkpoints of a run. It must hold the base model of adapters. Raises
+    UserError if the checkpoint is missing or damaged, or if it does not match the model of config.json.
     """
     for path in filter(None, (directory, config)):
         refuse_gguf(path)

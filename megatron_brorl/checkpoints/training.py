@@ -67,8 +67,7 @@ class Save:
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write and verify this rank's files, and on rank 0 put the checkpoint in place; a collective.
 
-        Disk errors are kept for `raise_if_failed`. group: a process group of all ranks, which must not be the run's own
-        while the run continues.
+        Disk errors are kept for `raise_if_failed`. group: of all ranks; not the run's own while the run continues.
         """
         digests: dict[str, str] = {}
         results: list[Any] = []
@@ -264,8 +263,7 @@ def find(root: Path) -> Path | None:
 def load(directory: Path, models: Sequence[ModelState]) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one.
 
-    With the distributed optimizer, only the data-parallel size may differ. Raises UserError if the layout differs in
-    another way.
+    With the distributed optimizer, only the data-parallel size may differ. Raises UserError if another size differs.
     """
     run = read_run(directory)
     stepped = run[STEPPED]

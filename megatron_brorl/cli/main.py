@@ -196,8 +196,8 @@ def _lazily(module: str, function: str) -> Callable[[argparse.Namespace], int]:
 def finished(config: Config) -> str:
     """Return one line for the user if run.dir has a finished run of this configuration, else "".
 
-    Raises UserError with the keys that differ if it has a finished run of another configuration, unless one of them
-    can make the run longer.
+    Raises UserError with the keys that differ if it has a finished run of another configuration, unless one of the
+    keys can make the run longer.
     """
     folder = Path(config.run.dir).absolute()
     recorded = run_info.read(folder).get("config")

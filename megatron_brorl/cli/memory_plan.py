@@ -102,8 +102,7 @@ def training_parts(
     """Return the bytes of a rank's weights, fp32 gradients, and Adam's states (with fp32 masters of other weights).
 
     shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1).
-    expert_shards: the same for those of experts. lora: with its rank above 0, only the adapters have gradients and
-    Adam's states.
+    expert_shards: the same for experts. lora: with rank > 0, only adapters have gradients and Adam's states.
     """
     table = entries(shape, pipeline)
     others = _elements([entry for entry in table if entry.expert is None], stage, tensor)
@@ -136,8 +135,7 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
     Elements per token and layer: 4 H for the inputs of both norms and of both parts; 2 Q + 2 K for queries, keys,
     values and the output of attention; 3 F for gate, up and their product. Tensor parallelism divides all but the
     4 H. models.layers.fused keeps 2 H and 2 F instead of 4 H and 3 F. Each adapter adds its rank. With recomputation:
-    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and for each
-    following stage.
+    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and each later stage.
 
     In a mixture of experts, each chosen expert of a token has the 3 F and 2 H for its input and output, if all experts
     are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each). A shared

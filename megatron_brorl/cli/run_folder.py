@@ -31,8 +31,7 @@ _WRITING_MARGIN = 1.05  # upper bound of the file size of a checkpoint, relative
 
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
 Changes = dict[str, tuple[Any, Any]]  # section.key -> values before and now
-# Further sections of a fingerprint: the shapes of model and teacher, and the SHA-256 of the user's functions and of the
-# data.
+# Further sections of a fingerprint: the shapes of model and teacher, and the SHA-256 of functions and data.
 _SHAPE = "shape"
 _TEACHER_SHAPE = "teacher_shape"
 _FUNCTIONS = "own_functions"

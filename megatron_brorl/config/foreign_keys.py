@@ -2,8 +2,7 @@
 
 A name is the end of a key: several parts if the last one alone has several meanings or is a key of this project, too.
 A value of the tables is the key of this project, with the conversion in parentheses if the value has another meaning
-here, or "none: " and the reason. A step is one round of sampling and training, whereas a step of TRL is an optimizer
-step.
+here, or "none: " and the reason. A step is one round of sampling and training. A step of TRL is an optimizer step.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tupl
     """Return a row with this project's keys and "task", and the columns that are not read as a whole.
 
     If data.columns names no column, the row keeps all of its keys, and no column is left. Finite numbers as answer,
-    target, id or task become text. Raises UserError if a named column is missing, or if the answer does not match
-    answer_regex.
+    target, id or task become text. Raises UserError if a named column or a match of answer_regex is missing.
     """
     is_mapped = columns != ColumnsConfig()
     row: dict[str, Any] = {} if is_mapped else dict(raw)
@@ -72,8 +71,7 @@ class Guess:
 def guess_columns(path: Path, named: Mapping[str, str]) -> Guess:
     """Guess the content of a file. named: names of columns by key, prompt, answer or task.
 
-    The prompt is UNKNOWN if no column looks like one. Raises UserError if the file cannot be read, or if a named column
-    is missing.
+    The prompt is UNKNOWN if no column looks like one. Raises UserError if the file or a named column cannot be read.
     """
     number, raw = next(raw_rows(path), (0, None))
     where = f"{path.absolute()}:{number}"

@@ -17,8 +17,7 @@ _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "READM
 def model_directory(name: str, key: str = "model.path") -> Path:
     """Return the folder of a model: `name` if it exists or cannot be a name on the hub, else its folder in the cache.
 
-    key: the configuration key that holds it. Raises UserError if `name` is empty or a run, or if neither the cache nor
-    the hub has the model.
+    key: the configuration key that holds it. Raises UserError if `name` is empty or a run, or if no model is found.
     """
     if not name.strip():
         raise UserError(f"{key} is empty: give a Hugging Face directory, or the name of a model on the hub")

@@ -30,8 +30,7 @@ class CostModel:
     def rows(self, prompts: Ints, responses: Ints, prompt_index: Ints) -> tuple[Ints, Ints]:
         """Return the cost of each row [rows], and the additional cost of its prompt if that is shared [rows].
 
-        Costs are rounded to integers. prompts, responses: numbers of tokens [rows]. prompt_index: index of each row's
-        prompt [rows].
+        Costs are rounded to integers. prompts, responses: tokens [rows]. prompt_index: index of each row's prompt.
         """
         # A row with its own prompt: each token attends to the tokens before it.
         total = prompts + responses
@@ -69,8 +68,7 @@ def assign(costs: Ints, parts: int, prompt_index: Ints | None = None, prompt_cos
 def _longest_first(costs: Ints, parts: int) -> Ints:
     """Assign rows in descending order of cost, each to the part with the lowest cost so far.
 
-    Graham (1969), "Bounds on multiprocessing timing anomalies". With many rows per part, costs differ by about the
-    smallest row.
+    Graham (1969), "Bounds on multiprocessing timing anomalies". With many rows, costs differ by about the smallest row.
     """
     order = np.argsort(-costs, kind="stable")
     # One integer per part, load * parts + part, so that the smallest one includes its part.

@@ -90,8 +90,7 @@ def lost_peer(error: BaseException) -> str:
 
 def _own_address(host: str, world: int) -> str:
     """Return the address on which this process listens, and set its interface for gloo. host: rank 0's machine."""
-    # Without a launcher, LOCAL_WORLD_SIZE is missing, and only the address of rank 0 shows whether all ranks are on
-    # this machine.
+    # Without a launcher, LOCAL_WORLD_SIZE is missing, and only the address of rank 0 shows whether all ranks are here.
     here = os.environ.get("LOCAL_WORLD_SIZE")
     if int(here) == world if here else host == "localhost" or _is_loopback(host):
         _use_loopback()
@@ -170,8 +169,7 @@ class StallReporter(threading.Thread):
     """Writes this rank's place to the store if no span begins or ends, and reports the late ranks on rank 0.
 
     It names the ranks that a stalled run waits for before its collectives time out, because NCCL then ends the process
-    without naming one. A rank writes after 0.8 x timeout_s without progress. Rank 0 waits another 0.1 x timeout_s for
-    the other ranks.
+    without naming one. A rank writes after 0.8 x timeout_s without progress. Rank 0 waits another 0.1 x timeout_s.
     """
 
     def __init__(self, timeout_s: float, report: Callable[[str], None] = _print) -> None:

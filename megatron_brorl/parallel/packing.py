@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_brorl.parallel.cpu_bridge import to_device
 
-# Prompts are shared if that reduces the tokens by at least this factor. Otherwise attention over short pieces costs
-# more.
+# Prompts are shared if that reduces the tokens by this factor. Otherwise attention over short pieces costs more.
 MIN_SHARING_GAIN = 1.1
 
 

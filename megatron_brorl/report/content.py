@@ -5,6 +5,7 @@ The scripts in page/*.js draw this content. Values that a run has not recorded a
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -405,15 +406,11 @@ def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     flat = [[_flat(row) for row in part] for part in parts]
     names = dict.fromkeys(name for part in flat for row in part for name in row)
     values = {name: [_mean([row.get(name) for row in part]) for part in flat] for name in names}
-    elapsed = []
-    seconds = 0.0
-    for part in flat:
-        seconds += sum(row.get("time/step") or 0.0 for row in part)
-        elapsed.append(float(f"{seconds:.7g}"))
+    seconds = itertools.accumulate(sum(row.get("time/step") or 0.0 for row in part) for part in flat)
     return {
         "every": every,
         "step": [part[-1]["step"] + 1 for part in parts],
-        "elapsed": elapsed,
+        "elapsed": [float(f"{s:.7g}") for s in seconds],
         "values": {name: column for name, column in values.items() if any(v is not None for v in column)},
     }
 

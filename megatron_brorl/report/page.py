@@ -45,8 +45,7 @@ def page(folders: Sequence[Path], megabytes: float = MAX_MB) -> str:
     """Return the HTML of a run's report, or of the comparison of several runs.
 
     megabytes: maximum size of the file. Rollouts fill the space that the other content leaves. The other content is
-    never cut, so the file exceeds the limit if that content is larger. Raises UserError if a folder does not contain a
-    run.
+    never cut, even if it exceeds the limit. Raises UserError if a folder does not contain a run.
     """
     data, runs = content(folders)
     data |= {"version": __version__, "megabytes": megabytes}

@@ -51,8 +51,7 @@ def make_groups(prompts: Sequence[Prompt], round: int | str, start: int = 0) -> 
 def even_shares(total: int, loads: Sequence[int]) -> list[int]:
     """Return how many of `total` new rows each part gets.
 
-    loads: rows that each part already has. New rows go to the parts with the fewest rows, which then differ by at most
-    one row.
+    loads: rows that each part already has. New rows go to the parts with the fewest rows.
     """
     by_load = sorted(range(len(loads)), key=lambda i: loads[i])
     filled = len(loads)  # number of least loaded parts that can be filled to one level

@@ -53,8 +53,7 @@ class MetricsWriter:
     def write(self, step: int, values: dict[str, float | int], seconds: dict[str, float]) -> None:
         """Record one step.
 
-        values: metrics that are deterministic given the seed. seconds: wall-clock times, and metrics that depend on
-        them.
+        values: metrics that the seed determines. seconds: wall-clock times, and metrics that depend on them.
         """
         clash = _RESERVED & values.keys()
         if clash:

@@ -42,8 +42,7 @@ def assign_replicas(
     """Return the replica of each rollout of the subset, int64 [groups, N] with -1 for others, and the balance.
 
     The balance is the mean predicted cost of the replicas in an optimizer step, summed over steps, divided by their
-    largest predicted cost, also summed over steps; 1 without rollouts. prompt_tokens: of each group. The result is the
-    same on every rank.
+    largest predicted cost, also summed over steps; 1 without rollouts. prompt_tokens: of each group.
     """
     replica = torch.full_like(outcomes.state, -1)
     group, sibling = subset.mask.nonzero(as_tuple=True)

@@ -46,8 +46,7 @@ def linear_ppo_loss(
 ) -> PolicyLoss:
     """Return the policy loss of algo.policy_loss, which documents formula and metrics, from hidden states.
 
-    hidden [R, H], weight [V, H], ids [R], group and vocab as in linear_log_probs; the tensors of tokens are [R] in the
-    compute dtype.
+    hidden, weight, ids, group and vocab as in linear_log_probs; the tensors of tokens are [R] in the compute dtype.
     """
     return policy_loss(*linear_log_probs(hidden, weight, ids, temperature, group, vocab), tokens, settings)
 

@@ -1,7 +1,6 @@
 """Find the fenced code blocks of a response and select the program. docs/sandbox.md states the rules.
 
-`blocks_of` takes linear time and compiles nothing, so the trainer can call it. `program` compiles the blocks and must
-run in a worker process.
+`blocks_of` takes linear time and compiles nothing, so the trainer can call it. `program` needs a worker process.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ def expected_forms(prompt: str, tags: Sequence[str]) -> list[str]:
     rest = whole.partition(tag)[2]
     opened = not tag.startswith("</")
 
-    # The prompt ends with a tag of the form. If it is the last closing tag, nothing is left of the form, so the prompt
-    # only describes it.
+    # The prompt ends with a tag of the form. If this is the last closing tag, the prompt only describes the form.
     if rest and not after:
         return [rest]
     # The prompt opens another tag, such as <think> where the row only has <answer>. Chat templates also end like this.

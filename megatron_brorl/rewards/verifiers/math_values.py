@@ -5,8 +5,7 @@ the pair (2, 1) as an empty interval. latex2sympy parses the expressions inside.
 that it cannot parse, so that no part of an answer is ignored in the comparison.
 
 Two expressions are equal if the first 1,000 digits of their difference are zero. sympy raises the working precision
-until cancellation no longer matters. Expressions with variables are compared at three points. Equations are not
-solved.
+until cancellation no longer matters. Expressions with variables are compared at three points. Equations are not solved.
 """
 
 from __future__ import annotations
@@ -222,10 +221,7 @@ def _union(values: list[Value]) -> Value:
 
 
 def _list(values: list[Value], strict: bool) -> Value:
-    """Return a list. Inequalities of one variable become their intersection.
-
-    If it is empty, they become their union unless strict.
-    """
+    """Return a list. Inequalities of one variable become their intersection, or if empty and not strict their union."""
     sets = [value.value for value in values if isinstance(value, Named) and isinstance(value.value, sympy.Set)]
     names = {value.name for value in values if isinstance(value, Named)}
     if len(sets) == len(values) and len(names) == 1:

@@ -1,8 +1,7 @@
 """The endpoint of a rank: POST /v1/chat/completions and GET /v1/models on the loopback interface.
 
 Requests and responses are those that the openai package sends and reads. Each rollout has an API key of its own, which
-names it and expires with it. The server runs in a thread. Only this thread uses the objects of a rollout until its key
-has expired.
+names it and expires with it. The server runs in a thread. Until the key expires, only this thread uses the rollout.
 """
 
 from __future__ import annotations

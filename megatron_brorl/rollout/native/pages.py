@@ -2,8 +2,7 @@
 
 Memory is allocated in pages of PAGE = 16 tokens, which vLLM calls blocks. A prefix that several prompts of a call share
 is computed once, and their page tables refer to the same pages. To find shared prefixes, prompts are split into blocks
-of BLOCK = 64 tokens. A block is identified by its tokens and the block before it. It stays in memory as long as any
-prompt that contains it.
+of BLOCK = 64 tokens. A block is identified by its tokens and the block before it. It stays while a prompt has it.
 
 The kernels of GPUs need the keys of a row, and those of a prompt, next to one another (DecodeOps.contiguous). A page
 then holds the longest prompt or response, and prompts share none.

@@ -246,8 +246,7 @@ class TorchEngine:
     def _pages(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> PagePool:
         """Return an empty pool with pages for all rows in flight, or with as many pages as fit in memory.
 
-        Reuses the current pool if its size is suitable. Raises UserError if the longest prompt and one full
-        response do not fit.
+        Reuses a pool of suitable size. Raises UserError if the longest prompt and one full response do not fit.
         """
         # The pool holds all prompts and a full response for each row that is decoded at a time.
         lengths = [len(r.prompt.token_ids) for r in requests]
