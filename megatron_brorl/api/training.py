@@ -94,7 +94,13 @@ def train(
     cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     program = Program(
-        reward, algorithm, Callbacks(callbacks), environment, agent, accept_changed_functions, continues=not launched
+        reward=reward,
+        algorithm=algorithm,
+        callbacks=Callbacks(callbacks),
+        environment=environment,
+        agent=agent,
+        accept_changed_functions=accept_changed_functions,
+        continues=not launched,
     )
     try:
         status = command.execute(loaded, lambda _: again, program)

@@ -135,7 +135,7 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
     Elements per token and layer: 4 H for the inputs of both norms and of both parts; 2 Q + 2 K for queries, keys,
     values and the output of attention; 3 F for gate, up and their product. Tensor parallelism divides all but the
     4 H. models.layers.fused keeps 2 H and 2 F instead of 4 H and 3 F. Each adapter adds its rank. With recomputation:
-    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and each later stage.
+    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and every later one.
 
     In a mixture of experts, each chosen expert of a token has the 3 F and 2 H for its input and output, if all experts
     are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each). A shared

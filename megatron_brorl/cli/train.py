@@ -303,7 +303,7 @@ def _forward_backward(worker: Worker, prompt: Prompt, config: Config) -> dict[st
         reference_log_probs=log_probs if config.algo.kl_coef else None,
     )
     mini_batches = [list(range(_ROLLOUTS))]
-    metrics = update_policy(worker, experience, mini_batches, config.algo, config.optim, temperature, 0)
+    metrics = update_policy(worker, experience, mini_batches, config.algo, config.optim, temperature, first_update=0)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
         raise UserError(
             f"a forward and backward pass over {_ROLLOUTS} responses of {count} tokens: loss {metrics['loss']}, "

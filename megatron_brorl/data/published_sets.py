@@ -166,7 +166,7 @@ _DAPO = r"Solve the following math problem step by step\.[^\n]*\n\n(.*)\n\nRemem
 _EURUS = r"(.*?)\n\nWrite Python code to solve the problem\..*"
 _MAA = "problems are under copyright of the MAA"
 SETS: Mapping[str, DataSet] = {
-    "gsm8k": DataSet("openai/gsm8k", "MIT", "math", "question", "answer", r"####\s*(.+)"),
+    "gsm8k": DataSet("openai/gsm8k", "MIT", "math", "question", "answer", answer_regex=r"####\s*(.+)"),
     "math500": DataSet("HuggingFaceH4/MATH-500", "not stated", "math", "problem", "answer", id="unique_id", test=True),
     "aime": DataSet("HuggingFaceH4/aime_2024", _MAA, "math", "problem|Problem|question", "answer|Answer", test=True),
     "deepscaler": DataSet("agentica-org/DeepScaleR-Preview-Dataset", "MIT", "math", "problem", "answer"),

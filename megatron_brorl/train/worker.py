@@ -300,7 +300,7 @@ class Stage:
     ) -> tuple[OptimizerStep, list[Any]]:
         """Take one optimizer step on this replica's rows; return it and the values of `loss` per micro-batch.
 
-        `loss` must divide by the size of the global batch. Only the last stage returns values. routes: see packing.pack.
+        `loss` must divide by the size of the global batch. Only the last stage returns any. routes: see packing.pack.
         """
         with span("optimizer step") as recorded:
             batches = self.micro_batches(prompts, responses, routes)

@@ -354,13 +354,13 @@ def connect_engine(
     return RemoteEngine(
         settings,
         options,
-        names,
-        Path(folders[rank - local % tensor]),
-        range(local, local + tensor) if is_leader else None,  # the GPUs of the ranks that share it
-        Path(config.run.dir) / "engines" / f"rank_{rank}.log",
-        NodeRanks(local, per_node, exchange),
-        decode,
-        lambda: engine_exchange(None),
+        names=names,
+        folder=Path(folders[rank - local % tensor]),
+        devices=range(local, local + tensor) if is_leader else None,  # the GPUs of the ranks that share it
+        log=Path(config.run.dir) / "engines" / f"rank_{rank}.log",
+        node=NodeRanks(local, per_node, exchange),
+        decode=decode,
+        wait_for_ranks=lambda: engine_exchange(None),
     )
 
 
