@@ -187,8 +187,11 @@ def make_experience(
         name: None if column is None else tuple(compress(column, finite))
         for name, column in {**inputs, **numbers}.items()
     }
-    old, reference = columns.setdefault("old_log_probs", None), columns.get("reference_log_probs")
-    teacher, sampled, slots = columns.pop("teacher_log_probs", None), columns["sampled"], columns["slots"]
+    old = columns.setdefault("old_log_probs", None)
+    reference = columns.get("reference_log_probs")
+    teacher = columns.pop("teacher_log_probs", None)
+    sampled = columns["sampled"]
+    slots = columns["slots"]
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
     metrics = collectives.all_reduce_sum(counts, actor.grid.groups.dp)

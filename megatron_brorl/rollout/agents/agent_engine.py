@@ -100,7 +100,9 @@ class _Agents(Interaction[_Agent]):
         return requests
 
     def start(self, request: int, rollout: Rollout, number: int) -> _Agent:
-        prompt_request, server, chat = self.requests[request], self.owner.server, self.owner.chat
+        prompt_request = self.requests[request]
+        server = self.owner.server
+        chat = self.owner.chat
 
         def put(event: Call | Reply) -> None:
             self.events.put((agent, event))
