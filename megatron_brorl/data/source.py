@@ -173,9 +173,11 @@ def load_sources(
     if config.mixture:
         mixed = reader.mixture()
         source = MixtureSource(mixed, [part.weight for part in config.mixture], seed)
-        key, train = "data.mixture", [prompt for prompts in mixed.values() for prompt in prompts]
+        key = "data.mixture"
+        train = [prompt for prompts in mixed.values() for prompt in prompts]
     else:
-        key, train = "data.train", reader.read(config.train, "data.train")
+        key = "data.train"
+        train = reader.read(config.train, key)
         source = FileSource(train, seed)
 
     held_out = reader.read(config.held_out, "data.held_out")

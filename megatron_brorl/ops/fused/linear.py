@@ -266,7 +266,7 @@ class _FusedLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
         entropy = torch.empty_like(log_probs)
-        for chunk in _chunks(hidden, weight, ids, shard, 0):
+        for chunk in _chunks(hidden, weight, ids, shard, trained=0):
             chunk.write(log_probs, entropy, shard)
         ctx.save_for_backward(hidden, weight, ids)
         ctx.shard = shard
@@ -283,7 +283,7 @@ class _FusedLogProbs(torch.autograd.Function):
                 hidden, ids, *upstream = (x[rows] for x in (hidden, ids, *upstream))  # type: ignore[assignment]
         gradients = _Gradients(hidden, weight, ctx.shard, ctx.needs_input_grad[:2])
         with_entropy = bool(upstream[1].any())
-        for chunk in _chunks(hidden, weight, ids, ctx.shard, len(hidden)):
+        for chunk in _chunks(hidden, weight, ids, ctx.shard, trained=len(hidden)):
             gradients.add(chunk, upstream[0][chunk.rows], upstream[1][chunk.rows] if with_entropy else None)
         of_hidden, of_weight = gradients.finished(hidden.dtype)
         if rows is not None and of_hidden is not None:

@@ -324,7 +324,7 @@ def verify(answer: str, row: VerifierRow) -> Score:
     for kind, arguments in zip(metadata["instruction_id_list"], metadata["kwargs"], strict=True):
         count = sum(name.partition("#")[0] == kind for name in parts)
         name = f"{kind}#{count + 1}" if count else kind
-        parts[name] = float(any(follows(kind, _given(arguments), reading) for reading in readings))
+        parts[name] = float(any(follows(kind, _without_nulls(arguments), reading) for reading in readings))
 
     failed = [name for name, part in parts.items() if not part]
     reason = f"not followed: {', '.join(failed)}" if failed else ""
@@ -384,7 +384,7 @@ def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> Non
     key = f"{where}: metadata.kwargs[{place}] ({kind})"
     if not isinstance(arguments, dict):
         raise UserError(f"{key} is {arguments!r}; use an object, {{}} for no arguments")
-    values = _given(arguments)
+    values = _without_nulls(arguments)
     wanted = list(inspect.signature(CHECKS[kind]).parameters)[1:]
     unknown = [name for name in values if name not in wanted]
     if unknown:
@@ -400,6 +400,6 @@ def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> Non
         raise UserError(f"{key} has nth_paragraph above num_paragraphs, which no response can follow; lower it")
 
 
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Remove nulls. Files in columns have every argument for every instruction."""
     return {name: value for name, value in arguments.items() if value is not None}
