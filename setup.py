@@ -60,8 +60,8 @@ def cuda_folders(*names: str) -> list[Path]:
 
     nvidia/cu13 belongs to torch's wheels for CUDA 13. It has cuBLAS, which a toolkit may lack.
     """
-    found = importlib.util.find_spec("nvidia")
-    packages = [Path(p, "cu13") for p in (found.submodule_search_locations or ())] if found else []
+    spec = importlib.util.find_spec("nvidia")
+    packages = [Path(p, "cu13") for p in (spec.submodule_search_locations or ())] if spec else []
     homes = (
         [Path(CUDA_HOME), *(p for p in packages if (torch.version.cuda or "").startswith("13"))] if CUDA_HOME else []
     )
@@ -127,13 +127,13 @@ def processors() -> dict[str, tuple[str, list[str]]]:
 
 def extension(name: str, processor: str, flags: list[str]) -> Any:
     """Return the extension module of csrc/ for a processor."""
-    told = [("BRORL_PROCESSOR", f'"{processor}"'), ("BRORL_TORCH", f'"{TORCH_RELEASE}"')]
+    macros = [("BRORL_PROCESSOR", f'"{processor}"'), ("BRORL_TORCH", f'"{TORCH_RELEASE}"')]
     return CppExtension(
         name,
         sorted(str(p) for p in Path("csrc").rglob("*.cpp")),
         depends=sorted(str(p) for p in (*Path("csrc").rglob("*.h"), *Path("csrc").rglob("*.cu"))),
         include_dirs=[str(Path(__file__).parent.absolute() / "csrc"), *(str(p) for p in CUDA_INCLUDES)],
-        define_macros=[*told, *([("BRORL_CUDA", "1")] if CUDA else [])],
+        define_macros=[*macros, *([("BRORL_CUDA", "1")] if CUDA else [])],
         libraries=["c10_cuda"] if CUDA else [],
         extra_compile_args=FLAGS + flags,
         extra_link_args=["-fopenmp", *(x for x in FLAGS if x.startswith("-fsanitize")), *CUDA_LIBRARIES],
@@ -178,6 +178,6 @@ DECLARED = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["de
 
 setup(
     install_requires=[f"torch=={TORCH_RELEASE}" if x.startswith("torch>") else x for x in DECLARED],
-    ext_modules=[extension(f"megatron_brorl._C{end}", *given) for end, given in processors().items()],
+    ext_modules=[extension(f"megatron_brorl._C{end}", *settings) for end, settings in processors().items()],
     cmdclass={"build_ext": Build},
 )

@@ -29,14 +29,14 @@ def read_object(path: Path, remedy: str = "copy it again") -> dict[str, Any]:
     Raises OSError if the disk or permissions fail, because then nothing is known about the file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}; {remedy}") from None
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid JSON: {shown(e)}; {remedy}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path}: must hold a JSON object; {remedy}")
-    return found
+    return content
 
 
 def sha256(*paths: Path) -> str:

@@ -128,10 +128,10 @@ def prepare_folder(folder: Path, resume_step: int | None) -> None:
 
 def entries(folder: Path) -> list[LogEntry]:
     """Return the recorded steps, then the recorded evaluations, each in order. Raises UserError if there are none."""
-    found = {entry for path in folder.glob("*.groups.parquet") if (entry := _entry_of(path))}
-    if not found:
+    recorded = {entry for path in folder.glob("*.groups.parquet") if (entry := _entry_of(path))}
+    if not recorded:
         raise UserError(f"{folder}: holds no recorded rollouts; give the run.dir of a training run")
-    return sorted(found, key=lambda m: (m.kind != "step", m.number))
+    return sorted(recorded, key=lambda m: (m.kind != "step", m.number))
 
 
 def read_groups(folder: Path, entry: LogEntry) -> pa.Table:
@@ -175,8 +175,8 @@ def one_line(text: str, max_chars: int = 0) -> str:
 
 
 def _entry_of(path: Path) -> LogEntry | None:
-    found = _NAME.fullmatch(path.name)
-    return LogEntry(found[1], int(found[2])) if found else None  # type: ignore[arg-type]  # one of two words
+    match = _NAME.fullmatch(path.name)
+    return LogEntry(match[1], int(match[2])) if match else None  # type: ignore[arg-type]  # one of two words
 
 
 def _write(path: Path, table: pa.Table) -> None:

@@ -116,8 +116,8 @@ class ScoreResult:
     """The reward of one request; 0 unless the status is ok.
 
     timeout: scoring took longer than the deadline. error: the verifier raised an exception. broken: it also raises one
-    for the reference answer. invalid: it did not return a finite number. crash: its process died or wrote an
-    invalid result twice. no_answer: the response has no answer.
+    for the reference answer. invalid: it did not return a finite number. crash: its process died or wrote an invalid
+    result twice. no_answer: the response has no answer.
     """
 
     reward: float
@@ -165,11 +165,9 @@ class RowWeight(NamedTuple):
 class Experience:
     """B rollouts ready to train on, from any number of prompts. Every tuple has length B.
 
-    train.experience puts log-probabilities, advantages, values, returns and mask on the device of the process. The
-    other tensors are on the CPU, where packing reads them.
-
-    Tokens of an environment are inputs of the model only. They have no part in losses, divisors or metrics, and 0 in
-    all columns of numbers.
+    Log-probabilities, advantages, values, returns and mask are on the device of the process. The other tensors are on
+    the CPU, where packing reads them. Tokens of an environment are inputs of the model only. They have no part in
+    losses, divisors or metrics, and 0 in all columns of numbers.
     """
 
     prompts: tuple[Tensor, ...]  # [prompt tokens] int64 each; siblings share one tensor

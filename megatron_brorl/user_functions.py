@@ -32,8 +32,7 @@ def is_function(name: str) -> bool:
 def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
     """Import a function. Return it and the SHA-256 of the file of its module.
 
-    what: words before the name in messages. Raises UserError if the import fails, the module lacks the function, or the
-    module has no file.
+    what: words before the name in messages. Raises UserError if the import fails, or function or file is missing.
     """
     path, _, function = name.rpartition(":")
     file = Path(path).absolute()
@@ -44,17 +43,17 @@ def import_function(name: str, what: str) -> tuple[Callable[..., Any], str]:
         module = _import_file(file) if path.endswith(".py") else importlib.import_module(path)
     except BaseException as e:  # A user's module may raise anything.
         if isinstance(e, ModuleNotFoundError) and e.name and f"{path}.".startswith(f"{e.name}."):
-            told = f"no module {e.name} on the Python path; name its file instead, as FOLDER/FILE.py:{function}"
-            raise UserError(f"{what} {name}: {told}") from None
+            reason = f"no module {e.name} on the Python path; name its file instead, as FOLDER/FILE.py:{function}"
+            raise UserError(f"{what} {name}: {reason}") from None
         raise UserError(f"{what} {name}: cannot be imported: {describe(e)}") from None
 
-    found = getattr(module, function, None)
-    if not callable(found):
+    imported = getattr(module, function, None)
+    if not callable(imported):
         raise UserError(f"{what} {name}: {path} does not define {function!r}; add it, or name another")
     source = Path(module.__file__ or "")
     if not source.is_file():
         raise UserError(f"{what} {name}: its module has no file to compute a hash of; put it into a .py file")
-    return found, hashlib.sha256(source.read_bytes()).hexdigest()
+    return imported, hashlib.sha256(source.read_bytes()).hexdigest()
 
 
 def source_sha256(function: Callable[..., Any]) -> str:

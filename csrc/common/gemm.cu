@@ -26,9 +26,9 @@ Operand operand(const Matrix<uint16_t>& x, int64_t rows, int64_t columns) {
 // first.
 cublasStatus_t handle_on(int device, cublasHandle_t& handle) {
   thread_local std::unordered_map<int, cublasHandle_t> handles;
-  const auto found = handles.find(device);
-  if (found != handles.end()) {
-    handle = found->second;
+  const auto entry = handles.find(device);
+  if (entry != handles.end()) {
+    handle = entry->second;
     return CUBLAS_STATUS_SUCCESS;
   }
   const cublasStatus_t status = cublasCreate(&handle);

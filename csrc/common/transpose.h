@@ -61,9 +61,9 @@ void turn(Word* to, int64_t ld, int64_t count, int64_t depth, From from, Rest re
 inline void transpose_floats(
     const float* x, int64_t stride, int64_t rows, int64_t columns, float* to, int64_t ld) {
   const auto row = [&](int64_t c, int64_t r) {
-    Line found;
-    std::memcpy(&found, x + r * stride + c, sizeof found);
-    return found;
+    Line line;
+    std::memcpy(&line, x + r * stride + c, sizeof line);
+    return line;
   };
   turn(to, ld, columns, rows, row, [&](int64_t c, int64_t r) { return x[r * stride + c]; });
 }

@@ -21,8 +21,8 @@ namespace brorl {
 
 bool has_bfloat16_kernel() {
 #ifdef BRORL_HAS_KERNEL
-  static const bool found = __builtin_cpu_supports("avx512bf16");
-  return found;
+  static const bool is_supported = __builtin_cpu_supports("avx512bf16");
+  return is_supported;
 #else
   return false;
 #endif
@@ -53,17 +53,17 @@ void pack_words(
     int64_t depth) {
   const int64_t whole = depth / 2;
   const auto at = [&](int64_t i, int64_t p) {
-    uint32_t found;
-    std::memcpy(&found, x + i * stride_i + 2 * p, sizeof found);
-    return found;
+    uint32_t pair;
+    std::memcpy(&pair, x + i * stride_i + 2 * p, sizeof pair);
+    return pair;
   };
   if (stride_k == 1 && ld_p == 1) {
     for (int64_t i = 0; i < count; ++i) std::memcpy(words + i * ld_i, x + i * stride_i, whole * sizeof(uint32_t));
   } else if (stride_k == 1) {
     const auto row = [&](int64_t p, int64_t i) {
-      Line found;
-      std::memcpy(&found, x + i * stride_i + 2 * p, sizeof found);
-      return found;
+      Line pairs;
+      std::memcpy(&pairs, x + i * stride_i + 2 * p, sizeof pairs);
+      return pairs;
     };
     turn(words, ld_p, whole, count, row, [&](int64_t p, int64_t i) { return at(i, p); });
   } else if (ld_p == 1) {

@@ -36,7 +36,8 @@ struct Softmax {
       top = larger(x, top);
       store_wide(row + c, x);
     }
-    const float before = first ? kNone : largest[r], found = largest_lane(top), now = before > found ? before : found;
+    const float before = first ? kNone : largest[r], highest = largest_lane(top);
+    const float now = before > highest ? before : highest;
     Wide total = {};
     for (int64_t c = 0; c < width; c += kWide) {
       for (int64_t i = 0; i < kWide; ++i) row[c + i] = fast_exp(row[c + i] - now);
@@ -70,9 +71,9 @@ struct Forward {
         float* const scores = softmax.scores + width;
         product(
             queries, rows, keys.block(k.begin, k.length, kv_head, k.block), keys.width(k.length, k.block), scores,
-            kKeys, false, [&](int64_t, int64_t) { return Range{0, d}; }, [&](int64_t r) { return k.seen(r); });
+            kKeys, false, [&](int64_t, int64_t) { return Range{0, d}; }, [&](int64_t r) { return k.visible(r); });
         for (int64_t r = 0; r < rows; ++r) {
-          std::fill(scores + r * kKeys + k.seen(r), scores + r * kKeys + padded(k.tokens), kNone);
+          std::fill(scores + r * kKeys + k.visible(r), scores + r * kKeys + padded(k.tokens), kNone);
         }
         width += padded(k.tokens);
       }
@@ -85,7 +86,7 @@ struct Forward {
         const Keys& k = blocks[i];
         product(
             Rows{softmax.scores + width, kKeys, 1}, rows, value.at(k.begin + k.block, kv_head), value.token, result,
-            out.token, i > 0, [&](int64_t, int64_t last) { return Range{0, k.seen(last)}; },
+            out.token, i > 0, [&](int64_t, int64_t last) { return Range{0, k.visible(last)}; },
             [&](int64_t) { return d; });
         width += padded(k.tokens);
       }
@@ -126,24 +127,24 @@ struct Backward {
     bool first = true;
     for (const Keys& k : keys_of(s, q, rows)) {
       const auto whole = [&](int64_t, int64_t) { return Range{0, d}; };
-      const auto seen = [&](int64_t r) { return k.seen(r); };
+      const auto visible = [&](int64_t r) { return k.visible(r); };
       const int64_t ld = keys.width(k.length, k.block);
       product(
           {queries, query.token, 1}, rows, keys.block(k.begin, k.length, kv_head, k.block), ld, weights, kBlock, false,
-          whole, seen);
+          whole, visible);
       product(
           {up, gradient.token, 1}, rows, values.block(k.begin, k.length, kv_head, k.block), ld, slopes, kBlock, false,
-          whole, seen);
+          whole, visible);
       for (int64_t r = 0; r < rows; ++r) {
         float *const weight = weights + r * kBlock, *const slope = slopes + r * kBlock;
         const float log_sum = log_sums[((at + r) * kv_heads + kv_head) * heads + head];
 #pragma omp simd
-        for (int64_t c = 0; c < padded(k.seen(r)); ++c) {
+        for (int64_t c = 0; c < padded(k.visible(r)); ++c) {
           weight[c] = fast_exp(weight[c] * scale - log_sum);
           slope[c] = weight[c] * (slope[c] - dot[r]) * scale;
         }
-        std::fill(weight + k.seen(r), weight + padded(k.tokens), 0.0f);
-        std::fill(slope + k.seen(r), slope + padded(k.tokens), 0.0f);
+        std::fill(weight + k.visible(r), weight + padded(k.tokens), 0.0f);
+        std::fill(slope + k.visible(r), slope + padded(k.tokens), 0.0f);
       }
       const bool own = k.begin == s.begin;
       float* const to_key = own ? of_key.at(k.begin + k.block, kv_head) : prefix_key + k.block * d;
@@ -154,7 +155,7 @@ struct Backward {
       product({slopes, 1, kBlock}, k.tokens, queries, query.token, to_key, own ? of_key.token : d, true, seeing, wide);
       product(
           {slopes, kBlock, 1}, rows, key.at(k.begin + k.block, kv_head), key.token, to_query, of_query.token, !first,
-          [&](int64_t, int64_t last) { return Range{0, k.seen(last)}; }, wide);
+          [&](int64_t, int64_t last) { return Range{0, k.visible(last)}; }, wide);
       first = false;
     }
   }

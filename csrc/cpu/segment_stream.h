@@ -90,20 +90,20 @@ struct Keys {
   int64_t diagonal;                      // query r attends to keys up to diagonal + r; kAll: to all
 
   static constexpr int64_t kAll = int64_t(1) << 40;
-  int64_t seen(int64_t r) const { return std::min(tokens, diagonal + r + 1); }
+  int64_t visible(int64_t r) const { return std::min(tokens, diagonal + r + 1); }
   int64_t first_to_see(int64_t key) const { return std::max<int64_t>(0, key - diagonal); }
 };
 
 // Return the blocks of keys for queries [q, q + rows) of a segment.
 inline std::vector<Keys> keys_of(const Segment& s, int64_t q, int64_t rows) {
-  std::vector<Keys> found;
+  std::vector<Keys> blocks;
   for (int64_t b = 0; b < s.prefix_length; b += kBlock) {
-    found.push_back({s.prefix, s.prefix_length, b, std::min(kBlock, s.prefix_length - b), Keys::kAll});
+    blocks.push_back({s.prefix, s.prefix_length, b, std::min(kBlock, s.prefix_length - b), Keys::kAll});
   }
   for (int64_t b = 0; b < q + rows; b += kBlock) {
-    found.push_back({s.begin, s.length, b, std::min(kBlock, q + rows - b), b < q ? Keys::kAll : q - b});
+    blocks.push_back({s.begin, s.length, b, std::min(kBlock, q + rows - b), b < q ? Keys::kAll : q - b});
   }
-  return found;
+  return blocks;
 }
 
 struct Range {

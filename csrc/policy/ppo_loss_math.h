@@ -135,8 +135,8 @@ BRORL_HOST_DEVICE PpoToken<S> ppo_token(S log_prob, S entropy, PpoInputs<S> in, 
   const S log_ratio = clamp(raw, -bound, bound);
   const S ratio = std::exp(log_ratio);
   const Dual<S> moving{ratio, raw < -bound || raw > bound ? S(0) : ratio};  // d r / d log pi = r
-  const Objective<S> found = objective_of(moving, in.advantage, settings);
-  S objective = found.value.value, slope = found.value.slope;
+  const Objective<S> surrogate = objective_of(moving, in.advantage, settings);
+  S objective = surrogate.value.value, slope = surrogate.value.slope;
   if (settings.is_cap != 0) {
     // Compare first: both may be -inf, whose difference is NaN.
     S weight = in.old == in.rollout ? S(1) : std::exp(clamp(in.old - in.rollout, -bound, bound));
@@ -154,9 +154,9 @@ BRORL_HOST_DEVICE PpoToken<S> ppo_token(S log_prob, S entropy, PpoInputs<S> in, 
   token.approx_kl = ratio - 1 - log_ratio;
   token.reference_kl = kl;
   token.rollout_gap = std::fabs(log_prob - in.rollout);
-  token.clipped_low = found.clipped_low;
-  token.clipped_high = found.clipped_high;
-  token.clipped_dual = found.clipped_dual;
+  token.clipped_low = surrogate.clipped_low;
+  token.clipped_high = surrogate.clipped_high;
+  token.clipped_dual = surrogate.clipped_dual;
   return token;
 }
 

@@ -91,7 +91,7 @@ void softmax_gradient_(
   const Tensor first = upstream(log_prob_gradient, "log_prob_gradient", logits);
   const Tensor second = entropy_gradient ? upstream(*entropy_gradient, "entropy_gradient", logits) : Tensor();
   const auto* const target = targets.const_data_ptr<int64_t>();
-  const auto* const found = statistics.const_data_ptr<double>();
+  const auto* const values = statistics.const_data_ptr<double>();
   with_type(logits, [&](auto zero) {
     using S = decltype(zero);
     S* const data = logits.mutable_data_ptr<S>();
@@ -101,7 +101,7 @@ void softmax_gradient_(
     if (on_device(logits)) {
       const c10::DeviceGuard guard(logits.device());
       check_launch("softmax_gradient_", softmax_gradient_launch<S>(
-          data, vector_stride(logits), target, found, u, c, rows, vocab, start, temperature, narrow,
+          data, vector_stride(logits), target, values, u, c, rows, vocab, start, temperature, narrow,
           current_stream(logits)));
       return;
     }
@@ -109,7 +109,7 @@ void softmax_gradient_(
     const double inverse = 1 / temperature;
 #pragma omp parallel for schedule(static) num_threads(at::get_num_threads())
     for (int64_t i = 0; i < rows; ++i) {
-      const double* const s = found + 4 * i;
+      const double* const s = values + 4 * i;
       const auto gradient = softmax_gradient<S>(
           {s[0], s[1], s[2]}, (s[3] - s[0]) * inverse, u[i], c ? c[i] : S(0), inverse);
       softmax_gradient_row(

@@ -42,38 +42,38 @@ class AlgorithmFunction:
     def __call__(self, shape: Sequence[int], entries: str, **arguments: Any) -> Tensor:
         """Return the result, a float tensor of this shape, which `entries` explains. Raises StepError."""
         try:
-            found = self.function(**arguments)
+            result = self.function(**arguments)
         except Exception as e:
             raise StepError(f"{self._label}: {describe(e, self.function)}") from e
-        if not isinstance(found, Tensor):
-            self.refuse(f"returned a {type(found).__name__}, not a tensor {list(shape)} with {entries}")
-        if found.shape != tuple(shape) or not found.is_floating_point():
-            self.refuse(f"returned {found.dtype} {list(found.shape)}, not floats {list(shape)} with {entries}")
-        return found
+        if not isinstance(result, Tensor):
+            self.refuse(f"returned a {type(result).__name__}, not a tensor {list(shape)} with {entries}")
+        if result.shape != tuple(shape) or not result.is_floating_point():
+            self.refuse(f"returned {result.dtype} {list(result.shape)}, not floats {list(shape)} with {entries}")
+        return result
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise StepError that names the function."""
         raise StepError(f"{self._label}: {problem}")
 
 
-_found: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this process's run
+_imported: dict[str, AlgorithmFunction] = {}  # by the value of the key, of this process's run
 
 
 def find(key: str, value: str) -> AlgorithmFunction:
     """Return the function that a key names, which is imported on first use. Raises UserError."""
-    if value not in _found:
+    if value not in _imported:
         imported = import_function(value, f"{key} =")
-        _found[value] = AlgorithmFunction(f"{key} = {value}", *imported, PARAMETERS[key])
-    return _found[value]
+        _imported[value] = AlgorithmFunction(f"{key} = {value}", *imported, PARAMETERS[key])
+    return _imported[value]
 
 
-def import_functions(values: Mapping[str, str], given: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+def import_functions(values: Mapping[str, str], functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
     """Import the users' functions of a run, also files that have changed since the last run of this process.
 
-    values: algo.advantage and algo.policy_loss. given: the functions of a Python program, by key. Returns the SHA-256
-    of each function's file, or of the source of a given function, by value. Raises UserError.
+    values: algo.advantage and algo.policy_loss. functions: those of a Python program, by key. Returns by value
+    the SHA-256 of each function's file, or of the source of a function in `functions`. Raises UserError.
     """
-    _found.clear()
-    for key, function in given.items():
-        _found[IN_PROCESS[key]] = AlgorithmFunction(key, function, source_sha256(function), PARAMETERS[key])
+    _imported.clear()
+    for key, function in functions.items():
+        _imported[IN_PROCESS[key]] = AlgorithmFunction(key, function, source_sha256(function), PARAMETERS[key])
     return {value: find(key, value).sha256 for key, value in values.items() if is_function(value)}

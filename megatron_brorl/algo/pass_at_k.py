@@ -26,6 +26,16 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return (subsets - math.comb(n - c, k)) / subsets
 
 
+def pass_at_each_k(counts: Sequence[tuple[int, int]]) -> dict[int, list[float]]:
+    """Return pass@k of every prompt with at least k samples, for k = 1, 2, 4, ... and the largest number of samples.
+
+    counts: the samples of each prompt, and how many of them are right.
+    """
+    most = max(n for n, _ in counts)
+    ks = sorted({*(2**i for i in range(most.bit_length())), most})
+    return {k: [pass_at_k(n, right, k) for n, right in counts if n >= k] for k in ks}
+
+
 def widest(passes: Mapping[str, float]) -> tuple[int, float] | None:
     """Return the largest k above 1 and its value from {str(k): pass@k}; None if there is none.
 

@@ -68,8 +68,7 @@ class Objective:
 def clip(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> Objective:
     """Return min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), all [R] (BroRL, section 3.1; DAPO, eq. 8).
 
-    dual_clip A is a lower bound for tokens with A < 0 (Ye et al. 2020, eq. 5). An active bound removes the token's
-    gradient.
+    dual_clip A is a lower bound for tokens with A < 0 (Ye et al. 2020, eq. 5). An active bound removes the gradient.
     """
     low, high = 1 - settings.eps_low, 1 + settings.eps_high
     value = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
@@ -177,18 +176,18 @@ class PolicyLoss:
 def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settings: PolicyLossSettings) -> PolicyLoss:
     """Return the policy loss from log-probabilities and entropies [R], both in nats.
 
-    loss = sum_t weight_t (-u_t f(r_t, A_t) + kl_coef KL_t - entropy_coef H_t), where f is the entry of
-    settings.policy_loss in POLICY_LOSSES, or minus the result of the user's function; u_t = min(pi_old / pi_rollout,
-    is_cap) without gradient (Yao et al. 2025); KL_t by kl_estimate. r_t = pi(t) / pi_old(t), or with ratio = "sequence"
-    the geometric mean of these over the sequence (GSPO, Zheng et al. 2025, eq. 7). Without old_log_probs r_t = 1 with
-    the gradient of pi.
+    loss = sum_t weight_t (-u_t f(r_t, A_t) + kl_coef KL_t - entropy_coef H_t).
+    f: the entry of settings.policy_loss in POLICY_LOSSES, or minus the result of the user's function.
+    u_t = min(pi_old / pi_rollout, is_cap), without gradient (Yao et al. 2025). KL_t: by kl_estimate.
+    r_t = pi(t) / pi_old(t). With ratio = "sequence" it is the geometric mean of these over the sequence (GSPO, Zheng et
+    al. 2025, eq. 7). Without old_log_probs, r_t = 1 with the gradient of pi.
 
-    The entropy bonus has a gradient only if `entropy` has one. clipped_* count the tokens that each bound of f
-    changes; approx_kl is the k3 estimate of KL(pi_old || pi), reference_kl the chosen one of KL(pi || pi_ref);
-    rollout_gap is |log pi - log pi_rollout|. Raises ValueError if a setting needs a field that tokens lack, and
-    UserError if the user's function fails.
+    The entropy bonus has a gradient only if `entropy` has one. clipped_*: tokens that each bound of f changes.
+    approx_kl: k3 estimate of KL(pi_old || pi). reference_kl: the chosen estimate of KL(pi || pi_ref). rollout_gap:
+    |log pi - log pi_rollout|. Raises ValueError if a setting needs a field that tokens lack, and UserError if the
+    user's function fails.
     """
-    given = log_probs.detach(), entropy.detach()
+    detached = log_probs.detach(), entropy.detach()
     live = tokens.weights != 0
     own = _own_objective(log_probs, entropy, tokens, live, settings) if is_function(settings.policy_loss) else None
 
@@ -245,7 +244,7 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, tokens: PolicyTokens, settin
         )
         totals = [x.detach().double().sum() for x in per_token]
         maxima = [x.detach().double().max() if len(x) else totals[0].new_zeros(()) for x in (ratio, distance)]
-    return PolicyLoss(loss, *given, torch.stack(totals + maxima))
+    return PolicyLoss(loss, *detached, torch.stack(totals + maxima))
 
 
 def _own_objective(

@@ -107,8 +107,7 @@ class Engine:
         """Sample n responses to each prompt: [prompts][n]. The chat template is applied to lists of messages only.
 
         Lists of token ids are used as they are. stop: strings that end a response. chat_template_kwargs: see
-        data.chat_template_kwargs of a run. A template that writes today's date writes the date on which the engine was
-        created.
+        data.chat_template_kwargs of a run. The date in a template is that on which the engine was created.
 
         The random numbers of a response depend only on the seed, the tokens of its prompt (and how often that prompt
         occurred before in the list), its index among the n, and the position of the token. Other prompts, their order
@@ -132,13 +131,14 @@ class Engine:
 
         chat = DataConfig(chat=True, chat_template_kwargs=dict(chat_template_kwargs))
         max_prompt_tokens = self._context - max_tokens
-        seen: Counter[tuple[int, ...]] = Counter()  # a repeated prompt gets another random stream
+        repeats: Counter[tuple[int, ...]] = Counter()  # a repeated prompt gets another random stream
         requests = []
         for i, prompt in enumerate(prompts):
             ids = _token_ids(prompt, f"prompts[{i}]", self._tokenizer, max_prompt_tokens, chat, engine.shape.vocab)
-            key = stream_key(seed, "sample", " ".join(map(str, ids)), seen[ids])
-            seen[ids] += 1
-            requests.append(Request(Prompt(str(i), "", ids, None, "exact"), key, n))
+            key = stream_key(seed, "sample", " ".join(map(str, ids)), repeats[ids])
+            repeats[ids] += 1
+            row = Prompt(str(i), text="", token_ids=ids, answer=None, verifier="exact")
+            requests.append(Request(row, key, n))
 
         # One call for all prompts, so that responses of one prompt start as others end.
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)

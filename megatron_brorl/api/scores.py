@@ -45,11 +45,11 @@ def score(
 ) -> list[Any]:
     """Return a Reward for each response, in the form of `responses`: a list, or one list per row, as Engine.sample.
 
-    rows: one per entry of responses: a reference answer, None, or a row as in data files, which may also have
-    "columns", the other columns of a file as an object. verifier: a name of the
-    registry (a row may name another), "file.py:function", or a function (response, row) -> reward, which runs in this
-    process without limits. config: section [reward] of a run; RewardConfig() by default. The reward of a response that
-    max_tokens cut off is multiplied by config.cut_off_factor (0). Raises UserError for rows that the verifier rejects.
+    rows: one per entry of responses: a reference answer, None, or a row as in data files, which may also have an object
+    "columns" with the other columns of a file. verifier: a name of the registry (a row may name another),
+    "file.py:function", or a function (response, row) -> reward, which runs in this process without limits. config:
+    section [reward] of a run. The reward of a response that max_tokens cut off is multiplied by config.cut_off_factor
+    (0 by default). Raises UserError for rows that the verifier rejects.
     """
     config = config or RewardConfig()
     function = None if isinstance(verifier, str) else verifier
@@ -62,19 +62,19 @@ def score(
         custom.check_parameters(function, "reward")
 
     prompts = [_prompt(row, i, RowFormat(name, config)) for i, row in enumerate(rows)]
-    groups = [[given] if isinstance(given, (str, Sample)) else given for given in responses]
+    groups = [[group] if isinstance(group, (str, Sample)) else group for group in responses]
     flat = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
-    found = [_find_answer(prompt, response, config) for prompt, response in flat]
+    extracted = [_find_answer(prompt, response, config) for prompt, response in flat]
 
     # The same worker processes as in a run. They end with this call.
-    requests = [ScoreRequest(p, *(f or _CUT_OFF)) for (p, _), f in zip(flat, found, strict=True)]
+    requests = [ScoreRequest(p, *(f or _CUT_OFF)) for (p, _), f in zip(flat, extracted, strict=True)]
     names = {prompt.verifier for prompt in prompts} - {custom.IN_PROCESS}
     impure = check_verifiers(names, config).impure
     with RewardPool(config.workers, config.timeout_s, impure=impure, function=function) as pool:
         results = pool.score(requests)
 
     scored = []
-    for (_, response), f, result in zip(flat, found, results, strict=True):
+    for (_, response), f, result in zip(flat, extracted, results, strict=True):
         reward, right = final_reward(result, _is_cut_off(response), config)
         answer, status = (f.answer, result.status) if f else (None, "length")
         scored.append(Reward(reward, right, result.reason, status, answer, result.parts))

@@ -47,29 +47,24 @@ def train(
     Callbacks (Callback) are called on the main rank.
 
     reward: a function (response, row) that scores every row which names no verifier. It returns a finite number, or a
-    dict with reward, reason and parts. It runs in this process, one answer at a time, so it may use any variable of
-    the program. But nothing limits its time or memory, a crash ends the run, and reward.timeout_s does not apply. For
-    long runs, use a function in a file, data.verifier = "file.py:function", which runs in separate processes with
-    limits. A hash of the function's source (or compiled code) is kept, and a run cannot be resumed with another
-    function unless accept_changed_functions is set. Changes of the variables that it uses are not detected.
+    dict with reward, reason and parts. It runs in this process, one answer at a time. Nothing limits its time or
+    memory, and a crash ends the run. For long runs, use a function in a file, data.verifier = "file.py:function",
+    which runs in separate processes with limits. A hash of the function's source (or compiled code) is kept, and a run
+    cannot be resumed with another function unless accept_changed_functions is set. Changes of the variables that it
+    uses are not detected.
 
-    group_reward: a function in place of reward.group_function. It also runs in this process, without limits.
-
-    advantage, policy_loss: functions in place of algo.advantage and algo.policy_loss (docs/extending.md). Checkpoints
-    store a hash of each.
-
-    environment: a class in place of environment.factory. Its objects live in this process, one
-    thread per call, without limits of time or memory.
-
-    agent: a function in place of agent.function. It runs in this process, in an event loop or a thread of its own.
+    group_reward, advantage, policy_loss: functions in place of reward.group_function, algo.advantage and
+    algo.policy_loss (docs/extending.md). environment: a class in place of environment.factory, one thread per call.
+    agent: a function in place of agent.function, in an event loop or a thread of its own. All of them run in this
+    process without limits of time or memory.
 
     A finished run of the same configuration without a function or class is returned without training.
 
     Only the main rank writes the files, so the record of another rank may lack the last of them. Raises UserError for
     the mistakes that the command reports, and if a callback fails. In the latter case the run is saved first.
     """
-    given = {"algo.advantage": advantage, "algo.policy_loss": policy_loss, "reward.group_function": group_reward}
-    algorithm = {key: function for key, function in given.items() if function is not None}
+    functions = {"algo.advantage": advantage, "algo.policy_loss": policy_loss, "reward.group_function": group_reward}
+    algorithm = {key: function for key, function in functions.items() if function is not None}
     overrides = [*overrides, *(f"{key}={IN_PROCESS[key]}" for key in algorithm)]
     if environment is not None:
         overrides.append(f"environment.factory=this_process:{environment.__name__}")
@@ -99,7 +94,13 @@ def train(
     cpu_bridge.disable_compiler()
     again = f"megatron_brorl.train({'{...}' if is_table else repr(where)}, ...)"
     program = Program(
-        reward, algorithm, Callbacks(callbacks), environment, agent, accept_changed_functions, continues=not launched
+        reward=reward,
+        algorithm=algorithm,
+        callbacks=Callbacks(callbacks),
+        environment=environment,
+        agent=agent,
+        accept_changed_functions=accept_changed_functions,
+        continues=not launched,
     )
     try:
         status = command.execute(loaded, lambda _: again, program)
@@ -111,9 +112,9 @@ def train(
 
 def _record(directory: Path, has_finished: bool) -> RunRecord:
     if not (directory / METRICS_FILE).is_file():  # stopped before the first step
-        return RunRecord(directory, [], None, has_finished)
-    found = load_run(directory)
-    return replace(found, summary=found.summary if has_finished else None, finished=has_finished)
+        return RunRecord(directory, metrics=[], summary=None, finished=has_finished)
+    record = load_run(directory)
+    return replace(record, summary=record.summary if has_finished else None, finished=has_finished)
 
 
 def _as_toml(value: Any) -> Any:

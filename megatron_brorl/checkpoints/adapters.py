@@ -59,10 +59,10 @@ class MergedCheckpoint:
     def __init__(self, directory: Path, shape: ModelShape, lora: LoraConfig, base: hugging_face.Checkpoint) -> None:
         """Raise UserError if the checkpoint is damaged, or if it was trained on other weights than those of `base`."""
         saved = folders.read_run(directory)["fingerprint"]["inputs"][BASE_WEIGHTS]
-        found = hugging_face.weights_sha256(base.directory)
-        if found != saved:
+        sha256 = hugging_face.weights_sha256(base.directory)
+        if sha256 != saved:
             raise UserError(
-                f"{base.directory}: is not the base model of {directory} (sha256 {found[:12]}, not {saved[:12]}): "
+                f"{base.directory}: is not the base model of {directory} (sha256 {sha256[:12]}, not {saved[:12]}): "
                 "give the directory that model.path named in that run"
             )
         self.lora = lora

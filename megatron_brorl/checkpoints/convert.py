@@ -54,12 +54,11 @@ def open_hf(directory: Path) -> tuple[Source, ModelShape, Path]:
 def open_megatron(directory: Path, config: Path | None) -> tuple[Source, ModelShape, Path]:
     """Return a Megatron checkpoint, its shape, and the folder of config.json and tokenizer.
 
-    config: that folder, which is needed for checkpoints of a run. It must hold the base model of adapters, into which
-    they are merged. Raises UserError if the checkpoint is missing or damaged, or if it does not match the model of
-    config.json.
+    config: that folder, which is needed for checkpoints of a run. It must hold the base model of adapters. Raises
+    UserError if the checkpoint is missing or damaged, or if it does not match the model of config.json.
     """
-    for given in filter(None, (directory, config)):
-        refuse_gguf(given)
+    for path in filter(None, (directory, config)):
+        refuse_gguf(path)
     if not directory.is_dir():
         raise UserError(f"{directory}: no such Megatron checkpoint")
     lora = adapters.saved_lora(directory)
@@ -172,11 +171,11 @@ def logits(directory: Path, shape: ModelShape, merged: MergedCheckpoint | None =
     ids = torch.randint(0, shape.vocab, (4, min(24, shape.context)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         if (directory / CONFIG).is_file():
-            found = _hf_logits(directory, ids)
+            result = _hf_logits(directory, ids)
         else:
-            found = _megatron_logits(directory, shape, ids, merged)
+            result = _megatron_logits(directory, shape, ids, merged)
     gc.collect()
-    return found
+    return result
 
 
 def _hf_logits(directory: Path, ids: Tensor) -> Tensor:
@@ -202,11 +201,11 @@ def _megatron_logits(directory: Path, shape: ModelShape, ids: Tensor, merged: Me
         if merged:
             _merge(actor, merged.dtype(merged.entries[0]))
         del state
-        (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], ids.numel(), 1, False)
+        (batch,) = pack([row[:1] for row in ids], [row[1:] for row in ids], max_tokens=ids.numel())
         hidden = actor.forward_packed(batch).squeeze(1)[batch.predict.to(cpu_bridge.default_device())]
-    found = dict(batch.split((hidden @ actor.head_weight().t())[:, : shape.vocab].cpu()))
+    logits_of = dict(batch.split((hidden @ actor.head_weight().t())[:, : shape.vocab].cpu()))
     grid.leave()
-    return torch.cat([found[row] for row in range(len(ids))])
+    return torch.cat([logits_of[row] for row in range(len(ids))])
 
 
 def _merge(actor: Actor, dtype: torch.dtype) -> None:

@@ -4,9 +4,8 @@
     checkpoints/latest           the name of the newest complete checkpoint
     checkpoints/best             the name of the best one; on a second line the metric and its value: pass_at_1 0.6125
 
-Any other file there belongs to the user. The manifest exists because Megatron loads a checkpoint with a flipped byte
-without an error. run.json of every checkpoint repeats `best`, because a run may be killed between writing a checkpoint
-and writing `best`.
+Any other file there belongs to the user. Megatron loads a checkpoint with a flipped byte without an error, hence the
+manifest. run.json repeats `best`, because a run may be killed between writing a checkpoint and writing `best`.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def name_of(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step whose checkpoint has exactly this name, or None."""
-    found = re.fullmatch("step_([0-9]{8,})", name)
-    return int(found[1]) if found and name_of(int(found[1])) == name else None
+    match = re.fullmatch("step_([0-9]{8,})", name)
+    return int(match[1]) if match and name_of(int(match[1])) == name else None
 
 
 def by_step(root: Path) -> dict[int, Path]:
@@ -146,9 +145,9 @@ def best_so_far(root: Path, stored: Best | None, step: int, metric: str) -> Best
 
     stored: in run.json of the checkpoint of that step. metric: checkpoints kept for another metric do not count.
     """
-    found = [read_best(root), stored]
+    candidates = [read_best(root), stored]
     on_disk = by_step(root)
-    valid = [b for b in found if b and b.metric == metric and b.step <= step and b.step in on_disk]
+    valid = [b for b in candidates if b and b.metric == metric and b.step <= step and b.step in on_disk]
     return max(valid, key=lambda b: (b.value, -b.step), default=None)
 
 

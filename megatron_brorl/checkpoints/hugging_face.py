@@ -119,9 +119,9 @@ class Checkpoint:
 
     def dtype(self, entry: WeightEntry) -> torch.dtype:
         """Return the type of an entry's tensors. Raises UserError if they differ, or if it is none of TYPES."""
-        found = {self.types[name] for name in entry.hf}
-        kinds = ", ".join(sorted(found))
-        if len(found) > 1:
+        types = {self.types[name] for name in entry.hf}
+        kinds = ", ".join(sorted(types))
+        if len(types) > 1:
             raise UserError(
                 f"{self.directory}: {' and '.join(entry.hf)} differ in type ({kinds}); they must have the same"
             )

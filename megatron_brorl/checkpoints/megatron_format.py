@@ -1,10 +1,9 @@
 """Megatron's distributed checkpoints (torch_dist), read and written one tensor at a time, without a process group.
 
-Megatron's own saver needs all ranks with the whole model in memory. The format is torch.distributed.checkpoint's: every
-tensor has one key, its global shape, and chunks at offsets; all layers share a key, with the layer as first dimension,
-and all experts of all layers, with the expert as second dimension.
-A checkpoint can be loaded under any layout. The layout that it is written for determines only its chunks and the
-vocabulary padding.
+The format is torch.distributed.checkpoint's: every tensor has one key, its global shape, and chunks at offsets. All
+layers share a key, with the layer as first dimension, and so do all experts of all layers, with the expert as second
+dimension. A checkpoint can be loaded under any layout. The layout that it is written for determines only its chunks and
+the vocabulary padding.
 """
 
 from __future__ import annotations
@@ -206,12 +205,12 @@ class MegatronCheckpoint:
         key, _ = _key(entry)
         if key not in self._tensors:
             raise UserError(f"{self.directory}: {key} of config.json's model is missing")
-        found = tuple(self._tensors[key].size)
-        wanted = _global_shape(entry, self.shape, 1)
-        padded = entry.layout == "vocab" and found[0] >= wanted[0] and found[1:] == wanted[1:]
-        if found != wanted and not padded:
+        shape = tuple(self._tensors[key].size)
+        expected = _global_shape(entry, self.shape, 1)
+        padded = entry.layout == "vocab" and shape[0] >= expected[0] and shape[1:] == expected[1:]
+        if shape != expected and not padded:
             raise UserError(
-                f"{self.directory}: {key} has shape {list(found)}, config.json implies {list(wanted)}: "
+                f"{self.directory}: {key} has shape {list(shape)}, config.json implies {list(expected)}: "
                 "they do not belong together"
             )
 

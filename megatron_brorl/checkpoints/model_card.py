@@ -160,7 +160,7 @@ def _metadata(path: Path) -> dict[str, Any]:
     from huggingface_hub import metadata_load
 
     try:
-        found = metadata_load(path)
+        data = metadata_load(path)
     except Exception:  # the file comes from elsewhere; if it is malformed, it names no licence
         return {}
-    return found if isinstance(found, dict) else {}
+    return data if isinstance(data, dict) else {}

@@ -67,8 +67,7 @@ class Save:
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write and verify this rank's files, and on rank 0 put the checkpoint in place; a collective.
 
-        Disk errors are kept for `raise_if_failed`. group: a process group of all ranks, which must not be the run's own
-        while the run continues.
+        Disk errors are kept for `raise_if_failed`. group: of all ranks; not the run's own while the run continues.
         """
         digests: dict[str, str] = {}
         results: list[Any] = []
@@ -83,7 +82,7 @@ class Save:
         complete = not any(errors)
         if complete:
             with self.catch():
-                self._complete({name: digest for found in digests_of for name, digest in found.items()}, results_of)
+                self._complete({name: digest for of_rank in digests_of for name, digest in of_rank.items()}, results_of)
         if self.error or not complete:
             shutil.rmtree(self.aside, ignore_errors=True)
 
@@ -124,8 +123,7 @@ def begin(
 
     run: content of run.json, to which the step is added. keep: number of newest checkpoints to keep, up to this step.
     files: additional files of this rank, under names that no other rank uses. copy: copy the state, because it may
-    change before it is written.
-    Raises NotWritten, on all ranks, if the folder cannot be created. The caller has checked that weights are finite.
+    change before it is written. Raises NotWritten, on all ranks, if the folder cannot be created.
     """
     # Without the distributed optimizer, Megatron cannot save the state of an optimizer that has not stepped.
     for model in models:
@@ -159,9 +157,9 @@ def _gather(own: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     world = dist.get_world_size(group)
     if world == 1:
         return [own]
-    found: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
-    dist.gather_object(own, found, dst=0, group=group)
-    return found
+    objects: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
+    dist.gather_object(own, objects, dst=0, group=group)
+    return objects
 
 
 class BackgroundSaver:
@@ -265,8 +263,7 @@ def find(root: Path) -> Path | None:
 def load(directory: Path, models: Sequence[ModelState]) -> None:
     """Restore weights and optimizer state bit for bit; a collective. The layout may differ from the saved one.
 
-    With the distributed optimizer, only the data-parallel size may differ. Raises UserError if the layout differs in
-    another way.
+    With the distributed optimizer, only the data-parallel size may differ. Raises UserError if another size differs.
     """
     run = read_run(directory)
     stepped = run[STEPPED]

@@ -156,9 +156,8 @@ class Shards:
 def plan(states: dict[str, Any], name: str, copy: bool) -> Shards:
     """Plan this rank's share of a checkpoint; a collective.
 
-    states: Megatron's sharded states. name: of the checkpoint.
-
-    copy: copy the tensors to host memory, because they will change before they are written.
+    states: Megatron's sharded states. name: of the checkpoint. copy: copy the tensors to host memory, because they will
+    change before they are written.
     """
     # As megatron.core.dist_checkpointing.save does before it writes.
     sharded, common = save_preprocess(states)

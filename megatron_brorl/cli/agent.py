@@ -45,7 +45,7 @@ class Agent:
             return None
         sha256 = describe_agent(function or config.agent.function)
         variables = config.data.chat_template_kwargs
-        tokenizer.continuation([{"role": "user", "content": "x"}], True, variables)
+        tokenizer.continuation([{"role": "user", "content": "x"}], chat=True, variables=variables)
         call_format = None
         if tokenizer.template_reads("tools", [_TOOL]):
             call_format = tokenizer.call_format({**variables, "tools": [_TOOL]})
@@ -61,7 +61,7 @@ class Agent:
 
     def proceed(self, messages: Sequence[Message], tools: Sequence[Any], after_stop: bool) -> list[int]:
         """Return the tokens that follow a reply, see Tokenizer.continuation."""
-        return self.tokenizer.continuation(messages, True, self._variables(tools), after_stop)
+        return self.tokenizer.continuation(messages, chat=True, variables=self._variables(tools), after_stop=after_stop)
 
     def _variables(self, tools: Sequence[Any]) -> dict[str, Any]:
         return {**self.config.data.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
@@ -81,7 +81,7 @@ class Agent:
         """
         fixed = FixedText([*self.tokenizer.encode(_TEXT), self.tokenizer.eos_id])
         with contextlib.closing(self.engine(typing.cast(RolloutEngine, fixed), context)) as engine:
-            ((rollout,),) = engine.generate([Request(prompt, 0, 1)], sampling)
+            ((rollout,),) = engine.generate([Request(prompt, key=0, n=1)], sampling)
         episode = rollout.episode
         assert episode is not None
         result = f"{episode.turns} calls on row {prompt.id}, each answered with {_TEXT!r}"

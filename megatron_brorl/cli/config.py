@@ -96,13 +96,13 @@ def _config(args: argparse.Namespace) -> int:
     # Search for sections and keys by name, and only then for keys that contain the word.
     words = args.words
     exact = [key for key in keys() if any(key == word or key.startswith((f"{word}.", f"{word}[]")) for word in words)]
-    found = exact or [key for key in keys() if not words or any(word in key for word in words)]
-    if not found:
+    matches = exact or [key for key in keys() if not words or any(word in key for word in words)]
+    if not matches:
         word = args.words[0]
         raise UserError(f"no key is called {word!r}; {suggestion(word) or '`brorl config` lists all of them'}")
 
     section = ""
-    for key in found:
+    for key in matches:
         if key.partition(".")[0] != section:
             section = key.partition(".")[0]
             print(f"\n[{section}]  {section_description(section)}")
@@ -123,25 +123,25 @@ def section_description(name: str) -> str:
 
 def description(path: str) -> str:
     """Return the description of a key, or of the table that it holds."""
-    found = keys()[path]
-    return str(found.get("description") or " ".join((table_of(found) or {})["description"].split()))
+    schema = keys()[path]
+    return str(schema.get("description") or " ".join((table_of(schema) or {})["description"].split()))
 
 
-def type_text(found: Mapping[str, Any]) -> str:
+def type_text(schema: Mapping[str, Any]) -> str:
     """Return the type of a key in words, such as "list of string"."""
-    if "enum" in found:
-        return " | ".join(map(to_toml, found["enum"]))
-    if "prefixItems" in found:
-        return f"{len(found['prefixItems'])} numbers"
-    if "items" in found:
-        return f"list of {type_text(found['items'])}"
-    return {None: "table", "object": "table"}.get(found.get("type"), str(found.get("type")))
+    if "enum" in schema:
+        return " | ".join(map(to_toml, schema["enum"]))
+    if "prefixItems" in schema:
+        return f"{len(schema['prefixItems'])} numbers"
+    if "items" in schema:
+        return f"list of {type_text(schema['items'])}"
+    return {None: "table", "object": "table"}.get(schema.get("type"), str(schema.get("type")))
 
 
-def bounds(found: Mapping[str, Any]) -> list[str]:
+def bounds(schema: Mapping[str, Any]) -> list[str]:
     """Return the bounds of a key in words."""
     names = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-    return [f"{words} {found[name]:g}" for name, words in names.items() if name in found]
+    return [f"{words} {schema[name]:g}" for name, words in names.items() if name in schema]
 
 
 def to_toml(value: Any) -> str:
@@ -166,9 +166,9 @@ def _init(args: argparse.Namespace) -> int:
     notes = dict(_NOTES)
     # Values from the command line, the first row of the data and the tokenizer.
     columns = {key: name for key in ("prompt", "answer", "task") if (name := getattr(args, key))}
-    given = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
-    given |= {"data.columns": columns, "data.verifier": args.reward}
-    values |= {key: value for key, value in given.items() if value not in ("", [""])}
+    of_options = {"model.path": args.model, "data.train": [args.data], "data.held_out": [args.held_out]}
+    of_options |= {"data.columns": columns, "data.verifier": args.reward}
+    values |= {key: value for key, value in of_options.items() if value not in ("", [""])}
     values["data.chat"], assumption = _assume_chat(args.model)
     missing = {"model.path": "a model"} if not args.model else {}  # text for the user about each open key
     if not args.held_out:
@@ -264,20 +264,20 @@ def _metrics(args: argparse.Namespace) -> int:
     known = [(section, metric) for section in sections() for metric in section.metrics]
     words = [word.removeprefix("time.") for word in args.words]
     # Search for exact names and groups, and only then for parts of names.
-    found = [
+    matches = [
         (of, metric)
         for of, metric in known
         if not words or any(metric.matches(word) or word in (of.group, of.title, metric.name) for word in words)
     ]
-    found = found or [pair for pair in known if any(word in pair[1].name for word in words)]
-    if not found:
+    matches = matches or [pair for pair in known if any(word in pair[1].name for word in words)]
+    if not matches:
         near = difflib.get_close_matches(words[0], [metric.name for _, metric in known], n=1)
         hint = f"did you mean {near[0]}?" if near else "`brorl metrics` lists all of them"
         raise UserError(f"no metric is called {words[0]!r}; {hint}")
 
-    for section in dict.fromkeys(section for section, _ in found):
+    for section in dict.fromkeys(section for section, _ in matches):
         print(f"\n{section.title}: {_plain(section.about)}")
-        for metric in (metric for of, metric in found if of is section):
+        for metric in (metric for of, metric in matches if of is section):
             print(f"{metric.name}   ({metric.unit})")
             for text in filter(None, (metric.meaning, metric.bad and f"bad: {metric.bad}")):
                 print("\n".join(_wrapped(_plain(text), "    ")))

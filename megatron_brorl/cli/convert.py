@@ -141,13 +141,13 @@ def _open(args: argparse.Namespace) -> tuple[Any, ModelShape, Path]:
 
     if args.direction == "to-megatron" and not (args.source / METADATA).is_file():
         return convert.open_hf(args.source)
-    found = convert.open_megatron(args.source, args.config)
-    has_adapters = isinstance(found[0], convert.MergedCheckpoint)
+    opened = convert.open_megatron(args.source, args.config)
+    has_adapters = isinstance(opened[0], convert.MergedCheckpoint)
     if has_adapters and args.direction == "to-megatron":
         raise UserError(f"{args.source}: holds only adapters: convert to-hf with --config, and the result to-megatron")
     if not has_adapters and args.direction == "to-peft":
         raise UserError(f"{args.source}: has no adapters, because lora.rank was 0 in its run: convert to-hf")
-    return found
+    return opened
 
 
 def _quantize(args: argparse.Namespace) -> int:
@@ -155,10 +155,10 @@ def _quantize(args: argparse.Namespace) -> int:
         raise UserError(f"--calibrate {args.calibrate}: must be at least 1")
     from megatron_brorl.checkpoints import quantized
 
-    given = (args.model, args.prompts, FORMATS[args.format], args.calibrate)
+    arguments = (args.model, args.prompts, FORMATS[args.format], args.calibrate)
     if args.action == "export":
-        count = quantized.export(*given, args.out)
+        count = quantized.export(*arguments, args.out)
         print(f"{args.out}: {args.format}, calibrated on {count} prompts")
     else:
-        print(json.dumps({"format": args.format, **dataclasses.asdict(quantized.evaluate(*given))}))
+        print(json.dumps({"format": args.format, **dataclasses.asdict(quantized.evaluate(*arguments))}))
     return 0

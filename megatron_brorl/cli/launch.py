@@ -81,8 +81,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
     ended: dict[int, int] = {}
     deadline = float("inf")
     while len(ended) < len(ranks):
-        found = [(code, rank) for rank, p in enumerate(ranks) if rank not in ended and (code := p.poll()) is not None]
-        for code, rank in sorted(found):  # of two that ended at once, the one killed by a signal is the cause
+        exits = [(code, rank) for rank, p in enumerate(ranks) if rank not in ended and (code := p.poll()) is not None]
+        for code, rank in sorted(exits):  # of two that ended at once, the one killed by a signal is the cause
             ended[rank] = code
             if code not in (0, SAVED):
                 deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)

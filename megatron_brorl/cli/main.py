@@ -93,8 +93,8 @@ def _run_ranks(args: argparse.Namespace) -> int:
     if args.processes:
         from megatron_brorl.cli.launch import launch
 
-        given = [f"--{x}" for x in ("dry-run", "accept-changed-functions") if vars(args).get(x.replace("-", "_"))]
-        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *given, *args.overrides]
+        options = [f"--{x}" for x in ("dry-run", "accept-changed-functions") if vars(args).get(x.replace("-", "_"))]
+        command = [sys.executable, "-m", "megatron_brorl", args.name, args.config, *options, *args.overrides]
         return launch(args.processes, command)
 
     # Install signal handlers first, because importing torch takes seconds.
@@ -196,8 +196,8 @@ def _lazily(module: str, function: str) -> Callable[[argparse.Namespace], int]:
 def finished(config: Config) -> str:
     """Return one line for the user if run.dir has a finished run of this configuration, else "".
 
-    Raises UserError with the keys that differ if it has a finished run of another configuration, unless one of them
-    can make the run longer.
+    Raises UserError with the keys that differ if it has a finished run of another configuration, unless one of the
+    keys can make the run longer.
     """
     folder = Path(config.run.dir).absolute()
     recorded = run_info.read(folder).get("config")
@@ -205,22 +205,22 @@ def finished(config: Config) -> str:
         return ""
 
     # Compare as JSON, so that tuples equal lists, and without run.dir, because the folder may have been moved.
-    asked = json.loads(json.dumps(dataclasses.asdict(config)))
+    requested = json.loads(json.dumps(dataclasses.asdict(config)))
     changes = {
         f"{section}.{key}": (recorded.get(section, {}).get(key), value)
-        for section, values in asked.items()
+        for section, values in requested.items()
         for key, value in values.items()
         if (section, key) != ("run", "dir") and recorded.get(section, {}).get(key) != value
     }
     if not changes.keys().isdisjoint(_LENGTH):
         return ""
     steps = read_object(folder / "summary.json", "delete it to continue the run").get("steps")
-    found = f"run.dir = {config.run.dir}: this run has finished (steps: {steps}; its model is {folder / 'model'})"
+    message = f"run.dir = {config.run.dir}: this run has finished (steps: {steps}; its model is {folder / 'model'})"
     if changes:
         from megatron_brorl.cli.run_folder import change_line  # imports torch
 
         raise UserError(
-            f"{found} with other values: {change_line(changes)}; run.dir=OTHER starts a new run with them, and "
+            f"{message} with other values: {change_line(changes)}; run.dir=OTHER starts a new run with them, and "
             "a higher train.steps continues this one"
         )
-    return f"{found}; raise train.steps to continue it, or choose another run.dir"
+    return f"{message}; raise train.steps to continue it, or choose another run.dir"

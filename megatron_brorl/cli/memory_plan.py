@@ -1,11 +1,8 @@
 """Plan the memory of a run in both phases of a step, before any model is built.
 
-A rank trains and generates on one GPU in turn. While it trains, its engine has released all of its memory except its
-CUDA context; while the engine generates, gradients are dropped, and train.offload moves weights and optimizer to host
-memory.
-
-On a CPU, both phases use the memory of one process (parallel.cpu_bridge.keep_freed_memory), so its peak is that of the
-larger phase.
+A rank trains and generates on one GPU in turn. While it trains, its engine keeps only its CUDA context. While the
+engine generates, gradients are dropped, and train.offload moves weights and optimizer to host memory. On a CPU, both
+phases use the memory of one process (parallel.cpu_bridge.keep_freed_memory), so its peak is that of the larger phase.
 """
 
 from __future__ import annotations
@@ -105,8 +102,7 @@ def training_parts(
     """Return the bytes of a rank's weights, fp32 gradients, and Adam's states (with fp32 masters of other weights).
 
     shards: number of ranks over which ZeRO-1 splits Adam's states (Rajbhandari et al. 2020, section 5.1).
-    expert_shards: the same for those of experts. lora: with its rank above 0, only the adapters have gradients and
-    Adam's states.
+    expert_shards: the same for experts. lora: with rank > 0, only adapters have gradients and Adam's states.
     """
     table = entries(shape, pipeline)
     others = _elements([entry for entry in table if entry.expert is None], stage, tensor)
@@ -136,15 +132,14 @@ def trained_weights(parts: Parts) -> int:
 def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int, fused: bool) -> int:
     """Return an estimate of the activations that the backward pass of a micro-batch needs.
 
-    Per token and layer, in elements: the inputs of both norms and of both parts (4 H), queries, keys, values and the
-    output of attention (2 Q + 2 K), gate, up and their product (3 F), of which tensor parallelism cuts all but the
-    first. models.layers.fused keeps neither the outputs of norms nor that product (2 H and 2 F). Each adapter adds its
-    rank. With recomputation: the input of each layer, and all of one layer. A stage has one micro-batch in flight for
-    itself and for each following stage.
+    Elements per token and layer: 4 H for the inputs of both norms and of both parts; 2 Q + 2 K for queries, keys,
+    values and the output of attention; 3 F for gate, up and their product. Tensor parallelism divides all but the
+    4 H. models.layers.fused keeps 2 H and 2 F instead of 4 H and 3 F. Each adapter adds its rank. With recomputation:
+    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and every later one.
 
-    In a mixture of experts, a token has the last part and its input and output (2 H) in each chosen expert, if all
-    experts are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each). A
-    shared expert has the last part, too, and its output (H), which its gate scales.
+    In a mixture of experts, each chosen expert of a token has the 3 F and 2 H for its input and output, if all experts
+    are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each). A shared
+    expert has the 3 F, and its output (H), which its gate scales.
     """
     parallel = config.parallel
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
@@ -292,25 +287,25 @@ def plan_lines(plan: Plan, machines: Machines) -> list[str]:
     gpu = machines.gpu
     if not gpu:
         phases = [("training", plan.training), *([("generating", plan.generation)] if plan.generation else [])]
-        found = [f"memory of a rank, {phase}: {amount(sum(p.values()))} ({_amounts(p)})" for phase, p in phases]
+        lines = [f"memory of a rank, {phase}: {amount(sum(p.values()))} ({_amounts(p)})" for phase, p in phases]
         _, need, _ = host_need(plan, machines)
         if need > machines.free:
-            found.append(f"note: the ranks of a node need {amount(need)}, and {amount(machines.free)} are free now")
+            lines.append(f"note: the ranks of a node need {amount(need)}, and {amount(machines.free)} are free now")
     else:
         kv = {"keys and values": plan.kv_tokens(gpu) * plan.kv_per_token} if plan.kv_per_token else {}
-        found = [
+        lines = [
             f"memory of a GPU, {phase}: {amount(sum(parts.values()))} of {amount(gpu)} ({_amounts(parts)})"
             for phase, parts in (("training", plan.training), ("generating", {**plan.generation, **kv}))
         ]
     if gpu and plan.kv_per_token:
-        found.append(
+        lines.append(
             f"keys and values: {plan.kv_per_token / 1024:g} KiB a token on each GPU, {plan.kv_tokens(gpu)} tokens, "
             f"{plan.rows(gpu)} rollouts of {plan.context} tokens at a time"
         )
     if plan.shared or plan.offloaded:
         offloaded = amount(plan.offloaded * machines.ranks_per_node)
-        found.append(f"memory of a node: {amount(plan.shared)} of engine weights, {offloaded} of offloaded states")
-    return found
+        lines.append(f"memory of a node: {amount(plan.shared)} of engine weights, {offloaded} of offloaded states")
+    return lines
 
 
 def _amounts(parts: Parts) -> str:

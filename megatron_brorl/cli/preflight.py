@@ -30,9 +30,9 @@ MIN_DISK_MIB = 1024  # enough for a checkpoint of the smallest models; a dry run
 _INSTALLED = """
 import importlib.metadata as m, importlib.util as u, json, sys
 engine = sys.argv[1]
-found = {p: u.find_spec(p) is not None for p in sys.argv[1:]}
+installed = {p: u.find_spec(p) is not None for p in sys.argv[1:]}
 names = m.packages_distributions().get(engine, [engine])
-print(json.dumps([found, m.version(names[0]) if found[engine] else ""]))
+print(json.dumps([installed, m.version(names[0]) if installed[engine] else ""]))
 """
 _ANSWER_S = 60.0
 
@@ -175,10 +175,10 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 def _installed_engine(kind: EngineKind) -> Finding:
     """Check an engine of this environment; a run may have it in another one."""
-    found, version = ask_engine(kind, sys.executable)
-    if not found.get(kind.package):
+    installed, version = ask_engine(kind, sys.executable)
+    if not installed.get(kind.package):
         return Finding(kind.name, "not in this environment; engine.python can name another")
-    return Finding(kind.name, version, _engine_problem(kind, found, version), stops=False)
+    return Finding(kind.name, version, _engine_problem(kind, installed, version), stops=False)
 
 
 def ask_engine(kind: EngineKind, python: str) -> tuple[dict[str, bool], str]:
@@ -188,18 +188,18 @@ def ask_engine(kind: EngineKind, python: str) -> tuple[dict[str, bool], str]:
     """
     command = [python, "-c", _INSTALLED, kind.package, *kind.needs]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
-        found, version = json.loads(done.stdout) if not done.returncode else ({}, "")
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
+        installed, version = json.loads(process.stdout) if not process.returncode else ({}, "")
     except (OSError, ValueError, subprocess.TimeoutExpired) as e:
         reason = e.strerror if isinstance(e, OSError) else "is no Python interpreter"
         raise UserError(
             f"engine.python = {python}: {reason}; give the interpreter of the environment that has {kind.package}"
         ) from None
-    return found, version
+    return installed, version
 
 
-def _engine_problem(kind: EngineKind, found: dict[str, bool], version: str) -> str:
-    missing = [remedy for package, remedy in kind.needs.items() if not found[package]]
+def _engine_problem(kind: EngineKind, installed: dict[str, bool], version: str) -> str:
+    missing = [remedy for package, remedy in kind.needs.items() if not installed[package]]
     return "; ".join(filter(None, [*missing, kind.too_old(version)]))
 
 
@@ -212,9 +212,9 @@ def engine_line(name: str, python: str) -> str:
         return "built in"
     kind = ENGINES[name]
     python = python or sys.executable
-    found, version = ask_engine(kind, python)
-    if not found.get(kind.package):
+    installed, version = ask_engine(kind, python)
+    if not installed.get(kind.package):
         raise UserError(f"engine.python = {python}: has no {kind.package}; give the interpreter of its environment")
-    if problem := _engine_problem(kind, found, version):
+    if problem := _engine_problem(kind, installed, version):
         raise UserError(f"engine.python = {python}: {problem}")
     return f"{kind.name} {version} in {python}"

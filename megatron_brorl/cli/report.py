@@ -60,11 +60,11 @@ def _report(args: argparse.Namespace) -> int:
         raise UserError(f"--megabytes {args.megabytes}: must be above 0")
     text = page(runs, args.megabytes)
     write_text(out, text)
-    said = f"{out} ({len(text.encode()) / 1e6:.1f} MB)"
+    written = f"{out} ({len(text.encode()) / 1e6:.1f} MB)"
     if len(runs) == 1 and read_run(runs[0]).rows:
-        show(runs[0], said)
+        show(runs[0], written)
     else:
-        print(f"report   {said}")
+        print(f"report   {written}")
     return 0
 
 
@@ -77,12 +77,12 @@ def show(directory: Path, page: str = "") -> None:
     from megatron_brorl.report.plots import plot_run
 
     figure = plot_run(directory)  # last, because main.finished reads it as the end of a run
-    found: dict[str, str] = {}
+    findings: dict[str, str] = {}
     path = directory / SUMMARY
     if path.is_file():
         remedy = "delete it to report without it"
         summary = read_object(path, remedy)
-        found = summary.get("findings", {})
+        findings = summary.get("findings", {})
         try:
             print("\n".join(_lines(summary)))
         except KeyError as e:
@@ -90,7 +90,7 @@ def show(directory: Path, page: str = "") -> None:
     print(f"curves   {figure}")
     print(f"model    {directory / 'model'}")
     print(f"report   {page or shlex.join(['brorl', 'report', str(directory)])}")
-    for sentence in found.values():  # print warnings last, where they are noticed
+    for sentence in findings.values():  # print warnings last, where they are noticed
         print(f"warning: {sentence}")
 
 
@@ -147,20 +147,20 @@ def _rollouts(args: argparse.Namespace) -> int:
 
     # Filters may match no rollout, but an unknown prompt is an error.
     whole = read(folder, kind, number, args.prompt)
-    found = whole.filtered(args.prompt, args.mixed, args.right, args.wrong, args.contains)
-    if args.prompt is not None and not len(found.groups):
+    matches = whole.filtered(args.prompt, args.mixed, args.right, args.wrong, args.contains)
+    if args.prompt is not None and not len(matches.groups):
         raise UserError(f"{folder}: {whole.moment} has no prompt {args.prompt!r} that passes the filters")
 
     if args.export is not None:
         if folder.resolve() in args.export.resolve().parents:
             raise UserError(f"{args.export}: {folder} belongs to the run; write to another folder")
-        print(f"{export(found, args.export)} rollouts of {found.moment} written to {args.export}")
+        print(f"{export(matches, args.export)} rollouts of {matches.moment} written to {args.export}")
         return 0
 
     if args.prompt is None:
-        print_prompts(found, whole, args.limit)
+        print_prompts(matches, whole, args.limit)
         print(f"recorded: {listed(entries(folder))}")
     else:
-        for group in found.groups.to_pylist():
-            print_prompt(found.moment, group, filter_rows(found.rollouts, "group", [group["group"]]).to_pylist())
+        for group in matches.groups.to_pylist():
+            print_prompt(matches.moment, group, filter_rows(matches.rollouts, "group", [group["group"]]).to_pylist())
     return 0

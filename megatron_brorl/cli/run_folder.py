@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -30,8 +31,7 @@ _WRITING_MARGIN = 1.05  # upper bound of the file size of a checkpoint, relative
 
 Fingerprint = dict[str, dict[str, Any]]  # section -> key -> value, as in JSON
 Changes = dict[str, tuple[Any, Any]]  # section.key -> values before and now
-# Further sections of a fingerprint: the shapes of model and teacher, and the SHA-256 of the user's functions and of the
-# data.
+# Further sections of a fingerprint: the shapes of model and teacher, and the SHA-256 of functions and data.
 _SHAPE = "shape"
 _TEACHER_SHAPE = "teacher_shape"
 _FUNCTIONS = "own_functions"
@@ -72,9 +72,9 @@ def _refused(directory: Path, error: OSError) -> UserError:
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """Return the size of a checkpoint: trained weights, Adam's moments and masters, also of critic and reference."""
-    given = (shape, 0, 1, 1, DTYPES[config.model.dtype])
-    actor = training_parts(*given, lora=config.lora)
-    models = [actor, *([training_parts(*given)] if config.algo.advantage == "gae" else [])]
+    whole = functools.partial(training_parts, shape, stage=0, tensor=1, pipeline=1, dtype=DTYPES[config.model.dtype])
+    actor = whole(lora=config.lora)
+    models = [actor, *([whole()] if config.algo.advantage == "gae" else [])]
     reference = trained_weights(actor) if config.algo.kl_coef else 0
     return sum(trained_weights(parts) + parts["optimizer"] for parts in models) + reference
 
@@ -86,7 +86,7 @@ def check_disk(config: Config, shape: ModelShape, directory: Path) -> str:
     that is written before the oldest is deleted, less those that exist.
     """
     one = int(checkpoint_bytes(config, shape) * _WRITING_MARGIN)
-    model = training_parts(shape, 0, 1, 1, DTYPES[config.model.dtype])["weights"]
+    model = training_parts(shape, stage=0, tensor=1, pipeline=1, dtype=DTYPES[config.model.dtype])["weights"]
 
     kept = config.train.keep_checkpoints + 1 + bool(config.train.keep_best)
     missing = kept - len(folders.by_step(directory / "checkpoints"))

@@ -186,15 +186,15 @@ class Session:
 
     def share_errors(self, check: Callable[[], T]) -> T:
         """Return the result of `check` on this rank, or raise on all ranks if it raises UserError on one of them."""
-        found = None
+        result = None
         error = ""
         try:
-            found = check()
+            result = check()
         except UserError as e:
             error = str(e)
         for text in filter(None, collectives.all_gather(error)):
             raise UserError(text)
-        return typing.cast(T, found)
+        return typing.cast(T, result)
 
     def preflight(self) -> None:
         """Plan memory and disk space, and print the plan; a collective. Raises UserError if something does not fit."""
@@ -226,12 +226,12 @@ class Session:
             if self.environment:
                 name = f"environment {self.config.environment.factory}"
                 _, warnings = try_texts(self.environment_pool.play, name, prompts[:1])
-                found = f"{name} plays episodes of one turn on row {prompts[0].id}"
+                result = f"{name} plays episodes of one turn on row {prompts[0].id}"
             else:
-                found, warnings = check_references(self.pool, prompts, self.config.reward)
+                result, warnings = check_references(self.pool, prompts, self.config.reward)
             for warning in warnings:
                 warn(warning)
-            return found
+            return result
 
         return self.share_errors(score_references)
 
@@ -472,15 +472,15 @@ class Session:
             "late": not self.job_end.step_fits(save_s),
             "callback": self.program.callbacks.stop,
         }
-        found = collectives.all_reduce_max({k: float(v) for k, v in own.items()})
-        if found["signal"]:
+        reasons = collectives.all_reduce_max({k: float(v) for k, v in own.items()})
+        if reasons["signal"]:
             self.stopped_by = "stopped by a signal"
-        elif found["callback"]:
+        elif reasons["callback"]:
             self.stopped_by = "stopped by a callback"
-        elif found["late"]:
+        elif reasons["late"]:
             end = time.strftime("%H:%M:%S", time.localtime(self.job_end.at))
             self.stopped_by = f"the job ends at {end}, and a step takes up to {self.job_end.step_s():.0f} s"
-        return any(found.values())
+        return any(reasons.values())
 
     @span("exporting the model")
     def export(self, worker: Worker, card: TrainingFacts) -> bool:
@@ -546,7 +546,7 @@ class JobEnd:
             raise UserError(f"{SLURM_END} = {slurm}: must be a Unix time; unset it") from None
         self._clock = clock
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds
-        self._asked: float | None = None
+        self._last_call: float | None = None
 
     def step_fits(self, save_s: float = 0.0) -> bool:
         """Return whether a step as long as the longest of the last ones ends before the job; called once per step.
@@ -554,9 +554,9 @@ class JobEnd:
         save_s: seconds of saving after it, which the steps so far do not include.
         """
         now = self._clock()
-        if self._asked is not None:
-            self._steps.append(now - self._asked)
-        self._asked = now
+        if self._last_call is not None:
+            self._steps.append(now - self._last_call)
+        self._last_call = now
         return not self.at or now + self.step_s() + save_s < self.at
 
     def step_s(self) -> float:

@@ -34,8 +34,10 @@ def check_teacher(config: Config, tokenizer: Tokenizer, context: int) -> ModelSh
     where = f"{KEY} = {config.teacher.path}"
     shape = teacher_shape(config)
     own = load_tokenizer(teacher_directory(config))
-    if found := tokenizer_difference(tokenizer, own):
-        raise UserError(f"{where}: its tokenizer is not that of model.path: {found}; choose a teacher of its family")
+    if difference := tokenizer_difference(tokenizer, own):
+        raise UserError(
+            f"{where}: its tokenizer is not that of model.path: {difference}; choose a teacher of its family"
+        )
     if own.vocab_size > shape.vocab:
         raise UserError(f"{where}: has {own.vocab_size} tokens and vocab_size = {shape.vocab}: copy its files again")
     if context > shape.context:

@@ -72,14 +72,14 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
     with progress(config.train.steps, "train") as p, Session(config, program=program) as session:
         trainer = build_trainer(session, begun)
 
-        found = checkpoint.find(session.dir / "checkpoints")
+        folder = checkpoint.find(session.dir / "checkpoints")
         changes = Changes()
-        if found:
-            saved = read_state(found).fingerprint
-            changes = check_fingerprint(saved, trainer.state.fingerprint, found, program.accept_changed_functions)
+        if folder:
+            saved = read_state(folder).fingerprint
+            changes = check_fingerprint(saved, trainer.state.fingerprint, folder, program.accept_changed_functions)
             with span("loading the checkpoint"):
-                trainer.restore(found)
-        resume_step = trainer.state.step if found else None  # None creates new files
+                trainer.restore(folder)
+        resume_step = trainer.state.step if folder else None  # None creates new files
         writer = session.writer(resume_step)
         trainer.recorder = session.recorder(resume_step)
         if session.is_main_rank:
@@ -97,8 +97,8 @@ def execute(config: Config, command: Callable[[int], str], program: Program) -> 
         p.note(f"{prompts} prompts x {n} rollouts = {prompts * n:,} -> {updates} optimizer steps")
         if trainer.held_out and (differences := _evaluation_differences(config)):
             p.note(differences)
-        if found:
-            p.note(f"resumed from {found} with step {trainer.state.step}")
+        if folder:
+            p.note(f"resumed from {folder} with step {trainer.state.step}")
         if changes:
             p.note(f"changed since that checkpoint: {change_line(changes)}")
         if not trainer.run(writer, p, lambda: session.stop_requested(trainer.background_saver.seconds_to_come())):
@@ -177,8 +177,8 @@ def _evaluation_differences(config: Config) -> str:
         ("top_p", evaluation.top_p, rollout.top_p),
         ("top_k", 0, rollout.top_k),
     ]
-    found = [f"{key} {ours:g} instead of {training:g}" for key, ours, training in pairs if ours != training]
-    return f"evaluations sample with {', '.join(found)} in training" if found else ""
+    differences = [f"{key} {ours:g} instead of {training:g}" for key, ours, training in pairs if ours != training]
+    return f"evaluations sample with {', '.join(differences)} in training" if differences else ""
 
 
 def _card(session: Session, state: RunState, after: dict[str, Any] | None) -> TrainingFacts:
@@ -224,8 +224,8 @@ def _summary(
 
 def _widest(when: str, evaluation: dict[str, Any] | None) -> dict[str, float]:
     """Return {"pass_at_8_before": ...}, the pass@k of the largest k."""
-    found = widest(evaluation["pass_at_k"]) if evaluation else None
-    return {f"pass_at_{found[0]}_{when}": found[1]} if found else {}
+    widest_k = widest(evaluation["pass_at_k"]) if evaluation else None
+    return {f"pass_at_{widest_k[0]}_{when}": widest_k[1]} if widest_k else {}
 
 
 def dry_run(config: Config, program: Program) -> int:
@@ -239,8 +239,8 @@ def dry_run(config: Config, program: Program) -> int:
 
     _print_check("algorithm", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.own_algorithm.items()))
     _print_check("inputs", ", ".join(f"{name} {sha256[:12]}" for name, sha256 in session.inputs().items()))
-    found = session.share_errors(lambda: checkpoint.find(session.dir / "checkpoints"))
-    _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session, found)))
+    folder = session.share_errors(lambda: checkpoint.find(session.dir / "checkpoints"))
+    _print_check("checkpoint", session.share_errors(lambda: _checkpoint(session, folder)))
     kind, python = config.rollout.engine, config.engine.python
     _print_check("engine", session.share_errors(lambda: preflight.engine_line(kind, python)))
     sources = session.sources
@@ -264,13 +264,13 @@ def _print_check(name: str, value: str) -> None:
         print(f"  ok  {name:12} {value}".replace("\n", f"\n{'':19}"), flush=True)
 
 
-def _checkpoint(session: Session, found: Path | None) -> str:
+def _checkpoint(session: Session, folder: Path | None) -> str:
     """Return the checkpoint that the run would continue from, in words. Raises UserError if it could not."""
-    if not found:
+    if not folder:
         return "none: the run starts from the beginning"
     accept = session.program.accept_changed_functions
-    changes = check_fingerprint(read_state(found).fingerprint, session.fingerprint(), found, accept)
-    return f"continues from {found}" + (f"\nchanged since that checkpoint: {change_line(changes)}" if changes else "")
+    changes = check_fingerprint(read_state(folder).fingerprint, session.fingerprint(), folder, accept)
+    return f"continues from {folder}" + (f"\nchanged since that checkpoint: {change_line(changes)}" if changes else "")
 
 
 class _Worker(Worker):
@@ -303,10 +303,11 @@ def _forward_backward(worker: Worker, prompt: Prompt, config: Config) -> dict[st
         reference_log_probs=log_probs if config.algo.kl_coef else None,
     )
     mini_batches = [list(range(_ROLLOUTS))]
-    found = update_policy(worker, experience, mini_batches, config.algo, config.optim, temperature, 0)
-    if not math.isfinite(found["loss"]) or not math.isfinite(found["grad_norm"]):
+    metrics = update_policy(worker, experience, mini_batches, config.algo, config.optim, temperature, first_update=0)
+    if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
         raise UserError(
-            f"a forward and backward pass over {_ROLLOUTS} responses of {count} tokens: loss {found['loss']}, gradient "
-            f"norm {found['grad_norm']}: not finite; check the weights of model.path, or train in fp32 (model.dtype)"
+            f"a forward and backward pass over {_ROLLOUTS} responses of {count} tokens: loss {metrics['loss']}, "
+            f"gradient norm {metrics['grad_norm']}: not finite; check the weights of model.path, or train in fp32 "
+            "(model.dtype)"
         )
-    return found
+    return metrics

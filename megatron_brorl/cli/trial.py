@@ -15,12 +15,12 @@ from megatron_brorl.user_functions import is_function
 
 
 def check_user_functions(
-    config: Config, rows: Sequence[Mapping[str, Any]], given: Mapping[str, Callable[..., Any]]
+    config: Config, rows: Sequence[Mapping[str, Any]], in_process: Mapping[str, Callable[..., Any]]
 ) -> dict[str, str]:
     """Import the users' functions of a run, call them, and return their SHA-256 by name. Raises UserError.
 
     The advantage is called with rollout.n rollouts for each of `rows`, every second one right, and the policy loss with
-    two responses of three tokens. A group reward is only imported; rewards.preflight calls it.
+    two responses of three tokens. A group reward is only imported; train.group_rewards calls it.
     """
     algo = config.algo
     values = {
@@ -28,7 +28,7 @@ def check_user_functions(
         "algo.policy_loss": algo.policy_loss,
         "reward.group_function": config.reward.group_function,
     }
-    hashes = functions.import_functions(values, given)
+    hashes = functions.import_functions(values, in_process)
     if is_function(algo.advantage):
         rewards = (torch.arange(config.rollout.n) % 2).float().repeat(len(rows), 1)
         group_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool), rows, algo)

@@ -2,8 +2,7 @@
 
 A name is the end of a key: several parts if the last one alone has several meanings or is a key of this project, too.
 A value of the tables is the key of this project, with the conversion in parentheses if the value has another meaning
-here, or "none: " and the reason. A step is one round of sampling and training, whereas a step of TRL is an optimizer
-step.
+here, or "none: " and the reason. A step is one round of sampling and training. A step of TRL is an optimizer step.
 """
 
 from __future__ import annotations
@@ -161,8 +160,8 @@ def foreign_key_hint(path: str, ours: Container[str] = ()) -> str:
     """
     parts = path.split(".")
     ends = [".".join(parts[i:]) for i in range(len(parts))]
-    found = next((table[end] for end in ends for table in FOREIGN_KEYS.values() if end in table), "")
-    found = found or next((end for end in ends[1:] if end in ours), "")
-    if found.startswith("none: "):
-        return f"there is no such key here: {found.removeprefix('none: ')}"
-    return found and f"this trainer calls it {found}"
+    meaning = next((table[end] for end in ends for table in FOREIGN_KEYS.values() if end in table), "")
+    meaning = meaning or next((end for end in ends[1:] if end in ours), "")
+    if meaning.startswith("none: "):
+        return f"there is no such key here: {meaning.removeprefix('none: ')}"
+    return meaning and f"this trainer calls it {meaning}"

@@ -70,8 +70,8 @@ def suggestion(path: str, value: object = None) -> str:
     contain keys of another trainer.
     """
     for name in _names_in(path, value):
-        if found := foreign_key_hint(name, keys()):
-            return found if name == path else f"{name}: {found}"
+        if hint := foreign_key_hint(name, keys()):
+            return hint if name == path else f"{name}: {hint}"
 
     # The name may be a misspelt section, a misspelt key of this section, or a key of another section.
     section, _, last = path.rpartition(".")
@@ -121,23 +121,23 @@ def _source(key: str, where: str, overrides: Sequence[str]) -> str:
 
 def _describe_error(error: ValidationError) -> tuple[str, str]:
     """Return the first unknown key, or else that of the first wrong value, and a message: key, value, what to do."""
-    found = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
-    path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in found["loc"]).lstrip(".")
-    if found["type"] == "unexpected_keyword_argument":
+    first = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
+    path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"]).lstrip(".")
+    if first["type"] == "unexpected_keyword_argument":
         any_index = re.sub(r"\[\d+\]", "[]", path)
         section = any_index.rpartition(".")[0]
         known = ", ".join(key.rpartition(".")[2] for key in keys() if key.rpartition(".")[0] == section)
-        hint = suggestion(any_index, found["input"]) or f"known here: {known or ', '.join(Config.__annotations__)}"
+        hint = suggestion(any_index, first["input"]) or f"known here: {known or ', '.join(Config.__annotations__)}"
         return path, f"unknown key {path}; {hint}"
-    if found["type"] == "missing":
+    if first["type"] == "missing":
         return path, f"{path} is missing"
-    if found["type"] == "too_long":
-        return path, f"{path} = {shown(found['input'])}: must have {found['ctx']['max_length']} values"
-    if found["type"] == "too_short":
-        return path, f"{path} = {shown(found['input'])}: must not be empty"
-    message = found["msg"].replace("Input should be", "must be")
+    if first["type"] == "too_long":
+        return path, f"{path} = {shown(first['input'])}: must have {first['ctx']['max_length']} values"
+    if first["type"] == "too_short":
+        return path, f"{path} = {shown(first['input'])}: must not be empty"
+    message = first["msg"].replace("Input should be", "must be")
     message = message.replace("an object", "a table").replace("array", "list")
-    return path, f"{path} = {shown(found['input'])}: {message}"
+    return path, f"{path} = {shown(first['input'])}: {message}"
 
 
 @functools.cache
@@ -149,19 +149,19 @@ def json_schema() -> dict[str, Any]:
 @functools.cache
 def keys() -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of every key by its path: "rollout.n", and "data.tasks[].name" in a list of tables."""
-    return {path: found for path, found in _walk(json_schema(), "") if "." in path}
+    return {path: schema for path, schema in _walk(json_schema(), "") if "." in path}
 
 
-def table_of(found: Mapping[str, Any]) -> dict[str, Any] | None:
+def table_of(schema: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the schema of the table that a key holds, directly or as items of a list; None if it holds a value."""
-    reference = found.get("items", found).get("$ref", "")
+    reference = schema.get("items", schema).get("$ref", "")
     table: dict[str, Any] | None = json_schema()["$defs"].get(reference.rpartition("/")[2])
     return table
 
 
 def _walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, found in table["properties"].items():
-        yield prefix + name, found
-        inner = table_of(found)
+    for name, schema in table["properties"].items():
+        yield prefix + name, schema
+        inner = table_of(schema)
         if inner:
-            yield from _walk(inner, f"{prefix}{name}{'[]' if 'items' in found else ''}.")
+            yield from _walk(inner, f"{prefix}{name}{'[]' if 'items' in schema else ''}.")

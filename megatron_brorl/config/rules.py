@@ -154,11 +154,11 @@ def _agent(config: Config) -> Iterator[Rule]:
 
 def _without_effect(config: Config, section: str) -> Iterator[Rule]:
     """Refuse other keys of a section whose first key, which names a class or function, is empty."""
-    given, defaults = dataclasses.asdict(getattr(config, section)), dataclasses.asdict(getattr(Config(), section))
-    first, *others = given
+    values, defaults = dataclasses.asdict(getattr(config, section)), dataclasses.asdict(getattr(Config(), section))
+    first, *others = values
     for key in others:
-        changed = given[key] != defaults[key]
-        yield f"{section}.{key}", changed and not given[first], f"needs {section}.{first}"
+        changed = values[key] != defaults[key]
+        yield f"{section}.{key}", changed and not values[first], f"needs {section}.{first}"
 
 
 def _parallel(config: Config) -> Iterator[Rule]:
@@ -341,11 +341,11 @@ _OF_WAITING = {"n", "temperature", "top_p", "top_k"}
 @functools.cache
 def fixed_keys() -> frozenset[str]:
     """Return the section.key of every key that a resumed run must always keep."""
-    found = {f"{section}.{key}" for section, keys in _MUST_NOT_CHANGE.items() for key in keys}
+    fixed = {f"{section}.{key}" for section, keys in _MUST_NOT_CHANGE.items() for key in keys}
     for section, free in _MAY_CHANGE.items():
         names = {f.name for f in dataclasses.fields(getattr(Config(), section))}
-        found |= {f"{section}.{key}" for key in names - free}
-    return frozenset(found)
+        fixed |= {f"{section}.{key}" for key in names - free}
+    return frozenset(fixed)
 
 
 def may_change(path: str, old: Any, new: Any, rollout: Mapping[str, Any]) -> bool:

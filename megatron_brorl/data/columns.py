@@ -28,8 +28,7 @@ def map_columns(raw: dict[str, Any], columns: ColumnsConfig, where: str) -> tupl
     """Return a row with this project's keys and "task", and the columns that are not read as a whole.
 
     If data.columns names no column, the row keeps all of its keys, and no column is left. Finite numbers as answer,
-    target, id or task become text. Raises UserError if a named column is missing, or if the answer does not match
-    answer_regex.
+    target, id or task become text. Raises UserError if a named column or a match of answer_regex is missing.
     """
     is_mapped = columns != ColumnsConfig()
     row: dict[str, Any] = {} if is_mapped else dict(raw)
@@ -69,29 +68,28 @@ class Guess:
     is_scored: bool  # the row has a reference or names its verifier
 
 
-def guess_columns(path: Path, given: Mapping[str, str]) -> Guess:
-    """Guess the content of a file. given: names of columns by key, prompt, answer or task.
+def guess_columns(path: Path, named: Mapping[str, str]) -> Guess:
+    """Guess the content of a file. named: names of columns by key, prompt, answer or task.
 
-    The prompt is UNKNOWN if no column looks like one. Raises UserError if the file cannot be read, or if a given column
-    is missing.
+    The prompt is UNKNOWN if no column looks like one. Raises UserError if the file or a named column cannot be read.
     """
     number, raw = next(raw_rows(path), (0, None))
     where = f"{path.absolute()}:{number}"
     row = parse_row(raw, where)
     if not isinstance(row, dict):
         raise UserError(f"{path.absolute()}: has no row that is an object")
-    for key, name in given.items():
+    for key, name in named.items():
         if _find(row, name) is _MISSING:
             raise UserError(f"{where}: --{key} {name}: there is no such column, only {', '.join(row)}")
     prompts = (name for name in _PROMPTS if row.get(name) and isinstance(row[name], (str, list)))
-    prompt = given.get("prompt") or next(prompts, UNKNOWN)
+    prompt = named.get("prompt") or next(prompts, UNKNOWN)
     answers = (name for name in _ANSWERS if name != prompt and _find(row, name) not in (_MISSING, None))
-    answer = given.get("answer") or next(answers, "")
+    answer = named.get("answer") or next(answers, "")
     reference = _find(row, answer)
-    if "answer" not in given and (isinstance(reference, (bool, list)) or holds_object(reference) or reference == ""):
+    if "answer" not in named and (isinstance(reference, (bool, list)) or holds_object(reference) or reference == ""):
         answer = ""
 
-    columns = {"prompt": prompt, **({"answer": answer} if answer else {}), **given}
+    columns = {"prompt": prompt, **({"answer": answer} if answer else {}), **named}
     left = {} if prompt == UNKNOWN else map_columns(row, ColumnsConfig(**columns), where)[1]
     others = [name for name, value in left.items() if value is not None]
     if not others and columns.items() <= {("prompt", "prompt"), ("answer", "answer")}:
@@ -112,10 +110,10 @@ def _matched(regex: str, text: str, where: str) -> str:
         pattern = re.compile(regex, re.DOTALL)
     except re.error as e:
         raise UserError(f"data.columns.answer_regex = {regex!r}: not a regular expression: {e}") from None
-    found = list(pattern.finditer(text))
-    if not found:
+    matches = list(pattern.finditer(text))
+    if not matches:
         raise UserError(f"{where}: the answer has no match of data.columns.answer_regex = {regex!r}")
-    return ((found[-1][1] if pattern.groups else found[-1][0]) or "").strip()
+    return ((matches[-1][1] if pattern.groups else matches[-1][0]) or "").strip()
 
 
 def _find(row: Mapping[str, Any], name: str) -> Any:

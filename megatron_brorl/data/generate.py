@@ -125,10 +125,10 @@ class _Mixture:
 
     def distinct(self, count: int) -> Iterator[_Item]:
         """Yield `count` items with different questions."""
-        taken: set[str] = set()
+        questions: set[str] = set()
         for index in range(count):
-            item = self.item(index, taken)
-            taken.add(item.question)
+            item = self.item(index, questions)
+            questions.add(item.question)
             yield item
 
 

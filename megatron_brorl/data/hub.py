@@ -17,8 +17,7 @@ _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "READM
 def model_directory(name: str, key: str = "model.path") -> Path:
     """Return the folder of a model: `name` if it exists or cannot be a name on the hub, else its folder in the cache.
 
-    key: the configuration key that holds it. Raises UserError if `name` is empty or a run, or if neither the cache nor
-    the hub has the model.
+    key: the configuration key that holds it. Raises UserError if `name` is empty or a run, or if no model is found.
     """
     if not name.strip():
         raise UserError(f"{key} is empty: give a Hugging Face directory, or the name of a model on the hub")
@@ -36,12 +35,12 @@ def data_file(name: str) -> Path:
     """Return the file of hf://datasets/OWNER/NAME/FILE, or any other name as a path. Raises UserError as above."""
     if not name.startswith("hf://"):
         return Path(name).absolute()
-    found = _FILE.fullmatch(name)
-    if found is None:
+    match = _FILE.fullmatch(name)
+    if match is None:
         raise UserError(f"{name}: must be hf://datasets/OWNER/NAME/FILE, with a file of the data set's repository")
     from huggingface_hub import hf_hub_download
 
-    repository, file = found.groups()
+    repository, file = match.groups()
     command = f"--repo-type dataset {repository} {file}"
     return Path(_download(command, name, lambda: hf_hub_download(repository, file, repo_type="dataset")))
 

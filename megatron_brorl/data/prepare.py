@@ -68,16 +68,16 @@ class Contamination:
 
     def __init__(self, n: int = _N_GRAM) -> None:
         self._n = n
-        self._seen: dict[str, str] = {}  # an n-gram or a short problem -> the first evaluation row that has it
+        self._first_row: dict[str, str] = {}  # an n-gram or a short problem -> the first evaluation row that has it
 
     def add(self, text: str, where: str) -> None:
         """Add an evaluation problem."""
         for part in self._parts(text):
-            self._seen.setdefault(part, where)
+            self._first_row.setdefault(part, where)
 
     def find(self, text: str) -> str:
         """Return the first evaluation row that shares an n-gram with the text, and the n-gram; "" if there is none."""
-        return next((f"{self._seen[part]}: {part}" for part in self._parts(text) if part in self._seen), "")
+        return next((f"{self._first_row[part]}: {part}" for part in self._parts(text) if part in self._first_row), "")
 
     def _parts(self, text: str) -> list[str]:
         words = re.findall(r"\w+", normalized(text))
@@ -136,14 +136,14 @@ def _rows(inputs: Iterable[Path]) -> Iterator[tuple[Path, str, Any]]:
 
 
 def _contamination(evaluations: Sequence[tuple[str, Path]]) -> Contamination:
-    found = Contamination()
+    contamination = Contamination()
     for name, path in evaluations:
         for _, where, raw in _rows([path]):
             try:
-                found.add(without_instruction(prompt_text(SETS[name].row(raw, where)["prompt"])), where)
+                contamination.add(without_instruction(prompt_text(SETS[name].row(raw, where)["prompt"])), where)
             except Unusable:
                 continue
-    return found
+    return contamination
 
 
 def _complete(row: dict[str, Any], job: Job, problem: str) -> None:

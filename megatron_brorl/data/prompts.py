@@ -155,8 +155,8 @@ def check_round_trip(rows: Sequence[tuple[str, Sequence[str | None]]], tokenizer
         for where, texts in rows[:_COMPARED]:
             tokenizer.check_file(texts[0] or "", where)
     for where, texts in rows:
-        found = [change for text in texts if text and (change := _round_trip_change(text, tokenizer))]
-        changes += [f"{where}: {change}" for change in found[:1]]
+        of_row = [change for text in texts if text and (change := _round_trip_change(text, tokenizer))]
+        changes += [f"{where}: {change}" for change in of_row[:1]]
     if not changes:
         return []
     share = len(changes) / len(rows)
@@ -242,8 +242,8 @@ def _check_texts(texts: Mapping[str, Any], where: str) -> None:
             continue
         if not isinstance(text, str) or not (text.strip() or key in ("answer", "task")):
             kind = "a string" if key in ("answer", "task") else "a string that is not empty"
-            found = "there is none" if text is None else f"not {shown(text, 60)}"
-            raise UserError(f"{where}: {key} must be {kind}, {found}")
+            actual = "there is none" if text is None else f"not {shown(text, 60)}"
+            raise UserError(f"{where}: {key} must be {kind}, {actual}")
         # JSON can hold halves of surrogate pairs, which neither a tokenizer nor a verifier accepts.
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise UserError(f"{where}: {key} has half of a surrogate pair (\\ud800 to \\udfff alone); fix its escapes")

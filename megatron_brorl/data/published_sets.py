@@ -65,9 +65,9 @@ class DataSet:
             row["verifier"] = self.verifier
         try:
             if self.frame:
-                said = row["prompt"][-1]["content"] if isinstance(row["prompt"], list) else row["prompt"]
-                found = re.fullmatch(self.frame, said, re.DOTALL)
-                row["prompt"] = (found[1] if found else said).strip()
+                text = row["prompt"][-1]["content"] if isinstance(row["prompt"], list) else row["prompt"]
+                match = re.fullmatch(self.frame, text, re.DOTALL)
+                row["prompt"] = (match[1] if match else text).strip()
             row |= self.convert(raw, row) if self.convert else {}
         except (KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{where}: not a row of {self.hub}: {type(e).__name__}: {e}") from None
@@ -106,10 +106,10 @@ def _eurus(raw: Mapping[str, Any], row: JsonRow) -> JsonRow:
     # Calls are JSON with one argument per line or, as in APPS, lists in which an expected value is a list of one.
     in_lists = all(isinstance(i, list) and isinstance(o, list) and len(o) == 1 for i, o in pairs)
     calls = [
-        {"args": given, "expected": expected[0]}
+        {"args": arguments, "expected": expected[0]}
         if in_lists
-        else {"args": [_parsed(line) for line in given.split("\n") if line.strip()], "expected": _parsed(expected)}
-        for given, expected in pairs
+        else {"args": [_parsed(line) for line in arguments.split("\n") if line.strip()], "expected": _parsed(expected)}
+        for arguments, expected in pairs
     ]
     return {"answer": None, "metadata": {"function": name, "tests": calls, "prelude": PRELUDE}}
 
@@ -166,7 +166,7 @@ _DAPO = r"Solve the following math problem step by step\.[^\n]*\n\n(.*)\n\nRemem
 _EURUS = r"(.*?)\n\nWrite Python code to solve the problem\..*"
 _MAA = "problems are under copyright of the MAA"
 SETS: Mapping[str, DataSet] = {
-    "gsm8k": DataSet("openai/gsm8k", "MIT", "math", "question", "answer", r"####\s*(.+)"),
+    "gsm8k": DataSet("openai/gsm8k", "MIT", "math", "question", "answer", answer_regex=r"####\s*(.+)"),
     "math500": DataSet("HuggingFaceH4/MATH-500", "not stated", "math", "problem", "answer", id="unique_id", test=True),
     "aime": DataSet("HuggingFaceH4/aime_2024", _MAA, "math", "problem|Problem|question", "answer|Answer", test=True),
     "deepscaler": DataSet("agentica-org/DeepScaleR-Preview-Dataset", "MIT", "math", "problem", "answer"),

@@ -1,9 +1,8 @@
 """sentencepiece tokenizers: loading, and export for transformers.
 
 Without a tokenizer.json, transformers reads tokenizer.model according to the model_type in config.json. For a Qwen2
-model it treats the pieces as byte-level BPE and drops text that it does not find in the vocabulary, including spaces.
-The export uses the converter of transformers and keeps the result only if it encodes many texts exactly as
-sentencepiece does.
+model it treats the pieces as byte-level BPE and drops spaces. The export uses the converter of transformers and keeps
+the result only if it encodes many texts exactly as sentencepiece does.
 """
 
 from __future__ import annotations

@@ -173,9 +173,11 @@ def load_sources(
     if config.mixture:
         mixed = reader.mixture()
         source = MixtureSource(mixed, [part.weight for part in config.mixture], seed)
-        key, train = "data.mixture", [prompt for prompts in mixed.values() for prompt in prompts]
+        key = "data.mixture"
+        train = [prompt for prompts in mixed.values() for prompt in prompts]
     else:
-        key, train = "data.train", reader.read(config.train, "data.train")
+        key = "data.train"
+        train = reader.read(config.train, key)
         source = FileSource(train, seed)
 
     held_out = reader.read(config.held_out, "data.held_out")
@@ -197,8 +199,8 @@ def load_benchmarks(
     """Return the prompts of evaluate.benchmarks by their names, and a report. Raises UserError for invalid data."""
     reader = _Reader(config, reward, tokenizer, max_prompt_tokens)
     named = map(parse_benchmark, benchmarks)
-    found = {name: reader.read([file], f"evaluate.benchmarks ({name})") for name, file in named}
-    return found, "\n".join(reader.report)
+    prompts = {name: reader.read([file], f"evaluate.benchmarks ({name})") for name, file in named}
+    return prompts, "\n".join(reader.report)
 
 
 def _generated(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, seed: int, stream: int) -> Sources:
@@ -261,7 +263,7 @@ class _Reader:
 
     def mixture(self) -> dict[str, list[Prompt]]:
         """Return the prompts of each source of data.mixture by its name."""
-        found: dict[str, list[Prompt]] = {}
+        prompts: dict[str, list[Prompt]] = {}
         source_of: dict[str, str] = {}  # by the id of a prompt
         total = sum(part.weight for part in self.config.mixture)
         for i, part in enumerate(self.config.mixture):
@@ -271,16 +273,16 @@ class _Reader:
             if part.verifier:
                 entry(part.verifier, f"{key}.verifier", self.reward)
             name = part.name or Path(part.files[0]).stem
-            if name in found:
+            if name in prompts:
                 raise UserError(f"{key}: there is another source called {name!r}; give each its own name")
 
-            found[name] = self.read(part.files, key, part.verifier)
-            for prompt in found[name]:
+            prompts[name] = self.read(part.files, key, part.verifier)
+            for prompt in prompts[name]:
                 if source_of.setdefault(prompt.id, name) != name:
                     other = source_of[prompt.id]
                     raise UserError(f"{key}: id {prompt.id!r} is also in {other!r}; give every row its own id")
             self.report.append(f"{key}: {name} has {part.weight / total:.1%} of the prompts")
-        return found
+        return prompts
 
 
 def _shuffled(size: int, seed: int | str, epoch: int) -> list[int]:

@@ -78,11 +78,10 @@ class Tokenizer(Protocol):
     ) -> list[int]:
         """Return the ids of one turn of the assistant after its beginning, or of messages that answer a turn.
 
-        A turn ends with its stop token. The ids of an answer follow that token, up to the beginning of the next turn.
-        They include it if after_stop is false, because the turn has ended with a stop string of the user.
-        With chat, the template renders the messages after a short conversation, so the rest of a rollout stays as it
-        was sampled, even if the template drops thoughts of earlier turns. Without chat, see chat.plain_ids. The
-        contents are data, as above. Raises UserError if the template does not write such turns.
+        The ids of an answer follow the stop token of the turn, up to the beginning of the next turn. They include this
+        token if after_stop is false, because the turn has ended with a stop string of the user. With chat, the template
+        renders the messages after a short conversation, so the rest of a rollout stays as it was sampled. Without chat,
+        see chat.plain_ids. Raises UserError if the template does not write such turns.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -178,11 +177,11 @@ class HuggingFaceTokenizer:
     def _file(self) -> Any:
         from tokenizers import Tokenizer as File
 
-        found = File.from_file(str(self.directory / CONVERTED))
-        found.no_truncation()
-        found.no_padding()
-        found.encode_special_tokens = True  # as in `encode`
-        return found
+        file = File.from_file(str(self.directory / CONVERTED))
+        file.no_truncation()
+        file.no_padding()
+        file.encode_special_tokens = True  # as in `encode`
+        return file
 
     def encode_prompt(self, text: str, before: str = "", after: str = "") -> list[int]:
         # Encode in one piece, as in the training of the model, unless the text has special tokens.
@@ -227,7 +226,7 @@ class HuggingFaceTokenizer:
                     f"data.chat_template_kwargs.{name}: the chat template of {self.directory} reads no such variable; "
                     "correct or remove the name"
                 )
-        return self._encoded(messages, lambda given: self._render(given, variables))
+        return self._encoded(messages, lambda replaced: self._render(replaced, variables))
 
     def continuation(
         self, messages: Sequence[Message], chat: bool, variables: Variables = NONE, after_stop: bool = True
@@ -235,11 +234,11 @@ class HuggingFaceTokenizer:
         if not chat:
             return plain_ids(messages, self.encode, self.eos_id)
 
-        def added(given: Sequence[Message]) -> str:
+        def added(turns: Sequence[Message]) -> str:
             question = {"role": "user", "content": "x"}
             if messages[0]["role"] == "assistant":
                 before = self._render([question], variables)
-                text = self._render([question, *given], variables, to_answer=False)
+                text = self._render([question, *turns], variables, to_answer=False)
                 end = self._stop.search(text, len(before))
                 tools = variables.get("tools")
                 writes_calls = "tool_calls" not in messages[0] or self.template_reads("tool_calls", tools)
@@ -247,7 +246,7 @@ class HuggingFaceTokenizer:
                     return text[len(before) : end.end()]
             else:  # Some templates write thoughts only into the last turn, so the text before its content may change.
                 turn = {"role": "assistant", "content": _TURN}
-                text = self._render([question, turn, *given], variables).partition(_TURN)[2]
+                text = self._render([question, turn, *turns], variables).partition(_TURN)[2]
                 if end := self._stop.match(text):
                     return text[end.end() if after_stop else 0 :]
             raise UserError(
@@ -266,10 +265,10 @@ class HuggingFaceTokenizer:
         """Return the rendered text of messages and its ids. Special tokens in messages stay plain text."""
         # A character of a private area replaces each of them, so all others are the template's own.
         marks = {token: chr(_MARKS + i) for i, token in enumerate(self._special)}
-        given = _replaced(list(messages), marks)
-        rendered = render(given)
+        replaced = _replaced(list(messages), marks)
+        rendered = render(replaced)
         # Without them, the text is tokenized as a whole, as in the training of the model.
-        if given == list(messages):
+        if replaced == list(messages):
             return rendered, self._ids(rendered)
         tokens = {ord(mark): token for token, mark in marks.items()}
         ids = []
@@ -298,13 +297,13 @@ class HuggingFaceTokenizer:
             ) from None
 
     def _render(self, messages: Sequence[Message], variables: Variables, to_answer: bool = True) -> str:
-        given = {**variables}
+        arguments = {**variables}
         template = self._template(variables.get("tools"))
         if self.template_date is not None:
-            given |= date_variables(template, self.template_date)
+            arguments |= date_variables(template, self.template_date)
         try:
             rendered = self._inner.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=to_answer, **given
+                list(messages), tokenize=False, add_generation_prompt=to_answer, **arguments
             )
             return str(rendered)
         except Exception as e:  # The template may raise anything.
@@ -368,8 +367,8 @@ def transformers_stop_ids(directory: Path) -> frozenset[int]:
     A generation_config.json without the key, or with null, hides the one of config.json.
     """
     path = next((directory / name for name in (GENERATION, CONFIG) if (directory / name).is_file()), None)
-    given = read_object(path).get("eos_token_id") if path else None
-    listed = given if isinstance(given, list) else [] if given is None else [given]
+    value = read_object(path).get("eos_token_id") if path else None
+    listed = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int or token < 0 for token in listed):
-        raise UserError(f"{path}: eos_token_id = {shown(given)}: must be a token's id, or a list of them")
+        raise UserError(f"{path}: eos_token_id = {shown(value)}: must be a token's id, or a list of them")
     return frozenset(listed)

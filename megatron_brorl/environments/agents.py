@@ -39,24 +39,26 @@ class Agents:
 
         A returned text is the only message of the outcome, for the verifier of the row; its score is then None.
         """
-        given = {"row": row, "base_url": base_url, "api_key": key, "model": model}
+        arguments = {"row": row, "base_url": base_url, "api_key": key, "model": model}
         try:
             if "client" in self._names:
-                given["client"] = self._client_for(base_url, key)
-            returned = self._function(**{name: given[name] for name in self._names})
+                arguments["client"] = self._client_for(base_url, key)
+            returned = self._function(**{name: arguments[name] for name in self._names})
             if self._is_async:
                 task = asyncio.run_coroutine_threadsafe(asyncio.wait_for(returned, seconds), self._loop)
                 self._running[rollout] = task
                 returned = task.result()
         except asyncio.TimeoutError:
-            return Outcome([], True, ["error", 0.0, f"agent.max_seconds = {seconds:g} is reached", {}])
+            reason = f"agent.max_seconds = {seconds:g} is reached"
+            return Outcome([], done=True, score=["error", 0.0, reason, {}])
         except BaseException as e:  # includes SystemExit and CancelledError
-            return Outcome([], True, ["error", 0.0, describe(e, self._function), {}])
+            return Outcome([], done=True, score=["error", 0.0, describe(e, self._function), {}])
         finally:
             self._running.pop(rollout, None)
         if returned is None or isinstance(returned, str):
-            return Outcome([] if returned is None else [{"role": "assistant", "content": returned}], True, None)
-        return Outcome([], True, Judge(lambda *_: returned)("", _NO_ROW))
+            messages = [] if returned is None else [{"role": "assistant", "content": returned}]
+            return Outcome(messages, done=True, score=None)
+        return Outcome([], done=True, score=Judge(lambda *_: returned)("", _NO_ROW))
 
     def end(self, rollout: int) -> None:
         """Cancel an async agent. Another one ends with its next call, because its key has expired."""

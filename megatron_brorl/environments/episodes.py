@@ -42,7 +42,8 @@ class Episodes:
         try:
             environment = self._environments[episode] = self._cls()
             observation = environment.reset(row)
-            return Outcome([] if observation is None else [_message("user", observation)], False, None)
+            messages = [] if observation is None else [_message("user", observation)]
+            return Outcome(messages, done=False, score=None)
         except BaseException as e:  # includes SystemExit
             return self._failed(episode, e, "reset")
 
@@ -74,14 +75,14 @@ class Episodes:
                     name, result = "unknown", f"error: {str(e)[:_MAX_ERROR]}"
                 messages.append(_message("tool", result, name))
             if not (done or last):
-                return Outcome(messages, False, None, len(calls), malformed)
+                return Outcome(messages, done=False, score=None, calls=len(calls), malformed=malformed)
             method = "reward"
             reward = environment.reward()
             score = Judge(lambda *_: reward)("", _NO_ROW)
         except BaseException as e:  # includes SystemExit
             return self._failed(episode, e, method)._replace(calls=len(calls), malformed=malformed)
         self.end(episode)
-        return Outcome([], True, score, len(calls), malformed)
+        return Outcome([], done=True, score=score, calls=len(calls), malformed=malformed)
 
     def end(self, episode: int) -> None:
         """Drop the environment of an episode, if there is one."""
@@ -105,7 +106,7 @@ class Episodes:
     def _failed(self, episode: int, error: BaseException, method: str) -> Outcome:
         self.end(episode)
         reason = f"{self._cls.__name__}.{method}: {describe(error, getattr(self._cls, method, None))}"
-        return Outcome([], True, ["error", 0.0, printable(reason), {}])
+        return Outcome([], done=True, score=["error", 0.0, printable(reason), {}])
 
 
 def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:

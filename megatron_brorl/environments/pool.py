@@ -106,7 +106,7 @@ class EnvironmentPool:
             replies: SimpleQueue[Reply] = SimpleQueue()
             self.reset(number, request.prompt.row(), replies.put)
             if not (reply := replies.get()).done:
-                self.step(number, request.answer or "", True, replies.put)
+                self.step(number, request.answer or "", last=True, reply=replies.put)
                 reply = replies.get()
             scores.append(reply.score or ScoreResult(0.0, "crash", reply.lost))
         return scores
@@ -151,7 +151,7 @@ class EnvironmentPool:
             try:
                 reply = await episode.process.call(method, number, *arguments)
             except WorkerLostError as e:
-                reply = Reply((), True, None, lost=f"environment lost: {e}")
+                reply = Reply(messages=(), done=True, score=None, lost=f"environment lost: {e}")
         if number in self._episodes:
             if reply.done:
                 del self._episodes[number]

@@ -1,5 +1,4 @@
-"""The main module of a process of environments or agents: `python -m megatron_brorl.environments.worker_main KIND NAME
-MEMORY_MB PARENT_PID`.
+"""The main module of a process of environments or agents. Its arguments are KIND NAME MEMORY_MB PARENT_PID.
 
 KIND is Episodes or Agents, and NAME the user's class or function. The parent sends (number of the call, method,
 arguments) as pickles. Each call but `end` runs in a thread of its own, so that it may wait, and returns [number,

@@ -81,8 +81,8 @@ class ConfigJson:
         value = default if value is None else value
         if kind is float and type(value) is int and abs(value) <= MOST:
             value = float(value)
-        found: type = type(value)
-        if found is not kind:
+        actual: type = type(value)
+        if actual is not kind:
             raise UserError(f"{self.where}: {key} = {shown(value)}: must be of type {kind.__name__}")
         # Every int of a config.json is a size or a count, and every float a factor.
         if kind is int and value > most:

@@ -140,11 +140,11 @@ def _refuse_adapter(directory: Path, key: str) -> None:
 def refuse_gguf(path: Path) -> None:
     """Raise UserError if `path` is a GGUF file, or a directory whose only weights are GGUF files."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    found = [file for file in files if file.suffix.lower() == ".gguf"]
-    if found and not any(file.suffix == ".safetensors" for file in files):
+    gguf = [file for file in files if file.suffix.lower() == ".gguf"]
+    if gguf and not any(file.suffix == ".safetensors" for file in files):
         raise UserError(
-            f"{found[0]}: weights in the GGUF format are not read; first convert them to a Hugging Face directory: "
-            f"transformers' AutoModelForCausalLM and AutoTokenizer.from_pretrained(DIR, gguf_file={found[0].name!r}) "
+            f"{gguf[0]}: weights in the GGUF format are not read; first convert them to a Hugging Face directory: "
+            f"transformers' AutoModelForCausalLM and AutoTokenizer.from_pretrained(DIR, gguf_file={gguf[0].name!r}) "
             "and save_pretrained(NEW_DIR) of both"
         )
 

@@ -386,7 +386,7 @@ def build_actor(
     if actor.post_process and not actor.pre_process and shape.tied:
         weight = actor.output_layer.weight
         if not hasattr(weight, "tensor_model_parallel"):  # Megatron-Core 0.19 already sets this for a tied head.
-            set_tensor_model_parallel_attributes(weight, True, 0, 1)
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     return actor.to(device=cpu_bridge.default_device(), dtype=dtype)
 
 
@@ -425,7 +425,7 @@ def mark_sharded(model: Actor, table: Sequence[WeightEntry]) -> None:
             # "columns" are the weights of row-parallel linears, which split dim 1 of [out, in]. All others split dim 0.
             dim = int(entry.layout == "columns")
             stride = 1 + int(entry.layout == "gate_up")  # A shard holds a part of gate_proj and a part of up_proj.
-            set_tensor_model_parallel_attributes(parameter, True, dim, stride)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=stride)
 
 
 def _layers(shape: ModelShape, config: TransformerConfig, grid: Grid, use_fused: bool) -> TransformerBlockSubmodules:

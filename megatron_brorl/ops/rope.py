@@ -29,16 +29,16 @@ def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
     # The keys of config.json are not checked one by one. The resulting frequencies are.
     try:
-        found, factor = _scaled(inv_freq, dict(scaling), shape)
+        frequencies, factor = _scaled(inv_freq, dict(scaling), shape)
     except KeyError as e:
         raise UserError(
             f"config.json: rope_scaling of type {shown(scaling['rope_type'])} lacks the key {e.args[0]!r}"
         ) from None
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as e:
         raise UserError(f"config.json: rope_scaling = {shown(dict(scaling))}: {shown(e)}") from None
-    if not (math.isfinite(factor) and bool(found.isfinite().all())):
+    if not (math.isfinite(factor) and bool(frequencies.isfinite().all())):
         raise UserError(f"config.json: rope_scaling = {shown(dict(scaling))}: its frequencies are not finite")
-    return found, factor
+    return frequencies, factor
 
 
 def _scaled(inv_freq: Tensor, scaling: dict[str, Any], shape: ModelShape) -> tuple[Tensor, float]:

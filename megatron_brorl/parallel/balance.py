@@ -30,8 +30,7 @@ class CostModel:
     def rows(self, prompts: Ints, responses: Ints, prompt_index: Ints) -> tuple[Ints, Ints]:
         """Return the cost of each row [rows], and the additional cost of its prompt if that is shared [rows].
 
-        Costs are rounded to integers. prompts, responses: numbers of tokens [rows]. prompt_index: index of each row's
-        prompt [rows].
+        Costs are rounded to integers. prompts, responses: tokens [rows]. prompt_index: index of each row's prompt.
         """
         # A row with its own prompt: each token attends to the tokens before it.
         total = prompts + responses
@@ -69,8 +68,7 @@ def assign(costs: Ints, parts: int, prompt_index: Ints | None = None, prompt_cos
 def _longest_first(costs: Ints, parts: int) -> Ints:
     """Assign rows in descending order of cost, each to the part with the lowest cost so far.
 
-    Graham (1969), "Bounds on multiprocessing timing anomalies". With many rows per part, costs differ by about the
-    smallest row.
+    Graham (1969), "Bounds on multiprocessing timing anomalies". With many rows, costs differ by about the smallest row.
     """
     order = np.argsort(-costs, kind="stable")
     # One integer per part, load * parts + part, so that the smallest one includes its part.
@@ -81,9 +79,9 @@ def _longest_first(costs: Ints, parts: int) -> Ints:
         chosen.append(least % parts)
         heapq.heapreplace(heap, least + cost)
 
-    found = np.empty_like(costs)
-    found[order] = chosen
-    return found
+    part_of_row = np.empty_like(costs)
+    part_of_row[order] = chosen
+    return part_of_row
 
 
 def _in_runs(costs: Ints, parts: int, prompt_index: Ints, prompt_costs: Ints) -> Ints:
@@ -95,9 +93,9 @@ def _in_runs(costs: Ints, parts: int, prompt_index: Ints, prompt_costs: Ints) ->
     spent = costs[order]
     spent[first] += prompt_costs[order][first]
     middle = 2 * spent.cumsum() - spent
-    found = np.empty_like(costs)
-    found[order] = middle * parts // (2 * int(spent.sum()))
-    return found
+    part_of_row = np.empty_like(costs)
+    part_of_row[order] = middle * parts // (2 * int(spent.sum()))
+    return part_of_row
 
 
 def loads_of(parts: int, assigned: Ints, costs: Ints, prompt_index: Ints, prompt_costs: Ints) -> Ints:

@@ -65,9 +65,8 @@ def has_transformer_engine() -> bool:
 def disable_compiler() -> None:
     """Import Megatron-Core without its use of torch.compile. Call this before any other import of it.
 
-    Megatron compiles small element-wise functions. Loading the compiler takes 2 to 3 seconds per process, and on a GPU
-    the first steps compile again for each new stream length. With Transformer Engine, runs are long enough for the
-    compiled SwiGLU, which reads and writes half as many bytes.
+    Loading the compiler takes 2 to 3 seconds per process, and on a GPU the first steps compile again for each new
+    stream length. With Transformer Engine, runs are long enough for the compiled SwiGLU, with half the memory traffic.
     """
     if has_transformer_engine():
         return

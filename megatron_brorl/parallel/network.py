@@ -90,8 +90,7 @@ def lost_peer(error: BaseException) -> str:
 
 def _own_address(host: str, world: int) -> str:
     """Return the address on which this process listens, and set its interface for gloo. host: rank 0's machine."""
-    # Without a launcher, LOCAL_WORLD_SIZE is missing, and only the address of rank 0 shows whether all ranks are on
-    # this machine.
+    # Without a launcher, LOCAL_WORLD_SIZE is missing, and only the address of rank 0 shows whether all ranks are here.
     here = os.environ.get("LOCAL_WORLD_SIZE")
     if int(here) == world if here else host == "localhost" or _is_loopback(host):
         _use_loopback()
@@ -135,17 +134,17 @@ def _is_loopback(address: str) -> bool:
 
 def _interface(address: str) -> str:
     """Return the name of the interface with this address."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(a.address == address for a in found):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == address for a in addresses):
             return name
     raise UserError(f"no interface of this machine has {address}: set GLOO_SOCKET_IFNAME to the right one")
 
 
 def _address(interface: str) -> str:
     """Return the address of an interface, IPv4 if it has both."""
-    found = psutil.net_if_addrs().get(interface, [])
+    addresses = psutil.net_if_addrs().get(interface, [])
     for family in (socket.AF_INET, socket.AF_INET6):
-        for a in found:
+        for a in addresses:
             if a.family == family:
                 return a.address
     raise UserError(f"GLOO_SOCKET_IFNAME = {interface}: this machine has no such interface with an address")
@@ -170,9 +169,7 @@ class StallReporter(threading.Thread):
     """Writes this rank's place to the store if no span begins or ends, and reports the late ranks on rank 0.
 
     It names the ranks that a stalled run waits for before its collectives time out, because NCCL then ends the process
-    without naming one. Until then Python's other threads run: a thread that waits for the device does not hold the
-    interpreter's lock. A rank writes after 0.8 x timeout_s without progress. Rank 0 waits another 0.1 x timeout_s for
-    the other ranks.
+    without naming one. A rank writes after 0.8 x timeout_s without progress. Rank 0 waits another 0.1 x timeout_s.
     """
 
     def __init__(self, timeout_s: float, report: Callable[[str], None] = _print) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_brorl.parallel.cpu_bridge import to_device
 
-# Prompts are shared if that reduces the tokens by at least this factor. Otherwise attention over short pieces costs
-# more.
+# Prompts are shared if that reduces the tokens by this factor. Otherwise attention over short pieces costs more.
 MIN_SHARING_GAIN = 1.1
 
 
@@ -152,15 +151,15 @@ def _by_prompt(
     """Group rows by prompt and its routes, in the order of first appearance. Siblings usually share one tensor."""
     # Routes differ if the weights changed between two siblings, or if an engine's results depend on its batch.
     texts: dict[int, tuple[int, ...]] = {}
-    found: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
+    rows_of: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
     for i, prompt in enumerate(prompts):
         if id(prompt) not in texts:
             texts[id(prompt)] = tuple(prompt.tolist())
         experts = routes[i][: len(prompt)].numpy().tobytes() if routes else b""
-        found.setdefault((texts[id(prompt)], experts), []).append(i)
+        rows_of.setdefault((texts[id(prompt)], experts), []).append(i)
     return [
         (prompts[rows[0]], sorted(((i, responses[i]) for i in rows), key=lambda r: (len(r[1]), r[0])))
-        for rows in found.values()
+        for rows in rows_of.values()
     ]
 
 

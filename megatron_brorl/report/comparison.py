@@ -59,7 +59,7 @@ def evaluation_markdown(result: Mapping[str, Any]) -> str:
 def evaluation_figure(result: Mapping[str, Any]) -> Figure:
     """Draw pass@1 with its interval, pass@k over k, and response tokens of each benchmark."""
     parts = result["benchmarks"]
-    figure, (score, curve, tokens) = figure_of(1, 3, 13.5, 4.2)
+    figure, (score, curve, tokens) = figure_of(rows=1, columns=3, width=13.5, height=4.2)
     panel(score, "Accuracy", "pass@1 and 95% interval", "benchmark")
     panel(curve, "At least one of k right", "pass@k", "k")
     panel(tokens, "Response length", "mean length (tokens)", "benchmark")
@@ -84,14 +84,14 @@ def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
     """Return the lines of an evaluation.jsonl by prompt. Raises UserError if the file is not one."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        found = {(row["benchmark"], row["id"]): row | {key: row[key] for key in _KEYS} for row in rows}
+        answers = {(row["benchmark"], row["id"]): row | {key: row[key] for key in _KEYS} for row in rows}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the run.dir of a `brorl evaluate`") from None
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise UserError(f"{path}: not written by `brorl evaluate` ({shown(e)}); evaluate again") from None
-    if not found:
+    if not answers:
         raise UserError(f"{path}: contains no prompts; evaluate again")
-    return found
+    return answers
 
 
 def compare(
@@ -169,20 +169,20 @@ def markdown(result: Mapping[str, Any]) -> str:
             ]
         )
     t = result["all"]["paired"]
-    said = (
+    test_text = (
         f"Paired t-test over {result['all']['prompts']} prompts: mean difference {t['difference']['mean']:+.4f}, "
         f"t = {t['t']:.2f} with {t['degrees']} degrees of freedom, one-tailed p = {t['one_tailed']:.2g}, "
         f"two-tailed p = {t['two_tailed']:.2g}. Intervals are of the paired bootstrap over prompts."
     )
     if "mean_reward" in metrics:
         means = {side: result["all"][side]["mean_reward"]["mean"] for side in ("before", "after")}
-        said += f"\n\nOver all prompts, {reward_change(means | result['all']['paired_reward'])[1]}."
+        test_text += f"\n\nOver all prompts, {reward_change(means | result['all']['paired_reward'])[1]}."
     lost = (
         f"Prompts with a right answer among their samples only in A: {result['all']['lost']}, only in B: "
         f"{result['all']['gained']}."
     )
     # Paths as column headers would make the table too wide.
-    return f"A = {result['before']}\n\nB = {result['after']}\n\n{table(rows)}\n{said}\n\n{lost}\n"
+    return f"A = {result['before']}\n\nB = {result['after']}\n\n{table(rows)}\n{test_text}\n\n{lost}\n"
 
 
 def _score(answer: Mapping[str, Any], metric: str) -> float:

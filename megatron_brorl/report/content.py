@@ -5,6 +5,7 @@ The scripts in page/*.js draw this content. Values that a run has not recorded a
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megatron_brorl.algo.pass_at_k import pass_at_k
+from megatron_brorl.algo.pass_at_k import pass_at_each_k, pass_at_k
 from megatron_brorl.algo.statistics import RESAMPLES, SHARE, SHARES, Bounds, bootstrap_mean, paired
 from megatron_brorl.errors import UserError
 from megatron_brorl.files import read_object
@@ -92,14 +93,13 @@ def content(folders: Sequence[Path]) -> tuple[dict[str, Any], list[RecordedRun]]
     evaluated = [evaluations(run) for run in runs]
     several = len(runs) > 1
     parts = [_run(*part, several) for part in zip(_names(runs), runs, evaluated, strict=True)]
-    found: dict[str, Any] = {"made": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "runs": parts}
-    found["meanings"] = meanings(sorted({name for run in parts for name in run["curves"]["values"]}))
+    data: dict[str, Any] = {"made": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "runs": parts}
+    data["meanings"] = meanings(sorted({name for run in parts for name in run["curves"]["values"]}))
     if several:
-        # The last evaluation of each run is compared with that of the first run.
         last = [next((e for e in reversed(own) if e.prompts), None) for own in evaluated]
-        found["against"] = [compared(last[0], e, _seed(runs[0])) if last[0] and e else None for e in last]
-        found["time_to"] = times_to_target([run["checkpoints"] for run in parts])
-    return found, runs
+        data["against"] = [compared(last[0], e, _seed(runs[0])) if last[0] and e else None for e in last]
+        data["time_to"] = times_to_target([run["checkpoints"] for run in parts])
+    return data, runs
 
 
 def _run(name: str, run: RecordedRun, evaluated: Sequence[RecordedEvaluation], several: bool) -> dict[str, Any]:
@@ -130,12 +130,12 @@ def _run(name: str, run: RecordedRun, evaluated: Sequence[RecordedEvaluation], s
 
 def meanings(names: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return unit, meaning and bad values of each documented metric of a step."""
-    found = {}
+    documented = {}
     for name in names:
         file = "time" if name.startswith("time/") else "step"
         if entry := metric_docs.find(name.removeprefix("time/"), file):
-            found[name] = {"unit": entry[1].unit, "meaning": entry[1].meaning, "bad": entry[1].bad}
-    return found
+            documented[name] = {"unit": entry[1].unit, "meaning": entry[1].meaning, "bad": entry[1].bad}
+    return documented
 
 
 def _names(runs: Sequence[RecordedRun]) -> list[str]:
@@ -184,7 +184,7 @@ class RecordedEvaluation:
 
 def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
     """Return all evaluations in order, from recorded rollouts if possible, else from metrics.jsonl and summary.json."""
-    found = {e.steps: e for e in _from_summaries(run)}
+    of_steps = {e.steps: e for e in _from_summaries(run)}
     for moment in run.of_kind("evaluation"):
         times: Counter[str] = Counter()
         prompts = {}
@@ -194,27 +194,22 @@ def evaluations(run: RecordedRun) -> list[RecordedEvaluation]:
             if g["rollouts"]:
                 prompts[key] = PromptSamples(g["right"], g["rollouts"], g["task"] or "", g["reward"], g["distinct"])
         if prompts:
-            found[moment.number] = _computed(run, moment.number, prompts)
-    return [found[steps] for steps in sorted(found)]
+            of_steps[moment.number] = _computed(run, moment.number, prompts)
+    return [of_steps[steps] for steps in sorted(of_steps)]
 
 
 def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]) -> RecordedEvaluation:
-    """Aggregate as train.evaluate does: pass@k leaves out prompts with fewer than k samples."""
+    """Aggregate the samples of an evaluation as train.evaluate does."""
     seed = _seed(run)
-    asked = list(prompts.values())
-    most = max(a.samples for a in asked)
-    ks = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
-    passes = {}
-    for k in sorted({1, *ks}):
-        values = [pass_at_k(a.samples, a.right, k) for a in asked if a.samples >= k]
-        if values:
-            passes[k] = bootstrap_mean(values, RESAMPLES, seed, SHARE).as_dict()
+    samples = list(prompts.values())
+    values_by_k = pass_at_each_k([(a.samples, a.right) for a in samples])
+    passes = {k: bootstrap_mean(values, RESAMPLES, seed, SHARE).as_dict() for k, values in values_by_k.items()}
 
     # Recorded rewards are float32, so for rewards of 0 and 1 the means equal pass@1 up to rounding.
-    same = all(abs(a.reward - a.right / a.samples) < 1e-6 for a in asked)
-    reward = None if same else bootstrap_mean([a.reward for a in asked], RESAMPLES, seed).as_dict()
+    same = all(abs(a.reward - a.right / a.samples) < 1e-6 for a in samples)
+    reward = None if same else bootstrap_mean([a.reward for a in samples], RESAMPLES, seed).as_dict()
     tasks: dict[str, list[float]] = {}
-    for a in asked:
+    for a in samples:
         tasks.setdefault(a.task, []).append(a.right / a.samples)
     by_task = {name: bootstrap_mean(own, RESAMPLES, seed, SHARE).as_dict() for name, own in sorted(tasks.items())}
     return RecordedEvaluation(steps, prompts, passes, by_task, reward)
@@ -222,20 +217,20 @@ def _computed(run: RecordedRun, steps: int, prompts: Mapping[Key, PromptSamples]
 
 def _from_summaries(run: RecordedRun) -> list[RecordedEvaluation]:
     """Return the evaluations of metrics.jsonl and summary.json, whose prompts are unknown."""
-    found: list[tuple[int, dict[int, Any], dict[str, Any], Mapping[str, float]]] = []
+    summaries: list[tuple[int, dict[int, Any], dict[str, Any], Mapping[str, float]]] = []
     for row in run.rows:
         if row.get("pass_at_1") is not None:
             names = {key.removeprefix("pass_at_"): v for key, v in row.items() if v is not None}
             passes = {int(k): {"mean": v} for k, v in names.items() if k.isdigit()}
             passes[1] = _interval(row, "pass_at_1")
-            found.append((row["step"] + 1, passes, {}, _interval(row, "held_out_reward")))
+            summaries.append((row["step"] + 1, passes, {}, _interval(row, "held_out_reward")))
     for name, steps in (("before", 0), ("after", run.steps)):
         if e := run.summary.get(name):
             passes = {int(k): {"mean": v} for k, v in e["pass_at_k"].items()} | {1: dict(e["pass_at_1"])}
-            found.append((steps, passes, e.get("by_task", {}), e["mean_reward"]))
+            summaries.append((steps, passes, e.get("by_task", {}), e["mean_reward"]))
     return [
         RecordedEvaluation(steps, {}, passes, tasks, r if r and r["mean"] != passes[1]["mean"] else None)
-        for steps, passes, tasks, r in found
+        for steps, passes, tasks, r in summaries
     ]
 
 
@@ -261,10 +256,9 @@ def compared(before: RecordedEvaluation, after: RecordedEvaluation, seed: int) -
     """Compare two evaluations prompt by prompt; return None if they share fewer than two prompts.
 
     passes: for each k, the means before and after, and their difference with the 95% interval of the paired bootstrap
-    and the two-tailed p-value of Student's t-test. reward: the same values for the mean reward; None if the reward
-    equals pass@1. distinct: mean distinct answers per prompt before and after; None if the numbers of samples differ.
-    tasks: the same values for pass@1 of each task. solved: prompts with a right sample only in the
-    second evaluation. lost: prompts with a right sample only in the first.
+    and the two-tailed p-value of Student's t-test. tasks: the same for pass@1 of each task. reward: the same for the
+    mean reward; None if it equals pass@1. distinct: mean distinct answers per prompt before and after; None if the
+    numbers of samples differ. solved, lost: prompts with a right sample only in the second, or only in the first.
     """
     a = before.prompts
     b = after.prompts
@@ -322,13 +316,13 @@ def checkpoints(run: RecordedRun, evaluated: Sequence[RecordedEvaluation]) -> li
     """Return a row per evaluation: steps, their seconds, rollouts sampled and trained on, pass@k, mean reward."""
     rows = []
     for e in evaluated:
-        done = [row for row in run.rows if row["step"] < e.steps]
+        earlier = [row for row in run.rows if row["step"] < e.steps]
         rows.append(
             {
                 "steps": e.steps,
-                "seconds": sum(_time(row, "step") for row in done),
-                "rollouts": sum(_number(row, "rollouts") for row in done),
-                "kept": sum(_kept(row) for row in done),
+                "seconds": sum(_time(row, "step") for row in earlier),
+                "rollouts": sum(_number(row, "rollouts") for row in earlier),
+                "kept": sum(_kept(row) for row in earlier),
                 "passes": [{"k": k, **e.passes[k]} for k in sorted(e.passes)],
                 "reward": e.reward or e.passes[1] if any(other.reward for other in evaluated) else None,
             }
@@ -350,10 +344,10 @@ def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
 
     tables: checkpoints of each run. None stands for a run without an evaluation, or one that never reached the target.
     """
-    found: list[dict[str, Any] | None] = []
+    targets: list[dict[str, Any] | None] = []
     for own in tables:
         if not own:
-            found.append(None)
+            targets.append(None)
             continue
         target = own[-1]["passes"][0]["mean"]
         runs = []
@@ -361,8 +355,8 @@ def times_to_target(tables: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
             accuracies = [row["passes"][0]["mean"] for row in table]
             spent = {x: first_reached([row[x] for row in table], accuracies, target) for x in ("seconds", "rollouts")}
             runs.append(spent if spent["seconds"] is not None else None)
-        found.append({"target": target, "runs": runs})
-    return found
+        targets.append({"target": target, "runs": runs})
+    return targets
 
 
 def generation(run: RecordedRun) -> dict[str, Any] | None:
@@ -412,15 +406,11 @@ def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     flat = [[_flat(row) for row in part] for part in parts]
     names = dict.fromkeys(name for part in flat for row in part for name in row)
     values = {name: [_mean([row.get(name) for row in part]) for part in flat] for name in names}
-    elapsed = []
-    seconds = 0.0
-    for part in flat:
-        seconds += sum(row.get("time/step") or 0.0 for row in part)
-        elapsed.append(float(f"{seconds:.7g}"))
+    seconds = itertools.accumulate(sum(row.get("time/step") or 0.0 for row in part) for part in flat)
     return {
         "every": every,
         "step": [part[-1]["step"] + 1 for part in parts],
-        "elapsed": elapsed,
+        "elapsed": [float(f"{s:.7g}") for s in seconds],
         "values": {name: column for name, column in values.items() if any(v is not None for v in column)},
     }
 
@@ -430,20 +420,20 @@ def by_task(run: RecordedRun) -> dict[str, Any]:
     recorded = run.of_kind("step")
     count = min(len(recorded), MAX_MOMENTS)
     steps = [recorded[i] for i in np.linspace(0, len(recorded) - 1, count).round().astype(int)]
-    found: list[dict[str, list[float]]] = []
+    shares_of_step: list[dict[str, list[float]]] = []
     distinct: list[float | None] = []
     for moment in steps:
         rows = run.groups(moment).select(["task", "right", "rollouts", "distinct"]).to_pylist()
         shares: dict[str, list[float]] = {}
         for g in (g for g in rows if g["rollouts"]):
             shares.setdefault(g["task"] or "", []).append(g["right"] / g["rollouts"])
-        found.append(shares)
+        shares_of_step.append(shares)
         distinct.append(_mean([g["distinct"] for g in rows if g["rollouts"]]))
-    names = sorted({name for shares in found for name in shares})
+    names = sorted({name for shares in shares_of_step for name in shares})
     return {
         "step": [m.shown for m in steps],
         "distinct": distinct,
-        "tasks": {name: [_mean(shares.get(name, [])) for shares in found] for name in names},
+        "tasks": {name: [_mean(shares.get(name, [])) for shares in shares_of_step] for name in names},
     }
 
 
@@ -453,22 +443,22 @@ def spread(run: RecordedRun, kind: str) -> dict[str, Any] | None:
     If all prompts have the same small number of samples (`of`), bins are numbers of right samples, else tenths.
     """
     ends = dict.fromkeys([*run.of_kind(kind)[:1], *run.of_kind(kind)[-1:]])
-    found = []
+    recorded = []
     for moment in ends:
         groups = run.groups(moment)
         pairs = zip(groups["right"].to_pylist(), groups["rollouts"].to_pylist(), strict=True)
         if known := [(right, n) for right, n in pairs if n]:
-            found.append((moment, known))
-    if not found:
+            recorded.append((moment, known))
+    if not recorded:
         return None
-    sizes = {n for _, known in found for _, n in known}
+    sizes = {n for _, known in recorded for _, n in known}
     exact = sizes.pop() if len(sizes) == 1 and max(sizes) <= MAX_COUNTED_SAMPLES else 0
     bins = [str(i) for i in range(exact + 1)] if exact else TENTHS
     counts = []
-    for _, known in found:
+    for _, known in recorded:
         own = Counter(right if exact else _tenth(right, n) for right, n in known)
         counts.append([own[i] for i in range(len(bins))])
-    return {"of": exact or None, "bins": bins, "numbers": [m.shown for m, _ in found], "counts": counts}
+    return {"of": exact or None, "bins": bins, "numbers": [m.shown for m, _ in recorded], "counts": counts}
 
 
 def _tenth(right: int, n: int) -> int:

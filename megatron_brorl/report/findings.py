@@ -34,37 +34,39 @@ def findings(
     whether the trained weights differ from those of model.path. changed: the result of content.compared, if the
     evaluations are recorded. raised: a verifier's or environment's first exception.
     """
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     means = {name: _mean(rows, name) for name in METRICS}
     why = why_no_signal(means)
 
     if not rows:
-        found["no step"] = f"no step was trained: train.steps = {config.train.steps}; raise it"
+        sentences["no step"] = f"no step was trained: train.steps = {config.train.steps}; raise it"
     elif why and raised and (_mean(rows, "verifier_errors") or 0.0) > 0.5 * (_mean(rows, "rollouts") or 0.0):
-        found["raised"] = f"most responses have no score of their own: {raised}; fix it, or return the lowest reward"
+        sentences["raised"] = (
+            f"most responses have no score of their own: {raised}; fix it, or return the lowest reward"
+        )
     elif why:
-        found[why] = _no_signal(why, config, rows)
+        sentences[why] = _no_signal(why, config, rows)
     elif not weights_differ:
-        found["weights unchanged"] = _unchanged(config, rows)
+        sentences["weights unchanged"] = _unchanged(config, rows)
 
     first = next((row for row in rows if row.get("updates")), {})
     if advice := large_first_update(first, config.optim.lr):
-        found["large first update"] = advice
+        sentences["large first update"] = advice
 
     if changed and (sentence := _got_worse(changed, rows)):
-        found["got worse"] = sentence
+        sentences["got worse"] = sentence
 
     solved = any(e and e["pass_at_1"]["mean"] for e in (before, after))
     wrong = set() if config.reward.group_function else {row.get("all_wrong_share") for row in rows} - {None}
     if wrong == {1} and not (why or solved) and any(row.get("reward_std") for row in rows):
-        found["never correct"] = (
+        sentences["never correct"] = (
             f"no reward of the run reached reward.correct_at = {config.reward.correct_at:g} (mean "
             f"{_number(_mean(rows, 'reward') or 0.0)}), so pass@k is 0 and only mean rewards show progress: set "
             "reward.correct_at to the smallest reward of a correct response, if there is one"
         )
 
     if before is None:
-        found["no held-out"] = (
+        sentences["no held-out"] = (
             "there is no held-out evaluation, so it is unknown whether the model improved: set data.held_out"
         )
     elif after and after["pass_at_1"]["mean"] > 0:
@@ -72,11 +74,11 @@ def findings(
         never = [{name for name, p in e["by_task"].items() if p["mean"] == 0} for e in (before, after)]
         tasks = sorted(set.intersection(*never))
         if tasks:
-            found["task never right"] = (
+            sentences["task never right"] = (
                 f"no held-out response to {', '.join(tasks)} was right, before or after: use easier prompts of that "
                 "kind, or check their reference answers and their verifier"
             )
-    return found
+    return sentences
 
 
 def _no_signal(why: Cause, config: Config, rows: Sequence[Row]) -> str:
@@ -131,18 +133,18 @@ def verdict(
     """
     tone, headline, details = _change(changed) if changed and changed["passes"] else _unpaired(evaluations)
     named = summary.get("findings", {})
-    found = list(named.values())
+    sentences = list(named.values())
     # A running run has no findings yet. Its metrics show whether there is a signal.
     why = None if summary else why_no_signal({name: _mean(rows, name) for name in METRICS})
     if why:
-        found.append(f"nothing to learn from so far ({why}; mean over {len(rows)} steps)")
+        sentences.append(f"nothing to learn from so far ({why}; mean over {len(rows)} steps)")
     doubts = set(named) - {"large first update", "got worse", "never correct"}
     if (why or doubts) and tone == "good":
         tone = "unclear"
     if why or doubts - {"no held-out", "task never right"}:
         tone = "bad"
     state = _state(rows, summary, wanted)
-    return {"headline": headline, "tone": tone, "details": details, "findings": found, "state": state}
+    return {"headline": headline, "tone": tone, "details": details, "findings": sentences, "state": state}
 
 
 def _metrics(changed: Mapping[str, Any]) -> list[tuple[str, Tone, str]]:
@@ -154,10 +156,10 @@ def _metrics(changed: Mapping[str, Any]) -> list[tuple[str, Tone, str]]:
     shares = {f"pass@{p['k']}": p for p in (first, *others[::-1])}
     tasks = changed["tasks"] if len(changed["tasks"]) > 1 else []
     shares |= {f"pass@1 of {t['task']}": t for t in tasks if t["difference"]["p"] < 0.05 / len(tasks)}
-    found = [(name, *_compare_values(name, p, "{:.1%}".format, _points, " points")) for name, p in shares.items()]
+    metrics = [(name, *_compare_values(name, p, "{:.1%}".format, _points, " points")) for name, p in shares.items()]
     if reward := changed["reward"]:
-        found.insert(1 if first["before"] or first["after"] else 0, ("mean reward", *reward_change(reward)))
-    return found
+        metrics.insert(1 if first["before"] or first["after"] else 0, ("mean reward", *reward_change(reward)))
+    return metrics
 
 
 def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
@@ -252,9 +254,9 @@ def _level(e: Mapping[str, Any]) -> str:
 def _state(rows: Sequence[Row], summary: Row, wanted: int) -> str:
     if summary:
         seconds = summary.get("job_seconds")
-        took = "" if seconds is None else f" in {seconds:.0f} s" if seconds < 600 else f" in {seconds / 3600:.1f} h"
+        duration = "" if seconds is None else f" in {seconds:.0f} s" if seconds < 600 else f" in {seconds / 3600:.1f} h"
         steps = summary["steps"]
-        return f"ended after {steps} step{'' if steps == 1 else 's'}{took}"
+        return f"ended after {steps} step{'' if steps == 1 else 's'}{duration}"
     done = rows[-1]["step"] + 1 if rows else 0
     return f"has not ended: {done}{f' of {wanted}' if wanted else ''} steps done"
 

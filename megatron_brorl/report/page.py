@@ -45,30 +45,29 @@ def page(folders: Sequence[Path], megabytes: float = MAX_MB) -> str:
     """Return the HTML of a run's report, or of the comparison of several runs.
 
     megabytes: maximum size of the file. Rollouts fill the space that the other content leaves. The other content is
-    never cut, so the file exceeds the limit if that content is larger. Raises UserError if a folder does not contain a
-    run.
+    never cut, even if it exceeds the limit. Raises UserError if a folder does not contain a run.
     """
-    found, runs = content(folders)
-    found |= {"version": __version__, "megabytes": megabytes}
+    data, runs = content(folders)
+    data |= {"version": __version__, "megabytes": megabytes}
     if len(runs) == 1:
-        room = int(1e6 * megabytes) - len(render(found).encode()) - 2000
-        changed = found["runs"][0]["change"]
+        room = int(1e6 * megabytes) - len(render(data).encode()) - 2000
+        changed = data["runs"][0]["change"]
         moved = {row["id"] for row in (*changed["solved"], *changed["lost"])} if changed else set()
-        found["rollouts"] = embed(runs[0], moved, max(room, 0))
-    return render(found)
+        data["rollouts"] = embed(runs[0], moved, max(room, 0))
+    return render(data)
 
 
-def render(found: dict[str, Any]) -> str:
+def render(data: dict[str, Any]) -> str:
     """Return the page with this content."""
     environment = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined)
     scripts = [_inline(_vega()), _inline("\n".join(_file(name) for name in SCRIPTS))]
     return environment.get_template("page.html").render(
-        title=" and ".join(run["name"] for run in found["runs"]),
-        headlines=[(run["name"], run["verdict"]) for run in found["runs"]],
+        title=" and ".join(run["name"] for run in data["runs"]),
+        headlines=[(run["name"], run["verdict"]) for run in data["runs"]],
         style=Markup(_file("page.css")),
         scripts=[Markup(script) for script in scripts],
         policy=policy(scripts),
-        content=htmlsafe_json_dumps(nonfinite_to_none(found), dumps=_dumps),
+        content=htmlsafe_json_dumps(nonfinite_to_none(data), dumps=_dumps),
     )
 
 
@@ -105,21 +104,21 @@ def embed(run: RecordedRun, moved: set[str], room: int) -> dict[str, Any]:
         listed.append({"kind": moment.kind, "number": moment.shown, "list": number})
 
     where: dict[str, int] = {}
-    held = {"groups": 0, "rollouts": 0}
+    counts = {"groups": 0, "rollouts": 0}
     places = {moment: place for place, moment in enumerate(tables)}
     for moment, group, unit in _units(run, tables, moved):
         number = chunks.add(unit)
         if number is None:
             break
         where[f"{places[moment]}/{group}"] = number
-        held["groups"] += 1
-        held["rollouts"] += len(unit["rollouts"])
+        counts["groups"] += 1
+        counts["rollouts"] += len(unit["rollouts"])
     recorded = [g["recorded"] for rows in tables.values() for g in rows if g["recorded"]]
     return {
         "moments": listed,
         "where": where,
         "chunks": chunks.texts,
-        "held": held,
+        "held": counts,
         "recorded": {"groups": len(recorded), "rollouts": sum(recorded)},
         "moments_recorded": len(run.moments),
     }
@@ -148,13 +147,13 @@ def _units(run: RecordedRun, tables: Mapping[LogEntry, list[Row]], moved: set[st
     """Yield the groups of newly solved or lost prompts, then all groups by moment."""
     evaluations = [m for m in tables if m.kind == "evaluation"]
     passes = [(m, True) for m in evaluations[:2]] if moved else []
-    done: set[tuple[LogEntry, int]] = set()
+    yielded: set[tuple[LogEntry, int]] = set()
     for moment, only_moved in [*passes, *((m, False) for m in tables)]:
-        wanted = [g for g in tables[moment] if g["recorded"] and (moment, g["group"]) not in done]
+        wanted = [g for g in tables[moment] if g["recorded"] and (moment, g["group"]) not in yielded]
         if only_moved:
             wanted = [g for g in wanted if g["prompt_id"] in moved]
         wanted.sort(key=lambda g: (prompt_sort_key(g["prompt_id"]), g["group"]))
-        done |= {(moment, g["group"]) for g in wanted}
+        yielded |= {(moment, g["group"]) for g in wanted}
         if not wanted:
             continue
         rollouts: dict[int, list[Row]] = {}

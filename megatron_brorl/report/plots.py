@@ -234,8 +234,7 @@ def _health(axes: Axes, steps: npt.NDArray[np.int64], rows: Sequence[Row]) -> No
 def latest_groups(run: Path) -> tuple[str, list[Row]]:
     """Return the kind of moment, and the last group of each prompt (rollout_log.GROUPS).
 
-    Groups of training steps are read, or those of evaluations if there are none. Raises UserError if nothing is
-    recorded.
+    Groups of training steps are read, or else those of evaluations. Raises UserError if nothing is recorded.
     """
     there = entries(run / FOLDER)
     kind = "step" if any(m.kind == "step" for m in there) else "evaluation"
@@ -250,7 +249,7 @@ def latest_groups(run: Path) -> tuple[str, list[Row]]:
 
 def plot_pass_rates(rates: Floats, shares: list[float], path: Path) -> Path:
     """Draw the distribution of success rates [P], and the share of mixed groups for each N of SIZES."""
-    figure, (left, right) = figure_of(1, 2, 10, 4)
+    figure, (left, right) = figure_of(rows=1, columns=2, width=10, height=4)
     panel(left, "Success rates of prompts", "prompts", "success rate")
     left.hist(rates, bins=np.linspace(0, 1, 21).tolist(), color=BLUE)
     left.set_xticks(np.linspace(0, 1, 6))
@@ -284,7 +283,6 @@ def simulation_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
         fontsize=13,
     )
 
-    # The upper row has the three curves of Fig. 3.
     panel(mass, "Mass of the correct tokens", "$Q_{pos}$", "step")
     _seeds(mass, runs, "q_pos")
     panel(improved, "Correct tokens above their start", "share", "step")
@@ -299,7 +297,6 @@ def simulation_figure(curves: Sequence[Curves], settings: Settings) -> Figure:
     drop.yaxis.set_major_formatter(format_)
     drop.legend(frameon=False, fontsize=9, title="N (draws per step)", title_fontsize=9, loc="best")
 
-    # The lower row splits the change of Q_pos.
     what = "AdamW's steps" if settings.optimizer == "adamw" else "the steps"
     panel(moved, f"What moved it: {what}, split", "change of $Q_{pos}$ over the run", "N")
     _parts(moved, runs, MOVED, with_measured=True)

@@ -59,17 +59,16 @@ def read(folder: Path, kind: str, number: int | None, prompt: str | None) -> Rec
 
     kind: "step", "evaluation" or "", which prefers evaluations to steps. number: of a step, from 1, or the steps before
     an evaluation; None selects the last moment of the kind. prompt: a prompt id; without a number, it selects the last
-    moment with recorded rollouts of this prompt.
-    Raises UserError if the moment or the prompt was not recorded, or if a file is damaged.
+    moment with recorded rollouts of this prompt. Raises UserError if the moment or the prompt was not recorded.
     """
     there = entries(folder)
-    found = [m for m in there if kind in ("", m.kind) and number in (None, m.shown)]
-    if not found:
+    matches = [m for m in there if kind in ("", m.kind) and number in (None, m.shown)]
+    if not matches:
         raise UserError(f"{folder}: no {kind}{'' if number is None else f' {number}'} is recorded; try {listed(there)}")
     if prompt is None or number is not None:
-        return Recorded(found[-1], read_groups(folder, found[-1]), read_rollouts(folder, found[-1]))
+        return Recorded(matches[-1], read_groups(folder, matches[-1]), read_rollouts(folder, matches[-1]))
     ids: dict[str, None] = {}
-    for moment in reversed(found):
+    for moment in reversed(matches):
         groups = read_groups(folder, moment)
         own = filter_rows(groups, "prompt_id", [prompt])
         if len(own) and pc.max(own["recorded"]).as_py():

@@ -235,7 +235,7 @@ def mark_letters(text: str, names: bool) -> str:
 def has_letters(reference: str) -> bool:
     """Return whether a part of a reference is letters that are text. `V = IR` is a formula."""
     text = re.sub(r",?\s*\b(?:or|and)\b", ";", _TIMES.sub("+", tidy(reference[:MAX_NUMBER_CHARS])))
-    return not re.match(r"[A-Z]{1,3}\s*=", text) and mark_letters(text, True) != text
+    return not re.match(r"[A-Z]{1,3}\s*=", text) and mark_letters(text, names=True) != text
 
 
 def quote(text: str) -> str:

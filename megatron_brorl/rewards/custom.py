@@ -2,8 +2,7 @@
 
 A function that a configuration names, "my_rewards.py:score" (a file) or "package.module:score" (an importable module),
 is imported in worker processes only. A function that a Python program passes is called in this process, without limits
-of time or memory. A worker process cannot import it if it comes from a notebook, and a fork of a process with torch's
-threads may hang.
+of time or memory, because a worker process cannot import it from a notebook.
 """
 
 from __future__ import annotations

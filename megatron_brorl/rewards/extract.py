@@ -83,8 +83,8 @@ def boxes(text: str) -> list[str]:
 
 def _boxed(text: str) -> str | None:
     """Return the content of the only box."""
-    found = boxes(text)
-    return found[0] if len(found) == 1 and text.count("\\boxed") == 1 else None
+    contents = boxes(text)
+    return contents[0] if len(contents) == 1 and text.count("\\boxed") == 1 else None
 
 
 FINDERS: Mapping[Literal["full", "answer_tag", "boxed"], Find] = {
@@ -125,9 +125,9 @@ def final_answer(response: str, same: Same, is_bare: Predicate, is_candidate: Pr
 
     A response without any of the forms above is an answer itself if `is_bare` accepts it.
     """
-    said = places(response, is_candidate)
-    if said:
-        return None if _disagreement(said, same) else said[-1]
+    answers = places(response, is_candidate)
+    if answers:
+        return None if _disagreement(answers, same) else answers[-1]
     bare = response.strip()
     return bare if bare and is_bare(bare) else None
 
@@ -142,16 +142,16 @@ def given_answer(text: str, same: Same) -> tuple[str, str]:
 
     text: a response, or only an answer.
     """
-    said = places(text) or [text.strip()]
-    return said[-1], _disagreement(said, same)
+    answers = places(text) or [text.strip()]
+    return answers[-1], _disagreement(answers, same)
 
 
-def _disagreement(said: list[str], same: Same) -> str:
+def _disagreement(answers: list[str], same: Same) -> str:
     """Describe the first two answers that differ, or return "".
 
     More than _MAX_SPELLINGS spellings, or long ones, count as different to bound the time of the comparison.
     """
-    first, *others = dict.fromkeys(said)
+    first, *others = dict.fromkeys(answers)
     for count, other in enumerate(others):
         if count >= _MAX_SPELLINGS or max(len(first), len(other)) > _MAX_SENTENCE or not same(first, other):
             return f"no answer: two different ones, {quote(first)} and {quote(other)}"
@@ -166,42 +166,42 @@ def places(response: str, is_candidate: Predicate | None = None) -> list[str]:
     text = after_thought(response)
     first: list[str] = []
     for form in (tags, boxes, _hashes, _sentences):
-        found = [answer for answer in (part.strip() for part in form(text)) if answer]
+        answers = [answer for answer in (part.strip() for part in form(text)) if answer]
         if form is tags:
-            found = [answer for tag in found for answer in places(tag, is_candidate) or [tag]]
+            answers = [answer for tag in answers for answer in places(tag, is_candidate) or [tag]]
 
         # Skip the filter for many spellings to bound its time.
-        spellings = set(found)
+        spellings = set(answers)
         if is_candidate and len(spellings) <= _MAX_SPELLINGS:
             spellings = set(filter(is_candidate, spellings))
         if spellings:
-            return [answer for answer in found if answer in spellings]
-        first = first or found
+            return [answer for answer in answers if answer in spellings]
+        first = first or answers
     return first
 
 
 def _hashes(text: str) -> list[str]:
     """Return the texts after "####" without Markdown, a reason, and words that do not change the number."""
-    found = []
+    texts = []
     for markup, rest in _HASHES.findall(text) if "####" in text else ():
         line = _REASON.sub("", _MARKUP.sub("", rest) if markup else rest)
         last = _TO_LAST_DIGIT.match(line)
         aside = _ASIDE.search(line, last.end() if last else 0)
-        found.append(line[: aside.start()] if aside and not CHANGES_NUMBER.search(line, aside.start()) else line)
-    return found
+        texts.append(line[: aside.start()] if aside and not CHANGES_NUMBER.search(line, aside.start()) else line)
+    return texts
 
 
 def _sentences(text: str) -> list[str]:
     """Return the texts after "answer is" and "Answer:", up to the end of the sentence, line or displayed formula."""
     marks = list(_SAYS.finditer(text))
-    found = []
+    answers = []
     for mark, following in itertools.zip_longest(marks, marks[1:]):
         # Limit the window, because a response may repeat "answer is" a thousand times without ending a sentence.
         window = text[mark.end() : following.start() if following else None].lstrip(" \t\r\n:*_")[:_MAX_SENTENCE]
         sentence = _SENTENCE.match(window)
-        said = sentence[sentence.lastindex or 0] if sentence else ""
+        answer = sentence[sentence.lastindex or 0] if sentence else ""
 
         # "Answer: The answer is 42" has one answer; "The answer is 41, no, the answer is 42" has two.
-        if not (following and said == window and _LEADS_ON.fullmatch(said)):
-            found.append(said)
-    return found
+        if not (following and answer == window and _LEADS_ON.fullmatch(answer)):
+            answers.append(answer)
+    return answers

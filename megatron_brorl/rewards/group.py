@@ -32,8 +32,8 @@ def score_group(
     Without parts, the group has no signal. The status is "invalid" if a score is missing or not finite.
     """
     try:
-        found = function(row=row, responses=texts, answers=answers)
-        scores = None if found is None else list(found)
+        returned = function(row=row, responses=texts, answers=answers)
+        scores = None if returned is None else list(returned)
     except BaseException as e:  # includes SystemExit: a function must not end its worker
         return ["error", 0.0, printable(describe(e, function)), {}]
     try:

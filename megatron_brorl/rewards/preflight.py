@@ -42,10 +42,10 @@ def check_verifiers(names: Iterable[str], config: RewardConfig) -> CheckedVerifi
         if reason:
             raise refuse(f"verifier {executing[0]!r}", reason)
 
-    found = {name: custom.validate(name) for name, entry in entries.items() if entry.is_custom}
+    checks = {name: custom.validate(name) for name, entry in entries.items() if entry.is_custom}
     return CheckedVerifiers(
-        sha256={name: sha256 for name, (sha256, _) in found.items()},
-        impure=frozenset(name for name, (_, pure) in found.items() if not pure),
+        sha256={name: sha256 for name, (sha256, _) in checks.items()},
+        impure=frozenset(name for name, (_, pure) in checks.items() if not pure),
         unsandboxed=bool(executing) and config.unsandboxed,
     )
 
@@ -68,8 +68,8 @@ def check_references(pool: RewardPool, prompts: Sequence[Prompt], config: Reward
     for (name, _), group in groups.items():
         rows = group[:: -(-len(group) // _ROWS_PER_TASK)]  # at even distances, because a file may be sorted
         is_custom = registry.entry(rows[0].verifier, "verifier", config).is_custom
-        references, found = try_texts(pool.score, f"verifier {name!r}", rows, is_custom)
-        warnings += found
+        references, new_warnings = try_texts(pool.score, f"verifier {name!r}", rows, is_custom)
+        warnings += new_warnings
         if not references:
             lines.append(f"verifier {name!r} scores texts for {len(rows)} rows")
             continue
@@ -105,7 +105,10 @@ def try_texts(score: Score, what: str, rows: Sequence[Prompt], is_custom: bool =
 
 def _warnings(scored: Mapping[str, Scored], config: RewardConfig) -> list[str]:
     """Return warnings about reference answers that do not count as correct."""
-    wrong = {name: [(p, v) for p, v in rows if not final_reward(v, False, config)[1]] for name, rows in scored.items()}
+    wrong = {
+        name: [(p, v) for p, v in rows if not final_reward(v, cut_off=False, config=config)[1]]
+        for name, rows in scored.items()
+    }
     # A verifier with several tasks must accept a reference of at least one task.
     accepting = {rows[0][0].verifier for name, rows in scored.items() if len(wrong[name]) < len(rows)}
     warnings = []

@@ -68,16 +68,16 @@ def entry(name: str, where: str, config: RewardConfig = RewardConfig()) -> Entry
     where: the file and row, or the key, that names the verifier. Raises UserError for an unknown name.
     """
     if name in ENTRIES:
-        found = ENTRIES[name]
+        verifier = ENTRIES[name]
     elif is_function(name):
-        found = Entry(load=lambda: import_function(name, "verifier")[0], max_chars=1 << 16, is_custom=True)
+        verifier = Entry(load=lambda: import_function(name, "verifier")[0], max_chars=1 << 16, is_custom=True)
     else:
         close = difflib.get_close_matches(name, sorted(ENTRIES), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(ENTRIES))}."
         raise UserError(f'{where}: no verifier is called {name!r}; {hint} A function of your own is "file.py:function"')
     if config.extract == "verifier":
-        return found
-    return dataclasses.replace(found, find=extract.FINDERS[config.extract])
+        return verifier
+    return dataclasses.replace(verifier, find=extract.FINDERS[config.extract])
 
 
 def judge(name: str) -> Callable[..., list[Any]]:

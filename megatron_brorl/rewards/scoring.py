@@ -54,9 +54,9 @@ class Scores:
 class Scorer:
     """Scores the rollouts of one call of the engine as they end; a context manager.
 
-    A thread decodes the texts and finds the answers, so that the engine's thread does not wait.
-    The score of a rollout with an environment is that of its episode, and its answer the text of the model's last turn.
-    reward.cut_off_factor and reward.strict apply to it, too. A verifier scores the text that an agent returns.
+    A thread decodes the texts and finds the answers, so that the engine's thread does not wait. A rollout with an
+    environment has the score of its episode, and the text of the model's last turn as answer. A verifier scores the
+    text that an agent returns.
     """
 
     prompts: Sequence[Prompt]  # one per request to the engine; more may be added
@@ -136,14 +136,14 @@ class Scorer:
 
         verifier = self._entry(prompt.verifier, "verifier", self.config)
         unscored = cut_off and not scores_cut_off(verifier, self.config)
-        found = Found(None, "cut off")
+        extracted = Found(None, "cut off")
         if not unscored:
             returned = rollout.episode.text if rollout.episode else None
             if returned is None:
                 returned = self.decode(without_stop(rollout.token_ids, self.stop_ids).tolist())
-            found = extract(returned, verifier.find, verifier.max_chars)
-        submitted = self.pool.submit(ScoreRequest(prompt, *found))
-        return _Pending(cut_off, unscored, found.answer, submitted, f"verifier {verifier_name(prompt)}")
+            extracted = extract(returned, verifier.find, verifier.max_chars)
+        submitted = self.pool.submit(ScoreRequest(prompt, *extracted))
+        return _Pending(cut_off, unscored, extracted.answer, submitted, f"verifier {verifier_name(prompt)}")
 
 
 def final_reward(score: ScoreResult, cut_off: bool, config: RewardConfig) -> tuple[float, bool]:

@@ -1,11 +1,8 @@
 """Types of verifiers, and validation of the scores that they return.
 
 A verifier is a function from an answer and its data row to a score. The score is a Score, a number, or a dict with the
-keys reward, reason and parts. A number is any object that converts to one float: bool, int, float, Fraction, Decimal,
-and scalars and one-element arrays of NumPy and torch. A string is not a number.
-
-The entry of a verifier in registry.py states how to find the answer in a response, how to check a data row, and whether
-the verifier needs a sandbox.
+keys reward, reason and parts. A number is any object that converts to one float, such as a Fraction or a one-element
+tensor. A string is not a number. registry.py has an entry for each verifier.
 """
 
 from __future__ import annotations
@@ -125,8 +122,8 @@ def number(value: Any, what: str) -> float:
     with contextlib.suppress(Exception):
         value = value.item() if hasattr(value, "item") else value
         # float() accepts strings, so require __float__. The comparison is false for NaN.
-        if hasattr(type(value), "__float__") and abs(found := float(value)) <= MAX_REWARD:
-            return found
+        if hasattr(type(value), "__float__") and abs(result := float(value)) <= MAX_REWARD:
+            return result
     raise NoScore(f"returned {_shown(value)} {what}, not a finite number ({MAX_REWARD:g} at most)")
 
 

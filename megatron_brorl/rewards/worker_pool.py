@@ -58,13 +58,10 @@ class _Job:
 class RewardPool:
     """Worker processes that score requests as they arrive. A context manager. Any thread may submit requests.
 
-    `submit` puts a job into the queue and returns the job's future. Each worker thread owns one worker process. The
-    thread takes several jobs from the queue, sends them to its process, and sets their futures as results come back.
-    The process calls a Judge for each job. A Judge wraps a verifier, and turns exceptions and invalid scores into
-    results, so that they do not end the process.
-
-    On Linux a process started with PR_SET_PDEATHSIG dies with the thread that started it. Therefore each worker thread
-    starts its own process.
+    `submit` puts a job into the queue and returns its future. Each worker thread starts one process, because on Linux a
+    process with PR_SET_PDEATHSIG dies with the thread that started it. The thread sends several jobs at a time to its
+    process, and sets their futures as results come back. The process calls a Judge for each job, which turns exceptions
+    and invalid scores into results.
     """
 
     workers: int

@@ -1,10 +1,8 @@
 """A worker process that keeps callable objects, such as loaded verifiers, and calls them on request.
 
-The process is started by exec, because a plain fork is unsafe in a parent with torch threads and open sockets. Unlike
-multiprocessing's "spawn", exec does not import the main module again.
-
-Calls are sent as pickles. Each result comes back as one line of JSON of bounded length, because the parent must not
-unpickle anything from a process that has handled hostile text.
+The process is started by exec, because a plain fork is unsafe in a parent with torch threads and open sockets, and
+multiprocessing's "spawn" would import the main module again. Calls are sent as pickles. Each result comes back as one
+line of JSON of bounded length, because the parent must not unpickle data of a process that has handled hostile text.
 """
 
 from __future__ import annotations

@@ -102,8 +102,7 @@ class Supply(Protocol):
     def next_requests(self, room: int) -> list[Request]:
         """Return requests with at most `room` rollouts in total for the caller to sample; [] if none are ready.
 
-        The engine calls it once before the first token and then whenever it has room. The engines of other ranks sample
-        the remaining requests.
+        The engine calls it before the first token and whenever it has room. Other engines sample the other requests.
         """
 
     def has_more(self) -> bool:

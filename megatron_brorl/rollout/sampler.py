@@ -1,17 +1,13 @@
 """Distribution of a step's rollouts over the ranks, each of which has an engine.
 
-The rollouts of every prompt are split over all ranks, and each rank gets consecutive ones. Response length depends on
-the prompt, so if a rank sampled all rollouts of its prompts, the others would wait for the one with the longest. Random
-numbers do not depend on the rank: they are keyed by (seed, round, prompt, sibling, position). The replica that trains
-on a rollout is chosen when all lengths are known (train.redistribute).
+The rollouts of every prompt are split over all ranks, because response length depends on the prompt. Random numbers do
+not depend on the rank: they are keyed by (seed, round, prompt, sibling, position). A round can sample a prompt several
+times. Each occurrence is a group with its own random stream. The replica that trains on a rollout is chosen when all
+lengths are known (train.redistribute).
 
-A round can sample a prompt more than once, at the end of an epoch or if there are few prompts. Each occurrence is a
-group with its own random stream.
-
-Work stealing (rollout.pull): a rank whose engine has room samples rollouts that other ranks have not started. Each rank
-first claims slots from the front of its own part of a step, whenever its engine has room, then from the parts of other
-ranks. The torch.distributed store holds the number of claimed slots of each part, so each slot is claimed once. If an
-engine hangs, other ranks sample the rest of its part.
+Work stealing (rollout.pull): a rank whose engine has room claims slots from the front of its own part of a step, and
+then from the parts of other ranks. The torch.distributed store holds the number of claimed slots of each part, so each
+slot is claimed once. If an engine hangs, other ranks sample the rest of its part.
 """
 
 from __future__ import annotations
@@ -55,8 +51,7 @@ def make_groups(prompts: Sequence[Prompt], round: int | str, start: int = 0) -> 
 def even_shares(total: int, loads: Sequence[int]) -> list[int]:
     """Return how many of `total` new rows each part gets.
 
-    loads: rows that each part already has. New rows go to the parts with the fewest rows, which then differ by at most
-    one row.
+    loads: rows that each part already has. New rows go to the parts with the fewest rows.
     """
     by_load = sorted(range(len(loads)), key=lambda i: loads[i])
     filled = len(loads)  # number of least loaded parts that can be filled to one level
@@ -108,13 +103,15 @@ def requests(
             runs[-1].append((number, sibling))
         else:
             runs.append([(number, sibling)])
-    asked = []
+    requests = []
     for run in runs:
         number, first = run[0]
         group = groups[number]
         key = stream_key(seed, group.round, *([group.occurrence] if group.occurrence else []), group.prompt.id)
-        asked.append(Request(group.prompt, key, len(run), first, tuple(begun[slot] for slot in run if slot in begun)))
-    return asked, [run[0][0] for run in runs]
+        requests.append(
+            Request(group.prompt, key, len(run), first, tuple(begun[slot] for slot in run if slot in begun))
+        )
+    return requests, [run[0][0] for run in runs]
 
 
 def improbable_rollouts(requests: Sequence[Request], rollouts: Sequence[Sequence[Rollout]]) -> tuple[Tensor, list[str]]:
@@ -152,9 +149,9 @@ class SharedSlots:
         while self._order:
             rank = self._order[0]
             begin = self.counters.add(self._key(rank), room) - room
-            found = list(self.parts[rank][begin : begin + room])
-            if found:
-                return found
+            slots = list(self.parts[rank][begin : begin + room])
+            if slots:
+                return slots
             self._order.pop(0)  # Slots are never returned to a part.
         return []
 

@@ -148,7 +148,7 @@ class _Call:
         self.done = threading.Event()
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
-        self._found: list[dict[int, Rollout]] = [{} for _ in self.requests]  # by sibling, per request
+        self._rollouts: list[dict[int, Rollout]] = [{} for _ in self.requests]  # by sibling, per request
         self._error: BaseException | None = None
         self._returned = False
 
@@ -158,9 +158,9 @@ class _Call:
             raise ValueError(f"the engine returned sibling {rollout.index} of {own.prompt.id}, which was not requested")
         # Rollouts that arrive after the result was returned are lost.
         with self._lock:
-            if self._returned or rollout.index in self._found[request]:
+            if self._returned or rollout.index in self._rollouts[request]:
                 return
-            self._found[request][rollout.index] = rollout
+            self._rollouts[request][rollout.index] = rollout
             if self.on_finished and rollout.finish != "cut" and self._error is None:
                 try:
                     self.on_finished(request, rollout)
@@ -177,7 +177,7 @@ class _Call:
             if self._returned:
                 return []
             self.requests += new
-            self._found += [{} for _ in new]
+            self._rollouts += [{} for _ in new]
         return new
 
     def has_more(self) -> bool:
@@ -212,19 +212,19 @@ class _Call:
 
     def _finished_rollouts(self) -> int:
         with self._lock:
-            return sum(map(len, self._found))
+            return sum(map(len, self._rollouts))
 
     def missing(self) -> tuple[list[Request], list[int]]:
         """Return the requests so far and the number of unfinished siblings of each."""
         with self._lock:
-            return list(self.requests), [r.n - len(f) for r, f in zip(self.requests, self._found, strict=True)]
+            return list(self.requests), [r.n - len(f) for r, f in zip(self.requests, self._rollouts, strict=True)]
 
     def result(self, late: int) -> GenerationResult:
         if self._error is not None:
             raise self._error
         with self._lock:
             self._returned = True
-            rollouts = [[found[i] for i in sorted(found)] for found in self._found]
+            rollouts = [[siblings[i] for i in sorted(siblings)] for siblings in self._rollouts]
             return GenerationResult(list(self.requests), rollouts, late)
 
 

@@ -55,8 +55,7 @@ def receive_each(
     """Pass every tensor of an update [any shape] to `store`, with its checksum or None.
 
     The update must hold each tensor of `names` exactly once. clear: called at the first fault, after which nothing is
-    stored. Raises UpdateRefused with the first fault, after reading the stream to its end, because the stream is a
-    collective.
+    stored. Raises UpdateRefused with this fault at the end of the stream, because the stream is a collective.
     """
     missing = dict(names)
     fault = ""

@@ -4,10 +4,9 @@
 the draws and makes an AdamW step on L = -(1/N) sum over draws of (R - b) p. docs/theory.md lists the choices that the
 paper leaves open.
 
-Two accounts explain the change of Q_pos. `predicted` has the terms of Theorem 1 in its general form for one plain
-gradient step of size lr. `moved` splits the first-order change of the optimizer's actual step into drawn and undrawn
-tokens. AdamW's step is linear in its first moment, so a second first moment that only accumulates the gradients of
-undrawn tokens makes this split exact.
+The columns `predicted_*` are the terms of Theorem 1 for one plain gradient step of size lr. The columns `moved_*` split
+the first-order change of Q_pos by the optimizer's actual step into drawn and undrawn tokens. AdamW's step is linear in
+its first moment, so this split is exact with a second first moment of the gradients of undrawn tokens.
 """
 
 from __future__ import annotations

@@ -126,9 +126,9 @@ def _surrogate_change(draws: _Draws, p: Tensor) -> Tensor:
     steps = []
     worths = []
     for h in (0, 1):
-        mine = (half == h).double()
-        count = draws.of_tokens(mine)
-        earned = draws.of_tokens(mine * draws.reward)
+        in_half = (half == h).double()
+        count = draws.of_tokens(in_half)
+        earned = draws.of_tokens(in_half * draws.reward)
         n = sums(count)
         mean = (sums(earned) / n)[draws.where]
         worths.append((earned - count * mean) / (n - 1)[draws.where])

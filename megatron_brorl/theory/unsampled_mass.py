@@ -72,24 +72,24 @@ def hold_out(groups: Sequence[tuple[Ints, Bools]], held_out: Sequence[int]) -> d
 
     Raises ValueError if a number cannot be held out from a group.
     """
-    held = np.asarray(held_out, dtype=np.int64)  # [H]
-    if not groups or held.size == 0:
+    sizes = np.asarray(held_out, dtype=np.int64)  # [H]
+    if not groups or sizes.size == 0:
         raise ValueError("hold_out: needs at least one group and one number of held-out siblings")
 
-    sums = np.zeros((3, 2, held.size))  # [mass | right pairs | wrong pairs, sum of g | sum of g^2, H]
-    largest = np.zeros((2, held.size))  # the largest possible g, [mass | pairs, H]
+    sums = np.zeros((3, 2, sizes.size))  # [mass | right pairs | wrong pairs, sum of g | sum of g^2, H]
+    largest = np.zeros((2, sizes.size))  # the largest possible g, [mass | pairs, H]
     for outcomes, right in groups:
         n = len(outcomes)
         # A pair needs two held-out siblings, and at least one sibling must remain for the comparison.
-        if held.min() < 2 or held.max() >= n:
+        if sizes.min() < 2 or sizes.max() >= n:
             raise ValueError(f"hold_out: from {n} siblings 2 to {n - 1} can be held out, not {list(held_out)}")
         counts, right_share = _counts(outcomes, right)
-        single_weights = unseen_weights(counts, n, n - held, 1)
-        pair_weights = unseen_weights(counts, n, n - held, 2)
+        single_weights = unseen_weights(counts, n, n - sizes, 1)
+        pair_weights = unseen_weights(counts, n, n - sizes, 2)
         parts = np.stack([single_weights, pair_weights * right_share, pair_weights * (1 - right_share)])
         sums += np.stack([parts.sum(-1), np.square(parts).sum(-1)], axis=1)
         possible = np.arange(1, n + 1)
-        most = np.stack([unseen_weights(possible, n, n - held, order).max(-1) for order in (1, 2)])
+        most = np.stack([unseen_weights(possible, n, n - sizes, order).max(-1) for order in (1, 2)])
         largest = np.maximum(largest, most)
 
     g = len(groups)

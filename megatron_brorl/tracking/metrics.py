@@ -1,10 +1,9 @@
 """metrics.jsonl, one line per step, and the same metrics for trackers such as TensorBoard.
 
 A line is {"step": 3, "reward": 0.5, ..., "time": {"generate": 1.9, ...}}. Wall-clock values, and counts that depend on
-them, are in "time" only: everything else is a function of configuration and seed as long as no rollout is late, so two
-runs with the same seed write the same bytes there. Floats are written by repr and come back bit for bit. JSON has no
-NaN: a value that is not finite becomes null, and its key is listed under "nonfinite". tracking/metric_docs.json says
-what each metric means.
+them, are in "time" only. Two runs with the same seed write the same bytes elsewhere, as long as no rollout is late.
+JSON has no NaN: a value that is not finite becomes null, and its key is listed under "nonfinite".
+tracking/metric_docs.json describes each metric.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class MetricsWriter:
     def write(self, step: int, values: dict[str, float | int], seconds: dict[str, float]) -> None:
         """Record one step.
 
-        values: metrics that are deterministic given the seed. seconds: wall-clock times, and metrics that depend on
-        them.
+        values: metrics that the seed determines. seconds: wall-clock times, and metrics that depend on them.
         """
         clash = _RESERVED & values.keys()
         if clash:

@@ -147,14 +147,14 @@ class Progress:
             self._step_s = seconds + phase_s
 
         left = self._seconds_left()
-        found = "?" if left is None else _duration(left)
+        remaining = "?" if left is None else _duration(left)
         if left is None and self._step_s:  # in the first step, whose other phases take time, too
-            found = f"over {_duration(self._step_s * (self._total - self._done - 1) + phase_s)}"
+            remaining = f"over {_duration(self._step_s * (self._total - self._done - 1) + phase_s)}"
         return [
             f"{self._title} {self._done}/{self._total}" if self._total else self._title,
             *filter(None, [text]),
             f"elapsed {_duration(self._clock() - self._began)}",
-            f"left {found}",
+            f"left {remaining}",
         ]
 
     def _seconds_left(self) -> float | None:

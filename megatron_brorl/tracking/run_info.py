@@ -64,11 +64,11 @@ def write(
 def read(folder: Path) -> dict[str, Any]:
     """Return the content of run.json; {} if it is missing or damaged."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    config = found.get("config", {}) if isinstance(found, dict) else None
-    return found if isinstance(config, dict) and all(isinstance(x, dict) for x in config.values()) else {}
+    config = content.get("config", {}) if isinstance(content, dict) else None
+    return content if isinstance(config, dict) and all(isinstance(x, dict) for x in config.values()) else {}
 
 
 def command(arguments: Sequence[str], ranks: int) -> str:
@@ -83,8 +83,8 @@ def command(arguments: Sequence[str], ranks: int) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of this project, of Python and of PACKAGES that are installed."""
-    found = {"megatron-brorl": __version__, "python": platform.python_version()}
+    installed = {"megatron-brorl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            installed[package] = metadata.version(package)
+    return installed

@@ -40,8 +40,8 @@ def tag(name: str, file: str = "step") -> str:
 
     file: "step", or "time" for a metric under the "time" key of metrics.jsonl.
     """
-    found = metric_docs.find(name, file)
-    group = found[0].group if found else file
+    documented = metric_docs.find(name, file)
+    group = documented[0].group if documented else file
     return f"{group}/{name.removeprefix(f'{group}/').removeprefix(f'{group}_')}"
 
 

@@ -97,8 +97,8 @@ def read_checkpoint(directory: Path, source: PromptSource, grid: Grid) -> Carrie
     groups = tuple(make_groups(source.prompts(start, index + 1), number, start)[index] for number, index, start in keys)
     if len(parts) == grid.world_size:
         return CarriedGroups(groups, tuple(rollouts_from_tensors(parts[grid.rank])))
-    found = {
+    rollout_of_slot = {
         (r.group, r.rollout.index): r for r in sort_rollouts([r for part in parts for r in rollouts_from_tensors(part)])
     }
-    own_slots = deal(list(found), [0] * grid.world_size)[grid.rank]
-    return CarriedGroups(groups, tuple(found[slot] for slot in own_slots))
+    own_slots = deal(list(rollout_of_slot), [0] * grid.world_size)[grid.rank]
+    return CarriedGroups(groups, tuple(rollout_of_slot[slot] for slot in own_slots))

@@ -1,11 +1,10 @@
 """The first half of a training step: prompts -> N rollouts each -> rewards -> groups whose rewards differ.
 
-With rollout.partial_tokens, a rollout may continue over several steps. A rollout is lost if its engine does not
-deliver it in time, or if it is still unfinished when its group is max_carried_steps() steps old. A group is
-closed when none of its rollouts continues, and its survivors are the rollouts that are not lost. A closed group is
-kept, which means trained on, if the rewards of its survivors differ, or with algo.dynamic_sampling = false if it has
-any survivors. With rollout.refills, kept groups beyond rollout.prompts are surplus: they are reopened and trained on
-in the next step.
+With rollout.partial_tokens, a rollout may continue over several steps. A rollout is lost if its engine does not deliver
+it in time, or if it is still unfinished when its group is max_carried_steps() steps old. A group is closed when none of
+its rollouts continues. Its survivors are the rollouts that are not lost. A closed group is kept, which means trained
+on, if the rewards of its survivors differ. With algo.dynamic_sampling = false, any survivor is enough. With
+rollout.refills, kept groups beyond rollout.prompts are surplus: they are reopened and trained on in the next step.
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ class Collector:
 
         metrics = self._metrics(outcomes, counts, lost) | self.runner.reward_metrics()
         metrics |= {"update_balance": balance, "moved_mib": moved_bytes / 2**20}
-        metrics |= {name: sum(values) / len(values) for name, values in group_rewards.found.items() if values}
+        metrics |= {name: sum(values) / len(values) for name, values in group_rewards.metrics.items() if values}
         if config.rollout.refills:
             metrics["prompts_sampled"] = counts["requested"] / config.rollout.n
             metrics["surplus_groups"] = float(len(surplus))

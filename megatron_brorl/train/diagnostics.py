@@ -73,7 +73,7 @@ class _TokenMetrics:
         # All ranks draw the same positions.
         draws = self._uniforms(1, len(tokens) * POSITIONS).view(len(tokens), -1)
         drawn = [draw_positions(*each) for each in zip(tokens, draws, sampled, strict=True)]
-        found = self._at_positions(tokens, drawn)
+        theory = self._at_positions(tokens, drawn)
 
         outcomes = self.collected.outcomes
         tokens_of = [float(outcomes.sampled[g][outcomes.ended[g]].sum()) for g in self.chosen]
@@ -81,7 +81,7 @@ class _TokenMetrics:
         metrics = {"theory_exact/shared_tokens": shared / (sum(tokens_of) or 1.0)}
 
         # Groups are weighted by their shared tokens. A position with an unknown value (nan) does not count.
-        groups = [(p.shared, f) for p, f in zip(drawn, found, strict=True) if p.shared]
+        groups = [(p.shared, f) for p, f in zip(drawn, theory, strict=True) if p.shared]
         for name in _NAMES if shared else ():
             values = [(w, getattr(f, name)) for w, f in groups]
             weight = sum(w * float(x.isfinite().double().mean()) for w, x in values)
@@ -130,8 +130,8 @@ class _TokenMetrics:
                 s = self.sampling
                 # The engine sampled from the distribution after temperature, top-p and top-k.
                 log_probs = sampling_log_probs(logits, s.temperature, s.top_p, s.top_k)
-                found = token_level(log_probs, *(torch.cat(part) for part in zip(*parts, strict=True)))
-                table = torch.stack([getattr(found, name) for name in _NAMES])
+                theory = token_level(log_probs, *(torch.cat(part) for part in zip(*parts, strict=True)))
+                table = torch.stack([getattr(theory, name) for name in _NAMES])
             table = table.to(cpu_bridge.default_device())
             grid = self.worker.grid
             dist.broadcast(table, dist.get_global_rank(grid.groups.pp, grid.pp_size - 1), group=grid.groups.pp)
@@ -162,10 +162,10 @@ def answer_metrics(outcomes: Outcomes, n: int) -> dict[str, float]:
     names = [f.name for f in fields(unseen[0])]
     metrics = {f"theory_good_turing/{k}": float(np.mean([getattr(u, k) for u in unseen])) for k in names}
 
-    held = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
-    if held:
-        for name, columns in hold_out(groups, held).items():
-            for h, value, low, high in zip(held, *columns.tolist(), strict=True):
+    sizes = [2**k for k in range(1, n.bit_length()) if 2**k <= n // 2]
+    if sizes:
+        for name, columns in hold_out(groups, sizes).items():
+            for h, value, low, high in zip(sizes, *columns.tolist(), strict=True):
                 key = f"theory_hold_out/{name}_{h}"
                 metrics |= {key: value, f"{key}_low": low, f"{key}_high": high}
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from megatron_brorl.algo.pass_at_k import pass_at_k
+from megatron_brorl.algo.pass_at_k import pass_at_each_k
 from megatron_brorl.algo.statistics import RESAMPLES, SHARE, Bounds, Interval, bootstrap_mean, bootstrap_mean_of_means
 from megatron_brorl.config.schema import EvaluateConfig
 from megatron_brorl.errors import UserError
@@ -83,13 +83,13 @@ def sample_answers(
     if on_samples:
         on_samples(groups, rollouts, outcomes)
 
-    found = []
+    results = []
     for g, ended, rewards, correct, tokens in zip(
         groups, outcomes.ended, outcomes.rewards.double(), outcomes.right, outcomes.sampled.double(), strict=True
     ):
         if ended.any():
             reward, length = rewards[ended], tokens[ended]
-            found.append(
+            results.append(
                 PromptResult(
                     prompt=g.prompt,
                     index=g.index,
@@ -102,28 +102,24 @@ def sample_answers(
             )
 
     # With rollout.max_lost_share = 1, check_lost lets this pass.
-    if not found:
+    if not results:
         raise UserError("evaluation: every sample was lost, so there is nothing to report")
-    return found
+    return results
 
 
 def summarize(answers: Sequence[PromptResult], prompts: int, config: EvaluateConfig, seed: int) -> Evaluation:
     """Return the evaluation of these results; at least one. prompts: number of prompts, with those that are lost.
 
-    Each prompt counts by its own number of samples. A prompt with fewer than k samples is left out of pass@k.
+    Each prompt counts by its own number of samples.
     """
     total = sum(a.samples for a in answers)
-
+    passes = pass_at_each_k([(a.samples, a.right) for a in answers])
     tasks: dict[str, list[float]] = {}
     for a in answers:
         tasks.setdefault(a.prompt.task, []).append(a.right / a.samples)
-    most = max(a.samples for a in answers)
-    ks = sorted({*(2**i for i in range(most.bit_length())), most})  # 1, 2, 4, ... and `most`
-    passes = {k: [pass_at_k(a.samples, a.right, k) for a in answers if a.samples >= k] for k in ks}
-
     return Evaluation(
         pass_at_1=bootstrap_mean([a.right / a.samples for a in answers], RESAMPLES, seed, SHARE),
-        pass_at_k={k: sum(values) / len(values) for k, values in passes.items() if values},
+        pass_at_k={k: sum(values) / len(values) for k, values in passes.items()},
         by_task={name: bootstrap_mean(own, RESAMPLES, seed, SHARE) for name, own in sorted(tasks.items())},
         verifiers=sorted({a.prompt.verifier for a in answers}),
         # Only rewards of 0 and 1 have known bounds, which equal values need for an interval.

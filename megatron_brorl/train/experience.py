@@ -1,16 +1,15 @@
 """Advantages and log-probabilities of the rollouts that a step trains on.
 
-The reward of a response, or its difference to the baseline of the group, is the reward of its last token. Generalised
-advantage estimation spreads it over the tokens. Without a critic, values are 0 and nothing is discounted, so the
-advantage of a token is the sum of the rewards from there on (Hu et al. 2025, REINFORCE++, section 3.3). A response that
-was cut off at rollout.max_tokens has its reward at the last token, too.
+The reward of a response, or its difference to the baseline of the group, is the reward of its last token, even if the
+response was cut off. Generalised advantage estimation spreads it over the tokens. Without a critic, values are 0 and
+nothing is discounted. The advantage of a token is then the sum of the rewards from there on (Hu et al. 2025,
+REINFORCE++, section 3.3).
 
-Tokens of an environment are left out: all columns are restricted to the sampled tokens, as if these followed each
-other directly, and Experience has 0 in the places of the others. A chain of values and rewards therefore passes from
-the last token of a turn to the first token of the next one, and its value includes the observation between them.
+Columns contain only the sampled tokens, as if these followed each other directly. The tokens of an environment are left
+out, and Experience has 0 in their places.
 
-A row with a NaN or infinite value, or log-probability of the engine, the actor, the reference or the teacher, does not
-count in losses and their divisors. Its reward still counts in the baseline of its group and in whitening.
+A row does not count in losses and their divisors if one of its values or log-probabilities is NaN or infinite. Its
+reward still counts in the baseline of its group and in whitening.
 
 A column is a tuple of one tensor per row, on the device of this process. On a GPU an operation per row would take
 longer to launch than to run, so columns are concatenated for arithmetic, and rows are views of the result.
@@ -188,8 +187,11 @@ def make_experience(
         name: None if column is None else tuple(compress(column, finite))
         for name, column in {**inputs, **numbers}.items()
     }
-    old, reference = columns.setdefault("old_log_probs", None), columns.get("reference_log_probs")
-    teacher, sampled, slots = columns.pop("teacher_log_probs", None), columns["sampled"], columns["slots"]
+    old = columns.setdefault("old_log_probs", None)
+    reference = columns.get("reference_log_probs")
+    teacher = columns.pop("teacher_log_probs", None)
+    sampled = columns["sampled"]
+    slots = columns["slots"]
     counts = {"finite_rows": float(sum(finite)), "nonfinite_rows": float(len(finite) - sum(finite))}
 
     metrics = collectives.all_reduce_sum(counts, actor.grid.groups.dp)
@@ -268,10 +270,10 @@ def sharing_metrics(actor: Worker, experience: Experience, replays: bool) -> dic
         "rows": float(len(experience)),
         "copies": float(copies_by_routes(prompts, responses, routes)),
     }
-    found = collectives.all_reduce_sum(own, actor.grid.groups.dp)
-    metrics = {"token_gain": found["plain"] / (found["computed"] or 1.0) if found["plain"] else 1.0}
+    totals = collectives.all_reduce_sum(own, actor.grid.groups.dp)
+    metrics = {"token_gain": totals["plain"] / (totals["computed"] or 1.0) if totals["plain"] else 1.0}
     if replays and options.share_prompt:
-        metrics["unshared_by_routes"] = found["copies"] / (found["rows"] or 1.0)
+        metrics["unshared_by_routes"] = totals["copies"] / (totals["rows"] or 1.0)
     return metrics
 
 
@@ -326,12 +328,12 @@ def _teacher_log_probs(teacher: Worker, prompts: Rows, responses: Rows, temperat
     The student can sample ids from the padding of its vocabulary. Beyond the teacher's vocabulary they get -inf.
     """
     vocab = teacher.shape.vocab
-    found = _flat(teacher.log_probs(prompts, [ids.clamp(max=vocab - 1) for ids in responses], temperature))
-    return found.masked_fill(_flat(responses) >= vocab, -torch.inf).split([len(ids) for ids in responses])
+    log_probs = _flat(teacher.log_probs(prompts, [ids.clamp(max=vocab - 1) for ids in responses], temperature))
+    return log_probs.masked_fill(_flat(responses) >= vocab, -torch.inf).split([len(ids) for ids in responses])
 
 
 def _token_mean(column: Sequence[Tensor], worker: Worker) -> float:
     values = _flat(column).double()
     own = {"sum": float(values.sum()), "tokens": float(len(values))}
-    found = collectives.all_reduce_sum(own, worker.grid.groups.dp)
-    return found["sum"] / found["tokens"] if found["tokens"] else float("nan")
+    totals = collectives.all_reduce_sum(own, worker.grid.groups.dp)
+    return totals["sum"] / totals["tokens"] if totals["tokens"] else float("nan")

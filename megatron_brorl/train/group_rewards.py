@@ -31,22 +31,14 @@ from megatron_brorl.train.sample_and_score import MAX_UNSCORED, RolloutRunner
 from megatron_brorl.types import Prompt, PromptGroup, ScoredRollout, ScoreResult
 
 
-def call_group_function(
-    pool: RewardPool,
-    name: str,
-    row: Mapping[str, Any],
-    texts: list[str],
-    answers: list[str | None],
-    rollouts: list[int],
-) -> Future[ScoreResult]:
-    """Return the future result of score_group in a worker, or in this process if the program has passed the function.
+def call_group_function(pool: RewardPool, name: str, *arguments: Any) -> Future[ScoreResult]:
+    """Return the future result of score_group(function, *arguments).
 
-    name: a function, or "majority VERIFIER".
+    name: a function, or "majority VERIFIER". It is called in a worker, or here if the program has passed it.
     """
     if name == functions.IN_PROCESS[KEY]:
-        function = functions.find(KEY, name).function
-        return completed(score_result(score_group(function, dict(row), texts, answers, rollouts)))
-    return pool.call(f"{PREFIX}{name}", (row, texts, answers, rollouts))
+        return completed(score_result(score_group(functions.find(KEY, name).function, *arguments)))
+    return pool.call(f"{PREFIX}{name}", arguments)
 
 
 def try_group_function(pool: RewardPool, name: str, prompts: Sequence[Prompt], n: int) -> list[str]:
@@ -80,7 +72,7 @@ class GroupRewards:
     runner: RolloutRunner
     stop_ids: Sequence[int]
     scored: set[int]  # indices of groups with scores, such as surplus groups of the previous step
-    found: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # metrics, a value per group
+    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # metrics, a value per group
 
     def apply(
         self, step: str, groups: Sequence[PromptGroup], rollouts: Sequence[ScoredRollout], outcomes: Outcomes
@@ -114,16 +106,16 @@ class GroupRewards:
             raise StepError(f"{label} failed on {len(of_ranks)} of {len(chosen)} groups: {of_ranks[0][1]}; fix it")
         text = f"{KEY} = {config.group_function} failed on a group, which has no signal (metric group_errors)"
         self.runner.report_errors({text: failed[0][1]} if failed else {})
-        self.found["group_errors"] += [float(i < len(of_ranks)) for i in range(len(chosen))]
+        self.metrics["group_errors"] += [float(i < len(of_ranks)) for i in range(len(chosen))]
 
         for g in chosen if config.group_function == MAJORITY else ():
             share = float(table[g].sum()) / int(new[g].sum())
-            self.found["majority_share"].append(share)
+            self.metrics["majority_share"].append(share)
             if share < config.majority_share:
                 table[g] = 0
             elif share and groups[g].prompt.answer is not None and groups[g].prompt.verifier != "none":
                 # `any`, because a response that was cut off may count as wrong.
-                self.found["majority_right_share"].append(float((outcomes.right[g] & (table[g] > 0)).any()))
+                self.metrics["majority_right_share"].append(float((outcomes.right[g] & (table[g] > 0)).any()))
         outcomes = replace(outcomes, rewards=torch.where(new, table.float(), outcomes.rewards))
         rewards, slots = outcomes.rewards.tolist(), set(map(tuple, new.nonzero().tolist()))
         places = [(r, r.group, r.rollout.index) for r in rollouts]
@@ -134,14 +126,14 @@ class GroupRewards:
     ) -> dict[int, Future[ScoreResult]]:
         """Send each group to one rank; return the results of this rank's groups. Collective. new: bool [groups, N]."""
         grid = self.runner.grid
-        held = {(r.group, r.rollout.index): r.rollout.token_ids for r in rollouts}
+        own_tokens = {(r.group, r.rollout.index): r.rollout.token_ids for r in rollouts}
         at = group, sibling = new.nonzero(as_tuple=True)
         replica = (new.any(1).cumsum(0) % grid.dp_size)[group]
         transfers = Transfers(group, sibling, outcomes.holder[at], replica, outcomes.tokens[at])
-        found, _ = send(transfers, held, torch.int64, grid)
+        received, _ = send(transfers, own_tokens, torch.int64, grid)
         own: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        for g, s in sorted(found) if grid.rank == grid.replicas[grid.dp_rank][0] else ():
-            own[g][s] = found[g, s]
+        for g, s in sorted(received) if grid.rank == grid.replicas[grid.dp_rank][0] else ():
+            own[g][s] = received[g, s]
         return {g: self._call(groups[g].prompt, tokens, outcomes.state[g]) for g, tokens in own.items()}
 
     def _call(self, prompt: Prompt, tokens: Mapping[int, Tensor], state: Tensor) -> Future[ScoreResult]:

@@ -20,8 +20,8 @@ def learning_rate(optim: OptimConfig, update: int, total: int = 0) -> float:
     """Return the learning rate of the next optimizer step, a function of the number of steps taken before it.
 
     With lr = optim.lr, W = optim.warmup_steps, T = total and m = optim.min_lr_ratio: lr (update + 1) / W for
-    update < W, then lr (m + (1 - m) schedule(x)) with x = (update - W) / (T - W), at most 1. total: optimizer steps of
-    the run; a constant learning rate does not need them.
+    update < W, then lr (m + (1 - m) schedule(x)) with x = (update - W) / (T - W), at most 1. A constant learning rate
+    does not need `total`, the optimizer steps of the run.
     """
     if update < optim.warmup_steps:
         return optim.lr * ((update + 1) / optim.warmup_steps)

@@ -120,7 +120,7 @@ class Recorder:
     def _table(self, rollouts: Sequence[ScoredRollout], groups: Sequence[PromptGroup], advantages: Tensor) -> pa.Table:
         """Return a table of schema ROLLOUTS. advantages: [groups, N], nan for rollouts that are not trained on."""
         # Rollouts of a group repeat each other, so each text is decoded once.
-        seen: dict[tuple[str, bytes, Any], dict[str, Any]] = {}
+        decoded: dict[tuple[str, bytes, Any], dict[str, Any]] = {}
         advantage_of = advantages.tolist()
         records = []
         # An evaluation does not ask the engine for log-probabilities.
@@ -130,9 +130,9 @@ class Recorder:
             episode = r.rollout.episode
             parts = None if episode is None else (episode.sampled.numpy().tobytes(), episode.starts, episode.text)
             key = verifier, without_stop(r.rollout.token_ids, self.stop_ids).numpy().tobytes(), parts
-            if key not in seen:
-                seen[key] = self._decode(r.rollout, verifier)
-            texts = seen[key]
+            if key not in decoded:
+                decoded[key] = self._decode(r.rollout, verifier)
+            texts = decoded[key]
 
             # The answer of a response that was cut off may not have been scored (rewards.scoring).
             config = self.config.reward
@@ -241,7 +241,7 @@ def sample_lines(
         first[r.group] = r
     chosen = sorted(first, key=lambda g: (rollout_log.prompt_sort_key(groups[g].prompt.id), g))[:_SAMPLES]
 
-    found = []
+    samples = []
     for number, g in enumerate(chosen, start=1):
         prompt = groups[g].prompt
         text = decode(without_stop(first[g].rollout.token_ids, stop_ids).tolist())
@@ -252,8 +252,8 @@ def sample_lines(
         ]
         if prompt.answer is not None:
             lines.append(f"  reference  {one_line(prompt.answer, _MAX_CHARS)}")
-        found.append("\n".join(lines))
-    return found
+        samples.append("\n".join(lines))
+    return samples
 
 
 def reward_line(scored: ScoredRollout) -> str:

@@ -3,9 +3,9 @@
 Replicas wait for each other at every optimizer step, so the rollouts of each optimizer step are balanced separately, by
 their predicted cost. All ranks know all lengths and compute the same assignment.
 
-Only tokens, log-probabilities and recorded routes travel, to every rank of the replica: 8 bytes per token, and 1 or 2
-for each chosen expert. Rewards and lengths are in tables that all ranks have. A token of an environment travels as the
-bitwise complement of its id, which is negative, and the first one of an agent's sequence has the bit _START, too.
+Only tokens, log-probabilities and recorded routes are sent: 8 bytes per token, and 1 or 2 for each chosen expert. A
+token of an environment is sent as the bitwise complement of its id, which is negative. The first token of an agent's
+sequence also has the bit _START.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def assign_replicas(
     """Return the replica of each rollout of the subset, int64 [groups, N] with -1 for others, and the balance.
 
     The balance is the mean predicted cost of the replicas in an optimizer step, summed over steps, divided by their
-    largest predicted cost, also summed over steps; 1 without rollouts. prompt_tokens: of each group. The result is the
-    same on every rank.
+    largest predicted cost, also summed over steps; 1 without rollouts. prompt_tokens: of each group.
     """
     replica = torch.full_like(outcomes.state, -1)
     group, sibling = subset.mask.nonzero(as_tuple=True)
@@ -104,7 +103,7 @@ def send_to_replicas(
     group, sibling = (replica >= 0).nonzero(as_tuple=True)
     holder, target, tokens = (column[group, sibling] for column in (outcomes.holder, replica, outcomes.tokens))
     replica_of = replica.tolist()
-    held = {(r.group, r.rollout.index): r.rollout for r in rollouts if replica_of[r.group][r.rollout.index] >= 0}
+    own = {(r.group, r.rollout.index): r.rollout for r in rollouts if replica_of[r.group][r.rollout.index] >= 0}
 
     def ids_and_bits(rollout: Rollout) -> Tensor:
         ids = rollout.token_ids.int()
@@ -114,18 +113,18 @@ def send_to_replicas(
         return torch.cat((ids, rollout.log_probs.view(torch.int32)))
 
     transfers = Transfers(group, sibling, holder, target, 2 * tokens)
-    received, moved = send(transfers, {slot: ids_and_bits(r) for slot, r in held.items()}, torch.int32, grid)
+    received, moved = send(transfers, {slot: ids_and_bits(r) for slot, r in own.items()}, torch.int32, grid)
     routes: dict[tuple[int, int], Tensor] = {}
     if no_routes is not None:
         rows = torch.tensor(prompt_tokens)[group] + tokens - 1
         transfers = replace(transfers, length=no_routes.shape[1:].numel() * no_routes.itemsize * rows)
-        own = {slot: r.routes.flatten().view(torch.uint8) for slot, r in held.items() if r.routes is not None}
-        if len(own) < len(held):
+        own_routes = {slot: r.routes.flatten().view(torch.uint8) for slot, r in own.items() if r.routes is not None}
+        if len(own_routes) < len(own):
             raise UserError(
-                f"rollout.replay_routes: {len(held) - len(own)} rollouts of the checkpoint were sampled without it: "
-                'set "never" until they are trained on'
+                f"rollout.replay_routes: {len(own) - len(own_routes)} rollouts of the checkpoint were sampled without "
+                'it: set "never" until they are trained on'
             )
-        routes, bytes_of_routes = send(transfers, own, torch.uint8, grid)
+        routes, bytes_of_routes = send(transfers, own_routes, torch.uint8, grid)
         routes = {slot: x.view(no_routes.dtype).view(-1, *no_routes.shape[1:]) for slot, x in routes.items()}
         moved += bytes_of_routes
 
@@ -147,7 +146,7 @@ def send_to_replicas(
 
 
 def send(
-    transfers: Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
+    transfers: Transfers, own: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
 ) -> tuple[dict[tuple[int, int], Tensor], int]:
     """Send this rank's tensors [length], by group and rollout index. Collective.
 
@@ -159,7 +158,7 @@ def send(
     messages = -(-int(max(sent.max(), received.max())) * dtype.itemsize // MESSAGE_BYTES)
     tensors: dict[tuple[int, int], Tensor] = {}
     for i in range(messages):
-        tensors |= _exchange(transfers.select(slice(i, None, messages)), held, dtype, grid)
+        tensors |= _exchange(transfers.select(slice(i, None, messages)), own, dtype, grid)
     # A tensor goes to each rank of its replica except its holder.
     is_member = torch.zeros(grid.world_size, grid.dp_size, dtype=torch.bool)
     for i, ranks in enumerate(grid.replicas):
@@ -169,14 +168,14 @@ def send(
 
 
 def _exchange(
-    transfers: Transfers, held: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
+    transfers: Transfers, tensors: Mapping[tuple[int, int], Tensor], dtype: torch.dtype, grid: Grid
 ) -> dict[tuple[int, int], Tensor]:
     """Exchange one message between all ranks; see send. Collective."""
     # All ranks of a replica get the same message.
     own = transfers.select(transfers.source == grid.rank)
     for_replica: list[list[Tensor]] = [[torch.zeros(0, dtype=dtype)] for _ in range(grid.dp_size)]
     for slot, target in zip(own.slots(), own.target.tolist(), strict=True):
-        for_replica[target].append(held[slot])
+        for_replica[target].append(tensors[slot])
     parts = [torch.cat(pieces) for pieces in for_replica]
     replica_of = {rank: i for i, ranks in enumerate(grid.replicas) for rank in ranks}
 

@@ -57,12 +57,12 @@ class RolloutRunner:
         new: the rollouts to begin, of all ranks, in (group, rollout) order. partial: this rank's partial rollouts,
         which continue. partial_per_rank: their number on every rank. renew_limit: see Watchdog.generate.
 
-        Returns this rank's rollouts without the lost ones, its counts and its seconds. A rollout that ends up "cut" is
-        lost unless sampling.tokens_per_call is set, because then it continues in the next step. Counts: rollouts
-        "requested", "lost" and "slow"; "responses", and "unscored" ones, on which the verifier failed; "errors"
-        and "timeouts" of a verifier that can score other answers; "turns", tool "calls" and "malformed" ones of the
-        responses, and "environments" that were lost. Seconds: "generate", and "score" for scoring after
-        generation.
+        Returns this rank's rollouts without the lost ones, its counts and its seconds. A "cut" rollout is lost unless
+        sampling.tokens_per_call is set. Then it continues in the next step.
+
+        Counts: rollouts "requested", "lost" and "slow"; "responses", and "unscored" ones, on which the verifier failed;
+        "errors" and "timeouts" of a verifier that can score other answers; "turns", tool "calls" and "malformed" ones
+        of the responses, and "environments" that were lost. Seconds: "generate", and "score" after generation.
         """
         start = time.monotonic()
         partial = partial or {}
@@ -99,12 +99,14 @@ class RolloutRunner:
             _check_distinct(result.requests, result.rollouts, self.engine.engine.duplicate_advice)
             generated = time.monotonic()
 
-            done = [(i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"]
+            finished_rollouts = [
+                (i, r) for i, rollouts in enumerate(result.rollouts) for r in rollouts if r.finish != "cut"
+            ]
             with span("score", allowance_s=self.reward.timeout_s):
-                scores = scorer.scores([(i, r.index) for i, r in done])
+                scores = scorer.scores([(i, r.index) for i, r in finished_rollouts])
         # Answers become hashes, because ranks exchange tables of numbers.
         columns = scores.rewards.tolist(), scores.right, map(answer_hash, scores.answers), scores.results
-        scored = [ScoredRollout(group_of[i], r, *row) for (i, r), *row in zip(done, *columns, strict=True)]
+        scored = [ScoredRollout(group_of[i], r, *row) for (i, r), *row in zip(finished_rollouts, *columns, strict=True)]
         score_seconds = time.monotonic() - generated
 
         cut: list[ScoredRollout] = []
@@ -154,8 +156,8 @@ class RolloutRunner:
     def report_errors(self, raised: Mapping[str, str]) -> None:
         """Print each verifier that raised once in a run, on the first rank that has it. Collective."""
         ranks = collectives.all_gather({text: why for text, why in raised.items() if text not in self.reported})
-        for rank, found in enumerate(ranks):
-            for text, reason in found.items():
+        for rank, reasons in enumerate(ranks):
+            for text, reason in reasons.items():
                 if text not in self.reported and rank == self.grid.rank:
                     with contextlib.suppress(OSError):  # stderr may be a closed pipe.
                         print(f"{text}: {reason}", file=sys.stderr, flush=True)
@@ -166,22 +168,22 @@ def _generation_counts(result: GenerationResult, usage: KvUsage | None) -> dict[
     """Return the values that the span of a generate call records: its number of new tokens and the use of the cache."""
     before = sum(r.sampled_tokens for request in result.requests for r in request.begun)
     total = sum(r.sampled_tokens for group in result.rollouts for r in group)
-    found = {"tokens": float(max(total - before, 0))}  # The difference is negative if continued rollouts were lost.
+    counts = {"tokens": float(max(total - before, 0))}  # The difference is negative if continued rollouts were lost.
     if usage:
-        found |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.steps)}
-        found |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.cached_prompt_tokens)}
-    return found
+        counts |= {"kv_peak": usage.peak, "kv_mean": usage.mean, "kv_turns": float(usage.steps)}
+        counts |= {"prompt_tokens": float(usage.prompt_tokens), "prompt_found": float(usage.cached_prompt_tokens)}
+    return counts
 
 
 def _episode_counts(result: GenerationResult) -> dict[str, int]:
     """Return the numbers of turns, tool calls, malformed calls and sequences of finished rollouts, and of lost ones."""
     rollouts = [r for rollouts in result.rollouts for r in rollouts if r.episode is not None]
-    done = [r.episode for r in rollouts if r.episode and r.finish != "cut"]
+    episodes = [r.episode for r in rollouts if r.episode and r.finish != "cut"]
     return {
-        "turns": sum(e.turns for e in done),
-        "calls": sum(e.calls for e in done),
-        "malformed": sum(e.malformed for e in done),
-        "sequences": sum(len(e.starts) for e in done),
+        "turns": sum(e.turns for e in episodes),
+        "calls": sum(e.calls for e in episodes),
+        "malformed": sum(e.malformed for e in episodes),
+        "sequences": sum(len(e.starts) for e in episodes),
         # The score of an unfinished rollout is the reason for which it was lost (rollout.turns).
         "environments": sum(r.finish == "cut" and r.episode.score is not None for r in rollouts if r.episode),
     }
@@ -190,8 +192,8 @@ def _episode_counts(result: GenerationResult) -> dict[str, int]:
 def _check_distinct(requested: Sequence[Request], rollouts: Sequence[Sequence[Rollout]], duplicate_advice: str) -> None:
     """Raise UserError on every rank if rollouts were drawn with the same random numbers, on any ranks."""
     hashes, names = improbable_rollouts(requested, rollouts)
-    found, counts = torch.cat(collectives.all_gather(hashes)).unique(return_counts=True)
-    again = set(found[counts > 1].tolist())
+    values, counts = torch.cat(collectives.all_gather(hashes)).unique(return_counts=True)
+    again = set(values[counts > 1].tolist())
     if again:
         own = [name for name, value in zip(names, hashes.tolist(), strict=True) if value in again]
         raise UserError(

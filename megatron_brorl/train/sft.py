@@ -54,8 +54,8 @@ def sft(
         start = time.monotonic()
 
         # Each replica trains on its share of the examples; the loss is the mean over the tokens of all.
-        taken = source.prompts(step * config.examples_per_step, config.examples_per_step)
-        examples = sft_examples(taken, tokenizer)[grid.dp_rank :: grid.dp_size]
+        batch = source.prompts(step * config.examples_per_step, config.examples_per_step)
+        examples = sft_examples(batch, tokenizer)[grid.dp_rank :: grid.dp_size]
         prompts = [torch.tensor(prompt) for prompt, _ in examples]
         responses = [torch.tensor(response.token_ids) for _, response in examples]
         trained_masks = [torch.tensor(response.trained) for _, response in examples]

@@ -97,12 +97,12 @@ def new_best(config: Config, state: RunState, metrics: Mapping[str, float]) -> B
 
     metrics: of the step, with those of its evaluation if there was one.
     """
-    found = passes(metrics)
+    scores = passes(metrics)
     metric = config.train.keep_best
-    if not (found and metric):
+    if not (scores and metric):
         return None
-    k = max(map(int, found)) if metric == "pass_at_k" else 1
-    value = found[str(k)]  # The earlier one wins a tie.
+    k = max(map(int, scores)) if metric == "pass_at_k" else 1
+    value = scores[str(k)]  # The earlier one wins a tie.
     is_best = not math.isnan(value) and (state.best is None or value > state.best.value)
     return Best(state.step, metric, value) if is_best else None
 

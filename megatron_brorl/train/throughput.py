@@ -1,8 +1,7 @@
 """Metrics of the ranks of a step: waiting times, throughput and utilisation; and traces of single steps.
 
-The seconds of a phase are those in which a rank does its own work: the engine call, scoring after that, and passes and
-optimizer steps without the reduction of gradients, in which it waits for others. Exchange and weight sync are
-collectives, so their seconds include waiting.
+The seconds of a phase are those in which a rank does its own work. They do not include the reduction of gradients, in
+which it waits for others. Exchange and weight sync are collectives, so their seconds include waiting.
 
 Traces are in Google's Trace Event Format for chrome://tracing and Perfetto: complete events ("ph": "X") with times in
 microseconds. Times count from a barrier at the start of the step.
@@ -71,7 +70,7 @@ def waiting(ranks: Columns) -> dict[str, float]:
 
     ranks/idle is the time that ranks wait for the slowest one, summed over phases, as a share of the step.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     lost = 0.0
     for phase in PHASES:
         column = ranks[phase]
@@ -79,16 +78,16 @@ def waiting(ranks: Columns) -> dict[str, float]:
         mean = float(column.mean())
         if slowest <= 0:
             continue  # The step had no such phase.
-        found |= {
+        metrics |= {
             f"ranks/{phase}_slowest": slowest,
             f"ranks/{phase}_mean": mean,
             f"ranks/{phase}_fastest": float(column.min()),
         }
-        found[f"ranks/{phase}_idle"] = 1 - mean / slowest
+        metrics[f"ranks/{phase}_idle"] = 1 - mean / slowest
         lost += slowest - mean
 
     step = float(ranks["wall_step"].max())
-    return {**found, "ranks/step_slowest": step, "ranks/idle": lost / step if step > 0 else 0.0}
+    return {**metrics, "ranks/step_slowest": step, "ranks/idle": lost / step if step > 0 else 0.0}
 
 
 def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dict[str, float]:
@@ -109,15 +108,15 @@ def throughput(ranks: Columns, trained_tokens: float, peak: float | None) -> dic
         "forward_tflops": (forward / 1e12, ranks["forward_s"].max()),
         "update_tflops": (update / 1e12, ranks["update_s"].max()),
     }
-    found = {f"throughput/{name}": float(done / s) / devices for name, (done, s) in rates.items() if done and s > 0}
+    metrics = {f"throughput/{name}": float(done / s) / devices for name, (done, s) in rates.items() if done and s > 0}
 
     if peak:
         for name in ("forward", "update"):
-            if f"throughput/{name}_tflops" in found:
-                found[f"throughput/{name}_mfu"] = 1e12 * found[f"throughput/{name}_tflops"] / peak
+            if f"throughput/{name}_tflops" in metrics:
+                metrics[f"throughput/{name}_mfu"] = 1e12 * metrics[f"throughput/{name}_tflops"] / peak
         if forward + update and step > 0:
-            found["throughput/mfu"] = float((forward + update) / step) / devices / peak
-    return found
+            metrics["throughput/mfu"] = float((forward + update) / step) / devices / peak
+    return metrics
 
 
 def kv_cache(ranks: Columns) -> dict[str, float]:
@@ -185,9 +184,9 @@ def write_trace(path: Path, timeline: Timeline, rank: int, origin: float) -> Non
     parts = collectives.all_gather(json.dumps(events(timeline, rank, origin)))
     if rank:
         return
-    found = {"traceEvents": [event for part in parts for event in json.loads(part)], "displayTimeUnit": "ms"}
+    trace = {"traceEvents": [event for part in parts for event in json.loads(part)], "displayTimeUnit": "ms"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found), encoding="utf-8")
+        path.write_text(json.dumps(trace), encoding="utf-8")
     except OSError as e:
         warn(f"{path}: {e.strerror or e}; this trace is missing")

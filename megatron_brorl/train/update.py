@@ -133,9 +133,9 @@ def update_policy(
         groups = (worker.grid.groups.pp, worker.grid.groups.dp_cp)
         return result, collectives.all_reduce_sum(sums, *groups) | collectives.all_reduce_max(maxima, *groups)
 
-    done = _take_steps(step, mini_batches, optim, first_update, total_updates, experience, worker.grid)
-    sums = {key: done.total(key) for key in losses.SUMS}
-    first = done.metrics[0] if done.metrics else {"rollout_gap": 0.0, "tokens": 0.0, "rollout_gap_max": 0.0}
+    updates = _take_steps(step, mini_batches, optim, first_update, total_updates, experience, worker.grid)
+    sums = {key: updates.total(key) for key in losses.SUMS}
+    first = updates.metrics[0] if updates.metrics else {"rollout_gap": 0.0, "tokens": 0.0, "rollout_gap_max": 0.0}
 
     # make_experience reports the KL if it is part of the reward.
     tokens = sums["tokens"] or 1.0
@@ -144,14 +144,14 @@ def update_policy(
     return {
         **metrics,
         # Each loss has the divisor of its own mini-batch, so this is a mean over steps, including skipped ones.
-        "loss": sums["loss"] / done.steps,
-        "grad_norm": sum(done.norms) / done.steps,
-        "updates": float(done.applied),
-        "updates_skipped": float(len(done.norms) - done.applied),
-        "lr": done.lr,
+        "loss": sums["loss"] / updates.steps,
+        "grad_norm": sum(updates.norms) / updates.steps,
+        "updates": float(updates.applied),
+        "updates_skipped": float(len(updates.norms) - updates.applied),
+        "lr": updates.lr,
         **{name: sums[name] / tokens for name in means},
         "ratio_mean": sums["ratio"] / tokens,
-        "ratio_max": max((m["ratio_max"] for m in done.metrics), default=0.0),
+        "ratio_max": max((m["ratio_max"] for m in updates.metrics), default=0.0),
         "logprob_gap_mean": first["rollout_gap"] / (first["tokens"] or 1.0),
         "logprob_gap_max": first["rollout_gap_max"],
         "trained_tokens": sums["tokens"],
@@ -185,14 +185,14 @@ def update_critic(
         own = {key: sum((v.sums[key] for v in values), 0.0) for key in _VALUE_SUMS}
         return result, collectives.all_reduce_sum(own, critic.grid.groups.pp, critic.grid.groups.dp_cp)
 
-    done = _take_steps(step, mini_batches, optim, first_update, total_updates, experience, critic.grid)
+    updates = _take_steps(step, mini_batches, optim, first_update, total_updates, experience, critic.grid)
     return {
-        "value_loss": done.total("loss") / done.steps,
-        "value_clipped": done.total("clipped") / (done.total("tokens") or 1.0),
-        "critic_grad_norm": sum(done.norms) / done.steps,
-        "critic_updates": float(done.applied),
-        "critic_updates_skipped": float(len(done.norms) - done.applied),
-        "critic_lr": done.lr,
+        "value_loss": updates.total("loss") / updates.steps,
+        "value_clipped": updates.total("clipped") / (updates.total("tokens") or 1.0),
+        "critic_grad_norm": sum(updates.norms) / updates.steps,
+        "critic_updates": float(updates.applied),
+        "critic_updates_skipped": float(len(updates.norms) - updates.applied),
+        "critic_lr": updates.lr,
     }
 
 
@@ -236,11 +236,11 @@ def _take_steps(
     for number, rows in enumerate(mini_batches):
         count(number, len(mini_batches))
         rate = learning_rate(optim, first_update + applied, total_updates)
-        done = step(rate, rows)
-        if done is None:
+        outcome = step(rate, rows)
+        if outcome is None:
             continue
-        result, found = done
-        metrics.append(found)
+        result, step_metrics = outcome
+        metrics.append(step_metrics)
         norms.append(result.grad_norm)
         if result.applied:
             applied += 1

@@ -187,14 +187,15 @@ def log_prob_gap(worker: Worker, engine: Watchdog, version: int, replay_routes: 
         keys = torch.full((length,), stream_key("verify reshard", version, name))
         places = torch.arange(length)
         ids = (uniforms(keys, places, torch.zeros_like(places)) * shape.vocab).long()
-        prompts.append(Prompt(name, "", tuple(ids.tolist()), None, "exact"))
+        prompts.append(Prompt(name, text="", token_ids=tuple(ids.tolist()), answer=None, verifier="exact"))
 
     # The probe uses the same functions as a training step.
     groups = [PromptGroup(p, f"verify {version}", i) for i, p in enumerate(prompts)]
     slots = deal(list(product(range(len(groups)), range(SIBLINGS))), [0] * grid.world_size)[grid.rank]
     own_requests, group_of = requests(slots, groups, {}, 0)
 
-    sampling = Sampling(1.0, 1.0, 0, max(1, min(TOKENS, shape.context - length)), (), routes=replay_routes)
+    new_tokens = max(1, min(TOKENS, shape.context - length))
+    sampling = Sampling(1.0, top_p=1.0, top_k=0, max_tokens=new_tokens, stop_ids=(), routes=replay_routes)
     result = engine.generate(own_requests, sampling)
 
     # The probe is small, so every replica of the actor scores all responses.

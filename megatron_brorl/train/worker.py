@@ -118,8 +118,8 @@ class Offload:
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the distinct storages that are not empty."""
-    found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
-    return [storage for storage in found.values() if storage.nbytes()]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+    return [storage for storage in storages.values() if storage.nbytes()]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -300,8 +300,7 @@ class Stage:
     ) -> tuple[OptimizerStep, list[Any]]:
         """Take one optimizer step on this replica's rows; return it and the values of `loss` per micro-batch.
 
-        `loss` must divide by the size of the global batch. Only the last pipeline stage returns values. routes: see
-        parallel.packing.pack.
+        `loss` must divide by the size of the global batch. Only the last stage returns any. routes: see packing.pack.
         """
         with span("optimizer step") as recorded:
             batches = self.micro_batches(prompts, responses, routes)
@@ -463,11 +462,11 @@ class Worker(Stage):
 
         Collective of the replica; None on all pipeline stages but the last.
         """
-        found: dict[int, Tensor] = {}
+        logits_of_row: dict[int, Tensor] = {}
 
         def collect(batch: Packed, head: Head) -> tuple[Tensor, Any]:
             rows, at = batch.last_tokens()
-            found.update(zip(rows, head.logits(at).cpu(), strict=True))
+            logits_of_row.update(zip(rows, head.logits(at).cpu(), strict=True))
             return head.hidden.sum(), None
 
         with torch.no_grad():
@@ -475,7 +474,7 @@ class Worker(Stage):
         if not self.grid.last_stage:
             return None
         table = torch.zeros(len(prompts), self.shape.vocab, dtype=compute_dtype(self.options.dtype))
-        for row, logits in found.items():
+        for row, logits in logits_of_row.items():
             table[row] = logits
         table = table.to(cpu_bridge.default_device())
         dist.all_reduce(table, group=self.grid.groups.cp)  # each rank has its own rows, and zeros

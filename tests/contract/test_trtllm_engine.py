@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contract.double.fp8_blocks import dequantize
 from contract.engines import SAMPLING, damage_staged_weights, draw, same
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor
-from megatron_brorl.ops.fp8_blocks import dequantize, quantize
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
 from megatron_brorl.rollout.remote import process
+from megatron_brorl.rollout.remote.weights_in_trainer import quantize
 from megatron_brorl.rollout.weight_stream import UpdateRefused
 
 pytestmark = pytest.mark.slow  # every test starts processes that import torch

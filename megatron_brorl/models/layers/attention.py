@@ -198,18 +198,18 @@ class PackedAttention(torch.nn.Module):
             halves = q.unflatten(2, (2, chunk)).transpose(1, 2)  # [count, 2, heads, chunk, d]
 
             # A chunk attends to all earlier tokens of its segment, and causally to itself.
-            found = []
+            attended = []
             for half, place in ((0, rank), (1, 2 * size - 1 - rank)):
-                seen = (place + 1) * chunk  # keys from the start of the segment to the end of the chunk
-                mask = torch.ones(chunk, seen, dtype=torch.bool, device=q.device).tril(seen - chunk)
-                found.append(
+                visible = (place + 1) * chunk  # keys from the start of the segment to the end of the chunk
+                mask = torch.ones(chunk, visible, dtype=torch.bool, device=q.device).tril(visible - chunk)
+                attended.append(
                     scaled_dot_product_attention(
-                        halves[:, half], k[:, :, :seen], v[:, :, :seen], mask, scale=self.scale, enable_gqa=True
+                        halves[:, half], k[:, :, :visible], v[:, :, :visible], mask, scale=self.scale, enable_gqa=True
                     )
                 )
 
             # Restore the order of this rank's queries.
-            outputs.append(torch.stack(found, dim=1).transpose(2, 3).flatten(0, 2))
+            outputs.append(torch.stack(attended, dim=1).transpose(2, 3).flatten(0, 2))
         return _concatenate(outputs)
 
 

@@ -129,13 +129,13 @@ class Adapted(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return Megatron's description of the parameters, which takes parameters that it does not know for whole."""
-        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         if self.lora is None:
-            return found
+            return sharded
         state = self.lora.state_dict(prefix="lora.", keep_vars=True)
         axes = {name: p.partition_dim for name, p in state.items() if getattr(p, "tensor_model_parallel", False)}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        return found | make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, **groups)
+        return sharded | make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, **groups)
 
 
 class ColumnAdapted(Adapted):

@@ -10,8 +10,7 @@ A parameter is split along one dimension of a view in which every rank's part is
     qkv          [kv heads, (q per kv + 2) * d, H]  0           3   (q, k, v; one query group after another)
     gate_up      [2, ffn, H]                        1           2   (gate, up)
 
-A parameter with the layout "whole" is the same on all tensor-parallel ranks. That of an expert is only on the ranks of
-the expert.
+A "whole" parameter is the same on all tensor-parallel ranks. That of an expert is only on the ranks of the expert.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class WeightEntry:
 
     def is_on(self, grid: Grid, experts: int) -> bool:
         """Return whether this rank has the parameter or a part of it. experts: of each layer of the model."""
-        mine = self.expert is None or self.expert * grid.ep_size // experts == grid.ep_rank
-        return mine and self.stage == grid.pp_rank
+        has_expert = self.expert is None or self.expert * grid.ep_size // experts == grid.ep_rank
+        return has_expert and self.stage == grid.pp_rank
 
 
 def local_shape(entry: WeightEntry, size: int) -> tuple[int, ...]:

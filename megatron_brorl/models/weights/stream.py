@@ -44,8 +44,8 @@ def make_buckets(
 
 def _groups(entries: Sequence[WeightEntry], expert_ranks: int) -> Iterator[list[WeightEntry]]:
     """Yield the entries that are sent together: one, or those of the k-th expert of every rank."""
-    for of_experts, found in groupby(entries, lambda entry: entry.expert is not None):
-        run, size = list(found), 1
+    for of_experts, adjacent in groupby(entries, lambda entry: entry.expert is not None):
+        run, size = list(adjacent), 1
         if of_experts:
             size = expert_ranks
             each = len({entry.expert for entry in run}) // size

@@ -1,8 +1,7 @@
 """The ops of csrc/. Importing this module loads the extension.
 
 The functions here, by csrc/policy/{advantages,value_loss}.*, take float32 or float64 tensors on one device: the CPU, or
-CUDA if the extension was built for it. Only value_loss is differentiable. Results do not depend on the number of CPU
-threads.
+CUDA if the extension was built for it. Only value_loss is differentiable. Results do not depend on CPU threads.
 """
 
 from __future__ import annotations

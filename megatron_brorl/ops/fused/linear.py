@@ -1,12 +1,11 @@
 """Log-probabilities and the policy loss from hidden states without [R, V] logits, on one rank or many.
 
-Every chunk of rows takes a product to logits, csrc's passes over them, and products to the gradients. Under tensor
-parallelism each rank of `group` holds its rows of the LM head. Python merges the softmax statistics of the ranks, so
-csrc contains no communication. ops.reference.linear defines the results.
+Logits are computed for a chunk of rows at a time. Under tensor parallelism each rank holds its rows of the LM head, and
+Python merges the softmax statistics of the ranks. ops.reference.linear defines the results.
 
-A token's policy gradient depends only on its own log-probability, so linear_ppo_loss computes the gradients in the
-forward pass, with three products in total (as Liger-Kernel's fused losses do). A ratio over the whole sequence is known
-only after all of its tokens. It and a loss of the user take linear_log_probs and its backward pass, four products.
+A token's policy gradient depends only on its own log-probability. linear_ppo_loss therefore computes the gradients in
+the forward pass, with three products in total (as Liger-Kernel's fused losses do). A ratio over the whole sequence and
+a loss of the user need all tokens first, so they take linear_log_probs and its backward pass, four products.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ def linear_ppo_loss(
 ) -> PolicyLoss:
     """Compute reference.linear_ppo_loss; matrices, group, vocab and errors as in linear_log_probs.
 
-    The log-probabilities are bitwise those of linear_log_probs on the same rows; on a GPU only if every row may have a
-    gradient, because it sorts the others to the end. Unless settings.of_sequences, the forward pass computes the
-    gradients and the backward pass scales them in place, so a second backward pass raises RuntimeError.
+    The log-probabilities are bitwise those of linear_log_probs on the same rows. On a GPU this requires that every row
+    has a gradient, because the others are sorted to the end. Unless settings.of_sequences, the backward pass scales the
+    gradients of the forward pass in place, so a second backward pass raises RuntimeError.
     """
     shard = _shard("linear_ppo_loss", hidden, weight, ids, temperature, group, vocab)
     check_devices("linear_ppo_loss", hidden, *vars(tokens).values())
@@ -222,13 +221,13 @@ class _Gradients:
             live = log_prob_gradient != 0
             if entropy_gradient is not None:
                 live |= entropy_gradient != 0
-            found = _live_first(live)
-            if len(found) < len(live):
+            live_rows = _live_first(live)
+            if len(live_rows) < len(live):
                 # Logits are moved in place, a few rows at a time. The other tensors are small and are copied.
-                moved = (found != torch.arange(len(found), device=found.device)).nonzero().squeeze(-1)
+                moved = (live_rows != torch.arange(len(live_rows), device=live_rows.device)).nonzero().squeeze(-1)
                 for part in moved.split(ROWS_MOVED):
-                    chunk.logits[part] = chunk.logits[found[part]]
-                order = found
+                    chunk.logits[part] = chunk.logits[live_rows[part]]
+                order = live_rows
         hidden, ids, statistics = chunk.hidden[order], chunk.ids[order], chunk.statistics[order]
         log_prob_gradient = log_prob_gradient[order]
         entropy_gradient = None if entropy_gradient is None else entropy_gradient[order]
@@ -267,7 +266,7 @@ class _FusedLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
         entropy = torch.empty_like(log_probs)
-        for chunk in _chunks(hidden, weight, ids, shard, 0):
+        for chunk in _chunks(hidden, weight, ids, shard, trained=0):
             chunk.write(log_probs, entropy, shard)
         ctx.save_for_backward(hidden, weight, ids)
         ctx.shard = shard
@@ -284,7 +283,7 @@ class _FusedLogProbs(torch.autograd.Function):
                 hidden, ids, *upstream = (x[rows] for x in (hidden, ids, *upstream))  # type: ignore[assignment]
         gradients = _Gradients(hidden, weight, ctx.shard, ctx.needs_input_grad[:2])
         with_entropy = bool(upstream[1].any())
-        for chunk in _chunks(hidden, weight, ids, ctx.shard, len(hidden)):
+        for chunk in _chunks(hidden, weight, ids, ctx.shard, trained=len(hidden)):
             gradients.add(chunk, upstream[0][chunk.rows], upstream[1][chunk.rows] if with_entropy else None)
         of_hidden, of_weight = gradients.finished(hidden.dtype)
         if rows is not None and of_hidden is not None:

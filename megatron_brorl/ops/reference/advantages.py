@@ -17,8 +17,7 @@ def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam
 
     rewards and values [T] of packed segments: segment s is starts[s]:starts[s + 1] (starts [S + 1] int64, from 0 to T,
     never falling; a segment may be empty). Per segment, from its last token on: delta_t = r_t + gamma V_{t+1} - V_t,
-    A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last token V and A are 0. gamma and lam lie in
-    [0, 1].
+    A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last token V and A are 0. 0 <= gamma, lam <= 1.
     """
     # The loop runs on the CPU, because a GPU would launch several kernels per token. All sums are in float64, because a
     # return is a sum over thousands of tokens.
@@ -36,8 +35,7 @@ def gae(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float = 1.0, lam
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> ValueLoss:
-    """Return the loss sum_t w_t max((v_t - R_t)^2, (clip(v_t, old_t - clip, old_t + clip) - R_t)^2) / 2 of
-    tensors [R].
+    """Return the loss sum_t w_t max((v_t - R_t)^2, (clip(v_t, old_t - clip, old_t + clip) - R_t)^2) / 2.
 
     The value loss of PPO (Schulman et al. 2017) as in OpenAI baselines, ppo2. weights carry the mask and the divisor:
     a token of weight 0 contributes nothing, even if its other entries are NaN. clip is in units of value; with infinity

@@ -24,10 +24,9 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability of ids and entropy of softmax(hidden @ weight.T / temperature) at each row.
 
-    hidden [R, H]; weight [V, H], whose rows from `vocab` on (None: no rows) are padding and have no
-    probability; ids [R] int64 below `vocab`. With a group, hidden and ids are the same on all its ranks, weight is this
-    rank's shard [V/tp, H], and the gradient of hidden is summed over the group. Returns two [R] tensors in the compute
-    dtype, in nats, both differentiable.
+    hidden [R, H]; weight [V, H], whose rows from `vocab` on (None: no rows) are padding without probability; ids [R]
+    int64 below `vocab`. With a group, hidden and ids are the same on all its ranks, weight is this rank's shard
+    [V/tp, H], and the gradient of hidden is summed over the group. The results [R] are in the compute dtype, in nats.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     vocab = len(weight) * ranks if vocab is None else vocab
@@ -47,8 +46,7 @@ def linear_ppo_loss(
 ) -> PolicyLoss:
     """Return the policy loss of algo.policy_loss, which documents formula and metrics, from hidden states.
 
-    hidden [R, H], weight [V, H], ids [R], group and vocab as in linear_log_probs; the tensors of tokens are [R] in the
-    compute dtype.
+    hidden, weight, ids, group and vocab as in linear_log_probs; the tensors of tokens are [R] in the compute dtype.
     """
     return policy_loss(*linear_log_probs(hidden, weight, ids, temperature, group, vocab), tokens, settings)
 
@@ -81,11 +79,11 @@ class _LinearLogProbs(torch.autograd.Function):
 
             # Only one rank has the logit of the id; the others add 0.
             own = t - start
-            mine = (own >= 0) & (own < live)
+            in_shard = (own >= 0) & (own < live)
             picked = torch.zeros_like(peak)
             # A shard that is all padding has no logit to pick.
             if live:
-                picked = logits.gather(-1, own.clamp(0, live - 1).unsqueeze(-1)).squeeze(-1) * mine
+                picked = logits.gather(-1, own.clamp(0, live - 1).unsqueeze(-1)).squeeze(-1) * in_shard
 
             # One message for the three sums: the normaliser, the id's logit and the mean logit.
             exp = (logits - peak.unsqueeze(-1)).exp()
@@ -126,11 +124,10 @@ class _LinearLogProbs(torch.autograd.Function):
             d = log_p.exp().mul_(-(upstream + of_entropy * (log_p + entropy[chunk].unsqueeze(-1))))
             # Add the onehot of the id on the rank that has it.
             own = ids[chunk] - start
-            mine = (own >= 0) & (own < live)
-            d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), mine.unsqueeze(-1) * upstream)
+            in_shard = (own >= 0) & (own < live)
+            d.scatter_add_(-1, own.clamp(0, live - 1).unsqueeze(-1), in_shard.unsqueeze(-1) * upstream)
             d.div_(temperature)
 
-            # Multiply in the dtype of the matrices.
             d = d.to(hidden.dtype)
             grad_hidden[chunk] = (d @ weight[:live]).to(grad_hidden.dtype)
             if grad_weight is not None:

@@ -34,7 +34,7 @@ function command(run, m, g) {
 function rollouts(parent, run) {
   const data = content.rollouts, left = data.recorded.rollouts - data.held.rollouts;
   const recorded = run.spread.evaluation || run.spread.step;
-  if (!data.moments.length) return append(parent, said(recorded ? "This file has no space for rollouts. Make it larger with --megabytes." : "No rollouts are recorded."));
+  if (!data.moments.length) return append(parent, placeholder(recorded ? "This file has no space for rollouts. Make it larger with --megabytes." : "No rollouts are recorded."));
   append(parent, note(`This file has ${whole(data.held.rollouts)} rollouts of ${whole(data.held.groups)} groups, from ${data.moments.length} of ${data.moments_recorded} recorded steps and evaluations`,
     left > 0 ? `. It leaves out ${whole(left)} recorded ones: it has at most ${content.megabytes} MB and at most 16 rollouts of a group. Show all: ` : ". Show all: ",
     make("code", null, `brorl rollouts ${run.folder}`)));
@@ -52,9 +52,9 @@ function rollouts(parent, run) {
     make("div", { class: "browser" }, list, pane));
 
   async function load() {
-    const asked = m, found = await chunk(m.list);
+    const asked = m, loaded = await chunk(m.list);
     if (m !== asked) return; // The user has chosen another moment in the meantime.
-    groups = found;
+    groups = loaded;
     fill();
   }
 
@@ -112,8 +112,8 @@ function show(pane, run, m, g, unit) {
   const counts = `right ${g.right} of ${g.rollouts}, mean reward ${short(g.reward)}, ${g.distinct} distinct answers, ${g.tokens === null ? "-" : g.tokens.toFixed(1)} tokens on average`;
   const head = [make("h3", null, g.prompt_id), make("p", null, `${momentName(m)}: ${counts}${trained}; task ${g.task}`)];
   const rest = make("code", null, command(run, m, g));
-  if (!unit && g.excerpt === null) return pane.replaceChildren(...head, said("The rollouts of this group are not recorded (run.record_groups)."));
-  if (!unit) return pane.replaceChildren(...head, said("Its rollouts are not in this file. Show them:"), rest);
+  if (!unit && g.excerpt === null) return pane.replaceChildren(...head, placeholder("The rollouts of this group are not recorded (run.record_groups)."));
+  if (!unit) return pane.replaceChildren(...head, placeholder("Its rollouts are not in this file. Show them:"), rest);
   return pane.replaceChildren(...head,
     make("pre", { class: "text" }, unit.prompt),
     unit.reference === null ? "" : make("p", null, "Reference answer: ", make("code", null, unit.reference)),
@@ -122,9 +122,9 @@ function show(pane, run, m, g, unit) {
     make("div", { class: "cards" }, unit.rollouts.map(card)));
 }
 
-function answers(found) {
+function answers(siblings) {
   const counts = new Map();
-  for (const r of found) {
+  for (const r of siblings) {
     const key = JSON.stringify([r.answer, r.right]);
     counts.set(key, (counts.get(key) || 0) + 1);
   }

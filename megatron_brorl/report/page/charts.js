@@ -34,7 +34,7 @@ function chart(title, note, spec, height) {
   };
   // Vega interprets its expressions (ast), because the page's policy forbids code made from text.
   drawers.set(box, () => vegaEmbed(box, whole, { actions: false, ast: true, renderer: "canvas", tooltip: { theme: "custom" } })
-    .catch((error) => { box.replaceChildren(said("This chart cannot be drawn: " + error.message)); throw error; }));
+    .catch((error) => { box.replaceChildren(placeholder("This chart cannot be drawn: " + error.message)); throw error; }));
   near.observe(box);
   return make("figure", { class: "chart" }, make("figcaption", null, make("h3", null, title), note ? make("p", null, note) : null), box);
 }

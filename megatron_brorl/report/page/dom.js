@@ -40,7 +40,7 @@ function choice(label, values, chosen, change, id) {
   return make("label", null, label + " ", select);
 }
 
-const said = (sentence) => make("p", { class: "said" }, sentence);
+const placeholder = (sentence) => make("p", { class: "placeholder" }, sentence);
 const note = (...parts) => make("p", { class: "note" }, parts);
 // Ties are rounded to even, as Python does in the sentences of the verdict.
 const rounding = (digits) => new Intl.NumberFormat("en", { useGrouping: false, roundingMode: "halfEven", ...digits }).format;

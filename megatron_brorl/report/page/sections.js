@@ -17,7 +17,7 @@ function verdict(parent, run) {
       v.details.map((sentence) => make("p", null, sentence)),
       v.findings.map((sentence) => make("p", { class: "finding" }, make("b", null, "Warning: "), sentence))),
     make("dl", { class: "tiles" }, tiles.map(([name, value]) => make("div", null, make("dt", null, name), make("dd", null, value)))));
-  append(parent, run.evaluations.length ? passes(run) : said("There is no held-out evaluation. Set data.held_out."));
+  append(parent, run.evaluations.length ? passes(run) : placeholder("There is no held-out evaluation. Set data.held_out."));
   if (c)
     append(parent, make("div", { class: "columns" },
       moved("Newly solved", c.solved, `No sample was right ${when(c.from)}, at least one ${when(c.to)}.`, c.to),
@@ -45,7 +45,7 @@ function moved(title, rows, text, steps) {
   const list = rows.map((row) => make("li", null,
     make("button", { type: "button", class: "link", on: { click: () => openPrompt("evaluation", steps, row.id) } }, row.id), ` ${row.right} of ${row.samples}`));
   return make("details", { class: "moved", open: rows.length <= 100 }, make("summary", null, `${title}: ${rows.length}`), note(text),
-    rows.length ? make("ul", null, list) : said("No prompt."));
+    rows.length ? make("ul", null, list) : placeholder("No prompt."));
 }
 
 function held_out(run) {
@@ -81,7 +81,7 @@ function curves(parent, run) {
   const of = (name, label) => ({ name: label, x: c.step, y: c.values[name] || [] });
   const never = (c.values.all_wrong_share || []).every((v) => v === null || v === 1) && (c.values.kept_share || []).some((v) => v > 0);
   const one = (title, text, name, y) => lines(title, text, [of(name, title)], { smooth: true, y });
-  append(parent, c.step.length ? null : said("No step is finished yet."), make("div", { class: "charts" },
+  append(parent, c.step.length ? null : placeholder("No step is finished yet."), make("div", { class: "charts" },
     held_out(run),
     one("Training reward", "", "reward", "mean reward"),
     tasks.length > 1 ? lines("Right rollouts by task", "In training.", tasks.map(([name, y]) => ({ name, x: run.by_task.step, y })),
@@ -97,7 +97,7 @@ function curves(parent, run) {
     lines("Responses", "Responses cut off at rollout.max_tokens, and responses with an answer.",
       [of("answered_share", "with an answer"), of("cut_off_share", "cut off")], { y: "share of rollouts", format: ".0%" }),
     lines("Clipped tokens", "Tokens with an importance ratio outside its bounds.", [of("clipped_low", "below"), of("clipped_high", "above")], { y: "share of tokens", format: ".1~%" })));
-  if (c.every > 1) append(parent, said(`Each point of a curve is the mean of ${c.every} steps. metrics.jsonl has every step.`));
+  if (c.every > 1) append(parent, placeholder(`Each point of a curve is the mean of ${c.every} steps. metrics.jsonl has every step.`));
   any_metric(parent, [run], Object.keys(c.values).sort(), "reward");
 }
 
@@ -118,7 +118,7 @@ function any_metric(parent, runs, names, begin) {
     const ways = runs.length > 1 ? [["training step", false], ["seconds of training steps", true]] : [["training step", false]];
     const draw = ([x, over]) => lines(over ? `${name} over time` : name, over ? "The time of evaluations is not included." : meaning(name),
       runs.map((run) => of_run(run, name, run.name, over)), { y: "", x, smooth: !held, format: share ? ".0%" : ".3~g", whole: !over });
-    place.replaceChildren(...ways.map((way) => draw(way) || said("This metric has no value.")));
+    place.replaceChildren(...ways.map((way) => draw(way) || placeholder("This metric has no value.")));
   };
   const field = make("input", { list: "metrics", id: "metric", value: names.includes(begin) ? begin : names[0], autocomplete: "off", on: { input: show, focus: () => field.select() } });
   append(parent, make("div", { class: "any" }, make("label", { for: "metric" }, `Any of the ${names.length} metrics: `), field,
@@ -132,9 +132,9 @@ function of_run(run, name, label, over) {
   const task = name.startsWith("pass@1 of ") ? name.slice(10) : null;
   const of_k = (e) => e.passes.find((p) => p.k === Number(name.slice(5)));
   const value = (e) => (name === REWARD ? e.reward || e.passes[0] : task === null ? of_k(e) : e.tasks[task]);
-  const found = run.evaluations.map((e) => [e.steps, value(e)]).filter(([, p]) => p);
-  const end = (key) => (found.some(([, p]) => key in p) ? found.map(([, p]) => (key in p ? p[key] : null)) : undefined);
-  return { name: label, x: found.map(([s]) => (over ? elapsed(run, s) : s)), y: found.map(([, p]) => p.mean), low: end("low"), high: end("high") };
+  const values = run.evaluations.map((e) => [e.steps, value(e)]).filter(([, p]) => p);
+  const end = (key) => (values.some(([, p]) => key in p) ? values.map(([, p]) => (key in p ? p[key] : null)) : undefined);
+  return { name: label, x: values.map(([s]) => (over ? elapsed(run, s) : s)), y: values.map(([, p]) => p.mean), low: end("low"), high: end("high") };
 }
 
 function elapsed(run, steps) {
@@ -144,7 +144,7 @@ function elapsed(run, steps) {
 }
 
 function at_checkpoints(run) {
-  if (!run.checkpoints.length) return said("No evaluation yet.");
+  if (!run.checkpoints.length) return placeholder("No evaluation yet.");
   const ks = [...new Set(run.checkpoints.flatMap((row) => row.passes.map((p) => p.k)))].sort((a, b) => a - b);
   const shown = [...new Set([ks[0], last_of(ks)])];
   const rows = run.checkpoints.map((row) => [row.steps, duration(row.seconds), whole(row.rollouts), whole(row.kept),
@@ -162,7 +162,7 @@ function sampling(runs) {
   return [make("h3", null, "Generation"), rows.length ? [
     table("Generation", ["run", "N", "rollouts/s", "tokens/s", "share of a step", "rollouts/s, whole steps", "trained on/s, whole steps", "prompt cache hits"], rows),
     note("The first two are per second of sampling, over all devices. Prompt cache hits: share of prompt tokens that were already in the cache."),
-  ] : said("No step has sampled rollouts yet.")];
+  ] : placeholder("No step has sampled rollouts yet.")];
 }
 
 function spent(parent, run) {
@@ -176,7 +176,7 @@ function spent_by_several(parent, content) {
   append(parent, runs.map((run) => [make("h3", null, run.name), at_checkpoints(run)]), make("h3", null, "Time to a target"), rows.length ? [
     table("Time to a target", ["end of", "pass@1", ...runs.map((run) => run.name)], rows),
     note("Time of steps until each run first reached the final pass@1 of one run, interpolated between evaluations. Noise can make a run look early."),
-  ] : said("No run has an evaluation yet."), sampling(runs));
+  ] : placeholder("No run has an evaluation yet."), sampling(runs));
 }
 
 function configuration(parent, run) {
@@ -192,12 +192,12 @@ function configuration(parent, run) {
     ]));
   }
   const keys = Object.entries(run.config), place = make("div"), count = make("span", { role: "status" });
-  if (!keys.length) return append(parent, said("The configuration is not recorded."));
+  if (!keys.length) return append(parent, placeholder("The configuration is not recorded."));
   const show = () => {
     const words = field.value.toLowerCase().split(/\s+/);
-    const found = keys.filter(([k, v]) => words.every((w) => (k + " " + JSON.stringify(v)).toLowerCase().includes(w)));
-    count.textContent = ` ${found.length} of ${keys.length} keys`;
-    place.replaceChildren(table("Configuration", ["key", "value"], found.map(([k, v]) => [k, JSON.stringify(v)])));
+    const matches = keys.filter(([k, v]) => words.every((w) => (k + " " + JSON.stringify(v)).toLowerCase().includes(w)));
+    count.textContent = ` ${matches.length} of ${keys.length} keys`;
+    place.replaceChildren(table("Configuration", ["key", "value"], matches.map(([k, v]) => [k, JSON.stringify(v)])));
   };
   const field = make("input", { type: "search", id: "keys", placeholder: "rollout, lr, 512 ...", on: { input: show } });
   append(parent, make("p", null, make("label", { for: "keys" }, "Search keys and values: "), field, count), place);
@@ -230,7 +230,7 @@ function comparison(parent, content) {
   });
   const alone = runs.slice(1).filter((_, i) => !content.against[i + 1]).map((run) => run.name);
   if (rows.length) append(parent, table("Paired differences", ["run", "", first.name, "this run", "difference (of pass@k in points)", "p", "prompts of both", "solved / lost"], rows));
-  if (alone.length) append(parent, said(`${alone.join(", ")} and ${first.name} cannot be paired: they have fewer than two recorded held-out prompts in common.`));
+  if (alone.length) append(parent, placeholder(`${alone.join(", ")} and ${first.name} cannot be paired: they have fewer than two recorded held-out prompts in common.`));
 
   const all = (names) => [...new Set(runs.flatMap(names))];
   const ks = all((run) => run.evaluations.flatMap((e) => e.passes.map((p) => p.k))).sort((a, b) => a - b);
@@ -243,7 +243,7 @@ function comparison(parent, content) {
   const text = (run, k) => (k in run.config ? JSON.stringify(run.config[k]) : "-");
   const keys = all((run) => Object.keys(run.config)).sort().map((k) => [k, ...known.map((run) => text(run, k))]);
   const differ = keys.filter(([, ...values]) => new Set(values).size > 1);
-  append(parent, differ.length ? table("Keys that differ", ["key", ...known.map((run) => run.name)], differ) : said("No recorded key differs."));
+  append(parent, differ.length ? table("Keys that differ", ["key", ...known.map((run) => run.name)], differ) : placeholder("No recorded key differs."));
 }
 
 // Histograms of right rollouts per prompt, and charts of distinct and unsampled answers.
@@ -252,7 +252,7 @@ function prompts(parent, run) {
   const made = [];
   for (const [kind, word] of [["evaluation", "Held-out prompts"], ["step", "Training prompts"]])
     if (run.spread[kind]) made.push(spread(run.spread[kind], word, kind));
-  if (!made.length) append(parent, said("No rollouts are recorded. A run records them in run.dir/rollouts from its first evaluation on."));
+  if (!made.length) append(parent, placeholder("No rollouts are recorded. A run records them in run.dir/rollouts from its first evaluation on."));
   append(parent, make("div", { class: "charts" }, made, unsampled(run)));
 }
 

@@ -245,7 +245,7 @@ def problem() -> str | None:
 
     # A container may forbid namespaces, which only a trial run shows.
     try:
-        outcome = Sandbox(True, Limits(seconds=20.0, test_seconds=20.0)).run("print(6 * 7)", "")
+        outcome = Sandbox(isolated=True, limits=Limits(seconds=20.0, test_seconds=20.0)).run("print(6 * 7)", "")
     except (SandboxError, OSError) as e:
         reason = " ".join(str(e).split())
     else:
@@ -272,13 +272,13 @@ def require(where: str) -> bool:
 
 def _completed(outcomes: Iterator[Outcome], count: int) -> list[Outcome]:
     """Return `count` outcomes. Those that are missing when the program ends have the status "ended"."""
-    given: list[Outcome] = []
+    received: list[Outcome] = []
     try:
         for outcome in outcomes:
-            given.append(outcome)
+            received.append(outcome)
     except Ended as e:
-        given += [Outcome("ended", str(e))] * (count - len(given))
-    return given
+        received += [Outcome("ended", str(e))] * (count - len(received))
+    return received
 
 
 def _outcome(message: Mapping[str, Any]) -> Outcome:

@@ -62,12 +62,12 @@ def verify(answer: str, row: VerifierRow) -> Score:
 
     # A response may state its answer several times. All of them must agree.
     texts = [_normal(choice) for choice in choices]
-    said = places(answer, lambda text: _names_options(text) or _normal(text) in texts) or [answer]
-    letters = {_chosen(text, choices) for text in said}
-    given = letters.pop() if len(letters) == 1 else ""
-    if not given:
-        return Score(0.0, f"no answer: no single option in {quote(', '.join(said))}")
-    return Score(1.0) if given == right else Score(0.0, f"{given} is not {right}")
+    answers = places(answer, lambda text: _names_options(text) or _normal(text) in texts) or [answer]
+    letters = {_chosen(text, choices) for text in answers}
+    letter = letters.pop() if len(letters) == 1 else ""
+    if not letter:
+        return Score(0.0, f"no answer: no single option in {quote(', '.join(answers))}")
+    return Score(1.0) if letter == right else Score(0.0, f"{letter} is not {right}")
 
 
 def _chosen(text: str, choices: Sequence[str]) -> str:
@@ -76,9 +76,9 @@ def _chosen(text: str, choices: Sequence[str]) -> str:
     whole = _normal(text)
     if options.count(whole) == 1:
         return _LETTERS[options.index(whole)]
-    found, behind = _letter(text)
+    letter, behind = _letter(text)
     other = _normal(behind)
-    return found if other not in options or found == _LETTERS[options.index(other)] else ""
+    return letter if other not in options or letter == _LETTERS[options.index(other)] else ""
 
 
 def _names_options(text: str) -> bool:
@@ -91,16 +91,16 @@ def _letter(text: str) -> tuple[str, str]:
     text = _REASON.sub("", " ".join(tidy(text).split()))
     marked = _MARKED_LETTER.match(text)
     if marked:
-        found = next(part for part in marked.groups() if part).upper()
+        letter = next(part for part in marked.groups() if part).upper()
         behind = text[marked.end() :]
     else:
         bare = _BARE_LETTER.match(text)
         if not bare or (bare["text"] and bare[1] in "AI"):  # "A dog" does not name option A
             return "", ""
-        found = bare[1].upper()
+        letter = bare[1].upper()
         behind = bare["text"] or ""
     others = {next(part for part in match.groups() if part).upper() for match in _OTHER.finditer(behind)}
-    return (found, behind.strip()) if others <= {found} else ("", "")
+    return (letter, behind.strip()) if others <= {letter} else ("", "")
 
 
 def _normal(text: str) -> str:

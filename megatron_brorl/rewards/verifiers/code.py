@@ -139,37 +139,41 @@ def _outcomes(program: str, metadata: Mapping[str, Any], sandbox: Sandbox) -> Se
     return [_WRONG if o.status == "ok" and not r else o for o, r in zip(outcomes, right, strict=True)]
 
 
-def same_text(got: str, expected: str, tolerance: float = 0.0) -> bool:
+def same_text(actual: str, expected: str, tolerance: float = 0.0) -> bool:
     """Compare two outputs line by line and word by word. Extra white space and trailing empty lines are ignored.
 
     Words that are numbers may differ by the tolerance, absolute or relative to the expected number.
     """
-    return same_value(_words(got), _words(expected), tolerance, words=True)
+    return same_value(_words(actual), _words(expected), tolerance, words=True)
 
 
-def same_value(got: Any, expected: Any, tolerance: float = 0.0, words: bool = False) -> bool:
+def same_value(actual: Any, expected: Any, tolerance: float = 0.0, words: bool = False) -> bool:
     """Compare two values strictly: True is not 1, and a list is not a set. A tuple matches an expected list.
 
     words: with a tolerance, also compare strings as numbers.
     """
     if isinstance(expected, (list, tuple)):
         kinds = (list, tuple) if isinstance(expected, list) else (tuple,)
-        if not isinstance(got, kinds) or len(got) != len(expected):
+        if not isinstance(actual, kinds) or len(actual) != len(expected):
             return False
-        return all(same_value(g, e, tolerance, words) for g, e in zip(got, expected, strict=True))
+        return all(same_value(g, e, tolerance, words) for g, e in zip(actual, expected, strict=True))
     if isinstance(expected, dict):
-        if not isinstance(got, dict) or _kinds(got) != _kinds(expected):
+        if not isinstance(actual, dict) or _kinds(actual) != _kinds(expected):
             return False
-        return all(same_value(got[key], expected[key], tolerance, words) for key in expected)
+        return all(same_value(actual[key], expected[key], tolerance, words) for key in expected)
     if isinstance(expected, (set, frozenset)):
-        return isinstance(got, (set, frozenset)) and _kinds(got) == _kinds(expected)
+        return isinstance(actual, (set, frozenset)) and _kinds(actual) == _kinds(expected)
 
     # Compare numbers by value, so that 2 equals 2.0, and other values by type and value.
-    if words and tolerance and isinstance(got, str) and got != expected:
-        return _near(_number(got), _number(expected), tolerance)
-    if _is_number(got) and _is_number(expected):
-        return bool(got == expected) or _near(got, expected, tolerance) or (got != got and expected != expected)
-    return type(got) is type(expected) and bool(got == expected)
+    if words and tolerance and isinstance(actual, str) and actual != expected:
+        return _near(_number(actual), _number(expected), tolerance)
+    if _is_number(actual) and _is_number(expected):
+        return (
+            bool(actual == expected)
+            or _near(actual, expected, tolerance)
+            or (actual != actual and expected != expected)
+        )
+    return type(actual) is type(expected) and bool(actual == expected)
 
 
 def _words(text: str) -> list[list[str]]:
@@ -196,9 +200,9 @@ def _number(word: str) -> float:
         return math.nan
 
 
-def _near(got: Any, expected: Any, tolerance: float) -> bool:
+def _near(actual: Any, expected: Any, tolerance: float) -> bool:
     try:
-        return bool(tolerance and abs(got - expected) <= tolerance * max(1.0, abs(expected)))
+        return bool(tolerance and abs(actual - expected) <= tolerance * max(1.0, abs(expected)))
     except OverflowError:
         return False
 

@@ -1,7 +1,6 @@
 """Find the fenced code blocks of a response and select the program. docs/sandbox.md states the rules.
 
-`blocks_of` takes linear time and compiles nothing, so the trainer can call it. `program` compiles the blocks and must
-run in a worker process.
+`blocks_of` takes linear time and compiles nothing, so the trainer can call it. `program` needs a worker process.
 """
 
 from __future__ import annotations
@@ -49,22 +48,19 @@ def blocks_of(text: str) -> str | None:
     return text[fences[0].start() : fences[-1].end()]
 
 
-def program(found: str, function: str | None, has_input: bool, prelude: str = "") -> str | None:
+def program(text: str, function: str | None, has_input: bool, prelude: str = "") -> str | None:
     """Return the program in a result of `blocks_of`, or None without a closed Python block.
 
-    A text that compiles or has no fence is the program itself.
-
-    function: name that the tests call, if any.
-    has_input: whether any test has standard input.
-    prelude: code that runs before the program.
+    A text that compiles or has no fence is the program itself. function: name that the tests call, if any. has_input:
+    whether any test has standard input. prelude: code that runs before the program.
     """
-    if not _FENCE.search(found):
-        return found
+    if not _FENCE.search(text):
+        return text
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SyntaxWarning of compiled blocks
-        if _error(found) is None:
-            return found
-        blocks = list(_python_blocks(found))
+        if _error(text) is None:
+            return text
+        blocks = list(_python_blocks(text))
         ranked = [(_rank(block, function, has_input, prelude), i) for i, block in enumerate(blocks)]
     return blocks[max(ranked)[1]] if blocks else None
 

@@ -1,8 +1,7 @@
 """Verifier `format`: a response must consist of tagged parts in order, such as <think>...</think><answer>...</answer>.
 
 metadata.format_tags replaces the tags think and answer. The parts must not be empty, and no text may be outside them.
-The verifier scores the skeleton of a response, which is its tags with a dot for the text between them, so that all
-responses of one form are scored once. Both functions take linear time.
+The verifier scores the skeleton of a response, which is its tags with a dot for the text between them.
 
 A response continues its prompt. If the prompt ends with one of the tags, as with a chat template that opens <think>,
 the response must contain only the rest of the form after that tag.
@@ -58,8 +57,7 @@ def expected_forms(prompt: str, tags: Sequence[str]) -> list[str]:
     rest = whole.partition(tag)[2]
     opened = not tag.startswith("</")
 
-    # The prompt ends with a tag of the form. If it is the last closing tag, nothing is left of the form, so the prompt
-    # only describes it.
+    # The prompt ends with a tag of the form. If this is the last closing tag, the prompt only describes the form.
     if rest and not after:
         return [rest]
     # The prompt opens another tag, such as <think> where the row only has <answer>. Chat templates also end like this.

@@ -1,11 +1,9 @@
 """Verifier `reasoning_gym`, and the reasoning-gym tasks that are safe to train on.
 
-A policy under optimization writes the text that a scorer receives. The scorer must not execute that text, spend minutes
-or gigabytes on it, or accept a wrong answer. For the version below, the source of every `score_answer` was read, and
-each one was tested with hostile and with almost correct answers. Other versions are refused until this is repeated.
-
-Some allowed scorers call eval or sympy.parse_expr. Their answers must match a pattern that allows only literals,
-brackets and arithmetic without powers.
+A scorer must not execute the text of a response, spend minutes or gigabytes on it, or accept a wrong answer. For the
+version below, the source of every `score_answer` was read, and each one was tested with hostile and with almost correct
+answers. Other versions are refused. Some allowed scorers call eval or sympy.parse_expr. Their answers must match a
+pattern that allows only literals, brackets and arithmetic without powers.
 """
 
 from __future__ import annotations

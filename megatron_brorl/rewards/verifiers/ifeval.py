@@ -324,7 +324,7 @@ def verify(answer: str, row: VerifierRow) -> Score:
     for kind, arguments in zip(metadata["instruction_id_list"], metadata["kwargs"], strict=True):
         count = sum(name.partition("#")[0] == kind for name in parts)
         name = f"{kind}#{count + 1}" if count else kind
-        parts[name] = float(any(follows(kind, _given(arguments), reading) for reading in readings))
+        parts[name] = float(any(follows(kind, _without_nulls(arguments), reading) for reading in readings))
 
     failed = [name for name, part in parts.items() if not part]
     reason = f"not followed: {', '.join(failed)}" if failed else ""
@@ -384,22 +384,22 @@ def _check_instruction(kind: str, arguments: Any, where: str, place: int) -> Non
     key = f"{where}: metadata.kwargs[{place}] ({kind})"
     if not isinstance(arguments, dict):
         raise UserError(f"{key} is {arguments!r}; use an object, {{}} for no arguments")
-    given = _given(arguments)
+    values = _without_nulls(arguments)
     wanted = list(inspect.signature(CHECKS[kind]).parameters)[1:]
-    unknown = [name for name in given if name not in wanted]
+    unknown = [name for name in values if name not in wanted]
     if unknown:
         takes = ", ".join(wanted) or "no arguments"
         raise UserError(f"{key} has {unknown[0]!r}, but the instruction takes {takes}; remove it")
     for name in wanted:
         condition = _CONDITIONS.get(name, _COUNT)
-        if name not in given:
+        if name not in values:
             raise UserError(f"{key} lacks {name!r}, {condition.meaning}; add it")
-        if not condition.accepts(given[name]):
-            raise UserError(f"{key} has {name} = {given[name]!r}; it must be {condition.meaning}")
-    if given.get("nth_paragraph", 0) > given.get("num_paragraphs", 0):
+        if not condition.accepts(values[name]):
+            raise UserError(f"{key} has {name} = {values[name]!r}; it must be {condition.meaning}")
+    if values.get("nth_paragraph", 0) > values.get("num_paragraphs", 0):
         raise UserError(f"{key} has nth_paragraph above num_paragraphs, which no response can follow; lower it")
 
 
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Remove nulls. Files in columns have every argument for every instruction."""
     return {name: value for name, value in arguments.items() if value is not None}

@@ -64,8 +64,8 @@ def check_row(row: VerifierRow, where: str) -> None:
 
 def verify(answer: str, row: VerifierRow) -> Score:
     """Return 1 if the answer equals the reference. With reward.extract = "full", the answer is a whole response."""
-    given, why = given_answer(answer, same)
-    why = why or _difference(given, given_answer(row["answer"] or "", same)[0])
+    final, why = given_answer(answer, same)
+    why = why or _difference(final, given_answer(row["answer"] or "", same)[0])
     return Score(float(not why), why)
 
 
@@ -95,34 +95,34 @@ def _unreadable_brackets(text: str) -> str:
     return "brackets that do not match" if opened else ""
 
 
-def _difference(given: str, reference: str) -> str:
+def _difference(answer: str, reference: str) -> str:
     """Return why an answer does not equal the reference, or ""."""
-    differ = f"{quote(given)} is not {quote(reference)}"
-    number, wanted = plain_number(given), plain_number(reference)
-    if number and wanted:
-        return "" if number.equals(wanted) and not number.clashes(wanted) else differ
-    if same_text(given, reference):
+    differ = f"{quote(answer)} is not {quote(reference)}"
+    number, expected = plain_number(answer), plain_number(reference)
+    if number and expected:
+        return "" if number.equals(expected) and not number.clashes(expected) else differ
+    if same_text(answer, reference):
         return ""
-    given, reference = usual_brackets(given), usual_brackets(reference)
+    answer, reference = usual_brackets(answer), usual_brackets(reference)
 
     # An answer that repeats the integral of the question has the right value, but does not compute it.
-    why = slow_part(given)
-    undone = _LEFT_TO_COMPUTE.search(given)
+    why = slow_part(answer)
+    undone = _LEFT_TO_COMPUTE.search(answer)
     if not why and undone and undone[0] not in reference:
         why = f"{undone[0]} is not computed"
     if not why and (slow := slow_part(reference)):
         why = f"the reference is only compared as text: {slow}"
-    return why or ("" if _same_value(reference, given) else differ)
+    return why or ("" if _same_value(reference, answer) else differ)
 
 
-def _same_value(reference: str, given: str) -> bool:
+def _same_value(reference: str, answer: str) -> bool:
     """Return whether both texts can be parsed and have equal values."""
-    words = plain_text(reference), plain_text(given)
+    words = plain_text(reference), plain_text(answer)
     if all(map(_WORDS.fullmatch, words)):
         return words[0].casefold() == words[1].casefold()
     from megatron_brorl.rewards.verifiers import math_values  # Only worker processes import sympy.
 
     try:
-        return math_values.same_value(reference, given)
+        return math_values.same_value(reference, answer)
     except Exception:  # latex2sympy raises many exception types for text that it cannot parse
         return False

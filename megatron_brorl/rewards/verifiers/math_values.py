@@ -5,8 +5,7 @@ the pair (2, 1) as an empty interval. latex2sympy parses the expressions inside.
 that it cannot parse, so that no part of an answer is ignored in the comparison.
 
 Two expressions are equal if the first 1,000 digits of their difference are zero. sympy raises the working precision
-until cancellation no longer matters. Expressions with variables are compared at three points. Equations are not
-solved.
+until cancellation no longer matters. Expressions with variables are compared at three points. Equations are not solved.
 """
 
 from __future__ import annotations
@@ -116,11 +115,11 @@ class Relation(NamedTuple):
     difference: Any
 
 
-def same_value(reference: str, given: str) -> bool:
+def same_value(reference: str, answer: str) -> bool:
     """Return whether two texts have equal values and compatible units. Raises the exceptions of `read`."""
     names = answer_text.has_letters(reference)
-    (wanted, unit), (value, other_unit) = read(reference, names), read(given, names)
-    return not units_clash(unit, other_unit) and same(wanted, value)
+    (expected, unit), (value, other_unit) = read(reference, names), read(answer, names)
+    return not units_clash(unit, other_unit) and same(expected, value)
 
 
 @functools.lru_cache(maxsize=256)
@@ -169,7 +168,7 @@ def _value(text: str) -> Value:
     parts, cuts = _split(text, _LIST)
     parts = [sign for part in parts for sign in _plus_minus(part)]
     if len(parts) > 1:
-        return _list([_value(part) for part in parts], ";" in cuts)
+        return _list([_value(part) for part in parts], strict=";" in cuts)
     parts, cuts = _split(text, _RELATION)
     return _relation(parts, [_SIGNS.get(cut, cut) for cut in cuts]) if cuts else _atom(text)
 
@@ -215,14 +214,14 @@ def _union(values: list[Value]) -> Value:
     names = {value.name for value in values if isinstance(value, Named)}
     sets = [as_set(value) for value in values]
     if len(names) > 1 or all(one is None or isinstance(value, Group) for one, value in zip(sets, values, strict=True)):
-        return _list(values, True)
+        return _list(values, strict=True)
     points = [sympy.FiniteSet(exact(_without_name(v))) for one, v in zip(sets, values, strict=True) if one is None]
     union = sympy.Union(*points, *(one for one in sets if one is not None))
     return Named(names.pop(), union) if names else union
 
 
 def _list(values: list[Value], strict: bool) -> Value:
-    """Return a list. Inequalities of one variable become their intersection, or their union if that is empty."""
+    """Return a list. Inequalities of one variable become their intersection, or if empty and not strict their union."""
     sets = [value.value for value in values if isinstance(value, Named) and isinstance(value.value, sympy.Set)]
     names = {value.name for value in values if isinstance(value, Named)}
     if len(sets) == len(values) and len(names) == 1:
@@ -378,25 +377,25 @@ def exact(value: Value) -> Any:
     return value.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))) if value.has(sympy.Float) else value
 
 
-def same(reference: Value, given: Value) -> bool:
+def same(reference: Value, answer: Value) -> bool:
     """Return whether a value equals the reference."""
     # Names are compared only if both sides have one.
-    clash = isinstance(reference, Named) and isinstance(given, Named) and names_clash(reference.name, given.name)
-    if clash or isinstance(reference, Relation) or isinstance(given, Relation):
-        return _same_relations(_as_relation(reference), _as_relation(given))
-    if isinstance(reference, Named) or isinstance(given, Named):
-        return same(_without_name(reference), _without_name(given))
+    clash = isinstance(reference, Named) and isinstance(answer, Named) and names_clash(reference.name, answer.name)
+    if clash or isinstance(reference, Relation) or isinstance(answer, Relation):
+        return _same_relations(_as_relation(reference), _as_relation(answer))
+    if isinstance(reference, Named) or isinstance(answer, Named):
+        return same(_without_name(reference), _without_name(answer))
 
     # Compare groups item by item. A pair in brackets may be an interval.
-    if isinstance(reference, Group) and isinstance(given, Group):
-        return _same_groups(reference, given)
-    sets = as_set(reference), as_set(given)
+    if isinstance(reference, Group) and isinstance(answer, Group):
+        return _same_groups(reference, answer)
+    sets = as_set(reference), as_set(answer)
     if sets[0] is not None and sets[1] is not None:
         return sets[0] == sets[1] or _same_groups(_parts(sets[0]), _parts(sets[1]))
-    reference, given = _single(reference), _single(given)
-    if isinstance(reference, (Group, sympy.Set)) or isinstance(given, (Group, sympy.Set)):
+    reference, answer = _single(reference), _single(answer)
+    if isinstance(reference, (Group, sympy.Set)) or isinstance(answer, (Group, sympy.Set)):
         return False
-    return _same_numbers(reference, given)
+    return _same_numbers(reference, answer)
 
 
 def _without_name(value: Value) -> Value:
@@ -456,15 +455,15 @@ def _same_relations(a: Relation | None, b: Relation | None) -> bool:
     return bool(usable) and _same_expressions(a.difference, quotient * b.difference)
 
 
-def _same_numbers(reference: Value, given: Value) -> bool:
-    a, b = exact(reference), exact(given)
+def _same_numbers(reference: Value, answer: Value) -> bool:
+    a, b = exact(reference), exact(answer)
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
         return a.shape == b.shape and all(map(_same_expressions, a.flat(), b.flat()))
     if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
         return bool(a == b)
-    digits = prec_to_dps(given._prec) if given.is_Float else 0
+    digits = prec_to_dps(answer._prec) if answer.is_Float else 0
     if digits >= _DECIMALS and a.is_number and a.is_real and not a.is_Rational:
-        return _is_rounded(a, Decimal(str(given)), digits)
+        return _is_rounded(a, Decimal(str(answer)), digits)
     return _same_expressions(a, b)
 
 
@@ -495,8 +494,8 @@ def _is_zero(number: Any) -> bool:
     return all(part == 0 or (part.is_Float and part.is_finite and part._prec <= 2) for part in parts)
 
 
-def _is_rounded(irrational: Any, given: Decimal, digits: int) -> bool:
+def _is_rounded(irrational: Any, decimal: Decimal, digits: int) -> bool:
     """Return whether a decimal is an irrational number rounded or truncated to `digits` digits."""
     value = str(irrational.evalf(digits + 20))
     contexts = (Context(prec=digits, rounding=rounding) for rounding in (ROUND_HALF_EVEN, ROUND_DOWN))
-    return any(context.create_decimal(value) == given for context in contexts)
+    return any(context.create_decimal(value) == decimal for context in contexts)

@@ -70,11 +70,11 @@ def check_row(row: VerifierRow, where: str) -> None:
 
 def verify(answer: str, row: VerifierRow) -> Score:
     """Return 1 if the answer equals one of the accepted answers."""
-    given, why = given_answer(answer, same)
+    final, why = given_answer(answer, same)
     if why:
         return Score(0.0, why)
     tolerance = Fraction(row["metadata"].get("tolerance", 0))
-    reasons = [_difference(given, accepted, tolerance) for accepted in _accepted(row)]
+    reasons = [_difference(final, accepted, tolerance) for accepted in _accepted(row)]
     return Score(0.0, reasons[0]) if all(reasons) else Score(1.0)
 
 
@@ -84,13 +84,13 @@ def _accepted(row: VerifierRow) -> list[str]:
     return [*filter(None, [reference]), *row["metadata"].get("answers", [])]
 
 
-def _difference(given: str, accepted: str, tolerance: Fraction) -> str:
+def _difference(answer: str, accepted: str, tolerance: Fraction) -> str:
     """Return why an answer does not equal an accepted one, or ""."""
-    number, wanted = plain_number(_tidy(given)), plain_number(_tidy(accepted))
-    if not number or not wanted:
-        right = words(given) and words(given) == words(accepted)
-    elif wanted.unit and number.unit != wanted.unit:  # The answer may have a unit that the reference lacks.
-        return f"{quote(given)} does not have the unit of {quote(accepted)}"
+    number, expected = plain_number(_tidy(answer)), plain_number(_tidy(accepted))
+    if not number or not expected:
+        right = words(answer) and words(answer) == words(accepted)
+    elif expected.unit and number.unit != expected.unit:  # The answer may have a unit that the reference lacks.
+        return f"{quote(answer)} does not have the unit of {quote(accepted)}"
     else:
-        right = number.equals(wanted, tolerance)
-    return "" if right else f"{quote(given)} is not {quote(accepted)}"
+        right = number.equals(expected, tolerance)
+    return "" if right else f"{quote(answer)} is not {quote(accepted)}"

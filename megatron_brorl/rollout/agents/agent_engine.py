@@ -93,23 +93,26 @@ class _Agents(Interaction[_Agent]):
         self._sent += [call for _, call in ready]
         requests = []
         for agent, call in ready:
-            prompt = Prompt(self.requests[agent.request].prompt.id, "", tuple(call.prompt_ids), None, "none")
+            row_id = self.requests[agent.request].prompt.id
+            prompt = Prompt(row_id, text="", token_ids=tuple(call.prompt_ids), answer=None, verifier="none")
             limits = {"max_tokens": call.limit, "stop_strings": call.stop, "withdrawn": agent.withdrawn}
             requests.append(Request(prompt, call.key, 1, **limits))
         return requests
 
     def start(self, request: int, rollout: Rollout, number: int) -> _Agent:
-        given, server, chat = self.requests[request], self.owner.server, self.owner.chat
+        prompt_request = self.requests[request]
+        server = self.owner.server
+        chat = self.owner.chat
 
         def put(event: Call | Reply) -> None:
             self.events.put((agent, event))
 
-        sequences = Sequences(chat, stream_key(given.key, rollout.index))
+        sequences = Sequences(chat, stream_key(prompt_request.key, rollout.index))
         endpoint = Endpoint(sequences, self.sampling, put)
         agent = _Agent(request, rollout, number, secrets.token_hex(16), endpoint)
         server.endpoints[agent.key] = endpoint
         where = server.url, agent.key, MODEL
-        self.pool.run(number, given.prompt.row(), *where, chat.config.max_seconds, reply=put)
+        self.pool.run(number, prompt_request.prompt.row(), *where, chat.config.max_seconds, reply=put)
         return agent
 
     def finished(self, request: int, rollout: Rollout) -> None:

@@ -1,9 +1,8 @@
 """Converts the calls of a rollout to token sequences.
 
 A call repeats the conversation so far as messages. If these begin with the messages of an earlier call and its reply,
-the call continues the tokens of that call, and only the new messages are tokenized. So a sampled token is never
-tokenized again, and the log-probabilities of its sequence stay those of the engine. Every other call begins a sequence
-of its own, for example a second agent, a summary of the history, or a branch.
+the call continues the tokens of that call, and only the new messages are tokenized. Log-probabilities thus stay those
+of the engine. Every other call begins a sequence of its own, for example a summary of the history.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The endpoint of a rank: POST /v1/chat/completions and GET /v1/models on the loopback interface.
 
 Requests and responses are those that the openai package sends and reads. Each rollout has an API key of its own, which
-names it and expires with it. The server runs in a thread. Only this thread uses the objects of a rollout until its key
-has expired.
+names it and expires with it. The server runs in a thread. Until the key expires, only this thread uses the rollout.
 """
 
 from __future__ import annotations
@@ -83,8 +82,8 @@ def read_request(body: Any) -> ChatRequest:
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     try:
-        given = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
-        return ChatRequest(**given)
+        fields = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+        return ChatRequest(**fields)
     except ValidationError as e:
         first = e.errors(include_url=False, include_input=False)[0]
         field = str(first["loc"][0])
@@ -195,9 +194,9 @@ class Endpoint:
             raise BadRequest("tools: the chat template of the model does not read tools", "tools")
         if len(calls) >= chat.config.max_calls:
             raise BadRequest(f"agent.max_calls = {chat.config.max_calls} is reached", code="max_calls")
-        asked = request.model_dump(include=set(self.used), exclude_none=True)
-        if not asked.items() <= self.used.items():
-            _warn_once(f"the agent asks for {asked}; the calls are sampled with {self.used}")
+        requested = request.model_dump(include=set(self.used), exclude_none=True)
+        if not requested.items() <= self.used.items():
+            _warn_once(f"the agent asks for {requested}; the calls are sampled with {self.used}")
         try:
             call = self.sequences.begin(request.messages, tools)
         except UserError as e:
@@ -281,17 +280,17 @@ def _app(endpoints: dict[str, Endpoint]) -> Any:
         body = await request.body()
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            call, asked = await endpoint.chat(body, is_retry)
+            call, parameters = await endpoint.chat(body, is_retry)
         except asyncio.CancelledError:  # by AgentServer.close
             return JSONResponse({"error": {"message": "the run has ended"}}, 503, _NO_RETRY)
         except BadRequest as e:
             return JSONResponse(e.body, 400, _NO_RETRY)
         # A client that has gone may ask again. Without a retry, the call is not trained on.
         call.delivered = call.delivered or not await request.is_disconnected()
-        texts = [endpoint.sequences.chat.decode([i]) for i in call.ids.tolist()] if asked.logprobs else []
-        whole = response(call, asked, MODEL, texts, endpoint.used)
-        if asked.stream:
-            chunks = stream(whole, usage=bool(asked.stream_options.get("include_usage")))
+        texts = [endpoint.sequences.chat.decode([i]) for i in call.ids.tolist()] if parameters.logprobs else []
+        whole = response(call, parameters, MODEL, texts, endpoint.used)
+        if parameters.stream:
+            chunks = stream(whole, usage=bool(parameters.stream_options.get("include_usage")))
             return StreamingResponse(chunks, media_type="text/event-stream")
         return JSONResponse(whole)
 

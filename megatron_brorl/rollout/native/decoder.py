@@ -134,17 +134,17 @@ class Decoder:
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str, number: int) -> _Layer:
         def find(part: Parameter, expert: int | None = None) -> Tensor | None:
-            found = self.shape.model_family.find(part)
-            return None if found is None else _fused(weights, prefix, found.of_expert(expert))
+            parameter = self.shape.model_family.find(part)
+            return None if parameter is None else _fused(weights, prefix, parameter.of_expert(expert))
 
         def get(part: Parameter, expert: int | None = None) -> Tensor:
-            found = find(part, expert)
-            assert found is not None, f"a family without {part.megatron}"
-            return found.to(self.dtype)
+            tensor = find(part, expert)
+            assert tensor is not None, f"a family without {part.megatron}"
+            return tensor.to(self.dtype)
 
         def norm(part: Parameter) -> Tensor | None:
-            found = find(part)
-            return None if found is None else self._scale(found).to(self.dtype)
+            tensor = find(part)
+            return None if tensor is None else self._scale(tensor).to(self.dtype)
 
         def mlp(gate_up: Parameter, down: Parameter, expert: int | None = None) -> _Mlp:
             return _Mlp(Linear(get(gate_up, expert)), Linear(get(down, expert)))
@@ -351,8 +351,8 @@ def _prefix_attention(q: Tensor, k: Tensor, v: Tensor, offset: int, scale: float
     parts = []
     for begin in range(0, q.shape[2], QUERIES):
         some = q[:, :, begin : begin + QUERIES]
-        seen = offset + begin + some.shape[2]
-        mask = torch.ones(some.shape[2], seen, dtype=torch.bool, device=q.device).tril(offset + begin)
-        of_keys = k[:, :, :seen], v[:, :, :seen]
+        visible = offset + begin + some.shape[2]
+        mask = torch.ones(some.shape[2], visible, dtype=torch.bool, device=q.device).tril(offset + begin)
+        of_keys = k[:, :, :visible], v[:, :, :visible]
         parts.append(scaled_dot_product_attention(some, *of_keys, mask, scale=scale, enable_gqa=True))
     return torch.cat(parts, dim=2)

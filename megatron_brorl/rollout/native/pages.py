@@ -1,12 +1,11 @@
 """Paged memory for keys, values and chosen experts, with pages that prompts share for a common prefix.
 
-Memory is allocated in pages of PAGE = 16 tokens, which vLLM calls blocks. A prefix that several prompts of a call
-share, such as an instruction, is computed once, and the page tables of these prompts refer to the same pages. To find
-shared prefixes, prompts are split into blocks of BLOCK = 64 tokens, which are four pages. A block is identified by its
-tokens and the block before it. It stays in memory as long as any prompt that contains it.
+Memory is allocated in pages of PAGE = 16 tokens, which vLLM calls blocks. A prefix that several prompts of a call share
+is computed once, and their page tables refer to the same pages. To find shared prefixes, prompts are split into blocks
+of BLOCK = 64 tokens. A block is identified by its tokens and the block before it. It stays while a prompt has it.
 
 The kernels of GPUs need the keys of a row, and those of a prompt, next to one another (DecodeOps.contiguous). A page
-then holds the longest prompt or response. Every row and every prompt has one, and prompts share none.
+then holds the longest prompt or response, and prompts share none.
 """
 
 from __future__ import annotations
@@ -130,9 +129,9 @@ class PagePool:
     def allocate(self, count: int) -> Tensor:
         """Return `count` free pages [count] int32 on the CPU."""
         assert count <= self.free
-        taken = self._free[self.free - count : self.free].flip(0)
+        pages = self._free[self.free - count : self.free].flip(0)
         self.free -= count
-        return taken
+        return pages
 
     def routes_of(self, pages: Tensor, tokens: int) -> Tensor:
         """Return the experts [tokens, layers, k] of the first tokens in the given pages [n] int32, on the CPU."""
@@ -166,17 +165,17 @@ class PrefixCache:
 
     def pages_needed(self, prompt: Sequence[int]) -> int:
         """Return the number of pages to allocate for a prompt, without those that it shares."""
-        return self._pool.pages_for(len(prompt)) - self._pages_per_block * len(self._found(prompt))
+        return self._pool.pages_for(len(prompt)) - self._pages_per_block * len(self._cached_blocks(prompt))
 
     def add(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
         """Add a prompt. Return its pages [n] int32, and how many of its tokens are already computed.
 
         The last token is never among them, because the first response token is sampled from its hidden state.
         """
-        found = self._found(prompt)
+        cached = self._cached_blocks(prompt)
         # The caller computes the other blocks of this prompt; later prompts find them.
-        chain = list(found)
-        for tokens in self._full_blocks(prompt)[len(found) :]:
+        chain = list(cached)
+        for tokens in self._full_blocks(prompt)[len(cached) :]:
             self._last_number += 1
             key = chain[-1].number if chain else 0, tokens
             self._blocks[key] = _Block(key, self._last_number, self._pool.allocate(self._pages_per_block))
@@ -184,19 +183,19 @@ class PrefixCache:
         for block in chain:
             block.prompts += 1
         rest = self._pool.allocate(self._pool.pages_for(len(prompt)) - self._pages_per_block * len(chain))
-        return torch.cat([*(block.pages for block in chain), rest]), self._block * len(found)
+        return torch.cat([*(block.pages for block in chain), rest]), self._block * len(cached)
 
     def remove(self, prompt: Sequence[int], pages: Tensor) -> None:
         """Remove a prompt. pages: [n] int32, as returned by add."""
-        found = self._found(prompt)
-        self._pool.release(pages[self._pages_per_block * len(found) :])
-        for block in found:
+        cached = self._cached_blocks(prompt)
+        self._pool.release(pages[self._pages_per_block * len(cached) :])
+        for block in cached:
             block.prompts -= 1
             if not block.prompts:
                 self._pool.release(block.pages)
                 del self._blocks[block.key]
 
-    def _found(self, prompt: Sequence[int]) -> list[_Block]:
+    def _cached_blocks(self, prompt: Sequence[int]) -> list[_Block]:
         """Return the prompt's blocks in memory, up to the first that is missing."""
         chain: list[_Block] = []
         for tokens in self._full_blocks(prompt):

@@ -130,7 +130,8 @@ class Scheduler:
                 self.prompt_pages[prompt, : len(pages)] = pages
                 self.prompt_lengths[prompt] = len(prompt_tokens)
                 first = cached // self.pool.page
-                chunks.append(PrefillChunk(prompt_tokens[cached:], 0, pages[first:], cached, pages[:first]))
+                new = prompt_tokens[cached:]
+                chunks.append(PrefillChunk(new, store_from=0, pages=pages[first:], offset=cached, before=pages[:first]))
                 outputs.append((self.prompt_hidden, prompt))
 
             slot = self._assign_slot(queued)
@@ -141,10 +142,14 @@ class Scheduler:
             if response:
                 reused = (len(prompt_tokens) - 1) // BLOCK * BLOCK
                 cached = min(cached, reused)
-                tokens = (*prompt_tokens[reused:], *response)
-                before = self.prompt_pages[prompt, : self.pool.pages_for(reused)]
-                own = self.slot_pages[slot, : self.pool.pages_for(len(response))]
-                chunks.append(PrefillChunk(tokens, len(prompt_tokens) - reused, own.clone(), reused, before))
+                chunk = PrefillChunk(
+                    (*prompt_tokens[reused:], *response),
+                    store_from=len(prompt_tokens) - reused,
+                    pages=self.slot_pages[slot, : self.pool.pages_for(len(response))].clone(),
+                    offset=reused,
+                    before=self.prompt_pages[prompt, : self.pool.pages_for(reused)],
+                )
+                chunks.append(chunk)
                 outputs.append((slot_hidden, slot))
             self.pool.prompt_tokens += len(prompt_tokens)
             self.pool.cached_prompt_tokens += cached
@@ -323,10 +328,9 @@ def _queued(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> 
 def _batches(chunks: Sequence[PrefillChunk], equal: bool) -> list[list[int]]:
     """Batch chunks of similar length and with the same number of tokens before them, up to PREFILL_TOKENS a batch.
 
-    Chunks with fewer tokens before them come first, because they may compute pages that later chunks attend to.
-
-    equal: whether chunks of a batch must have the same length. Padding changes the last bits of attention, and with
-    turns the composition of batches depends on the time that environments take.
+    Chunks with fewer tokens before them come first, because they may compute pages that later chunks attend to. equal:
+    chunks of a batch must have the same length, because padding changes the last bits of attention. With turns, the
+    composition of batches depends on the time that environments take.
     """
     batches: list[list[int]] = [[]]
     sizes = [(c.offset, len(c.ids)) for c in chunks]

@@ -246,8 +246,7 @@ class TorchEngine:
     def _pages(self, requests: Sequence[Request], sampling: Sampling, supply: Supply | None) -> PagePool:
         """Return an empty pool with pages for all rows in flight, or with as many pages as fit in memory.
 
-        Reuses the current pool if its size is suitable. Raises UserError if the longest prompt and one full
-        response do not fit.
+        Reuses a pool of suitable size. Raises UserError if the longest prompt and one full response do not fit.
         """
         # The pool holds all prompts and a full response for each row that is decoded at a time.
         lengths = [len(r.prompt.token_ids) for r in requests]
@@ -325,7 +324,7 @@ class StepGraphs:
         self.pool = pool
         self._rows = sorted({-int(-max_rows * f // 1) for f in FRACTIONS})
         self._memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
-        self._seen: set[tuple[int, int, int]] = set()
+        self._sizes_run: set[tuple[int, int, int]] = set()
         self._graphs: dict[tuple[int, int, int], _Graph] = {}
 
     def step(self, pages: RowPages, ids: Tensor) -> Tensor:
@@ -334,8 +333,8 @@ class StepGraphs:
         # Upper bounds that seldom change. The kernels start a block for each of them, and most end at once.
         prompts, largest = (1 << (n - 1).bit_length() for n in (len(pages.prompt_lengths), pages.largest_group))
         size = rows, prompts, largest = next(n for n in self._rows if n >= count), prompts, largest
-        if size not in self._seen:
-            self._seen.add(size)
+        if size not in self._sizes_run:
+            self._sizes_run.add(size)
             return self.decoder.step(self.pool, move(pages, ids.device), ids)
 
         numbers = to_device(_numbers(pages, rows, prompts, self.pool.size), ids.device)

@@ -72,12 +72,12 @@ def environment(folder: Path, devices: Sequence[int], own: Mapping[str, str]) ->
     """Return the engine's environment: the trainer's without the variables of its launcher and CUDA, plus `own`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith((*_MPI, *_LAUNCHER, *_CUDA))}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    seen = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
+    device_names = [visible[i] if i < len(visible) and visible[i] else str(i) for i in devices]
     path = [str(folder / "code"), *filter(None, [kept.get("PYTHONPATH")])]
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(path),
-        "CUDA_VISIBLE_DEVICES": ",".join(seen),
+        "CUDA_VISIBLE_DEVICES": ",".join(device_names),
         **{name: value.format(folder=folder) for name, value in own.items()},
     }
 
@@ -89,11 +89,11 @@ def kill_group(group: int) -> None:
     """
     killed: set[int] = set()
     # Look again, because a process may have started another one before it was killed.
-    while found := _members(group) - killed:
-        for pid in found:
+    while members := _members(group) - killed:
+        for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        killed |= found
+        killed |= members
 
 
 def _members(group: int) -> set[int]:
@@ -285,7 +285,7 @@ class Supervisor:
             try:
                 self._wake()
             except EngineError as e:
-                self._restart(str(e), None)
+                self._restart(str(e), weights=None)
 
     def close(self) -> None:
         """Kill the process and stop supervising it."""

@@ -166,9 +166,7 @@ class RemoteEngine:
         pending.add(requests)
         pending.admit()
 
-        # Loop until every rollout has an answer and no more are supplied, or the caller cancels. Meanwhile the engine
-        # process may restart.
-        asked_pid = 0  # process that received the requests; 0 = none
+        asked_pid = 0  # process that received the requests, which may end meanwhile; 0 = none
         rows = pending.rows
         self._link.say_hello()  # It answers with its current state.
         while (rows or (supply and supply.has_more())) and not (callbacks and callbacks.cancelled()):
@@ -356,13 +354,13 @@ def connect_engine(
     return RemoteEngine(
         settings,
         options,
-        names,
-        Path(folders[rank - local % tensor]),
-        range(local, local + tensor) if is_leader else None,  # the GPUs of the ranks that share it
-        Path(config.run.dir) / "engines" / f"rank_{rank}.log",
-        NodeRanks(local, per_node, exchange),
-        decode,
-        lambda: engine_exchange(None),
+        names=names,
+        folder=Path(folders[rank - local % tensor]),
+        devices=range(local, local + tensor) if is_leader else None,  # the GPUs of the ranks that share it
+        log=Path(config.run.dir) / "engines" / f"rank_{rank}.log",
+        node=NodeRanks(local, per_node, exchange),
+        decode=decode,
+        wait_for_ranks=lambda: engine_exchange(None),
     )
 
 
@@ -397,8 +395,8 @@ def _exchange(first: int, size: int, timeout_s: float) -> Callable[[Any], list[A
         group = made if start == first else group
 
     def exchange(own: Any) -> list[Any]:
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, own, group=group)
-        return found
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, own, group=group)
+        return objects
 
     return exchange if size > 1 else lambda own: [own]

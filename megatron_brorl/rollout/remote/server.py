@@ -176,20 +176,20 @@ class Server:
 
     async def _answer(self, client: bytes, call: int, number: int, handle: Any, sampling: Sampling) -> None:
         """Wait for one rollout and send it to the rank."""
-        done = await self.backend.completion(handle)
-        ids = done.token_ids
-        log_probs = done.log_probs
+        completion = await self.backend.completion(handle)
+        ids = completion.token_ids
+        log_probs = completion.log_probs
         if sampling.temperature == 0:
             log_probs = [0.0] * len(ids)  # greedy sampling has probability 1
 
-        by_token = done.finish == "stop" and not sampling.stop_strings
+        by_token = completion.finish == "stop" and not sampling.stop_strings
         if by_token and (not ids or ids[-1] not in self.backend.options.stop_ids):
             raise ValueError(f"a rollout finished by a stop token, but ends with {ids[-3:]}")
         tensors = {"ids": torch.tensor(ids, dtype=torch.int64), "log_probs": torch.tensor(log_probs)}
-        fields: dict[str, Any] = {"call": call, "number": number, "finish": done.finish}
-        if sampling.routes and done.routes is not None:
-            fields["routes"] = list(done.routes.shape)
-            tensors["routes"] = done.routes.flatten()
+        fields: dict[str, Any] = {"call": call, "number": number, "finish": completion.finish}
+        if sampling.routes and completion.routes is not None:
+            fields["routes"] = list(completion.routes.shape)
+            tensors["routes"] = completion.routes.flatten()
         await self._send(client, Message("rollout", fields, tensors))
 
 

@@ -1,8 +1,7 @@
 """The weights of an update in the trainer, which sends them to engines through one file in shared memory per node.
 
-The ranks of a node write an update together. Every rank receives every tensor, because producing tensors is a
-collective, but only one rank of the node writes it to the file, in a thread that also computes its checksum. The file
-outlives engine processes, so that a restarted one loads the same weights without a collective of the trainer.
+Every rank of a node receives every tensor, because producing tensors is a collective. Only one rank writes it to the
+file. The file outlives engine processes, so that a restarted one loads the same weights without a collective.
 
 Updates overwrite the file of an older one, because allocating shared memory takes longer than copying the weights. A
 second file is used only while engines hold the weights of the first.
@@ -19,15 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import checksum
-from megatron_brorl.ops.fp8_blocks import quantize
 from megatron_brorl.rollout.remote.weights_in_worker import TensorRecord, map_file, tensor_at
 from megatron_brorl.rollout.weight_stream import NamedTensors, Shapes, UpdateRefused, receive_each
 
 BUCKET_BYTES = 256 << 20  # size of the tensors that a worker loads together
 THREADS = 4  # per rank
+BLOCK = 128  # rows and columns that share a scale
+FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 SCALE = "_scale_inv"  # suffix of the name of a weight's scales
 _MAX_WAITING = 2 * THREADS  # maximum number of copies that wait for a thread
 _ALIGN = 64  # alignment of tensors in bytes
@@ -55,6 +56,21 @@ def to_fp8_blocks(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}{SCALE}", scale_inv
     else:
         yield name, tensor
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [N, K] in float8_e4m3fn, and the scales [ceil(N/128), ceil(K/128)] in float32.
+
+    A scale is the largest magnitude of its block divided by 448. The scale of a block of zeros is 1. Values are
+    rounded to nearest, ties to even.
+    """
+    n, k = x.shape
+    padded = pad(x.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    amax = blocks.abs().amax(dim=(1, 3))
+    scale = torch.where(amax > 0, amax / FP8_MAX, torch.ones_like(amax))
+    scaled = (blocks / scale[:, None, :, None]).view_as(padded)[:n, :k]
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 
 
 @dataclass(frozen=True)
@@ -130,12 +146,11 @@ def write_update(tensors: NamedTensors, update: WeightUpdate, node: NodeRanks, p
         sums = _write(tensors, update, own, records, path)
     except UpdateRefused as e:
         fault = str(e)
-    found: list[tuple[str, Checksums]] = node.exchange((fault, sums))
-    faults = [f for f, _ in found if f]
+    of_ranks: list[tuple[str, Checksums]] = node.exchange((fault, sums))
+    faults = [f for f, _ in of_ranks if f]
     if faults:
         raise UpdateRefused(fault or faults[0])
-    # Combine the checksums of all ranks.
-    total = {name: value for _, part in found for name, value in part.items()}
+    total = {name: value for _, part in of_ranks for name, value in part.items()}
     return HostWeights(path, update.version, tuple(r._replace(checksum=total[r.name]) for r in records))
 
 

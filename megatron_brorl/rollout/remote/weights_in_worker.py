@@ -36,8 +36,8 @@ def read_bucket(bucket: WorkerBucket, device_id: int) -> dict[str, Tensor]:
     checksum. The engine must then be restarted.
     """
     device = torch.device("cuda", device_id) if torch.cuda.is_available() else torch.device("cpu")
-    given: Any = bucket["records"]
-    records = [TensorRecord(*record) for record in given]
+    rows: Any = bucket["records"]
+    records = [TensorRecord(*record) for record in rows]
     memory = map_file(str(bucket["path"]))
     tensors = {record.name: tensor_at(memory, record).to(device) for record in records}
     for record in records:
@@ -50,8 +50,7 @@ def read_bucket(bucket: WorkerBucket, device_id: int) -> dict[str, Tensor]:
 def map_file(path: str) -> Tensor:
     """Map a file until this process ends. Return its bytes [size], shared with all processes that map it.
 
-    With CUDA the memory is registered (pinned, for all devices), because copies of pageable memory are several times
-    slower.
+    With CUDA the memory is registered (pinned, for all devices), because copies of pageable memory are slower.
     """
     memory = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
     if torch.cuda.is_available():

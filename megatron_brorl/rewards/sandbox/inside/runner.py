@@ -145,14 +145,14 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
 
     Like other graders, take a method of `class Solution` if the module does not define the function itself.
     """
-    found: Any = module
+    value: Any = module
     own = getattr(getattr(module, name, None), "__module__", None) == module.__name__
     path = name if own or "." in name or not hasattr(getattr(module, "Solution", None), name) else f"Solution.{name}"
     for part in path.split("."):
-        found = getattr(found() if isinstance(found, type) else found, part)
-    if not callable(found):
+        value = getattr(value() if isinstance(value, type) else value, part)
+    if not callable(value):
         raise TypeError(f"{name} is not a function")
-    return found
+    return value
 
 
 def _call(function: Callable[..., Any], line: bytes) -> bytes:

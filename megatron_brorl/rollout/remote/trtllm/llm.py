@@ -154,8 +154,8 @@ class TrtllmBackend(EngineBackend):
         handle.abort()
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        found: list[Any] = await self._llm.collective_rpc(method, args=args)
-        return found
+        results: list[Any] = await self._llm.collective_rpc(method, args=args)
+        return results
 
     async def sleep(self) -> None:
         # Otherwise the prefix cache would still refer to the released blocks.

@@ -40,7 +40,7 @@ def start(gpus: int) -> socket.socket:
     gpus: number of devices in CUDA_VISIBLE_DEVICES. Return the socket that reserves the ports. Raises OSError if no
     ports are free or Ray ends, and TimeoutError if it does not start.
     """
-    first, held = find_block()
+    first, reservation = find_block()
     process = subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", "start", *arguments(first, gpus)])
 
     # Wait until Ray listens, because TensorRT-LLM tries to connect only once.
@@ -52,7 +52,7 @@ def start(gpus: int) -> socket.socket:
             raise TimeoutError(f"Ray did not listen on port {first} within {_START_S:g} s")
         time.sleep(0.1)
     os.environ["RAY_ADDRESS"] = f"{_HOST}:{first}"
-    return held
+    return reservation
 
 
 def find_block(base: int = FIRST_PORT) -> tuple[int, socket.socket]:
@@ -61,8 +61,8 @@ def find_block(base: int = FIRST_PORT) -> tuple[int, socket.socket]:
     Raises OSError if no block is free.
     """
     for first in range(base, min(base + PORTS * BLOCKS, 65536 - PORTS), PORTS):
-        held = _bound(first + PORTS - 1)
-        if held is None:
+        reservation = _bound(first + PORTS - 1)
+        if reservation is None:
             continue
         # Check the ports of the services and of the client. Workers search for free ports themselves.
         services = [_bound(first + i) for i in range(len(_SERVICES) + 1)]
@@ -70,8 +70,8 @@ def find_block(base: int = FIRST_PORT) -> tuple[int, socket.socket]:
             if s is not None:
                 s.close()
         if None not in services:
-            return first, held
-        held.close()
+            return first, reservation
+        reservation.close()
     raise OSError(errno.EADDRINUSE, f"no block of {PORTS} free ports from {base} on: end the processes that hold them")
 
 

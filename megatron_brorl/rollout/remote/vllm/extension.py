@@ -1,7 +1,6 @@
 """Worker extension of vLLM: loads weights bucket by bucket and checks them.
 
-vLLM adds it as a base class of its worker (worker_extension_cls), so no name may clash with the worker's; hence the
-prefix.
+vLLM adds it as a base class of its worker (worker_extension_cls). The prefix avoids clashes with the worker's names.
 """
 
 from __future__ import annotations

@@ -173,12 +173,12 @@ class VllmBackend(EngineBackend):
         if params.logprobs is not None:
             flat = drawn.logprobs
             reported = [{token: x} for token, x in zip(flat.token_ids, flat.logprobs, strict=True)]
-        done = Completion.of(drawn.token_ids, drawn.finish_reason, reported)
+        completion = Completion.of(drawn.token_ids, drawn.finish_reason, reported)
         if drawn.routed_experts is None:
-            return done
+            return completion
         # vLLM returns uint8, or uint16 with more than 256 experts. PyTorch has few operations for uint16.
         routes = torch.from_numpy(drawn.routed_experts)
-        return replace(done, routes=routes.to(torch.int16) if routes.dtype == torch.uint16 else routes)
+        return replace(completion, routes=routes.to(torch.int16) if routes.dtype == torch.uint16 else routes)
 
     async def _watch(self) -> None:
         """Check periodically that vLLM's engine core answers.

@@ -12,12 +12,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
+from fp8_blocks import dequantize
 from torch import Tensor
 
 from megatron_brorl.families.shape import read_shape
 from megatron_brorl.models.weights.names import hf_shapes
 from megatron_brorl.ops import philox
-from megatron_brorl.ops.fp8_blocks import dequantize
 from megatron_brorl.ops.reference.sampling import sample, sampling_log_probs
 from megatron_brorl.rollout.engine import Request, Sampling
 from megatron_brorl.rollout.native.torch_engine import TorchEngine

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contract.double.fp8_blocks import dequantize
 
-from megatron_brorl.ops.fp8_blocks import BLOCK, dequantize, quantize
+from megatron_brorl.rollout.remote.weights_in_trainer import BLOCK, quantize
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (128, 128), (300, 200), (129, 640)])
