@@ -7,6 +7,10 @@ cd "$(dirname "$0")/.."
 if [ -x .venv/bin/brorl ]; then PATH="$PWD/.venv/bin:$PATH"; fi
 NAME=${1:?agent.sh: name an example: guess or check}
 shift
+python -c 'import openai, starlette, uvicorn' 2>/dev/null || {
+  echo "agent.sh: packages for agents are missing: run pip install '.[agents]'" >&2
+  exit 2
+}
 RUN=${RUN:-runs/$NAME}
 CONFIG=examples/agents/$NAME.toml
 TURNS="data.train=[\"runs/agents/${NAME}_turns.jsonl\"]"
