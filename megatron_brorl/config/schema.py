@@ -461,7 +461,7 @@ class OpsConfig:
 
 @section
 class OptimConfig:
-    """AdamW of the actor. The critic has its own learning rate, and `brorl sft` also its own warm-up and weight decay."""
+    """AdamW of the actor. The critic has its own learning rate, `brorl sft` also its own warm-up and weight decay."""
 
     lr: NonNegativeFloat = key(1e-6, "Learning rate.")
     lr_for_rollouts: Natural = key(
