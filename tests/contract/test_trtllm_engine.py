@@ -2,9 +2,11 @@
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from contract.engines import SAMPLING, damage_staged_weights, draw, same
 from megatron_brorl.errors import UserError
 from megatron_brorl.ops.checksum import ChecksummedTensor
 from megatron_brorl.ops.reference.sampling import sampling_log_probs
-from megatron_brorl.rollout.remote import process
+from megatron_brorl.rollout.remote import process, remote_engine
 from megatron_brorl.rollout.remote.weights_in_trainer import quantize
 from megatron_brorl.rollout.weight_stream import UpdateRefused
 
@@ -146,6 +148,22 @@ def test_hanging_process_is_restarted(model, start, monkeypatch, capfd):
     os.kill(engine.supervisor.pid, signal.SIGSTOP)
     assert same(draw(engine), expected)
     assert "is silent for" in capfd.readouterr().err
+
+
+def test_an_engine_that_does_not_cancel_is_started_again_after_the_call(model, start, monkeypatch):
+    """The call returns while the new process still starts."""
+    engine = start()
+    engine.update_weights(model.stream(), 0)
+    expected = draw(engine)
+    monkeypatch.setattr(remote_engine, "_STOP_S", 0.2)
+    may_start, begin = threading.Event(), engine.supervisor._start
+    monkeypatch.setattr(engine.supervisor, "_start", lambda: begin() if may_start.wait(600) else None)
+    os.kill(engine.supervisor.pid, signal.SIGSTOP)
+    is_cancelled = iter([False, True])  # when the call begins, and after its requests were sent
+    callbacks = SimpleNamespace(cancelled=lambda: next(is_cancelled, True), finished=lambda *_: None)
+    assert {rollout.finish for rollout in draw(engine, callbacks=callbacks)} == {"cut"}
+    may_start.set()
+    assert same(draw(engine), expected)
 
 
 def test_two_ranks_share_an_engine(model, start):

@@ -266,6 +266,12 @@ class Supervisor:
         with self.lock:
             self._restart(why, self.weights)
 
+    def kill(self, why: str) -> None:
+        """Kill the process. The supervising thread starts it again, so this returns at once."""
+        with self.lock:
+            _log(f"{why}; killed")
+            self._process.kill()
+
     def sleep(self) -> None:
         """Free the engine's memory. The next update may overwrite the current weights."""
         with self.lock:

@@ -231,7 +231,10 @@ class RemoteEngine:
             self._link.send(Message("cancel", {"call": call, "numbers": numbers}))
 
     def _stop(self, pending: PendingRollouts) -> None:
-        """Cancel all open calls. Restart an engine that does not end them in time."""
+        """Cancel all open calls. Kill an engine that does not end them in time.
+
+        This call does not wait until it has started again, because the watchdog would take that for a hanging engine.
+        """
         self._cancel(list(pending.rows))
         deadline = time.monotonic() + _STOP_S
         while self._open_calls and time.monotonic() < deadline:
@@ -239,7 +242,7 @@ class RemoteEngine:
                 if message.fields.get("call") in self._open_calls:
                     self._handle(message, pending)
         if self._open_calls and self.supervisor:
-            self.supervisor.restart(f"engine process {self.supervisor.pid} did not cancel its requests")
+            self.supervisor.kill(f"engine process {self.supervisor.pid} did not cancel its requests")
 
     def kv_usage(self) -> KvUsage | None:
         """See RolloutEngine: the process does not report it."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_brorl.algo.advantages import (
+    ADVANTAGES,
     Moments,
     group_advantages,
     group_baseline,
@@ -21,7 +22,7 @@ from megatron_brorl.algo.advantages import (
     over_group_mean,
 )
 from megatron_brorl.algo.pass_at_k import pass_at_k_advantages
-from megatron_brorl.config.schema import AlgoConfig
+from megatron_brorl.config.schema import ADVANTAGE_NAMES, AlgoConfig
 
 RIGHT = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)  # two of three outcomes are right
 POLICIES = pytest.mark.parametrize("logits", [[0.3, -1.0, 0.8], [2.5, 0.0, -3.0]])
@@ -49,6 +50,10 @@ def expected(logits: list[float], n: int, advantages: Callable[[Tensor], Tensor]
 def close(result: Tensor, reference: Tensor) -> None:
     assert reference.abs().max() > 1e-3
     torch.testing.assert_close(result, reference, rtol=1e-11, atol=1e-12)
+
+
+def test_every_name_has_an_advantage():
+    assert set(ADVANTAGE_NAMES) == set(ADVANTAGES)
 
 
 @SIZES
