@@ -7,6 +7,10 @@ cd "$(dirname "$0")/.."
 if [ -x .venv/bin/brorl ]; then PATH="$PWD/.venv/bin:$PATH"; fi
 NAME=${1:?agent.sh: name an example: guess or check}
 shift
+if ! python -c "import openai, uvicorn" 2>/dev/null; then
+  echo "agent.sh: agents need openai and uvicorn: pip install '.[agents]'" >&2
+  exit 2
+fi
 RUN=${RUN:-runs/$NAME}
 CONFIG=examples/agents/$NAME.toml
 TURNS="data.train=[\"runs/agents/${NAME}_turns.jsonl\"]"
