@@ -176,7 +176,7 @@ def _change(changed: Mapping[str, Any]) -> tuple[Tone, str, list[str]]:
     n = changed["samples"]
     details.append(
         f"Newly solved: {len(changed['solved'])} of {changed['prompts']} prompts, newly lost: {len(changed['lost'])} "
-        f"(right or never {f'in {n} samples' if n > 1 else 'in its one sample'})."
+        f"(a prompt is solved if {f'at least one of {n} samples is' if n > 1 else 'its one sample is'} right)."
     )
     return tone, f"{begin}: {'; '.join(headline)} over {changed['prompts']} held-out prompts.", details
 
