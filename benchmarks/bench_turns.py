@@ -6,7 +6,7 @@
 N = 512 episodes have turns that wait 0 to 200 ms for a reply of the environment; 512 agents make as many calls through
 HTTP. All arms sample equally many tokens. `rows` is the mean number of rows per decoding step by the engine's counters,
 and `rate` the tokens per second relative to the arm whose environment answers at once. Then the agents run once more
-with completions that cost nothing: all CPU time of both processes is that of calls.
+with completions that cost nothing, so all CPU time, of this process and of its children, is that of their calls.
 """
 
 from __future__ import annotations

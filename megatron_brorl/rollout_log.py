@@ -160,7 +160,10 @@ def filter_rows(table: pa.Table, column: str, values: Iterable[object]) -> pa.Ta
 
 
 def printable(text: str) -> str:
-    """Replace control characters other than line breaks, which could change the terminal, and tabs by a space."""
+    """Replace tabs by spaces, and other control characters, which could change the terminal, by U+FFFD.
+
+    Line breaks stay.
+    """
     return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "\ufffd" for c in text)
 
 
@@ -169,9 +172,10 @@ def one_line(text: str, max_chars: int = 0) -> str:
     line = " ".join(printable(text).split())
     if not max_chars or len(line) <= max_chars:
         return line
-    # Most of the end is kept, because a response ends with its answer and a prompt with its question.
-    head = (max_chars - 5) // 3
-    return f"{line[:head]} ... {line[len(line) - (max_chars - 5 - head) :]}"
+    # The end gets two thirds of the room, because a response ends with its answer and a prompt with its question.
+    room = max_chars - len(" ... ")
+    head = room // 3
+    return f"{line[:head]} ... {line[len(line) - (room - head) :]}"
 
 
 def _entry_of(path: Path) -> LogEntry | None:

@@ -97,13 +97,13 @@ def convert(path: Path, directory: Path) -> str:
     (directory / "README.md").write_text(f"---\nlicense: {licence}\n---\n", encoding="utf-8")
     _write_tokenizer(file, directory)
     _write_weights(file, config, directory)
-    add_generation_files(directory, directory)
+    add_generation_files(source=directory, target=directory)
     return f"{directory}: Llama with {config['num_hidden_layers']} layers in fp32, converted from {path.name}"
 
 
 def _config(file: GgufFile) -> dict[str, Any]:
     """Return the content of config.json."""
-    # Chat models end a turn, or a message with a tool call, with tokens of their own.
+    # Chat models end a turn (eot), or a message with a tool call (eom), with tokens of their own.
     ends = [file.get(SIZES["eos_token_id"])]
     candidates = (file.find(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
     ends += [token for token in candidates if token is not None and token not in ends]

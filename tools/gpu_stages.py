@@ -240,21 +240,22 @@ def _all_reduce(size: int, job: Job, rank: int) -> float:
     dist.init_process_group(init_method=f"file://{job.scratch}/all_reduce", rank=rank, world_size=size)
     x = torch.zeros(1 << (18 if job.dry else 28), device=job.device)
     seconds = min(timed(lambda: dist.all_reduce(x), job.device)[0] for _ in range(6))
-    return 2e-9 * (size - 1) / size * x.nbytes / seconds
+    return 2e-9 * (size - 1) / size * x.nbytes / seconds  # GB/s: a ring sends 2 (size - 1) / size of x per rank
 
 
 def lost_rank(size: int, job: Job) -> Iterator[Row]:
-    """Kill rank 1 after a step, resume and stop rank 1, which rank 0 then names, and resume to the end."""
+    """Kill rank 1 and resume; stop rank 1, so that rank 0 fails and names it; resume to the end."""
     from bench_step import settings
 
     changes = [
         "train.checkpoint_every=1",
         *(f"{key}.timeout_s={15 if job.dry else 60}" for key in ("parallel", "rollout")),
     ]
-    command = [sys.executable, "-m", "megatron_brorl", "train", "--processes", str(size), *changes]
-    command[4:4] = settings(*_job("135m", (4, 64, 64, 64), job, steps=6))
-    late = "waited for rank 1" if job.dry else "rank 1 ("  # gloo's barrier names it, and on GPUs the report of stalls
-    for number, expected in ((signal.SIGKILL, "rank 1 was ended"), (signal.SIGSTOP, late), (signal.SIGCONT, "")):
+    run_settings = settings(*_job("135m", (4, 64, 64, 64), job, steps=6))  # groups, siblings, prompt, response tokens
+    command = [sys.executable, "-m", "megatron_brorl", "train", *run_settings, "--processes", str(size), *changes]
+    # Gloo's barrier names rank 1. On GPUs the report of stalls does.
+    stalled = "waited for rank 1" if job.dry else "rank 1 ("
+    for number, expected in ((signal.SIGKILL, "rank 1 was ended"), (signal.SIGSTOP, stalled), (signal.SIGCONT, "")):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
             output = next(line for line in run.stdout or () if "reward" in line)
             ranks = {child.environ()["RANK"]: child for child in psutil.Process(run.pid).children()}
@@ -435,10 +436,10 @@ STAGES: dict[str, tuple[Callable[[Job], Iterator[Row]], float]] = {  # with a li
 
 def main() -> None:
     """Run one stage."""
-    stage, job, rows = sys.argv[1:]
-    given = Job(**json.loads(Path(job).read_text(encoding="utf-8")))
+    stage, job_path, rows = sys.argv[1:]
+    job = Job(**json.loads(Path(job_path).read_text(encoding="utf-8")))
     with open(rows, "a", encoding="utf-8") as file:
-        for row in STAGES[stage][0](given):
+        for row in STAGES[stage][0](job):
             print(json.dumps(row), file=file, flush=True)
 
 

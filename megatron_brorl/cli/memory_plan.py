@@ -106,12 +106,12 @@ def training_parts(
     """
     table = entries(shape, pipeline)
     others = _elements([entry for entry in table if entry.expert is None], stage, tensor)
-    if shape.tied and stage == pipeline - 1 > 0:
+    if shape.tied and pipeline > 1 and stage == pipeline - 1:
         others += math.prod(local_shape(table[0], tensor))  # the last stage's copy of the embedding
     experts = _elements([entry for entry in table if entry.expert is not None], stage, tensor) // expert
     adapters = _elements(adapter_entries(shape, pipeline, lora), stage, tensor) if lora and lora.rank else 0
     trained, trained_experts = (adapters, 0) if adapters else (others, experts)
-    states = 8 if dtype == torch.float32 else 12
+    states = 8 if dtype == torch.float32 else 12  # two moments, and fp32 masters of other dtypes
     return {
         "weights": (others + experts) * dtype.itemsize,
         **({"adapters": adapters * dtype.itemsize} if adapters else {}),
@@ -135,11 +135,12 @@ def activation_bytes(config: Config, shape: ModelShape, tokens: int, stage: int,
     Elements per token and layer: 4 H for the inputs of both norms and of both parts; 2 Q + 2 K for queries, keys,
     values and the output of attention; 3 F for gate, up and their product. Tensor parallelism divides all but the
     4 H. models.layers.fused keeps 2 H and 2 F instead of 4 H and 3 F. Each adapter adds its rank. With recomputation:
-    the input of each layer, and all of one layer. A stage has one micro-batch in flight for itself and every later one.
+    the input of each layer, and all of one layer. A stage has as many micro-batches in flight as there are stages from
+    it to the last.
 
-    In a mixture of experts, each chosen expert of a token has the 3 F and 2 H for its input and output, if all experts
-    are chosen equally often. One layer at a time also has the rows that it sends and receives (2 H each). A shared
-    expert has the 3 F, and its output (H), which its gate scales.
+    In a mixture of experts, if all experts are chosen equally often, a token has the 3 F, and 2 H for input and output,
+    per chosen expert. One layer at a time also has the rows that it sends and receives (2 H each). A shared expert has
+    the 3 F, and its output (H), which its gate scales.
     """
     parallel = config.parallel
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim

@@ -25,7 +25,7 @@ from megatron_brorl.families.shape import CONFIG, refuse_gguf
 from megatron_brorl.files import read_object
 
 GENERATION = "generation_config.json"
-_MARKS = 0x108000  # code of the character that stands for the first special token of data in a template
+_MARKS = 0x108000  # in data, the private character _MARKS + i replaces the tokenizer's special token i
 _TURN = "\u2039turn\u203a"  # stands for a turn of the assistant
 _CALL = {"name": "look", "arguments": {"word": 'two "words"\n\tand </a>'}}  # shows how a template writes calls
 

@@ -132,7 +132,7 @@ def unseen_mass(n: int, once: int, twice: int) -> tuple[float, float]:
     estimate, as Wilson (1927) does for shares, and adds one to n_2. The upper end is at least 1 - 0.025^(1/n), because
     n draws cannot exclude a smaller mass.
     """
-    # The ends are the roots of a quadratic in m.
+    # The ends are the roots of square m^2 - linear m + constant.
     square = n * n + Z95**2 * n
     linear = 2 * n * once + Z95**2 * n
     constant = once**2 - Z95**2 * 2 * (twice + 1)

@@ -54,15 +54,22 @@ def kl_in_reward(algo: AlgoConfig) -> bool:
 
 def shape_rewards(outcomes: Outcomes, config: Config, step: int) -> Outcomes:
     """Apply the config section shaping to the rewards of a step. The choice of kept groups does not change."""
-    o = outcomes
-    rewards = shaped(o.rewards, o.right, o.sampled, o.repeats, config.shaping, config.rollout.max_tokens, step)
-    return replace(o, rewards=rewards)
+    rewards = shaped(
+        outcomes.rewards,
+        outcomes.right,
+        outcomes.sampled,
+        outcomes.repeats,
+        config.shaping,
+        config.rollout.max_tokens,
+        step,
+    )
+    return replace(outcomes, rewards=rewards)
 
 
 def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: AlgoConfig, ops: Backend) -> Tensor:
     """Return the advantages of all survivors of the kept groups by algo.advantage, float32 [groups, N]; 0 elsewhere.
 
-    groups: one for each row of the table. The advantages are whitened over all survivors of kept groups, which are the
+    groups: one for each row of the result. The advantages are whitened over all survivors of kept groups, which are the
     global batch (BroRL, section 3.1), unless the estimator is relative to its own group (algo.advantages.Advantage) or
     token_advantages whitens later.
     """
@@ -71,18 +78,18 @@ def rollout_advantages(outcomes: Outcomes, groups: Sequence[PromptGroup], algo: 
     if not kept:
         return table
 
-    mask = outcomes.ended[kept]
+    survived = outcomes.ended[kept]
     rows = [groups[g].prompt.row() for g in kept]
-    advantages = group_advantages(outcomes.rewards[kept], mask, rows, algo)[mask].float()
+    advantages = group_advantages(outcomes.rewards[kept], survived, rows, algo)[survived].float()
     if is_whitened(algo.advantage) and algo.advantage != "gae" and not kl_in_reward(algo):
         own = advantages.to(cpu_bridge.default_device())
         advantages = ops.whiten(own, ops.moments(own)).cpu()
         # The mean of the batch is 0 up to rounding, and tokens whose advantage is only rounding would count as clipped.
         advantages = torch.where(advantages.abs() < _ROUNDING, 0.0, advantages)
 
-    where = torch.zeros_like(outcomes.ended)
-    where[kept] = mask
-    table[where] = advantages
+    kept_survivors = torch.zeros_like(outcomes.ended)
+    kept_survivors[kept] = survived
+    table[kept_survivors] = advantages
     return table
 
 

@@ -95,10 +95,10 @@ def update_policy(
 ) -> dict[str, float]:
     """Take one optimizer step per mini-batch on the actor; return metrics, the same on every rank.
 
-    mini_batches: this rank's rows of each, epoch by epoch, as many as on every rank. first_update: optimizer steps
-    applied before. total_updates: optimizer steps of the run, see learning_rate. Metrics are token means over all
-    mini-batches; logprob_gap_* are those of the first mini-batch that has rows, where the actor still has the weights
-    that the engine sampled the newest tokens from.
+    mini_batches: this rank's rows in each mini-batch, epoch by epoch; all ranks have equally many mini-batches.
+    first_update: optimizer steps applied before. total_updates: optimizer steps of the run, see learning_rate. Metrics
+    are token means over all mini-batches; logprob_gap_* are those of the first mini-batch that has rows, where the
+    actor still has the weights that the engine sampled the newest tokens from.
     """
 
     def step(lr: float, rows: list[int]) -> StepMetrics | None:
@@ -108,17 +108,20 @@ def update_policy(
         lengths: dict[Any, int] = Counter()
         for unit, tokens in zip(units, part.sampled_tokens(), strict=True):
             lengths[unit] += tokens
-        own = {"tokens": float(sum(lengths.values())), "sequences": float(sum(n > 0 for n in lengths.values()))}
+        counts = {"tokens": float(sum(lengths.values())), "sequences": float(sum(n > 0 for n in lengths.values()))}
         if part.weights:
-            of_unit = dict(zip(units, part.weights, strict=True)).values()
-            own = {"tokens": sum(w.tokens for w in of_unit), "sequences": sum(w.sequences for w in of_unit)}
-        size = collectives.all_reduce_sum(own, worker.grid.groups.dp)
+            unit_factors = dict(zip(units, part.weights, strict=True)).values()
+            counts = {
+                "tokens": sum(w.tokens for w in unit_factors),
+                "sequences": sum(w.sequences for w in unit_factors),
+            }
+        size = collectives.all_reduce_sum(counts, worker.grid.groups.dp)
         if not size["tokens"]:
             return None
 
-        of_units = token_weights(list(lengths.values()), algo.aggregation, **size, fixed=algo.aggregation_tokens)
-        by_unit = dict(zip(lengths, of_units, strict=True))
-        weights = [by_unit[unit] for unit in units]
+        unit_weights = token_weights(list(lengths.values()), algo.aggregation, **size, fixed=algo.aggregation_tokens)
+        weight_of = dict(zip(lengths, unit_weights, strict=True))
+        weights = [weight_of[unit] for unit in units]
         if part.weights:
             weights = [x * w.loss for x, w in zip(weights, part.weights, strict=True)]
         loss = ActorLoss(part, algo, weights)

@@ -130,7 +130,7 @@ def masters(
 ) -> tuple[tuple[set[str], set[str]], tuple[set[str], set[str]]]:
     """Compare float32 masters of a bfloat16 model with its file: after loading, and after a checkpoint before any step.
 
-    Return the names of the tensors that differ, and of all of which this rank has a part.
+    Return, for each, the names of the tensors that differ, and of all tensors of which this rank has a part.
     """
     changes = DISTRIBUTED_OPTIMIZER | {"model": {"dtype": "bf16"}, "run": {"seed": 3, "dir": root}}
     stored = load_file(f"{directory}/model.safetensors")
@@ -142,7 +142,7 @@ def masters(
         held: set[str] = set()
         for optimizer, parameter, master in _masters(worker):
             entry = entries[id(parameter)]
-            flat = to_local(entry, [stored[name] for name in entry.hf], worker.shape.kv_heads, 0, 1).flatten()
+            flat = to_local(entry, [stored[name] for name in entry.hf], worker.shape.kv_heads, rank=0, size=1).flatten()
             start = optimizer._get_model_param_range_map(parameter)["param"].start
             held.update(entry.hf)
             if not torch.equal(master, flat[start : start + len(master)]):

@@ -85,8 +85,8 @@ def test_outputs_gradients_and_merged_weights_equal_peft_s(worlds, peft_results,
     directory, adapters, expected = peft_results(family, lora)
     results = worlds(size).run("lora_jobs:forward_and_gradients", directory, parallel, lora, adapters, options)
     for rank, result in enumerate(results):
-        for own, want in zip(result["log_probs"], expected["log_probs"], strict=True):
-            torch.testing.assert_close(own.double(), want, atol=1e-6, rtol=0)
+        for log_probs, exact in zip(result["log_probs"], expected["log_probs"], strict=True):
+            torch.testing.assert_close(log_probs.double(), exact, atol=1e-6, rtol=0)
         assert (result["logits"] is None) == ("pipeline" in parallel and rank < size // 2)
         if result["logits"] is not None:
             torch.testing.assert_close(result["logits"], torch.stack(expected["logits"]), atol=1e-6, rtol=0)
@@ -98,7 +98,7 @@ def test_outputs_gradients_and_merged_weights_equal_peft_s(worlds, peft_results,
             torch.testing.assert_close(weight, expected["merged"][name], atol=1e-12, rtol=0)
 
 
-TRAINED = [
+TRAINED = [  # size, parallel, options, largest relative error of the trained adapters
     (1, {}, {}, 1e-4),
     (2, {}, {"distributed_optimizer": True, "overlap": True, "tokens": 60}, 1e-4),
     (4, DIVIDED, {"offload": True}, 1e-4),

@@ -28,7 +28,7 @@ def neighbours(rank: int, size: int, parallel: dict[str, int], axes: tuple[str, 
 
 @pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
 def test_groups_have_their_ranks_and_are_shared(worlds, size, parallel):
-    of = {
+    axes_of = {
         "tp": ("tensor",),
         "pp": ("pipeline",),
         "cp": ("context",),
@@ -37,9 +37,9 @@ def test_groups_have_their_ranks_and_are_shared(worlds, size, parallel):
         "mp": ("tensor", "pipeline"),
         "replica": ("tensor", "context", "pipeline"),
     }
-    expected = [{name: neighbours(rank, size, parallel, axes) for name, axes in of.items()} for rank in range(size)]
-    for rank, (ranks, sums, same) in enumerate(worlds(size).run("jobs:groups", parallel, list(of))):
+    expected = [{name: neighbours(r, size, parallel, axes) for name, axes in axes_of.items()} for r in range(size)]
+    for rank, (ranks, sums, same) in enumerate(worlds(size).run("jobs:groups", parallel, list(axes_of))):
         assert ranks == expected[rank]
-        assert sums == {name: sum(10.0**r for r in members) for name, members in ranks.items()}
+        assert sums == {name: sum(10.0**r for r in members) for name, members in ranks.items()}  # digit r: rank r
         if not cpu_bridge.on_gpu():
-            assert same == [(a, b) for a in of for b in of if ranks[a] == ranks[b]]
+            assert same == [(a, b) for a in axes_of for b in axes_of if ranks[a] == ranks[b]]

@@ -16,7 +16,6 @@
 
 namespace {
 
-// Products in float32 instead of cuBLAS. tests/ops/test_cublas_gemm.py tests csrc/common/gemm.cu.
 at::Tensor widened(const at::Tensor& x) {
   const auto cpu = at::from_blob(x.data_ptr(), x.sizes(), x.strides(), x.options().device(at::kCPU));
   return x.scalar_type() == at::kBFloat16 ? cpu.to(at::kFloat) : cpu;
@@ -26,8 +25,9 @@ at::Tensor widened(const at::Tensor& x) {
 
 namespace brorl {
 
+// Products in float32 instead of cuBLAS. tests/ops/test_cublas_gemm.py tests csrc/common/gemm.cu.
 void gemm_(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
-  at::Tensor sum = widened(out);
+  at::Tensor sum = widened(out);  // shares the memory of out, which is never bfloat16
   accumulate ? at::addmm_out(sum, sum, widened(a), widened(b)) : at::mm_out(sum, widened(a), widened(b));
 }
 

@@ -32,19 +32,19 @@ assert torch.allclose(log_probs, torch.tensor(0.25).log())
 
 
 def test_the_reference_runs_without_the_extension():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTENSION], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", WITHOUT_EXTENSION], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_loaded_kernels_are_those_of_the_chosen_level():
-    """Both for a build for one processor and for a wheel, whose levels tools/test_wheel.sh tests one by one."""
-    several = {"_C_v4": "x86-64-v4", "_C_v3": "x86-64-v3", "_C": "x86-64"}
-    alone = ("this processor", f"any {platform.machine()}")
+    """A build for one processor has one module. tools/test_wheel.sh runs this on a wheel, at each level."""
+    level_of = {"_C_v4": "x86-64-v4", "_C_v3": "x86-64-v3", "_C": "x86-64"}
+    single_levels = ("this processor", f"any {platform.machine()}")
     if len(list(Path(native.__file__).parents[2].glob("_C*.so"))) > 1:
-        assert several[native.EXTENSION.__name__.rpartition(".")[2]] == native.PROCESSOR
+        assert level_of[native.EXTENSION.__name__.rpartition(".")[2]] == native.PROCESSOR
         assert os.environ.get("BRORL_CPU", native.PROCESSOR) == native.PROCESSOR
     else:
-        assert native.PROCESSOR in alone
+        assert native.PROCESSOR in single_levels
 
 
 def test_an_extension_of_another_torch_is_refused(monkeypatch):

@@ -51,13 +51,15 @@ def compare(
     """Compare result and gradients of op with those of the formula in float64, from the same rounded inputs."""
     narrow = [x.to(dtype).requires_grad_() for x in inputs]
     wide = [x.detach().double().requires_grad_() for x in narrow]
-    up = upstream.to(dtype)
+    grad_out = upstream.to(dtype)
     result, expected = op(*narrow), formula(*wide)
     close(result, expected, dtype)
-    for mine, right in zip(
-        torch.autograd.grad(result, narrow, up), torch.autograd.grad(expected, wide, up.double()), strict=True
+    for grad, expected_grad in zip(
+        torch.autograd.grad(result, narrow, grad_out),
+        torch.autograd.grad(expected, wide, grad_out.double()),
+        strict=True,
     ):
-        close(mine, right, dtype)
+        close(grad, expected_grad, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,14 +67,14 @@ def compare(
 def test_rms_norm(shape, dtype):
     g = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(*shape, generator=g) * 30
-    up = torch.randn(*shape, generator=g)
+    grad_out = torch.randn(*shape, generator=g)
     weight = torch.rand(shape[-1], generator=g) + 0.5
     if not x.numel():
-        out, of_weight = torch.ops.brorl.rms_norm_gradient_(x, x.clone(), weight, torch.zeros(0))
+        out, grad_weight = torch.ops.brorl.rms_norm_gradient_(x, x.clone(), weight, torch.zeros(0))
         assert out.shape == x.shape
-        assert torch.equal(of_weight, torch.zeros(shape[-1]))
+        assert torch.equal(grad_weight, torch.zeros(shape[-1]))
         return
-    compare(lambda x, w: ops.rms_norm(x, w, EPS), norm, [x, weight], up, dtype)
+    compare(lambda x, w: ops.rms_norm(x, w, EPS), norm, [x, weight], grad_out, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,18 +82,18 @@ def test_rms_norm(shape, dtype):
 def test_silu_mul(shape, dtype):
     g = torch.Generator().manual_seed(sum(shape))
     x = (torch.randn(*shape, generator=g) * torch.tensor([0.1, 10.0]).repeat(shape[-1] // 2)).to(dtype)
-    up = torch.randn(shape[0], shape[1] // 2, generator=g).to(dtype)
+    grad_out = torch.randn(shape[0], shape[1] // 2, generator=g).to(dtype)
     wide = x.double().requires_grad_()
     expected = swiglu(wide)
-    (gradient,) = torch.autograd.grad(expected, wide, up.double())
+    (gradient,) = torch.autograd.grad(expected, wide, grad_out.double())
     out = torch.ops.brorl.silu_mul(x)
-    made_again = up.clone()
-    mine = x.clone()
-    torch.ops.brorl.silu_mul_gradient_(made_again, mine)
-    assert torch.equal(made_again, out)
+    grad_then_out = grad_out.clone()
+    x_then_grad = x.clone()
+    torch.ops.brorl.silu_mul_gradient_(grad_then_out, x_then_grad)
+    assert torch.equal(grad_then_out, out)
     if x.numel():
         close(out, expected, dtype)
-        close(mine, gradient, dtype)
+        close(x_then_grad, gradient, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,17 +102,19 @@ def test_products_fused_with_a_norm_or_an_activation(shape, width, dtype):
     g = torch.Generator().manual_seed(width)
     x, norm_weight, bias = (torch.randn(*s, generator=g) for s in (shape, (shape[-1],), (width,)))
     weight = torch.randn(width, shape[-1], generator=g)
-    up = torch.randn(*shape[:-1], width, generator=g)
+    grad_out = torch.randn(*shape[:-1], width, generator=g)
     compare(
         lambda x, n, w, b: ops.norm_linear(x, n, EPS, w, b)[0],
         lambda x, n, w, b: norm(x, n) @ w.t() + b,
         [x, norm_weight, weight, bias],
-        up,
+        grad_out,
         dtype,
     )
     if shape[-1] % 2 == 0:
         half = weight[:, : shape[-1] // 2].contiguous()
-        compare(lambda x, w: ops.swiglu_linear(x.clone(), w)[0], lambda x, w: swiglu(x) @ w.t(), [x, half], up, dtype)
+        compare(
+            lambda x, w: ops.swiglu_linear(x.clone(), w)[0], lambda x, w: swiglu(x) @ w.t(), [x, half], grad_out, dtype
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,14 +123,16 @@ def test_products_fused_with_a_norm_or_an_activation(shape, width, dtype):
 def test_linear(shape, width, with_bias, dtype):
     g = torch.Generator().manual_seed(width)
     x, weight, bias = (torch.randn(*s, generator=g) for s in (shape, (width, shape[-1]), (width,)))
-    up = torch.randn(*shape[:-1], width, generator=g)
+    grad_out = torch.randn(*shape[:-1], width, generator=g)
     if with_bias:
         before = bias.clone()
-        compare(lambda *all: ops.linear(*all)[0], lambda x, w, b: x @ w.t() + b, [x, weight, bias], up, dtype)
+        compare(
+            lambda *inputs: ops.linear(*inputs)[0], lambda x, w, b: x @ w.t() + b, [x, weight, bias], grad_out, dtype
+        )
         ops.linear(x, weight, bias)
         assert torch.equal(bias, before)
     else:
-        compare(lambda x, w: ops.linear(x, w, None)[0], lambda x, w: x @ w.t(), [x, weight], up, dtype)
+        compare(lambda x, w: ops.linear(x, w, None)[0], lambda x, w: x @ w.t(), [x, weight], grad_out, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -137,7 +143,7 @@ def test_adapters_next_to_a_frozen_weight(shape, width, rank, before, dtype):
     inputs = shape[-1] // 2 if before == "activation" else shape[-1]
     sizes = shape, (width, inputs), (width,), (inputs,), (rank, inputs), (width, rank)
     x, weight, bias, norm_weight, a, b = (torch.randn(*s, generator=g).to(dtype) for s in sizes)
-    up = torch.randn(*shape[:-1], width, generator=g)
+    grad_out = torch.randn(*shape[:-1], width, generator=g)
     products = {
         "nothing": lambda x, a: ops.linear(x, weight, bias, a),
         "norm": lambda x, a: ops.norm_linear(x, norm_weight, EPS, weight, bias, a),
@@ -149,7 +155,7 @@ def test_adapters_next_to_a_frozen_weight(shape, width, rank, before, dtype):
     def formula(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return rows(x) @ weight.double().t() + rows(x) @ a.t() @ b.t() + shift
 
-    compare(lambda x, a, b: ops.add_product(*products(x, a), b), formula, [x, a, b], up, dtype)
+    compare(lambda x, a, b: ops.add_product(*products(x, a), b), formula, [x, a, b], grad_out, dtype)
 
 
 @pytest.mark.skipif(not native.BFLOAT16_KERNEL, reason="this processor has no bfloat16 kernel")
@@ -174,11 +180,11 @@ def test_products_add_to_the_main_gradient(before, dtype):
     weight.main_grad = start = torch.randn(40, 24, generator=g)
     expected = start.double()
     for _ in range(2):
-        x, up = (torch.randn(50, n, generator=g).to(dtype) for n in (48 if before == "activation" else 24, 40))
+        x, grad_out = (torch.randn(50, n, generator=g).to(dtype) for n in (48 if before == "activation" else 24, 40))
         weight.grad_added_to_main_grad = False
-        product(x.requires_grad_(), weight).backward(up)
+        product(x.requires_grad_(), weight).backward(grad_out)
         assert weight.grad_added_to_main_grad
-        expected = expected + up.double().t() @ rows(x.detach()).double()
+        expected = expected + grad_out.double().t() @ rows(x.detach()).double()
     # Products of bfloat16 are exact in float32, so one tolerance serves both dtypes.
     close(weight.main_grad, expected, torch.float32)
 
@@ -200,9 +206,9 @@ def test_silu_mul_of_extreme_gates():
     x = torch.cat((gate, torch.full((7,), 2.0))).unsqueeze(0)
     expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 176.0, 400.0, 2e4]])
     assert torch.allclose(torch.ops.brorl.silu_mul(x), expected)
-    made_again = torch.ones(1, 7)
-    torch.ops.brorl.silu_mul_gradient_(made_again, x)
-    assert torch.allclose(made_again, expected)
+    grad_then_out = torch.ones(1, 7)
+    torch.ops.brorl.silu_mul_gradient_(grad_then_out, x)
+    assert torch.allclose(grad_then_out, expected)
     assert torch.allclose(x[0, :7], torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0]))
 
 
@@ -237,12 +243,12 @@ def test_a_second_backward_pass_over_overwritten_inputs_fails():
 
 def test_results_do_not_depend_on_threads():
     g = torch.Generator().manual_seed(3)
-    x, up = torch.randn(2, 1500, 64, generator=g)
+    x, grad_out = torch.randn(2, 1500, 64, generator=g)
     weight = torch.rand(64, generator=g)
 
     def results():
         out, inverse = torch.ops.brorl.rms_norm(x, weight, EPS)
-        return out, *torch.ops.brorl.rms_norm_gradient_(up.clone(), x, weight, inverse)
+        return out, *torch.ops.brorl.rms_norm_gradient_(grad_out.clone(), x, weight, inverse)
 
     first, *others = with_threads(results)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

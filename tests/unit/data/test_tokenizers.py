@@ -220,15 +220,14 @@ def test_unusable_files_are_refused(tmp_path):
     ],
 )
 def test_vocabulary_special_tokens_and_encoding_are_compared(tmp_path, part, key, value, difference):
-    """The BOS, the chat template and the EOS are another choice of the same tokenizer."""
+    """A tokenizer that differs only in BOS, chat template and EOS counts as the same."""
     path = make_hf(tmp_path / "other", bos=True, chat_template=CHAT, eos_token="<|assistant|>") / "tokenizer.json"
     content = json.loads(path.read_text())
     parts = {"model": content["model"], "vocab": content["model"]["vocab"], "token": content["added_tokens"][2]}
     parts[part][key] = value
     path.write_text(json.dumps(content))
     message = tokenizer_difference(load_tokenizer(make_hf(tmp_path / "one")), load_tokenizer(tmp_path / "other"))
-    assert message.startswith(difference)
-    assert bool(message) == bool(difference)
+    assert message.startswith(difference) if difference else message == ""
 
 
 def test_the_two_file_formats_of_a_tokenizer_are_equal(tmp_path):

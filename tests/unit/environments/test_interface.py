@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from itertools import zip_longest
 from typing import Any, Literal
 
 import pytest
@@ -167,8 +166,8 @@ HERMES, XML = written("hermes", "a"), written("xml", "b")
         ("hermes", "A <tool_call> tag opens a call, and </tool_call> ends it. It is written <tool_call>", []),
         ("hermes", "Between <tool_call>\nand\n</tool_call> I wrote <function=f> once. </think>", []),
         ("hermes", 'So <tool_call>{"name": "look", "arguments": {"a": "</tool_call', [NO_END]),
-        ("hermes", f"<tool_call>[{HERMES[12:]}", ["the call cannot be parsed as JSON"]),
-        ("hermes", f"First.\n{HERMES[:-12]}{XML}", [NO_END, "b"]),
+        ("hermes", "<tool_call>[" + HERMES.removeprefix("<tool_call>\n"), ["the call cannot be parsed as JSON"]),
+        ("hermes", "First.\n" + HERMES.removesuffix("</tool_call>") + XML, [NO_END, "b"]),
         ("hermes", XML.replace("</parameter>", ""), ["</parameter> must end each parameter"]),
         ("json", '{"name": "Ada", "born": 1815}', []),
         ("json", 'The call is {"name": "look", "parameters": {"a": "b"}}', []),
@@ -181,8 +180,8 @@ HERMES, XML = written("hermes", "a"), written("xml", "b")
     ],
 )
 def test_tags_in_prose_are_text_and_unfinished_calls_are_malformed(format, text, expected):
-    calls = [x[: len(y)] if isinstance(x, str) else x for x, y in zip_longest(read_back(format, text), expected)]
-    assert calls == expected
+    calls = read_back(format, text)
+    assert [c[: len(e)] if isinstance(c, str) else c for c, e in zip(calls, expected, strict=True)] == expected
 
 
 def test_texts_become_the_types_of_the_parameters():

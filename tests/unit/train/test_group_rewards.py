@@ -35,15 +35,15 @@ def step(model, grid, pool, prompts, **changes):
 
 def survivors(prompt):
     """Return the surviving responses of a prompt, their texts, and their answers: None for those that were cut off."""
-    rows = responses(3, prompt, N, 12, LOST)
+    rows = responses(seed=3, prompt=prompt, n=N, tokens=12, lost=LOST)
     texts = [" ".join(map(str, without_stop(row))) for row in rows]
     return rows, texts, [text if row[-1] == fakes.STOP else None for row, text in zip(rows, texts, strict=True)]
 
 
 def test_the_step_trains_on_the_scores_of_groups_without_lost_rollouts(processes, model, tmp_path):
-    """Rewards come from the function, and correctness from the verifier. The third group's call hangs: no signal."""
+    """The function gives rewards, the verifier correctness. The third group's call times out: it is not trained on."""
     (tmp_path / "mine.py").write_text(SCORE.format(first="while row['id'] == 'p/2': pass"))
-    prompts = [replace(p, answer="") for p in fakes.prompts(3)]
+    prompts = [replace(p, answer="") for p in fakes.prompts(3)]  # only an empty answer is right
     with RewardPool(1, 2.0) as pool:
         values = step(model, processes, pool, prompts, reward={"group_function": f"{tmp_path}/mine.py:score"})
     groups = []

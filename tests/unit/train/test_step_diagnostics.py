@@ -67,26 +67,26 @@ def cross_fitted(token: np.ndarray, reward: np.ndarray, p: np.ndarray) -> tuple[
 
     # One half of the siblings takes a step, and the other half estimates its value.
     sampled = 0.0
-    for step, value in ((0, 1), (1, 0)):
-        mine = slice(step, None, 2)
-        theirs = slice(value, None, 2)
-        drawn = set(token[mine].tolist())
-        better = {j: reward[mine][token[mine] == j].mean() - reward[mine].mean() for j in drawn}
+    for offset in (0, 1):
+        half = slice(offset, None, 2)
+        other_half = slice(1 - offset, None, 2)
+        tokens = set(token[half].tolist())
+        better = {j: reward[half][token[half] == j].mean() - reward[half].mean() for j in tokens}
         s_r = sum(p[j] * b for j, b in better.items())
-        centred = reward[theirs] - reward[theirs].mean()
-        for j in drawn:
-            worth = centred[token[theirs] == j].sum() / (len(centred) - 1)
+        centred = reward[other_half] - reward[other_half].mean()
+        for j in tokens:
+            worth = centred[token[other_half] == j].sum() / (len(centred) - 1)
             sampled += worth * p[j] * (better[j] - s_r) / n / 2
     return float(gradient), float(sampled)
 
 
 def by_hand(model):
-    """Return the metrics as means over positions of two prompts, weighted by the shared tokens of each."""
+    """Return the metrics: means over the positions of a prompt, averaged over two prompts by their shared tokens."""
     count = 2 * POSITIONS
     key = torch.full((count,), stream_key(3, "theory", 0))
     us = uniforms(key, torch.arange(count), torch.ones(count, dtype=torch.int64)).view(2, -1).tolist()
-    figures = []
-    known = []
+    prompt_means = []
+    finite_shares = []
     weights = []
     tokens = 0
     for prompt, numbers in zip(chosen(), us, strict=True):
@@ -138,20 +138,20 @@ def by_hand(model):
             )
         assert sum(f["exact/siblings"] >= 4 for f in at_positions) > POSITIONS / 2
         means = {k: np.nanmean([f[k] for f in at_positions]) for k in at_positions[0]}
-        figures.append(means)
-        known.append({k: np.mean(np.isfinite([f[k] for f in at_positions])) for k in at_positions[0]})
+        prompt_means.append(means)
+        finite_shares.append({k: np.mean(np.isfinite([f[k] for f in at_positions])) for k in at_positions[0]})
         weights.append(len(shared))
     # Positions with an unknown value do not count.
-    shares = {k: [w * f[k] for w, f in zip(weights, known, strict=True)] for k in figures[0]}
-    whole = {k: np.average([f[k] for f in figures], weights=shares[k]) for k in figures[0]}
+    shares = {k: [w * f[k] for w, f in zip(weights, finite_shares, strict=True)] for k in prompt_means[0]}
+    whole = {k: np.average([f[k] for f in prompt_means], weights=shares[k]) for k in prompt_means[0]}
     return whole | {"exact/shared_tokens": sum(weights) / tokens}
 
 
 def test_token_level_metrics(step, model):
-    figures = by_hand(model[1])
-    for name, expected in figures.items():
+    metrics = by_hand(model[1])
+    for name, expected in metrics.items():
         assert step[f"theory_{name}"] == pytest.approx(expected, rel=2e-4, abs=1e-9), name
-    assert 0 < figures["exact/unsampled_mass"] < 1
+    assert 0 < metrics["exact/unsampled_mass"] < 1
 
 
 def test_answers(step):

@@ -18,9 +18,9 @@ VOCAB = 64
 
 
 def test_bf16_rounding_gives_no_false_alarm_in_200_rounds():
-    """Round logits around 34, where bfloat16 has steps of 0.25, on both sides from different sums.
+    """Both sides round the same logits, around 34, where bfloat16 has steps of 0.25.
 
-    Each sum is off by a relative error of up to 2^-8, two bfloat16 roundings, before it is rounded itself.
+    Before that, the logits of each side get a relative error of up to 2^-8, that of two bfloat16 roundings.
     """
     g = torch.Generator().manual_seed(5)
     engines = torch.arange(ENGINES).repeat_interleave(PER_ENGINE)
@@ -29,8 +29,8 @@ def test_bf16_rounding_gives_no_false_alarm_in_200_rounds():
         exact = 34 + 4 * torch.randn(len(engines), 16, generator=g)
         sides = []
         for _ in range(2):
-            off = exact * (1 + 2.0**-8 * (2 * torch.rand(exact.shape, generator=g) - 1))
-            sides.append(off.bfloat16().float().log_softmax(-1))
+            inexact = exact * (1 + 2.0**-8 * (2 * torch.rand(exact.shape, generator=g) - 1))
+            sides.append(inexact.bfloat16().float().log_softmax(-1))
         token = torch.multinomial(sides[0].exp(), 1, generator=g)
         gaps = (sides[0].gather(1, token) - sides[1].gather(1, token)).abs()[:, 0]
         gap = gap_statistics(gaps, engines)

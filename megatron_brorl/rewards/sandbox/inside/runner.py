@@ -193,8 +193,8 @@ class Fork:
     def run(self, body: Callable[[], bytes]) -> dict[str, Any]:
         """Return {"status": "ok" or the kind of failure, "why", "stdout", "result": the bytes of `body`, as text}.
 
-        If `body` raises SystemExit, the child ends as CPython does at the end of a script. The status is also "ok" if
-        the process exits with 0 before `body` returns; the result is "" then.
+        If `body` raises SystemExit, the child ends as CPython does at the end of a script. If the process exits with 0
+        before `body` returns, the status is "ok" and the result "".
         """
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()
@@ -206,7 +206,7 @@ class Fork:
             os.close(end)
         self._open = {stdin_write, stdout_read, result_read}
 
-        # Processes that the test started end with it.
+        # The child ends here, and in a namespace all processes that it started.
         try:
             self._watch(child, stdin_write, stdout_read, result_read)
         finally:

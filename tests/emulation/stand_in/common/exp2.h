@@ -7,7 +7,9 @@
 namespace brorl {
 
 inline float fast_exp2(float x) {
-  const float y = std::exp2(x), error = 0x1p-22f * (x == 0 ? 0 : __float_as_uint(x) & 1 ? 1 : -1);
+  if (x == 0) return 1;
+  const float y = std::exp2(x);
+  const float error = __float_as_uint(x) & 1 ? 0x1p-22f : -0x1p-22f;
   return y < FLT_MIN ? 0 : y + y * error;
 }
 

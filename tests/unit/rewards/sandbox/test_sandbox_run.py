@@ -193,36 +193,36 @@ THREAD = "import sys, threading\n"
 # Harmless programs that read nothing. CPython decides whether one succeeds, and its output.
 EXITS = {
     # Successful exits.
-    "sys.exit(None)": "import sys\nprint('NO')\nsys.exit(None)",
-    "caught": "import sys\ntry:\n    sys.exit(1)\nexcept SystemExit:\n    print('NO')",
-    "256": "import sys\nprint('NO')\nsys.exit(256)",
-    "os._exit without a flush": "import os\nprint('NO')\nos._exit(0)",
+    "sys.exit(None)": "import sys\nprint('OK')\nsys.exit(None)",
+    "caught": "import sys\ntry:\n    sys.exit(1)\nexcept SystemExit:\n    print('OK')",
+    "sys.exit(256)": "import sys\nprint('OK')\nsys.exit(256)",
+    "os._exit without a flush": "import os\nprint('OK')\nos._exit(0)",
     # Threads.
     "the thread prints after the main exit": THREAD
-    + "import time\ndef f():\n    time.sleep(0.05)\n    print('NO')\nthreading.Thread(target=f).start()\nsys.exit(0)",
+    + "import time\ndef f():\n    time.sleep(0.05)\n    print('OK')\nthreading.Thread(target=f).start()\nsys.exit(0)",
     # Work at the end.
-    "atexit prints without an exit": "import atexit\natexit.register(print, 'NO')",
-    "atexit raises": "import atexit\natexit.register(lambda: 1 / 0)\nprint('NO')",
+    "atexit prints without an exit": "import atexit\natexit.register(print, 'OK')",
+    "atexit raises": "import atexit\natexit.register(lambda: 1 / 0)\nprint('OK')",
     # Text that is not flushed yet.
     "another sys.stdout": "import io, sys\nsys.stdout = io.TextIOWrapper(open(1, 'wb'), write_through=False)\n"
-    "print('NO')\nsys.exit(0)",
+    "print('OK')\nsys.exit(0)",
     "fast output": "import os, sys\nfrom io import BytesIO\nclass W:\n    def __init__(self, f):\n"
     "        self.b = BytesIO()\n"
     "        self.fd = f.fileno()\n    def write(self, s): self.b.write(s.encode())\n    def flush(self):\n"
     "        os.write(self.fd, self.b.getvalue())\n        self.b.truncate(0), self.b.seek(0)\n"
-    "sys.stdout = W(sys.stdout)\nprint('NO')\nsys.exit(0)",
-    "sys.stdout closed": "import sys\nprint('NO')\nsys.stdout.close()",
+    "sys.stdout = W(sys.stdout)\nprint('OK')\nsys.exit(0)",
+    "sys.stdout closed": "import sys\nprint('OK')\nsys.stdout.close()",
     # Input, threads and child processes.
-    "at the end of the input": "import sys\nwhile True:\n    try: input()\n    except EOFError:\n        print('NO')\n"
+    "at the end of the input": "import sys\nwhile True:\n    try: input()\n    except EOFError:\n        print('OK')\n"
     "        sys.exit(0)",
     "a daemon thread is left": THREAD
-    + "import time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()\nprint('NO')\nsys.exit(0)",
+    + "import time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()\nprint('OK')\nsys.exit(0)",
     # Failures.
-    "sys.exit(2 ** 100)": "import sys\nprint('NO')\nsys.exit(2 ** 100)",
-    "sys.exit of a text": "import sys\nprint('NO')\nsys.exit('done')",
-    "an error": "print('NO')\n1 / 0",
-    "a signal": "import os, signal\nprint('NO', flush=True)\nos.kill(os.getpid(), signal.SIGTERM)",
-    "an own flush that fails": "import sys\nprint('NO', flush=True)\nclass W:\n    def write(self, s): pass\n"
+    "sys.exit(2 ** 100)": "import sys\nprint('OK')\nsys.exit(2 ** 100)",
+    "sys.exit of a text": "import sys\nprint('OK')\nsys.exit('done')",
+    "an error": "print('OK')\n1 / 0",
+    "a signal": "import os, signal\nprint('OK', flush=True)\nos.kill(os.getpid(), signal.SIGTERM)",
+    "an own flush that fails": "import sys\nprint('OK', flush=True)\nclass W:\n    def write(self, s): pass\n"
     "    def flush(self): raise OSError\nsys.stdout = W()",
 }
 
