@@ -115,12 +115,12 @@ def test_one_prompt(ask):
 )
 def test_filters_and_exports(ask, tmp_path, options, left):
     """Both export formats hold the rollouts that pass, as they were recorded."""
-    wanted = [made("abc".index(s[0]), s[0], ANSWERS[s[0]])[int(s[1])] for s in left.split()]
+    expected_rows = [made("abc".index(s[0]), s[0], ANSWERS[s[0]])[int(s[1])] for s in left.split()]
     for ending in ("jsonl", "parquet"):
         path = tmp_path / f"x.{ending}"
-        assert ask(*options, "--export", path) == [f"{len(wanted)} rollouts of evaluation 4 written to {path}"]
+        assert ask(*options, "--export", path) == [f"{len(expected_rows)} rollouts of evaluation 4 written to {path}"]
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
-    for line, row in zip(lines, wanted, strict=True):
+    for line, row in zip(lines, expected_rows, strict=True):
         place = {"kind": "evaluation", "number": 4, "task": "exact", "reference": "7"}
         assert line == {**place, "prompt": f"what is\n{row['prompt_id']}?", **row, "parts": {"form": 0.5}}
     assert [row | {"parts": dict(row["parts"])} for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == lines
