@@ -42,7 +42,7 @@ SPREAD = 0.5
 MODEL = qwen2_config(hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, context=32768)
 
 
-def drawn(n: int, seed: int) -> Outcomes:
+def sample_outcomes(n: int, seed: int) -> Outcomes:
     """Return the tables of a step: lengths and kept groups."""
     rng = np.random.default_rng(seed)
     between = rng.normal(0, SPREAD, (PROMPTS, 1))
@@ -95,7 +95,7 @@ def old_update(outcomes: Outcomes, holder: torch.Tensor, algo: AlgoConfig, costs
 
 def measure(n: int, replicas: int, split: Any, costs: CostModel) -> dict[str, Any]:
     """Return one row of the table."""
-    outcomes = drawn(n, seed=n + replicas)
+    outcomes = sample_outcomes(n, seed=n + replicas)
     algo = AlgoConfig(mini_batches=MINI_BATCHES, mini_batch_of=split)
     runs = in_runs(outcomes, replicas)
     holder = dealt(outcomes, replicas)

@@ -63,7 +63,7 @@ def foreign_keys() -> str:
     """Return tables of all known keys of other trainers, each with our key and the conversion of its value."""
     lines = []
     for trainer, table in FOREIGN_KEYS.items():
-        rows = [[f"`{theirs}`", answer] for theirs, answer in table.items()]
+        rows = [[f"`{foreign_key}`", answer] for foreign_key, answer in table.items()]
         lines += _section(f"All keys of {trainer} that errors explain", "", [trainer, "here"], rows)
     return "\n".join(lines) + "\n"
 

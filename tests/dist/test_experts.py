@@ -105,13 +105,13 @@ def given_experts():
     """
     g = torch.Generator().manual_seed(4)
 
-    def drawn(count):
+    def random_experts(count):
         return torch.rand(count, 4, 8, generator=g).argsort(-1)[..., :2].to(torch.uint8)
 
     prompts, responses = rows(1)
-    of_prompts = {(id(prompt), step): drawn(len(prompt)) for prompt in prompts for step in range(2)}
+    of_prompts = {(id(prompt), step): random_experts(len(prompt)) for prompt in prompts for step in range(2)}
     return [
-        torch.cat((of_prompts[id(p), int(i % 3 == 1)], drawn(len(r) - 1)))
+        torch.cat((of_prompts[id(p), int(i % 3 == 1)], random_experts(len(r) - 1)))
         for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
     ]
 

@@ -39,7 +39,7 @@ SECTIONS = ("rollout", "reward", "shaping", "algo", "critic", "reference", "opti
 def without_effect(config: Config) -> set[str]:
     """Return the keys (section.key, or a whole section) that another key disables."""
     algo = config.algo
-    conditions = {
+    off_conditions = {
         "critic algo.gamma algo.lam": algo.advantage != "gae",
         "reference algo.kl_estimator algo.kl_in": not algo.kl_coef,
         "algo.distill_coef": not config.teacher.path,
@@ -49,7 +49,7 @@ def without_effect(config: Config) -> set[str]:
         "algo.aggregation_tokens": algo.aggregation != "fixed",
         "optim.min_lr_ratio": config.optim.lr_schedule == "constant",
     }
-    return {key for keys, is_off in conditions.items() if is_off for key in keys.split()}
+    return {key for keys, is_off in off_conditions.items() if is_off for key in keys.split()}
 
 
 @pytest.mark.parametrize("name", ["prorlv2", "brorl", "dapo", "ppo"])
